@@ -1,8 +1,8 @@
-"""Builds the documentation as a site with search, in outputs/site.
+"""Build the documentation as a site with search, in outputs/site.
 
 pip install -e '.[docs]'
 python scripts/build_site.py            # outputs/site/index.html
-python scripts/build_site.py --pages    # only gathers the pages, which needs nothing installed
+python scripts/build_site.py --pages    # only collect the pages; no packages required
 
 Pages link to recipes, results, scripts and tests, which lie outside docs/. So all that is linked is
 gathered into one folder first, where it lies as in the tree: links then hold on the site as they do
@@ -53,7 +53,7 @@ def gather(target: Path = PAGES) -> list[Path]:
 def main() -> int:
     """Gathers the pages, then runs the generator."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pages", action="store_true", help="gather the pages and stop")
+    parser.add_argument("--pages", action="store_true", help="collect the pages and exit")
     arguments = parser.parse_args()
     print(f"{len(gather())} files in {PAGES}")
     if arguments.pages:

@@ -1,8 +1,8 @@
-"""Measure this device for the cost model, or improve a profile from recorded steps of training.
+"""Measure this device for the cost model, or fit a profile to recorded training steps.
 
-Measuring takes about a minute and covers matrix products, attention, norms, element-wise operators,
-copies and, with several ranks, collectives and messages. Training on N ranks of a machine is
-predicted best by a profile measured on as many: they compete for memory.
+The measurement takes about a minute. It covers matmuls, attention, norms, element-wise operators
+and copies and, with several ranks, collectives and point-to-point messages. Measure on the number
+of ranks per host that training uses, because these ranks compete for memory bandwidth.
 
 python scripts/calibrate.py --out profile.json
 torchrun --nproc-per-node 2 scripts/calibrate.py --out profile.json
@@ -65,12 +65,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="profile to write (.json)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as is usual")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for operators, about")
-    parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
-    parser.add_argument("--profile", type=Path, help="with --fit-from-timeline: profile to improve")
     parser.add_argument(
-        "--fit-from-timeline", type=Path, nargs="+", default=[], help="recorded steps (.json)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="data type (default: bfloat16 on CUDA, float32 on CPU)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30.0,
+        help="time limit of the operator measurements in seconds",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure few sizes, as a test")
+    parser.add_argument("--profile", type=Path, help="with --fit-from-timeline: profile to fit")
+    parser.add_argument(
+        "--fit-from-timeline", type=Path, nargs="+", default=[], help="recorded steps (.json files)"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="with --fit-from-timeline: recipe of the recorded steps"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="with --fit-from-timeline: ranks of the run (default: one pipeline)",
     )
     parser.add_argument("--config", type=Path, help="with --fit-from-timeline: recipe of the steps")
     parser.add_argument(
@@ -149,7 +166,9 @@ def _print(profile: Profile, dtype: str) -> None:
 def _learn(options: argparse.Namespace) -> Profile:
     """The given profile with factors from recorded steps."""
     if options.profile is None or options.config is None:
-        raise ValueError("--fit-from-timeline needs --profile and the steps' recipe, --config")
+        raise ValueError(
+            "--fit-from-timeline requires --profile and --config, the recipe of the recorded steps"
+        )
     recipe = load_recipe(options.config).recipe
     with loading():
         from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
@@ -163,7 +182,7 @@ def _learn(options: argparse.Namespace) -> Profile:
     modules = [m.describe() for m in model.modality_modules()]
     parallel = recipe.parallel
     if parallel.placement == "disaggregated" and options.world_size is None:
-        raise ValueError("modules on ranks of their own: give their number, --world-size")
+        raise ValueError("disaggregated modules: set the number of ranks with --world-size")
     ranks = options.world_size or parallel.pipeline * parallel.tensor
     costs = run_costs(resolve(recipe, ranks), modules, profile)
     observed: list[Observed] = []
@@ -171,7 +190,7 @@ def _learn(options: argparse.Namespace) -> Profile:
         records, graph = read_records(path)
         content = read_content(path)
         if content is None:
-            raise ValueError(f"{path}: does not say what its microbatches contained")
+            raise ValueError(f"{path}: the recorded step does not describe its microbatches")
         observed += observe(RecordedStep(records, graph, content), modules, costs)
     learned = learn(profile, observed)
     for module, factors in learned.factors.items():

@@ -1,8 +1,8 @@
-"""Draw pipeline schedules, or steps that a run has recorded, as one SVG picture.
+"""Plot pipeline schedules, or recorded steps of a run, as one SVG figure.
 
-A schedule is played through with the durations given here, not run; a layer's backward takes twice
-as long as its forward, or as long where its module is frozen. Several schedules or records are
-drawn one below the other on the same time axis.
+A schedule is simulated with the durations of the options. The backward pass of a layer takes twice
+as long as its forward pass, or the same time if the module is frozen. Several schedules or records
+are plotted below each other on the same time axis.
 
 python scripts/draw.py --schedule 1f1b --stages 4 --microbatches 8
 python scripts/draw.py --schedule megatron separated --stages 4 --microbatches 8 \\
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         panels = [_recorded(path) for path in options.records]
         panels += [_simulated(name, options) for name in options.schedule]
         if not panels:
-            raise ValueError("nothing to draw: give --schedule or --records")
+            raise ValueError("nothing to plot; use --schedule or --records")
         if options.trace is not None:
             _only_one(panels, "--trace")
             write_chrome_trace(options.trace, panels[0].records, panels[0].layout)
@@ -73,40 +73,83 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="as in a recipe, csv:PATH or optimus:coarse",
+        help="schedules as in a recipe, csv:PATH or optimus:coarse",
     )
     add("--records", nargs="+", default=[], type=Path, metavar="FILE", help="timeline/step-N.json")
-    add("--stages", type=int, default=4, help="pipeline ranks (4)")
-    add("--microbatches", type=int, help="number of microbatches (as many as --images, or 8)")
+    add("--stages", type=int, default=4, help="pipeline ranks (default: 4)")
+    add(
+        "--microbatches",
+        type=int,
+        help="number of microbatches (default: number of --images, or 8)",
+    )
     add(
         "--layers",
         type=_named(int, "N"),
         metavar="NAME=N,...",
-        help="layers of each module, the LLM last (llm=16, with --images vision=8,llm=16)",
+        help=(
+            "layers of each module, the LLM last (default: llm=16, or vision=8,llm=16 with "
+            "--images)"
+        ),
     )
-    add("--images", type=_counts, metavar="N,N,...", help="images of each microbatch (none)")
-    add("--images-per-part", type=int, default=4, help="of a sub-microbatch, at most (4)")
+    add(
+        "--images",
+        type=_counts,
+        metavar="N,N,...",
+        help="images of each microbatch (default: none)",
+    )
+    add(
+        "--images-per-part",
+        type=int,
+        default=4,
+        help="maximum number of images per sub-microbatch (default: 4)",
+    )
     add(
         "--layer-ms",
         type=_named(float, "MS"),
         default={},
         metavar="NAME=MS,...",
-        help="forward of a layer: of the LLM for a microbatch, of an encoder for an image (1 each)",
+        help=(
+            "forward time of a layer: of the LLM per microbatch, of an encoder per image "
+            "(default: 1 each)"
+        ),
     )
-    add("--virtual-stages", type=int, default=1, help="virtual stages or LLM segments per rank (1)")
-    add("--encoder-stages", type=int, default=1, help="pipeline ranks of encoders: optimus (1)")
+    add(
+        "--virtual-stages",
+        type=int,
+        default=1,
+        help="virtual stages or LLM segments per rank (default: 1)",
+    )
+    add(
+        "--encoder-stages",
+        type=int,
+        default=1,
+        help="pipeline ranks of encoders, for optimus (default: 1)",
+    )
     add(
         "--units",
         type=_named(_unit, "PxR"),
         metavar="NAME=PxR,...",
-        help="every module on ranks of its own: pipeline ranks x replicas (all on --stages ranks)",
+        help=(
+            "disaggregated modules: pipeline ranks x replicas (default: all modules on --stages "
+            "ranks)"
+        ),
     )
-    add("--freeze", type=_names, default=[], metavar="NAME,...", help="modules that do not train")
-    add("--transfer-ms", type=float, default=0.0, help="from one rank to another (0)")
-    add("--csv", type=Path, metavar="FILE", help="also write the compute order, of one --schedule")
-    add("--trace", type=Path, metavar="FILE", help="also write a Chrome trace, of one step")
-    add("--title", help="of the picture (what is drawn)")
-    add("--width", type=int, help="of the picture in pixels")
+    add("--freeze", type=_names, default=[], metavar="NAME,...", help="frozen modules")
+    add(
+        "--transfer-ms",
+        type=float,
+        default=0.0,
+        help="time of a transfer between ranks (default: 0)",
+    )
+    add(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write the compute order of one --schedule to this file",
+    )
+    add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of one step to this file")
+    add("--title", help="title of the figure (default: names of schedules or records)")
+    add("--width", type=int, help="width of the figure in pixels")
     add("--out", type=Path, default=Path("schedule.svg"), help="(schedule.svg)")
     return parser
 
@@ -138,7 +181,7 @@ def _names(text: str) -> list[str]:
 
 def _only_one(given: Sequence[object], option: str) -> None:
     if len(given) != 1:
-        raise ValueError(f"{option} takes one step, {len(given)} given")
+        raise ValueError(f"{option} requires one step, but {len(given)} are selected")
 
 
 def _recorded(path: Path) -> Panel:
@@ -182,7 +225,7 @@ def _microbatches(options: argparse.Namespace) -> int:
         count = len(images) or 8
     if count < 1 or (images and len(images) != count):
         raise ValueError(
-            f"--microbatches {count}: give at least 1, and as many as --images has counts"
+            f"--microbatches {count}: must be at least 1, and equal to the number of --images"
         )
     if options.images_per_part < 1:
         raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
@@ -194,7 +237,7 @@ def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> 
     schedule, _, bubbles = name.partition(":")
     colocated = schedule in schedules_for("colocated")
     if colocated and bubbles not in ("", "fine", "coarse"):
-        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" after it')
+        raise ValueError(f'--schedule {name}: use "{schedule}", or "{schedule}:coarse"')
     *encoders, llm = modules
     own = {encoder: {"pipeline": options.encoder_stages} for encoder in encoders if colocated}
     placement: Placement = "disaggregated" if options.units else "interleaved"
@@ -215,12 +258,12 @@ def _modules(options: argparse.Namespace, mean_images: float) -> list[ModuleLaye
     *encoders, llm = layers
     if bool(encoders) != bool(options.images):
         raise ValueError(
-            f"--layers {','.join(layers)}: encoders stand before the LLM and need --images"
+            f"--layers {','.join(layers)}: encoders must come before the LLM and require --images"
         )
     unknown = {*options.freeze, *options.layer_ms} - set(layers)
     if unknown:
         raise ValueError(
-            f"no module {', '.join(sorted(unknown))}; --layers has {', '.join(layers)}"
+            f"unknown module {', '.join(sorted(unknown))}; --layers has {', '.join(layers)}"
         )
     modules = []
     for name, count in layers.items():

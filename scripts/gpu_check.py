@@ -229,7 +229,7 @@ def check_losses(machine: Machine) -> Iterator[Line]:
     expected = [line["loss"] for line in machine.train("cpu", plain)]
     for layout, (ranks, changes) in LAYOUTS.items():
         if ranks > machine.gpus:
-            yield Line("losses", layout, f"needs {ranks} GPUs", "", "not run")
+            yield Line("losses", layout, f"requires {ranks} GPUs", "", "not run")
             continue
         for dtype, most in (("float32", EXACT), ("bfloat16", ROUNDED)):
             case = f"{layout}, {dtype}"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures a recipe's data ahead of a run: sizes of all samples, into `data.index_cache_dir`.
+"""Index the data of a recipe before a run: write all sample sizes to `data.index_cache_dir`.
 
     python scripts/index_data.py --config recipe.toml --workers 32
-    python scripts/index_data.py --config recipe.toml --shards 3/64     # job 3 of 64, from 0 on
+    python scripts/index_data.py --config recipe.toml --shards 3/64   # job 3 of 64, counted from 0
 
-A run measures what it does not find, on one rank of a file system. Jobs of an array do it sooner,
-on as many machines as there are: each measures every n-th shard, and the last one to end writes the
-manifest. A job that is started again goes on where it was. The result is the run's own, bit for
-bit. Exit code 0: all that was asked for is measured.
+A run indexes missing shards on one rank per file system. The jobs of an array index them on several
+hosts: each job indexes every n-th shard, and the last job writes the manifest. A restarted job
+continues with the remaining shards. The index is bitwise identical to the index of a run. The exit
+code is 0 if all requested shards are indexed.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key VALUE overrides any key of the recipe.",
+        epilog="Use --section.key VALUE to override any key of the recipe.",
     )
-    parser.add_argument("--config", required=True, help="recipe (TOML)")
-    parser.add_argument("--shards", type=share, default=(0, 1), help="k/n: every n-th shard from k")
+    parser.add_argument("--config", required=True, help="recipe (TOML file)")
+    parser.add_argument(
+        "--shards", type=share, default=(0, 1), help="k/n: index every n-th shard from k"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     arguments, overrides = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -72,7 +74,7 @@ def main() -> int:
         for building in buildings(arguments.config, overrides, arguments.workers):
             building.prepare()
             building.measure(range(first, len(building.ranges), step))
-            done = "complete" if building.finish() else "other jobs' shards are missing"
+            done = "complete" if building.finish() else "shards of other jobs are missing"
             logger.info("source %s: %s: %s", building.name, building.directory, done)
     except TorchmmError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

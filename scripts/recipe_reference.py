@@ -1,4 +1,4 @@
-"""Writes docs/reference/recipes.md, the reference of all recipe keys, from the schema's docstrings.
+"""Write docs/reference/recipes.md, the reference of all recipe keys, from the docstrings.
 
 python scripts/recipe_reference.py
 """

@@ -1,9 +1,8 @@
-"""Pictures of the run page, of runs side by side and of the terminal, for the documentation.
+"""Take screenshots of run page, run comparison and terminal for the documentation.
 
-python scripts/screenshots.py outputs/a outputs/b      # into docs/images; needs chromium
+python scripts/screenshots.py outputs/a outputs/b      # into docs/images; requires chromium
 
-The first run's page is taken in light and dark. Rejected: pictures taken by hand, which nobody
-takes again when the page changes.
+The page of the first run is captured in light and dark mode.
 """
 
 import argparse
@@ -31,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        print("needs chromium, or google-chrome", file=sys.stderr)
+        print("requires chromium or google-chrome", file=sys.stderr)
         return 2
     run, images = arguments.run_dirs[0], arguments.images
     output = script("show_run.py", run)

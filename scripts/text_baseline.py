@@ -1,11 +1,13 @@
-"""Compares a trained model with models that see no images: held-out losses side by side.
+"""Compare the validation losses of a trained model and of models without image input.
 
     python scripts/text_baseline.py outputs/smollm2_vision
     python scripts/text_baseline.py outputs/smollm2_vision \\
         --blank-images outputs/smollm2_vision_blind
 
---blank-images names a run of the same recipe that was trained with blank images: all that can be
-learned of the captions without looking. Runs on one process and reads each run's newest checkpoint.
+--blank-images is a run of the same recipe that was trained with all-zero images. Its loss shows
+how well
+captions are predicted without images. The script uses one process and reads the newest checkpoint
+of each run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
     parser.add_argument(
-        "--blank-images", type=Path, help="run directory of training with blank images"
+        "--blank-images", type=Path, help="run directory of training with all-zero images"
     )
     reject_renamed_options(parser, "text_baseline")
     arguments = parser.parse_args()
@@ -42,7 +44,7 @@ def main() -> int:
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    table = Table(title="Held-out loss per caption token", title_justify="left")
+    table = Table(title="Validation loss per caption token", title_justify="left")
     table.add_column("model")
     table.add_column("images")
     table.add_column("loss", justify="right")
@@ -63,10 +65,10 @@ def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float
         alone = ParallelConfig()
         start_process_group(alone, device)
         mesh = build_mesh(alone, device)
-        rows = [("LLM as it came", "none", text_only_loss(run, mesh))]
+        rows = [("pretrained LLM", "none", text_only_loss(run, mesh))]
         if blind_dir is not None:
             blind = image_losses(_read(blind_dir), blind_dir, mesh)
-            rows.append(("trained blind", "blank", blind["blank"]))
+            rows.append(("trained without images", "blank", blind["blank"]))
         losses = image_losses(run, run_dir, mesh)
     names = {"blank": "blank", "other": "of another sample", "own": "its own"}
     return rows + [("trained", name, losses[key]) for key, name in names.items()]

@@ -1,12 +1,12 @@
-"""Write docs/reference/unlisted_models.md: models that can be trained without registration.
+"""Write docs/reference/unlisted_models.md: models that train without being registered.
 
-The page covers the causal LMs and the image encoders of transformers.
+The table contains causal LMs and image encoders of transformers.
 
-python scripts/unlisted_models.py            # all types; about two minutes
-python scripts/unlisted_models.py olmo vit   # print the results of some types
+python scripts/unlisted_models.py            # all of them; about two minutes
+python scripts/unlisted_models.py olmo vit   # print the results of some
 
-Each model type is compared with Hugging Face as for a recipe, with the default config of its class.
-"""
+Each model type passes through the same comparison as in a recipe, with the default config of its
+class."""
 
 import argparse
 import re
@@ -31,35 +31,35 @@ from torchmm.models.registry import LLM_FILES, TOWER_FILES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {
-    "no list of layers": "layers not in one list, or several modalities",
-    "are not beside": "embeddings and layers in separate modules (as in BERT)",
-    "parts with weights besides": "additional modules with weights outside the layers",
-    "comparisons with": "different results",
-    "small layers does": "default config cannot be reduced to a small copy",
-    "small copy": "default config cannot be reduced to a small copy",
-    "Hugging Face's model by itself": "default config fails in Hugging Face",
-    "building": "model cannot be built",
-    "fails": "no support for packed samples or pipeline stages",
+    "list of": "no list of layers with the length in the config, or several components",
+    "are not in the same module": "embeddings and layers in separate modules (as in BERT)",
+    "layers, one norm and head": "additional modules with weights around the layers",
+    "comparisons with": "results differ",
+    "small layers does": "no small copy of the default config",
+    "small copy": "no small copy of the default config",
+    "the Hugging Face model": "the default config does not run in the Hugging Face model",
+    "building": "cannot be built",
+    "fails": "no support for packed samples or stages",
 }
 """Maps text of an error to its summary on the page. The first match applies."""
 OF_ENCODERS = {
-    "no list of layers": "layers not in one list (stages of different widths)",
-    "image_size and patch_size": "no fixed image size in the config",
-    "not a square": "image size not square",
-    "given more than hidden": "layers need more than hidden states (positions, masks, grids)",
-    "no module of its own": "operations outside modules before the layers",
-    "given more than one": "inputs besides pixels before the layers",
-    "hidden states (": "patches omitted or merged before the layers",
-    "pixels of patch": "positions depend on several patches",
-    "convolutions over pixels": "patch embedding is not one convolution",
-    "given something else": "operations between layers",
-    "weights outside": "weights outside embeddings and layers",
-    "comparisons with": "different results",
-    "small layers does": "default config cannot be reduced to a small copy",
-    "small copy": "default config cannot be reduced to a small copy",
-    "no tower for": "no separate encoder class",
-    "Hugging Face's model by itself": "default config needs inputs besides pixels",
-    "fails": "model cannot be built or split into stages",
+    "list of": "no list of layers, or several (stages of several widths)",
+    "image_size and patch_size": "no images of a fixed size in its config",
+    "not a square": "images that are not square",
+    "besides hidden": "layers have inputs besides hidden states (positions, biases, masks)",
+    "not a separate module": "an operation between pixels and layers that is not a module",
+    "has more than one input": "a module before the layers has inputs besides pixels",
+    "hidden states (": "patches are dropped or merged before the layers",
+    "pixels of patch": "a position depends on several patches",
+    "convolutions over pixels": "patches are computed by several convolutions, or by none",
+    "is not the output of layer": "an operation between layers",
+    "weights outside": "weights outside of embeddings and layers",
+    "comparisons with": "results differ",
+    "small layers does": "no small copy of the default config",
+    "small copy": "no small copy of the default config",
+    "no image encoder for": "no class for the encoder without the LLM",
+    "the Hugging Face model": "the default config does not run with only pixels",
+    "fails": "it cannot be built or split",
 }
 """The same for encoders."""
 
@@ -149,11 +149,11 @@ def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
     lines = [
         f"{len(passed)} of {len(outcomes)} {kind.name} that are not registered pass.",
         "",
-        f"- with pretrained weights ({len(read)}): {', '.join(read)}",
-        f"- with random weights only, because weight files have different names ({len(unread)}): "
+        f"- also with pretrained weights ({len(read)}): {', '.join(read)}",
+        f"- only with random weights, because their files use other names ({len(unread)}): "
         f"{', '.join(unread)}",
         "",
-        "| reason for rejection | `model_type` |",
+        "| reason | `model_type` |",
         "|---|---|",
         *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
     ]
@@ -181,7 +181,7 @@ def written(kind: Kind, page: str) -> str:
 def main() -> None:
     """Print the outcomes, or write all of them to the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("types", nargs="*", help="model types to print (default: write the page)")
+    parser.add_argument("types", nargs="*", help="model types (default: all, written to the page)")
     types = parser.parse_args().types
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""Check that checkpoints are complete and unaltered, byte for byte.
+"""Check that checkpoints are complete and unmodified, with SHA-256 hashes.
 
 usage: verify_checkpoint.py PATH ...
 
 PATH is a checkpoint ("step-N"), a directory of checkpoints, or a run directory. Exit code 4 if
-any checkpoint is damaged, of a newer format, or none is found.
+any checkpoint is corrupt, of a newer format, or none is found.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
     for path in paths:
         checkpoints = checkpoints_at(path)
         if not checkpoints:
-            print(f"{path}: no checkpoint here")
+            print(f"{path}: no checkpoint found")
             damaged = True
         for checkpoint in checkpoints:
             with working(f"reading {checkpoint}"):

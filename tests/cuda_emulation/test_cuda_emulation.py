@@ -423,7 +423,7 @@ def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None
 def test_two_ranks_on_one_gpu_are_refused(built, tmp_path, real_data, monkeypatch) -> None:
     """NCCL would refuse them, in the middle of a step, without saying what to do."""
     monkeypatch.setenv("FAKECUDA_DEVICES", "1")
-    with pytest.raises(AssertionError, match="ranks 0 and 1 compute on the same GPU, fake-0"):
+    with pytest.raises(AssertionError, match="ranks 0 and 1 use the same GPU, fake-0"):
         logged(CASES["pp2"], tmp_path, real_data)
 
 

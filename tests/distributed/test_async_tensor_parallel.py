@@ -98,14 +98,14 @@ def _check_linears(outcomes: list[tuple[Case, dict[str, float]]]) -> None:
 def test_the_choice_is_made_together(two_ranks):
     first, second = (found["choice"] for found in two_ranks)
     backend, reason = first["auto"]
-    assert backend == "ring" and "needs CUDA" in reason
-    assert first["collective"] == ("collective", "as the recipe says")
-    assert "needs CUDA" in first["forced"] and '"auto"' in first["forced"]
+    assert backend == "ring" and "requires CUDA" in reason
+    assert first["collective"] == ("collective", "set in the recipe")
+    assert "requires CUDA" in first["forced"] and '"auto"' in first["forced"]
     assert first["times_ms"] == second["times_ms"] and list(first["times_ms"]) == [1, 2, 4, 8]
     assert first["right"] is None and second["right"] is None
-    assert first["wrong"] == "a trial failed on another rank"
-    assert second["wrong"] == "a trial gave wrong numbers"
-    assert first["missing"].startswith("a trial failed")
+    assert first["wrong"] == "a test run failed on another rank"
+    assert second["wrong"] == "a test run returned wrong values"
+    assert first["missing"].startswith("a test run failed")
 
 
 @pytest.mark.campaign

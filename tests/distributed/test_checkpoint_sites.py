@@ -151,7 +151,7 @@ def fail(remote: RemoteCheckpoints, folder: str, file: Path) -> int:
 def test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made(tmp_path):
     for complaints in run_distributed(save_and_lose_a_copy, 2, tmp_path):
         assert complaints[0] == complaints[2] == ""
-        assert "step-2 is not at" in complaints[1]
+        assert "step-2 was not uploaded to" in complaints[1]
         assert "rank 1: the cable is out" in complaints[1]
     assert [step_of_folder(folder) for folder in committed(tmp_path)] == [3, 1]
 

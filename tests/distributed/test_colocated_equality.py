@@ -227,7 +227,7 @@ def test_a_reduction_in_front_of_its_last_backward_is_refused():
     """By validation, and by the runtime where nobody has validated the plan: the first rank to
     notice stops, and others lose it."""
     found = run_distributed(_reduce_too_early, 4)
-    assert any("REDUCE_GRAD comes before the backward of Task" in each for each in found), found
+    assert any("REDUCE_GRAD runs before the backward of Task" in each for each in found), found
     assert all(found)
 
 

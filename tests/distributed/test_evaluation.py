@@ -123,10 +123,10 @@ def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, t
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["gone"], "gone is no export: it has neither config.json nor torchmm.json"),
-        (["run", "--export", "hf-7"], "no such export; there are: hf-2"),
-        (["run/hf-2"], "nothing to evaluate on: name --data, or a --recipe, or a run"),
-        (["run/hf-2", "--data", "here.jsonl"], "no source says how it is scored: name --scores"),
+        (["gone"], "gone is not an export: it has neither config.json nor torchmm.json"),
+        (["run", "--export", "hf-7"], "no such export; available: hf-2"),
+        (["run/hf-2"], "no evaluation data; set --data or --recipe, or evaluate a run"),
+        (["run/hf-2", "--data", "here.jsonl"], "no metrics are set for the sources; set --scores"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server, monkeypatch):
@@ -140,7 +140,7 @@ def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server,
 
 
 def test_a_directory_without_a_model_is_no_export(tmp_path):
-    with pytest.raises(ConfigError, match="is no export"):
+    with pytest.raises(ConfigError, match="is not an export"):
         Export.read(tmp_path)
 
 
@@ -170,5 +170,5 @@ def test_scores_of_the_last_snapshot_are_recorded_at_its_step(tmp_path, real_dat
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     (shown,) = events.Scalars("validation/mine/exact_match")
     assert (shown.step, shown.value) == (2, 0.25)
-    assert "waiting for the benchmarks of step 2, 3600 s at most" in output
+    assert "waiting for the benchmarks of step 2, at most 3600 s" in output
     assert json.loads((run_dir / "STATUS.json").read_text())["state"] == "done"

@@ -83,7 +83,7 @@ def _refused(channels: P2PChannels) -> list[str]:
         with pytest.raises(ValueError) as error:
             channels.send(tensors, specs, 1, "0SEND_F2>1@1")
         texts.append(str(error.value))
-    with pytest.raises(ValueError, match=r"rank 0 is not among the plan's ranks \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"rank 0 is not one of the ranks of the plan, \[1, 2\]"):
         P2PChannels(CPU, [1, 2], 1.0)
     return texts
 

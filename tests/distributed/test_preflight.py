@@ -24,9 +24,7 @@ def rates(product: float, gather: float = math.nan) -> tuple[float, ...]:
 
 def test_the_slow_rank_is_named_with_its_machine():
     found = slow_ranks([rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5)
-    assert found == [
-        "rank 2 on n2: matrix products at 30 TFLOP/s, 3.3 times slower than usual (100)"
-    ]
+    assert found == ["rank 2 on n2: matmuls at 30 TFLOP/s, 3.3 times slower than usual (100)"]
     assert not slow_ranks([rates(100), rates(99), rates(70), rates(101)], HOSTS, [range(4)], 1.5)
 
 
@@ -39,7 +37,7 @@ def test_modules_on_other_devices_are_not_compared():
     four = [rates(30), rates(30), rates(100, 5.0), rates(100, 1.0)]
     assert len(slow_ranks(four, HOSTS, [range(4)], 1.5)) == 3
     (line,) = slow_ranks(four, HOSTS, [range(2), range(2, 4)], 1.5)
-    assert line.startswith("rank 3 on n2: gathers over pipeline at 1 GB/s")
+    assert line.startswith("rank 3 on n2: all-gather over pipeline at 1 GB/s")
 
 
 def test_a_long_list_is_cut():
@@ -77,6 +75,6 @@ def test_two_ranks_compare_themselves(slow, tolerance):
         assert not lines
         return
     *warnings, summary = lines
-    assert summary.startswith("preflight: matrix products ") and "gathers over shard" in summary
+    assert summary.startswith("preflight: matmuls ") and "all-gather over shard" in summary
     named = [line for line in warnings if line.startswith("preflight: rank 1 on ")]
-    assert any("matrix products" in line for line in named) == (slow == 1)
+    assert any("matmuls" in line for line in named) == (slow == 1)

@@ -178,7 +178,7 @@ def test_all_ranks_are_told_what_one_of_them_has():
     outcomes = run_distributed(disagree, 4)
     for alike, differing, failing, again in outcomes:
         assert alike == again == ""
-        assert "step 1: ranks [3] have other microbatches" in differing
+        assert "step 1: ranks [3] have different microbatches" in differing
         assert "than rank 1" in differing
         assert "of another world" in failing
     assert all(outcome == outcomes[0] for outcome in outcomes)

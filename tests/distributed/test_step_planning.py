@@ -41,7 +41,7 @@ class FakeProcess:
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "dead":
-            raise StepProcessError("the planning process ended with code -9")
+            raise StepProcessError("the planning process exited with code -9")
         request = self.requests[-1] if self.requests else None
         if self.mood == "late" or request is None or request.step != step:
             return None
@@ -132,10 +132,10 @@ STEPS = (
     ("planned again", "finished", 0, 33, 50.0),
 )
 TOLD = (
-    "step 4: has other samples",
+    "step 4: the samples differ",
     "step 5: no plan in time",
-    "step 6: planning time was over; the best of 33 schedules",
-    "ended with code -9; step 9 begins with another one, until then orders are natural",
+    "step 6: the time limit of planning is reached; the best of 33 schedules",
+    "exited with code -9; a new process starts with step 9; until then the original order is used",
 )
 
 

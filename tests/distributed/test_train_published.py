@@ -100,7 +100,7 @@ def test_llavas_two_stages_train_on_llavas_json(train, real_data):
         "first", "llava.json", tokenizer, export, source, recipe="recipes/tiny/llava_connector.toml"
     )
     assert f"llava.json {SAMPLES}; 0 corrupt" in log
-    assert "1.00 images, tiles, frames or sounds per sample" in log
+    assert "1.00 images, tiles, frames or audio clips per sample" in log
     source = f"--model.source={first / 'hf'}"
     second, _ = train("second", "llava.json", tokenizer, source, recipe="recipes/tiny/llava.toml")
     losses = [records(run)[-1]["loss"] for run in (llm, first, second)]

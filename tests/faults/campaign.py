@@ -1083,7 +1083,7 @@ FAULTS = [
         "0",
         "-",
         "no step waits for it",
-        "steps are planned before they begin",
+        "steps are planned synchronously",
         NOT_TRIED,
         (
             f"{STEPS}test_killed_process_is_named",

@@ -31,13 +31,17 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     "fraction for a number": ("[training]\nsteps = 1.5", [], ["training.steps", "integer"]),
     "bad choice": ('[training]\ndtype = "float17"', [], ["training.dtype", "bfloat16"]),
     "key twice": ("[training]\nsteps = 1\nsteps = 2", [], ["line 4"]),
-    "no TOML": ("[training\nsteps = 1", [], ["not valid TOML"]),
+    "no TOML": ("[training\nsteps = 1", [], ["invalid TOML"]),
     "negative": ("[training]\nsteps = -1", [], ["training.steps", ">= 1"]),
     "zero": ("[training]\nglobal_batch_size = 0", [], ["training.global_batch_size"]),
     "infinite": ("[optimizer]\nlr = inf", [], ["optimizer.lr", "finite"]),
     "no number": ("[optimizer]\nlr = nan", [], ["optimizer.lr", "finite"]),
     "infinite seconds": ("[data]\ntimeout_s = inf", [], ["data.timeout_s", "finite"]),
-    "beyond 64 bits": (f"[training]\nsteps = {'9' * 400}", [], ["training.steps", "64 bits"]),
+    "beyond 64 bits": (
+        f"[training]\nsteps = {'9' * 400}",
+        [],
+        ["training.steps", "64 bits"],
+    ),
     "5000 digits": (f"[training]\nsteps = {'9' * 5000}", [], ["not a recipe", "digits"]),
     "deep arrays": (f"[data]\nsources = {DEEP}", [], ["not a recipe", "nested"]),
     "deep tables": (f"[data]\nx = {'{a=' * 1000}1{'}' * 1000}", [], ["not a recipe", "nested"]),
@@ -59,12 +63,12 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     "checkpoint that is missing": (
         '[checkpoint]\nresume = "nowhere"',
         [],
-        ["checkpoint.resume", "is no directory"],
+        ["checkpoint.resume", "is not a directory"],
     ),
     "staging without upload": (
         '[checkpoint]\nstaging_dir = "/tmp/x"',
         [],
-        ["checkpoint.staging_dir", "needs checkpoint.remote_dir"],
+        ["checkpoint.staging_dir", "requires checkpoint.remote_dir"],
     ),
     "upload with wildcards": (
         '[checkpoint]\nremote_dir = "s3://bucket/*"',
@@ -89,7 +93,7 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     "sizes that do not make the ranks": (
         "",
         ["--parallel.pipeline=3", "--parallel.shard=1"],
-        ["parallel", "does not make 2 ranks"],
+        ["parallel", "is not equal to 2 ranks"],
     ),
     "batch that does not divide": (
         "",
@@ -99,13 +103,13 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     "nothing left to train": (
         "",
         ['--freeze.modules=["llm", "vision", "vision.connector"]'],
-        ["freeze.modules", "leaves nothing to train"],
+        ["freeze.modules", "leaves no module to train"],
     ),
     "unknown module": ('[freeze]\nmodules = ["visoin"]', [], ["freeze.modules", "vision"]),
     "validation without data": (
         "[data]\nvalidation = []\n[validation]\nnum_samples = 2",
         [],
-        ["validation.num_samples", "held-out"],
+        ["validation.num_samples", "requires validation data"],
     ),
 }
 
@@ -119,7 +123,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str]] = {
     "LOCAL_RANK empty": ({"LOCAL_RANK": ""}, "LOCAL_RANK = ''"),
     "no MASTER_ADDR": ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     "MASTER_PORT = x": ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
-    "MASTER_PORT = 70000": ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 is no port"),
+    "MASTER_PORT = 70000": ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 is not a port"),
 }
 PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
 PLACE["MASTER_ADDR"] = "127.0.0.1"
@@ -197,5 +201,5 @@ def test_a_rank_that_dies_while_groups_are_made_is_not_waited_for(
     run = train_server.start(command, tmp_path / "logs", ranks=2, script=DYING)
     assert run.wait() == [6, 9]
     assert time.monotonic() - began_s < 40
-    assert "PeerError: rank 0 lost a peer, or never met it" in run.output()
+    assert "PeerError: rank 0 lost a peer, or could not connect to it" in run.output()
     assert "Traceback" not in run.output()

@@ -78,8 +78,8 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
 ):
     nobody = f"127.0.0.1:{free_port()}"
     cases = {
-        "token": ({}, {TOKEN_VARIABLE: "a guess"}, "refuses this run's token: wrong token"),
-        "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "prepares other data"),
+        "token": ({}, {TOKEN_VARIABLE: "a guess"}, "rejects the token of this run: wrong token"),
+        "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "uses different data"),
         "nobody": (
             {"data__producers__addresses": f'["{nobody}"]', "data__producers__retry_timeout_s": 1},
             {},

@@ -32,7 +32,7 @@ def assert_stopped(run: Run, run_dir: Path, name: str, within_s: float) -> None:
     assert time.monotonic() - begin < within_s
     status = read_status(run_dir)
     assert (status.state, status.exit_code, status.step) == ("preempted", 75, 0)
-    assert status.message == f"stopped by {name} before the first step; nothing is to be saved"
+    assert status.message == f"stopped by {name} before the first step; no checkpoint is required"
     output = "".join(run.output(rank) for rank in range(len(codes)))
     assert "Traceback" not in output, output
 
@@ -86,7 +86,7 @@ def test_early_signal_ends_measuring_workers(tmp_path, train_server, real_data):
     texts.write_text("\n".join(lines))
     changes = {"data__workers": 2, "data__sources": f'[{{path="{texts}", name="texts"}}]'}
     run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
-    wait_for_output(run, 0, "measuring source texts")
+    wait_for_output(run, 0, "indexing source texts")
     run.kill(0, signal.SIGTERM)
     assert_stopped(run, run_dir, "SIGTERM", EXIT_GRACE_S - 2)
     assert ", stopped" in run.output(), "nothing was interrupted"

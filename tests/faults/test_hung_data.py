@@ -104,10 +104,11 @@ def test_a_stop_signal_ends_a_wait_for_data_and_saves(tmp_path, real_data, train
     assert [process.wait(60) for process in run.processes] == [75, 75], run.output(1)
     assert_preempted(run_dir)
     assert re.search(
-        r"which is saved. Data for step \d+ did not come", read_status(run_dir).message
+        r"a checkpoint of this step is saved. data for step \d+ did not arrive",
+        read_status(run_dir).message,
     )
     log = (run_dir / "logs/rank-1.log").read_text()
-    assert re.search(r"step \d+ had no data: data worker \d \(process \d+, stopped\)", log)
+    assert re.search(r"no data for step \d+: data worker \d \(process \d+, stopped\)", log)
     assert_gone(workers)
     first = [r["step"] for r in records(run_dir)]
     changes = {**RUN, "training__steps": first[-1] + 1}
@@ -131,7 +132,7 @@ def test_the_run_ends_with_the_process_that_reads_its_streams(
     assert 3 in run.wait(), run.output()
     status = read_status(run_dir)
     assert (status.state, status.exit_code) == ("failed", 3)
-    expected = "is gone" if how == signal.SIGKILL else f"process {reader}, stopped"
+    expected = "exited unexpectedly" if how == signal.SIGKILL else f"process {reader}, stopped"
     assert expected in status.message or "plan of the next step" in status.message
     assert "Traceback" not in run.output()
     assert_gone([reader])

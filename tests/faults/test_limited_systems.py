@@ -34,7 +34,7 @@ def test_small_shared_memory_warns_then_ends_run(tmp_path: Path, real_data):
     changes = {"data__workers": 2, "training__global_batch_size": 64}
     found = run_train(arguments(tmp_path / "run", real_data, **changes), shared_memory("size=64k"))
     assert found.returncode == 3, found.stderr
-    assert "prefetched steps of 1 local ranks, as large as the first one, need" in found.stdout
+    assert "prefetched steps of 1 local ranks require" in found.stdout
     status = read_status(tmp_path / "run")
     assert status.exit_code == 3 and "--shm-size" in status.message
     assert "No space left on device" in status.message and "Traceback" not in found.stderr
@@ -43,8 +43,8 @@ def test_small_shared_memory_warns_then_ends_run(tmp_path: Path, real_data):
 @pytest.mark.parametrize(
     ("before", "env", "message"),
     [
-        (shared_memory("ro"), {}, "data.workers = 2 needs /dev/shm, which cannot be written"),
-        ("ulimit -n 64", {}, "can open only 64 files (ulimit -n)"),
+        (shared_memory("ro"), {}, "data.workers = 2 requires /dev/shm, which is not writable"),
+        ("ulimit -n 64", {}, "limit of open files per process is 64 (ulimit -n)"),
         ("mkdir -p $TMPDIR", {"TMPDIR": "x" * 100}, "TMPDIR = "),
     ],
 )

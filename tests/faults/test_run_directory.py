@@ -139,12 +139,12 @@ def test_a_read_only_output_directory(disk, tmp_path, real_data, train_server, r
     output = "".join(run.output(rank) for rank in range(ranks))
     assert codes == [2] * ranks and "Traceback" not in output, output
     assert f"output_dir = '{run_dir.parent}': cannot write {run_dir}" in output
-    assert "Read-only file system or permission denied; name a directory" in output
+    assert "Read-only file system or permission denied; use a writable directory" in output
 
 
 @pytest.mark.parametrize("key", ["output_dir", "data__index_cache_dir"])
 def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
-    (tmp_path / "file").write_text("no directory")
+    (tmp_path / "file").write_text("not a directory")
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data)
     command.append(f"--{key.replace('__', '.')}={tmp_path / 'file' / 'below'}")

@@ -96,7 +96,7 @@ def test_killed_and_resumed_with_the_store_away_meanwhile(
     timer.start()
     with run(train_server, tmp_path / "2", args, store.environment) as job:
         assert job.wait(300) == [0], job.output()
-        assert "asking again" in job.output()
+        assert "retrying" in job.output()
     timer.join()
     assert losses(run_dir) == losses(reference)
     expected = weights(reference)
@@ -123,11 +123,15 @@ def test_faults_that_last_end_with_code_3_and_name_address_and_remedy(
     args = command(tmp_path / "run", real_data, data__storage__retry_timeout_s=2)
     env = store.environment
     expected = {
-        "away": (f"{SETS}/validation", "did not answer", "data.storage.retry_timeout_s"),
+        "away": (f"{SETS}/validation", "did not respond", "data.storage.retry_timeout_s"),
         "refused": (f"{SETS}/validation", "AWS_ACCESS_KEY_ID"),
         "no credentials": ("no credentials found", "set AWS_ACCESS_KEY_ID"),
         "no bucket": ("s3://stumps/", "no such bucket; correct `path`"),
-        "wrong bytes": (f"{SETS}/validation/", "have another checksum", "check the store"),
+        "wrong bytes": (
+            f"{SETS}/validation/",
+            "have a different checksum",
+            "check the object store",
+        ),
     }[fault]
     if fault == "away":
         store.go_away()

@@ -256,8 +256,10 @@ def test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read(
     run = train_server.start([*command, source], tmp_path / "logs", ranks=2)
     assert run.wait() == [3, 3], run.output()
     output = run.output(0) + run.output(1)
-    assert "gives none of its 12 samples: 12 are corrupt" in output and "Traceback" not in output
-    assert f"{file}:10: no format for columns" in output and "and 2 more" in output
+    assert (
+        "none of its 12 samples are usable: 12 are corrupt" in output and "Traceback" not in output
+    )
+    assert f"{file}:10: no record format matches the columns" in output and "and 2 more" in output
     assert read_status(tmp_path / "run").exit_code == 3
     codes, output = train_server.run(command, tmp_path / "logs")
     assert codes == [4] and "model.safetensors" in output, "weights are read after that"
@@ -277,7 +279,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_serv
     assert run.wait() == [4, 4]
     output = run.output(0) + run.output(1)
     assert output.count("CheckpointError: ") == 1 and "Traceback" not in output
-    assert f"{file} was altered" in output
+    assert f"{file} was modified" in output
     again["checkpoint__resume"] = "auto"
     codes, output = train_server.run(arguments(run_dir, real_data, **again), tmp_path)
     assert codes == [0] and "resumed from" in output and "checkpoints/step-1" in output
@@ -298,7 +300,7 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
     assert wild.wait() == [5, 5]
     output = wild.output(0) + wild.output(1)
     assert output.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
-    first = "first output not to be finite is that of encoders.vision.tower.encoder.layers.0."
+    first = "first non-finite output is that of encoders.vision.tower.encoder.layers.0."
     assert f"Where: run again, the {first}" in output
     assert "Traceback" not in output
     status = read_status(run_dir)
@@ -326,7 +328,7 @@ def test_a_peer_that_never_comes_is_waited_for_only_so_long(tmp_path, real_data,
     run = train_server.start(command, tmp_path, ranks=1, WORLD_SIZE="2", RANK="0",
                              MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # fmt: skip
     assert run.wait() == [6]
-    assert "PeerError: rank 0 lost a peer, or never met it" in run.output()
+    assert "PeerError: rank 0 lost a peer, or could not connect to it" in run.output()
     assert "parallel.timeout_s" in run.output() and "Traceback" not in run.output()
 
 
@@ -335,11 +337,11 @@ def test_a_finished_run_says_so_and_a_changed_model_is_refused(tmp_path, real_da
     command = arguments(tmp_path / "run", real_data, **changes)
     assert train_server.run(command, tmp_path)[0] == [0]
     codes, output = train_server.run(command, tmp_path)
-    assert codes == [0] and "all 2 steps are done already" in output
+    assert codes == [0] and "all 2 steps are complete" in output
     assert read_status(tmp_path / "run").state == "done"
     for change in (["--model.llm.config.hidden_size=96"], ['--freeze.modules=["vision"]']):
         codes, output = train_server.run([*command, *change], tmp_path)
-        assert codes == [4] and "does not fit the model" in output
+        assert codes == [4] and "does not match the model" in output
         assert "Restore [model] and [freeze]" in output and "Traceback" not in output
 
 
@@ -372,7 +374,7 @@ def test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says(
     rows.reverse()
     codes, output = run(training__steps=5)
     assert codes == [4] and "Traceback" not in output
-    assert "is of other data: samples of source " in output
+    assert "belongs to different data: samples of source " in output
     codes, output = run(training__steps=5, checkpoint__allow_data_change="true")
     assert codes == [0], output
     assert "data changed since the checkpoint" in (tmp_path / "run/logs/rank-0.log").read_text()

@@ -144,7 +144,7 @@ OPEN = {
 }
 """The encoder has the ranks that the LLM leaves."""
 SIZES: dict[str, dict[str, object]] = {
-    "what is left": {},
+    "remaining ranks": {},
     "chosen": {"parallel__auto_sizes": "true"},
 }
 
@@ -176,7 +176,7 @@ def test_what_is_left_goes_on_when_a_node_of_the_encoder_is_lost(
         wait_for_step(run_dir, 4, timeout_s=400)
         launcher = lost.processes[0].pid
         rank = next(r for r in range(3) if parent_of(process_of(run_dir, r)) == launcher)
-        assert sizes == "chosen" or rank < 2, "the LLM's"
+        assert sizes == "chosen" or rank < 2, "of the LLM"
         for process in (launcher, process_of(run_dir, rank)):
             os.kill(process, signal.SIGKILL)
         assert left.wait(400) == [0], left.output()

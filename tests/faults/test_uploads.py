@@ -107,11 +107,11 @@ def test_a_store_that_takes_nothing_more_is_told_and_training_goes_on(
         store.faults.write_status = 507 if fault == "full" else 403
     codes, output = train_server.run(more, tmp_path / "2", **store.environment)
     assert codes == [0], output
-    assert f"is not at {address(tmp_path)}/run" in output and "Traceback" not in output
-    assert "Training goes on without that copy" in output
+    assert f"was not uploaded to {address(tmp_path)}/run" in output and "Traceback" not in output
+    assert "Training continues without this upload" in output
     status = read_status(run_dir)
     assert (status.state, status.step, status.exit_code) == ("done", 8, 0)
-    assert f"step-8 is not at {address(tmp_path)}/run" in status.message
+    assert f"step-8 was not uploaded to {address(tmp_path)}/run" in status.message
     assert [r["step"] for r in records(run_dir)] == list(range(1, 9))
     assert committed(store, tmp_path) == [2]
     store.reset()
@@ -148,7 +148,7 @@ def test_killed_while_copying_then_resumed_and_copied_again(
     assert torn <= left or not torn & left, "whole or gone"
     store_only = command(tmp_path / "other", real_data, address(tmp_path), training__steps=steps)
     codes, output = train_server.run(store_only, tmp_path / "3", **store.environment)
-    assert codes == [0] and f"all {steps} steps are done already" in output
+    assert codes == [0] and f"all {steps} steps are complete" in output
     assert same_weights(tmp_path / "here/run", tmp_path / "other/run")
 
 
@@ -165,7 +165,7 @@ def test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start(
     run = train_server.start(other, tmp_path / "2", 2, **store.environment)
     assert run.wait() == [0, 0], run.output()
     output = run.output(0) + run.output(1)
-    assert "SKIPPING DAMAGED CHECKPOINT step-4-" in output and "was altered" in output
+    assert "SKIPPING CORRUPT CHECKPOINT step-4-" in output and "was modified" in output
     assert "resumed from" in output and "step-2" in output
     for step in (2, 4):
         for name in store.names(BUCKET):

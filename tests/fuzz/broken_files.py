@@ -163,6 +163,6 @@ def judge_file(damage: BrokenFile, directory: Path) -> str:
     except (ConfigError, CheckpointError, ValidationError) as error:
         names = {damage.file, *(key for key in damage.keys if not key.isdigit())}
         # Valid files with other names or sizes do not fit the weights or the image processor.
-        names |= {"tokenizer", "weights do not fit", "image_token", "processor"}
+        names |= {"tokenizer", "weights do not match", "image_token", "processor"}
         return "rejected" if any(name in str(error) for name in names) else "unnamed"
     return "built"

@@ -17,7 +17,7 @@ def check_simulation(recipe: Recipe, world_size: int | None) -> Problems:
     for name in simulation.images:
         if name not in encoders:
             known = ", ".join(encoders) or "none"
-            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
+            text = f"is not an encoder of the model{suggest(name, encoders)}; use one of: {known}"
             yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
     if simulation.generated is not None and recipe.model.generator is None:
         text = "the model has no generator; add [model.generator] or remove this section"

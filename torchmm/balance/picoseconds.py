@@ -33,4 +33,4 @@ def duration_problem(duration_ms: float) -> str:
     if 0 <= duration_ms <= LONGEST_MS:
         return ""
     limit = f"0 to {LONGEST_MS:g} ms"
-    return f"a duration of {duration_ms} ms; give a number from {limit}"
+    return f"a duration of {duration_ms} ms; use a number from {limit}"

@@ -26,13 +26,13 @@ def recipe_parser(
         prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key VALUE overrides any key of the recipe.",
+        epilog="Use --section.key VALUE to override any key of the recipe.",
     )
     parser.add_argument(
         "--config",
         required=required,
         metavar="RECIPE",
-        help="recipe: a TOML file, or a name that `torchmm recipes` lists; may also be the first "
+        help="recipe: a TOML file or a name from `torchmm recipes`; may also be the first "
         "argument, without --config",
     )
     return parser

@@ -1,9 +1,9 @@
-"""Compare runs: differences of their recipes, curves and times.
+"""Compare the recipes, curves and times of runs.
 
     torchmm compare outputs/a outputs/b [...] [--output compare.html]
 
-Prints a table and writes a page for a browser, with a color for each run. In a clone,
-`scripts/compare_runs.py` takes the same arguments.
+Prints a table and writes an HTML page with one color per run. In a clone,
+`scripts/compare_runs.py` accepts the same arguments.
 """
 
 import argparse
@@ -26,10 +26,15 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir")
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("compare.html"),
+        help="HTML file to write (default: compare.html)",
+    )
     arguments = parser.parse_args(words)
     if len(arguments.run_dirs) < 2:
-        parser.error("two runs at least; for one, see its index.html")
+        parser.error("at least two runs are required; for one run, open its index.html")
     runs = []
     for run_dir in arguments.run_dirs:
         if not (run_dir / "metrics.jsonl").exists():

@@ -1,8 +1,8 @@
-"""Show what a run would be without starting it: modules, layout, memory, time of the first step.
+"""Show modules, parallelism, memory and step time of a run without starting it.
 
     torchmm dry-run RECIPE --world-size 16
 
-Builds the model without weights, plans and simulates the first step, and plots it. Needs no GPU.
+Builds the model without weights, plans and simulates the first step, and plots it. Requires no GPU.
 In a clone, `python train.py --config RECIPE --dry-run` does the same.
 """
 
@@ -37,9 +37,9 @@ def add_dry_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--assumed",
         action="store_true",
-        help="dry run: assume samples as [simulation] says, not those of [[data.sources]]",
+        help="dry run: use the samples described in [simulation] instead of [[data.sources]]",
     )
-    parser.add_argument("--world-size", type=int, help="dry run: number of devices to assume")
+    parser.add_argument("--world-size", type=int, help="dry run: number of devices to simulate")
 
 
 def print_dry_run(options: argparse.Namespace, overrides: Sequence[str], program: str) -> None:

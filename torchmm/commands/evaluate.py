@@ -1,14 +1,15 @@
-"""Score the texts that an exported model generates for held-out samples.
+"""Score the text that an exported model generates for validation samples.
 
-    torchmm evaluate outputs/mine        # hf/ of a run, on its recipe's held-out sources
+    torchmm evaluate outputs/mine        # hf/ of a run, validation data of its recipe
     torchmm evaluate outputs/mine --export hf-ema --samples 500
     torchmm evaluate exports/mine --recipe recipes/mine.toml
     torchmm evaluate outputs/mine --tasks mmmu_val my_task --task-folder tasks --limit 200
     torchmm evaluate exports/mine --data questions.jsonl --scores vqa_accuracy exact_match
 
-Hugging Face's `generate` writes the texts in batches, after the prompts of training. Only tasks of
-lmms-eval download data; they need scripts/lmms_eval.sh. Scores are printed and, if a run is named,
-added to its evaluations.jsonl. In a clone, `scripts/evaluate.py` takes the same arguments.
+`generate` of Hugging Face generates the text in batches, with the prompts of training. Only
+lmms-eval tasks download data; they require scripts/lmms_eval.sh. Scores are printed. For a run
+directory, they are also appended to its evaluations.jsonl. In a clone, `scripts/evaluate.py`
+accepts the same arguments.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if not export.is_dir():
             found = sorted(p.name for p in run_dir.glob("hf*") if p.is_dir()) or ["none"]
             raise ConfigError(
-                f"{export}: no such export; there are: {', '.join(found)}. `torchmm "
-                "export` writes one of a checkpoint"
+                f"{export}: no such export; available: {', '.join(found)}. Use `torchmm "
+                "export` to export a checkpoint"
             )
     # The card of an export has the number of training steps.
     card = export / "README.md"
@@ -136,7 +137,9 @@ def _score_samples(
             data = DataConfig(validation=sources, index_cache_dir=scratch)
             training = TrainingConfig(sequence_length=SEQUENCE_LENGTH)
         elif file is None:
-            raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
+            raise ConfigError(
+                "no evaluation data; set --data or --recipe, or evaluate a run directory"
+            )
         else:
             recipe = load_recipe(file, []).recipe
             data = recipe.data
@@ -144,13 +147,13 @@ def _score_samples(
             max_new_tokens = recipe.validation.max_new_tokens
         sources = data.validation
         if not sources:
-            raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")
+            raise ConfigError(f"{file}: has no validation data; add a [[data.validation]] table")
         if arguments.scores:
             sources = [s.model_copy(update={"metrics": arguments.scores}) for s in sources]
         if not any(source.metrics for source in sources):
             raise ConfigError(
-                "no source says how it is scored: name --scores, or set `metrics` in a "
-                f"[[data.validation]] table; known: {', '.join(get_args(Score))}"
+                "no metrics are set for the sources; set --scores, or `scores` in a "
+                f"[[data.validation]] table, to one of: {', '.join(get_args(Score))}"
             )
 
         with loading():
@@ -179,18 +182,71 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", type=Path, help="an exported directory, or that of a run")
-    add("--export", default="hf", metavar="NAME", help="of a run (%(default)s)")
-    add("--recipe", type=Path, metavar="FILE", help="whose held-out sources are used")
-    add("--data", nargs="+", default=[], metavar="PATH", help="sources instead of a recipe's")
-    add("--prompt", default="", help="with --data: text after the picture of a caption")
-    add("--scores", nargs="+", choices=get_args(Score), help="instead of the sources' own")
-    add("--samples", type=int, default=100, metavar="N", help="of all sources together (100)")
-    add("--max-new-tokens", type=int, metavar="N", help="of a text; default: as the recipe says")
-    add("--batch-size", type=int, default=8, metavar="N", help="written together (8)")
-    add("--tasks", nargs="+", default=[], metavar="NAME", help="of lmms-eval, instead of sources")
-    add("--task-folder", metavar="DIR", help="of further tasks")
-    add("--task-python", default=".lmms-eval/bin/python", help="has lmms-eval (%(default)s)")
-    add("--limit", type=int, metavar="N", help="questions of each task")
-    add("--json", type=Path, metavar="FILE", help="where scores and texts go besides")
+    add("model", type=Path, help="exported directory or run directory")
+    add(
+        "--export",
+        default="hf",
+        metavar="NAME",
+        help="name of the export in the run directory (default: %(default)s)",
+    )
+    add(
+        "--recipe",
+        type=Path,
+        metavar="FILE",
+        help="recipe whose [[data.validation]] sources are used",
+    )
+    add(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="data sources, instead of those of a recipe",
+    )
+    add("--prompt", default="", help="with --data: text after the image in caption data")
+    add(
+        "--scores",
+        nargs="+",
+        choices=get_args(Score),
+        help="metrics, instead of those of the sources",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=100,
+        metavar="N",
+        help="number of samples over all sources (default: 100)",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of generated tokens per sample (default: the value of the recipe)",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of samples generated in one batch (default: 8)",
+    )
+    add(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="lmms-eval tasks, instead of data sources",
+    )
+    add("--task-folder", metavar="DIR", help="folder with additional tasks")
+    add(
+        "--task-python",
+        default=".lmms-eval/bin/python",
+        help="Python interpreter with lmms-eval (default: %(default)s)",
+    )
+    add("--limit", type=int, metavar="N", help="number of samples per task (default: all)")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="additional JSON file for scores and generated text",
+    )
     return parser

@@ -1,15 +1,15 @@
-"""Write the model of a checkpoint as a Hugging Face directory, on any machine, without GPUs.
+"""Export the model of a checkpoint as a Hugging Face directory, without GPUs.
 
-    torchmm export outputs/mine                      # its newest checkpoint
+    torchmm export outputs/mine                      # newest checkpoint
     torchmm export outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
     torchmm export outputs/mine --adapters apart     # PEFT files
     torchmm export outputs/mine --ema                # averaged weights (`ema_decay`)
     torchmm export outputs/mine --push me/mine --private
 
-The checkpoint may have any layout. Tensors are assembled one by one in files next to the export, so
-neither the model nor the shard of a rank has to fit into memory. transformers' `from_pretrained`
-opens the directory if the model has a class there, and torchmm opens it as `[model] source`. In a
-clone, `scripts/export.py` takes the same arguments.
+The checkpoint may have any parallelism layout. Tensors are assembled one at a time in files next to
+the export, so the model does not have to fit in memory. `from_pretrained` of transformers loads the
+directory if transformers has a class for the model. torchmm loads it as `[model] source`. In a
+clone, `scripts/export.py` accepts the same arguments.
 """
 
 from __future__ import annotations
@@ -31,16 +31,38 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint (step-N) or a run directory")
-    parser.add_argument("--output", type=Path, help="default: hf-N or hf-N-ema, by the checkpoints")
-    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help="default: as it was trained")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint (step-N) or run directory")
     parser.add_argument(
-        "--adapters", choices=("merged", "apart"), default="merged", help="where there are any"
+        "--output",
+        type=Path,
+        help="directory to write (default: hf-N or hf-N-ema, next to the checkpoints)",
     )
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="of the largest file (5)")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
-    parser.add_argument("--private", action="store_true", help="if that is a new repository")
+    parser.add_argument(
+        "--dtype",
+        choices=EXPORT_DTYPES,
+        help="data type of the weights (default: the data type of training)",
+    )
+    parser.add_argument(
+        "--adapters",
+        choices=("merged", "apart"),
+        default="merged",
+        help="how to export LoRA adapters (default: merged)",
+    )
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights")
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        default=5.0,
+        help="maximum size of a weight file in GB (default: 5)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the export to this repository of the Hugging Face Hub",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="make the repository private if it is new"
+    )
     options = parser.parse_args(arguments)
     log_to_console(make_console(stderr=True))
     try:

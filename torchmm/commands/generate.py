@@ -1,17 +1,18 @@
-"""Generate texts for images, audio, videos, words and chats with a trained model, or images.
+"""Generate text or images with a trained model.
 
-    torchmm generate outputs/mine picture.png more.jpg           # one text for each file
-    torchmm generate outputs/mine a.png --prompt "A photo of" --prompt "The colour is"
+    torchmm generate outputs/mine photo.png more.jpg             # one text per file
+    torchmm generate outputs/mine a.png --prompt "A photo of" --prompt "The color is"
     torchmm generate outputs/mine a.png b.png --all-files --prompt "Compare." --template
     torchmm generate outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
-    torchmm generate outputs/mine --chats chats.jsonl --json     # the next answer of each
-    torchmm generate outputs/mine --chat                         # talk to it
+    torchmm generate outputs/mine --chats chats.jsonl --json     # next message of each
+    torchmm generate outputs/mine --chat                         # interactive chat
     torchmm generate outputs/mine --prompt "A red fish" --generate-images pictures/
 
-The model is a run (its newest checkpoint, or its export), a checkpoint (step-N) or an export: a
-Hugging Face directory, or, for pairs that have no Hugging Face class, a directory of parts with
-`torchmm.json`. What is asked is prepared exactly as data are in training. Without --temperature the
-likeliest token is chosen each time. In a clone, `scripts/generate.py` takes the same arguments.
+The model is a run directory (newest checkpoint, or export), a checkpoint (step-N) or an export. An
+export is a Hugging Face directory, or a directory with `torchmm.json` and separate components if
+Hugging Face has no class for the model. Prompts are preprocessed like training data. Without
+--temperature, the most likely token is selected. In a clone, `scripts/generate.py` accepts the same
+arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torchmm.extensions.evaluation.text.prompts import Request
     from torchmm.extensions.evaluation.text.sampling import Sampling
 
-COMMANDS = "/file FILE adds a file to what you say next, /new begins anew, /end ends"
+COMMANDS = "/file FILE adds a file to your next message, /new starts a new chat, /end exits"
 
 
 def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -82,51 +83,87 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="run, checkpoint or export")
+    parser.add_argument("model", type=Path, help="run directory, checkpoint or export")
     parser.add_argument("files", type=Path, nargs="*", help="images, audio or video files")
-    asked = parser.add_argument_group("what is asked")
+    asked = parser.add_argument_group("prompts")
     asked.add_argument(
-        "--prompt", action="append", default=[], metavar="WORDS", help="after the files; repeatable"
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="prompt text, after the files; repeatable",
     )
-    asked.add_argument("--all-files", action="store_true", help="all files before each prompt")
+    asked.add_argument("--all-files", action="store_true", help="use all files with each prompt")
     asked.add_argument(
         "--template",
         action=argparse.BooleanOptionalAction,
-        help="send the prompt as a user's message, in the chat template (default: if the model was "
-        "trained on chats)",
+        help="send the prompt as a user message with the chat template (default: if the "
+        "model was trained on chats)",
     )
-    asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
-    asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
+    asked.add_argument("--chats", type=Path, help="JSON or JSON lines file with messages")
+    asked.add_argument(
+        "--chat",
+        action="store_true",
+        help="start an interactive chat; files belong to the first message",
+    )
     asked.add_argument(
         "--generate-images",
         type=Path,
         metavar="DIR",
-        help="generate an image for each prompt into DIR instead",
+        help="generate an image for each prompt into DIR instead of text",
     )
     reject_renamed_options(parser, "generate")
-    chosen = parser.add_argument_group("how tokens are chosen")
+    chosen = parser.add_argument_group("decoding")
     chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
     chosen.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (default) selects the most likely token",
     )
-    chosen.add_argument("--top-k", type=int, default=0, metavar="K", help="0 (default): all")
+    chosen.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0 (default) disables the limit",
+    )
     chosen.add_argument("--top-p", type=float, default=1.0, metavar="P", help="%(default)s")
     chosen.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="%(default)s: none"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="penalty for repeated tokens; %(default)s (default) disables it",
     )
     chosen.add_argument("--seed", type=int, default=0, metavar="S", help="%(default)s")
-    how = parser.add_argument_group("how it runs")
+    how = parser.add_argument_group("execution")
     how.add_argument(
-        "--denoising-steps", type=int, default=25, metavar="N", help="per image (%(default)s)"
+        "--denoising-steps",
+        type=int,
+        default=25,
+        metavar="N",
+        help="denoising steps per image (default: %(default)s)",
     )
-    how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
+    how.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of prompts in one batch (default: 8)",
+    )
     how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")
     how.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="%(default)s"
     )
-    how.add_argument("--ema", action="store_true", help="a checkpoint's averaged weights")
-    how.add_argument("--stream", action="store_true", help="show a single text as it is written")
-    how.add_argument("--json", action="store_true", help="one JSON object per line")
+    how.add_argument("--ema", action="store_true", help="use the averaged weights of a checkpoint")
+    how.add_argument(
+        "--stream",
+        action="store_true",
+        help="print the text of a single prompt while it is generated",
+    )
+    how.add_argument("--json", action="store_true", help="print one JSON object per line")
     return parser
 
 
@@ -137,11 +174,13 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
         arguments.chats or arguments.chat or arguments.template
     ):
         raise ConfigError(
-            "--generate-images draws from words; leave --chat, --chats and --template out"
+            "--generate-images requires text prompts; remove --chat, --chats and --template"
         )
     if arguments.chats is not None:
         if arguments.files or arguments.prompt:
-            raise ConfigError("--chats has all that is asked; leave files and --prompt out")
+            raise ConfigError(
+                "--chats already contains files and prompts; remove files and --prompt"
+            )
         return read_chats(arguments.chats)
     files: list[list[Path]] = [arguments.files]
     if arguments.files and not arguments.all_files:
@@ -255,7 +294,7 @@ class _Stream(AbstractContextManager["_Stream"]):
         self._reading = ExitStack()
 
     def __enter__(self) -> Self:
-        self._reading.enter_context(working("reading what was asked"))
+        self._reading.enter_context(working("reading prompts"))
         return self
 
     def __call__(self, tokens: Mapping[int, int]) -> None:

@@ -1,9 +1,9 @@
-"""See what a recipe trains on before it trains: layouts, sizes, what is refused, samples.
+"""Report record formats, sizes, rejected records and samples of the data of a recipe.
 
-Reads the recipe's sources as a run would, and needs no GPU and no weights. Prints what it found and
-writes a page with samples as the model sees them: the loss marked in the text, pictures before and
-after preprocessing, packed sequences. In a clone, `scripts/inspect_data.py` takes the same
-arguments.
+Reads the sources of the recipe like a run, and requires no GPU and no weights. Prints the findings
+and writes a page with samples as the model receives them: text with the tokens in the loss, images
+before and after preprocessing, and packed sequences. In a clone, `scripts/inspect_data.py` accepts
+the same arguments.
 
     torchmm inspect quickstart
     torchmm inspect my.toml --samples 20 --limit 10000 --out /tmp/page
@@ -28,10 +28,21 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     """Run the command line, and return the exit code."""
     parser = recipe_parser(__doc__, prog)
     add = parser.add_argument
-    add("--samples", type=int, default=8, metavar="N", help="shown of each source (8)")
-    add("--limit", type=int, default=1000, metavar="N", help="records read of each source (1000)")
-    add("--decode", action="store_true", help="decode all files that are read, not only headers")
-    add("--out", type=Path, metavar="DIR", help="where the page goes (OUTPUT_DIR/NAME/data)")
+    add("--samples", type=int, default=8, metavar="N", help="samples shown per source (default: 8)")
+    add(
+        "--limit",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="records read per source (default: 1000)",
+    )
+    add("--decode", action="store_true", help="decode all files, not only their headers")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="directory of the report (default: OUTPUT_DIR/NAME/data)",
+    )
     options, overrides = parse_recipe_arguments(parser, arguments)
     try:
         return _inspect(options, overrides)
@@ -71,7 +82,7 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     for line in (corrupt_limit_line(recipe, findings), *length_lines(recipe, findings)):
         console.out(line, highlight=False)
     page = out / "index.html"
-    with working("writing the page"):
+    with working("writing the report"):
         write_page(page, recipe, findings)
     console.out(f"wrote {page}", highlight=False)
     return 0

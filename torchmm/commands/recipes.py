@@ -1,4 +1,4 @@
-"""List the recipes that come with torchmm, with the names that other commands accept."""
+"""List the included recipes, with the names that other commands accept."""
 
 from __future__ import annotations
 

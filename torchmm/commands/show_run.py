@@ -1,9 +1,9 @@
-"""Show the state of a run, its losses, its slowest ranks, its generated texts and its files.
+"""Show status, losses, slowest ranks, generated text and files of a run.
 
     torchmm show outputs/quickstart
-    torchmm show outputs/quickstart --page    # write its index.html again
+    torchmm show outputs/quickstart --page    # only write index.html
 
-In a clone, `scripts/show_run.py` takes the same arguments.
+In a clone, `scripts/show_run.py` accepts the same arguments.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from torchmm.extensions.reports.page.contents import Records, RunContents, read_
 from torchmm.extensions.reports.page.pages import write_run_page
 
 LABELS = {
-    "index.html": "all of this as a page, for a browser",
-    "metrics.jsonl": "one line per step",
+    "index.html": "report of the run as a page",
+    "metrics.jsonl": "metrics, one line per step",
     "recipe.toml": "the resolved recipe",
     "loss.png": "loss curves",
-    "captions.png": "held-out images with generated and true captions",
-    "samples.json": "the same as text, over the whole run",
+    "captions.png": "validation images with generated and reference captions",
+    "samples.json": "generated text of the run",
     "evaluations.jsonl": "scores of exports",
-    "checkpoints": "to resume from",
-    "hf": "Hugging Face export, loads with from_pretrained",
-    "hf-ema": "the same of averaged weights",
+    "checkpoints": "checkpoints to resume from",
+    "hf": "Hugging Face export for from_pretrained",
+    "hf-ema": "Hugging Face export of the averaged weights",
 }
-IN_PARTS = "the model in parts, which no class of Hugging Face has together"
+IN_PARTS = "export as separate components; Hugging Face has no class for the complete model"
 SHOWN_RANKS = 5
 SILENT_S = 600.0
 """Time without an update after which a run may have been killed, as on its page."""
@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--page", action="store_true", help="only write index.html again")
+    parser.add_argument("--page", action="store_true", help="only write index.html")
     arguments = parser.parse_args(words)
     run_dir = arguments.run_dir
     if not (run_dir / "metrics.jsonl").exists():
@@ -73,7 +73,7 @@ def state_line(run: RunContents) -> str:
     state: str = run.status.state if run.status else "unknown"
     silent_s = run.status_age_s
     if state == "running" and silent_s > SILENT_S:
-        state += f", but no update for {silent_s / 60:,.0f} min; killed?"
+        state += f", but no update for {silent_s / 60:,.0f} min; the run may have been killed"
     return f"{run.name}: {state}"
 
 
@@ -82,9 +82,9 @@ def _show_captions(console: Console, run: RunContents) -> None:
     if not newest:
         return
     last = max(sample.step for sample in newest)
-    table = Table(title=f"Held-out images after step {last}", title_justify="left")
-    table.add_column("the model wrote")
-    table.add_column("the caption is")
+    table = Table(title=f"Validation images after step {last}", title_justify="left")
+    table.add_column("generated caption")
+    table.add_column("reference caption")
     for sample in newest:
         if sample.step == last:
             table.add_row(sample.generated, sample.truth)
@@ -98,7 +98,7 @@ def _show_loss(console: Console, run: RunContents) -> None:
         last, end = losses[-1]
         console.print(f"loss {begin:.3f} (step {first}) -> {end:.3f} (step {last})")
     if validated := run.points("validation_loss"):
-        console.print("held-out loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
+        console.print("validation loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
 
 
 def _show_scores(console: Console, run: RunContents) -> None:
@@ -107,7 +107,7 @@ def _show_scores(console: Console, run: RunContents) -> None:
     scored += [(evaluation.export, evaluation.scores) for evaluation in run.evaluations]
     if not scored:
         return
-    table = Table(title="Scores of held-out texts", title_justify="left")
+    table = Table(title="Scores of generated text", title_justify="left")
     for name in ("of", "score", "value"):
         table.add_column(name)
     for of, scores in scored:
@@ -121,13 +121,13 @@ def show_stragglers(console: Console, records: Records) -> None:
     found = slowest_ranks(records, SHOWN_RANKS)
     if found is None:
         return
-    table = Table(title="Share of steps in which a rank was the slowest", title_justify="left")
+    table = Table(title="Fraction of steps in which a rank was the slowest", title_justify="left")
     table.add_column("rank")
     for first, last in found.steps:
         table.add_column(f"steps {first} to {last}", justify="right")
     for rank, shares in found.shares.items():
         table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
-    table.add_row("its time beyond the median's", *(f"{s:.0%}" for s in found.beyond_median))
+    table.add_row("its time above the median", *(f"{s:.0%}" for s in found.beyond_median))
     console.print(table)
 
 

@@ -1,7 +1,7 @@
-"""Predict a recipe's step on devices that are not at hand: time, MFU, bubbles, memory, pictures.
+"""Simulate step time, MFU, bubbles and memory of a recipe on any devices.
 
-Needs no GPU and no weights, and no data if the recipe has a [simulation] section. In a clone,
-`scripts/simulate.py` takes the same arguments.
+Requires no GPU and no weights, and no data if the recipe has a [simulation] section. In a clone,
+`scripts/simulate.py` accepts the same arguments.
 
     torchmm simulate papers/optimus_vit22b_gpt175b --gpus 3072
     torchmm simulate quickstart --gpus 2 --device cpu --schedule all
@@ -20,11 +20,21 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     """Run the command line, and return the exit code."""
     parser = recipe_parser(__doc__, prog)
     add = parser.add_argument
-    add("--gpus", type=int, help="number of devices (the recipe's [simulation] gpus)")
-    add("--device", help="name or profile file (the recipe's [simulation] device)")
-    add("--schedule", nargs="+", default=[], metavar="NAME", help="or all (the recipe's)")
-    add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
-    add("--out", type=Path, metavar="DIR", help="write plots and traces there")
+    add("--gpus", type=int, help="number of devices (default: [simulation] gpus of the recipe)")
+    add("--device", help="device name or profile file (default: [simulation] device of the recipe)")
+    add(
+        "--schedule",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="schedules, or all (default: the schedule of the recipe)",
+    )
+    add(
+        "--assumed",
+        action="store_true",
+        help="use the samples described in [simulation], without data",
+    )
+    add("--out", type=Path, metavar="DIR", help="write plots and traces to this directory")
     options, overrides = parse_recipe_arguments(parser, arguments)
     if options.assumed:
         overrides += ["--data.sources", "[]"]

@@ -3,9 +3,9 @@
     torchmm train RECIPE [--section.key value ...]
     torchrun --nproc-per-node N -m torchmm train RECIPE [--section.key value ...]
 
-RECIPE is a TOML file, or a name that `torchmm recipes` lists. In a clone, `train.py` takes the same
-arguments. Exit codes: 0 done, 2 bad recipe or layout, 3 too much bad data, 4 checkpoint unusable,
-5 non-finite numbers, 6 peer lost, 75 preempted (saved).
+RECIPE is a TOML file or a name from `torchmm recipes`. In a clone, `train.py` accepts the same
+arguments. Exit codes: 0 complete, 2 invalid recipe or parallelism, 3 corrupt data, 4 checkpoint
+error, 5 non-finite loss or gradient, 6 lost rank, 75 preempted (checkpoint saved).
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     parser = recipe_parser(__doc__, prog, required=False)
     parser.add_argument("--list-recipes", action="store_true", help="show all recipes and exit")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
-    parser.add_argument("--dry-run", action="store_true", help="show what would run and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the settings of the run and exit"
+    )
     add_dry_run_options(parser)
     options, overrides = parse_recipe_arguments(parser, arguments)
     if options.config is None and not options.list_recipes:
-        parser.error("no recipe; write RECIPE or --config RECIPE")
+        parser.error("no recipe; use RECIPE or --config RECIPE")
     if options.assumed and not options.dry_run:
-        parser.error("--assumed needs --dry-run")
+        parser.error("--assumed requires --dry-run")
     try:
         if options.list_recipes:
             print_recipes()

@@ -354,7 +354,9 @@ class EncoderInputs:
             ValueError: there are no such images.
         """
         if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
-            raise ValueError(f"no images {images} among {len(self.grids_thw)}")
+            raise ValueError(
+                f"images {images} are out of range; the batch has {len(self.grids_thw)} images"
+            )
         patches = [prod(grid) for grid in self.grids_thw]
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
@@ -395,7 +397,7 @@ def even_ranges(count: int, parts: int) -> list[range]:
     """
     if not 1 <= parts <= count:
         raise ValueError(
-            f"{count} images cannot be processed in {parts} parts; plan between 1 and {count}"
+            f"{count} images cannot be split into {parts} parts; use 1 to {count} parts"
         )
     size, larger = divmod(count, parts)
     sizes = [size + 1] * larger + [size] * (parts - larger)

@@ -158,8 +158,9 @@ def describe_refusal(error: Exception) -> str:
     """
     if "trust_remote_code" in str(error):
         return (
-            "it consists of its own code, which is never run here; name a model or tokenizer "
-            "whose classes are part of transformers, or save it as one"
+            "it requires custom code from its repository, which torchmm does not run; use a "
+            "model or tokenizer whose classes are part of transformers, or save it in that "
+            "form"
         )
     return " ".join(str(error).split())
 

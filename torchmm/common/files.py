@@ -88,7 +88,7 @@ def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         free_bytes = shutil.disk_usage(path.parent).free
-        reason = f"{error.strerror}: needs {size_bytes} bytes, {free_bytes} bytes free"
+        reason = f"{error.strerror}: {size_bytes} bytes are required, {free_bytes} bytes are free"
         raise OSError(error.errno, reason, str(path)) from error
 
 

@@ -146,7 +146,10 @@ class GeneratorInputs:
             ValueError: there are no such images.
         """
         if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
-            raise ValueError(f"no generated images {images} among {len(self.grids_thw)}")
+            raise ValueError(
+                f"generated images {images} are out of range; the batch has "
+                f"{len(self.grids_thw)} generated images"
+            )
         own = slice(images.start, images.stop)
         of_patches, held = held_rows(self.pixel_rows, self.held, images)
         tokens = list(accumulate(self.contexts, initial=0))

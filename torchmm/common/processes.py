@@ -53,7 +53,7 @@ from torchmm.common.errors import ConfigError
 EXIT_WAIT_S = 2.0
 EXIT_PRIORITY = 100
 """Of the end of workers, before multiprocessing closes queues (10) and joins children (0)."""
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "blocked in a read"}
 """Letters of /proc/PID/stat that say why a process does nothing."""
 
 NICENESS = 19
@@ -84,14 +84,14 @@ def check_system(workers: int) -> None:
     problems: list[str] = []
     if (limit := allow_open_files()) < MIN_OPEN_FILES:
         problems.append(
-            f"environment: a process can open only {limit} files (ulimit -n); allow at least "
-            f"{MIN_OPEN_FILES}, better {OPEN_FILES}"
+            f"environment: the limit of open files per process is {limit} (ulimit -n); set it "
+            f"to at least {MIN_OPEN_FILES}, preferably {OPEN_FILES}"
         )
     temporary = tempfile.gettempdir()
     if (length := len(os.fsencode(temporary))) > MAX_TEMPORARY:
         problems.append(
-            f"environment: TMPDIR = {temporary!r} has {length} bytes, too many for "
-            f"addresses of sockets; use a directory with at most {MAX_TEMPORARY}, such as /tmp"
+            f"environment: TMPDIR = {temporary!r} has {length} bytes, too long for socket "
+            f"paths; use a directory with at most {MAX_TEMPORARY} bytes, such as /tmp"
         )
     if workers and Path(SHARED_MEMORY).is_dir():
         try:
@@ -99,7 +99,7 @@ def check_system(workers: int) -> None:
                 file.write(bytes(4096))
         except OSError as error:
             problems.append(
-                f"data.workers = {workers} needs {SHARED_MEMORY}, which cannot be written: "
+                f"data.workers = {workers} requires {SHARED_MEMORY}, which is not writable: "
                 f"{error.strerror}; make it writable or {MORE_SHARED_MEMORY}"
             )
     if problems:
@@ -114,7 +114,7 @@ def missing_compiler(device: str) -> str:
     if device != "cuda":
         return ""
     if importlib.util.find_spec("triton") is None:
-        return "the triton package that belongs to this version of torch"
+        return "the triton package required by this version of torch"
     if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
         return "a C compiler (gcc, clang or CC)"
     return ""
@@ -262,12 +262,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
         problems.append(f"RANK = {rank} is not below WORLD_SIZE = {size}")
     if size > 1:
         if not environment.get("MASTER_ADDR"):
-            problems.append("MASTER_ADDR is not set, though there are several ranks")
+            problems.append("MASTER_ADDR is not set, but there are several ranks")
         if _number(environment, "MASTER_PORT", "", 0, problems) > 65_535:
-            problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is no port")
+            problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is not a port number")
     if problems:
         remedy = (
-            "start with torchrun (docs/guides/cluster.md), or unset what an earlier launcher left"
+            "start with torchrun (docs/guides/cluster.md), or unset the variables of an "
+            "earlier launcher"
         )
         raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
     return Launched(rank, size)
@@ -279,7 +280,7 @@ def _number(
     text = environment.get(name, default)
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
         return int(text)
-    problems.append(f"{name} = {text!r} is no whole number from {least} on")
+    problems.append(f"{name} = {text!r} is not an integer >= {least}")
     return least
 
 

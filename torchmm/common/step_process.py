@@ -181,7 +181,7 @@ class StepProcess(Generic[Answer]):
             return found
         if self._ended:
             self._process.join(EXIT_S)
-            raise self.error(f"ended with code {self._process.exitcode}")
+            raise self.error(f"exited with code {self._process.exitcode}")
         return None
 
     def error(self, problem: str) -> StepProcessError:
@@ -283,8 +283,8 @@ class RestartingProcess(Generic[Answer]):
         self._cpu_ms = cpu_ms
         if is_slow and not self.is_running and not self.is_lost and self._restart_after is None:
             self._logger.info(
-                "%s takes %.0f ms of CPU time: from here on a process computes the next step while "
-                "one trains",
+                "%s takes %.0f ms of CPU time; computing further steps in a background "
+                "process during training",
                 self._task, cpu_ms,
             )  # fmt: skip
             self.restart()
@@ -301,16 +301,16 @@ class RestartingProcess(Generic[Answer]):
         try:
             answer = self._process.take(step, wait_s)
             if answer is None and wait_s:
-                raise self._process.error(f"has had no step for {wait_s:g} s")
+                raise self._process.error(f"has not returned a step for {wait_s:g} s")
         except StepProcessError as error:
             self.close()
             self._deaths += 1
             self._restart_after = step + 2**self._deaths
             what = (
-                f"step {self._restart_after} begins with another one, until then {self._fallback}"
+                f"a new process starts with step {self._restart_after}; until then {self._fallback}"
             )
             if self.is_lost:
-                what = f"from here on {self._final_fallback}"
+                what = f"from now on {self._final_fallback}"
             self._logger.warning("%s; %s", error, what)
             return None
         if answer is not None:

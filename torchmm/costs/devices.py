@@ -202,9 +202,9 @@ DEVICES: dict[str, Device] = {
             network_bytes_per_s=1.25e9,
             devices_per_node=64,
             asynchronous=False,
-            source="nominal: one core at 3 GHz with two 256-bit FMA units (32 FLOP per cycle), one "
-            "channel of DDR4-3200, gloo over loopback inside and 10 Gb/s between machines; CPUs "
-            "differ too much for a table: run scripts/calibrate.py",
+            source="nominal: one core at 3 GHz with two 256-bit FMA units (32 FLOP per "
+            "cycle), one channel of DDR4-3200, gloo over loopback and 10 Gb/s between "
+            "hosts; CPUs differ, so run scripts/calibrate.py",
         ),
     )
 }

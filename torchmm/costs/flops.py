@@ -183,7 +183,7 @@ def module_layers(
         ValueError: no microbatches.
     """
     if not microbatches:
-        raise ValueError("no microbatches to average costs over")
+        raise ValueError("no microbatches for averaging costs")
     result = []
     for module in modules:
         blocks = stage_blocks(module, 0, len(module.layers))

@@ -37,7 +37,9 @@ class DeltaNet(Component):
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
-        assert isinstance(layer.mixer, DeltaSizes), "is_in has said so"
+        assert isinstance(layer.mixer, DeltaSizes), (
+            "unsupported config; is_in should have rejected this"
+        )
         self.delta = layer.mixer
         self.keys = self.delta.key_heads * self.delta.key_dim
         self.values = self.delta.value_heads * self.delta.value_dim
@@ -190,7 +192,9 @@ class ShortConvolution(Component):
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
-        assert isinstance(layer.mixer, ConvolutionSizes), "is_in has said so"
+        assert isinstance(layer.mixer, ConvolutionSizes), (
+            "unsupported config; is_in should have rejected this"
+        )
         self.width = layer.mixer.filter_width
 
     @classmethod

@@ -120,8 +120,8 @@ class Curve:
         positive = all(0 < v < np.inf for v in (*self.sizes, *self.values))
         if not (self.sizes and len(self.sizes) == len(self.values) and rising and positive):
             raise ValueError(
-                f"efficiencies {list(self.values)} at sizes {list(self.sizes)}: give as many "
-                "values as sizes, all positive, sizes rising"
+                f"efficiencies {list(self.values)} at sizes {list(self.sizes)}: use the same "
+                "number of values and sizes, positive values, and increasing sizes"
             )
 
     def at(self, size: Array | float) -> Array:

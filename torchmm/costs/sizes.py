@@ -373,8 +373,9 @@ def module_tasks(
     """
     if not len(microbatches) == len(targets) == graph.microbatches:
         raise ValueError(
-            f"metadata of {len(microbatches)} microbatches and {len(targets)} numbers of targets "
-            f"for a graph of {graph.microbatches}; give one of each for every microbatch"
+            f"metadata of {len(microbatches)} microbatches and {len(targets)} target counts "
+            f"for a graph of {graph.microbatches} microbatches; pass one of each per "
+            "microbatch"
         )
     if module.kind == "llm":
         keys = [(i, 0) for i in range(graph.microbatches)]
@@ -426,7 +427,7 @@ def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[
         if count > len(own):
             raise ValueError(
                 f"{name}: {count} sub-microbatches for the {len(own)} images of microbatch "
-                f"{index}; plan at most one per image"
+                f"{index}; use at most one per image"
             )
         if count:
             groups += [own[r.start : r.stop] for r in even_ranges(len(own), count)]

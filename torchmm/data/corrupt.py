@@ -95,7 +95,7 @@ def naming_place(where: str) -> Iterator[None]:
             raise BeyondLimitError(error.limit, reason) from error
         raise CorruptSampleError(reason) from error
     except Exception as error:  # counted by CorruptLimit
-        logger.debug("unexpected in %s", where, exc_info=True)
+        logger.debug("unexpected error in %s", where, exc_info=True)
         reason = f"{type(error).__name__}: {error}"
         raise CorruptSampleError(f"{where}: {reason}" if where else reason) from error
 
@@ -133,8 +133,8 @@ class CorruptLimit:
         dense = self.seen >= MIN_SAMPLES_FOR_FRACTION and share > self.max_fraction
         if many or dense:
             raise DataError(
-                f"{self.corrupt} of {self.seen} samples are corrupt; the limits are "
-                f"data.max_corrupt_samples = {self.max_samples} and "
-                f"data.max_corrupt_fraction = {self.max_fraction}. The log names the first "
-                f"{SHOWN} of every source: remove or repair them, or raise the limits"
+                f"{self.corrupt} of {self.seen} samples are corrupt, but the limits are "
+                f"data.max_corrupt_samples = {self.max_samples} and data.max_corrupt_fraction "
+                f"= {self.max_fraction}. The log lists the first {SHOWN} of every source; "
+                "remove or repair these samples, or raise the limits"
             )

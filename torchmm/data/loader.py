@@ -217,8 +217,8 @@ class Loader:
         needed = self._decoder.step_bytes(share) * self._prefetched * ranks
         if needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
             logger.warning(
-                "/dev/shm has %.1f MB, but %d prefetched steps of %d local ranks, as large as the "
-                "first one, need %.1f MB; %s, or lower data.prefetch",
+                "/dev/shm has %.1f MB, but %d prefetched steps of %d local ranks require "
+                "%.1f MB, estimated from the first step; %s, or lower data.prefetch",
                 size / 1e6,
                 self._prefetched,
                 ranks,
@@ -283,8 +283,8 @@ class Loader:
             elif self._corrupt[source] == SHOWN + 1:
                 logger.warning(
                     "source %r has more corrupt samples: they are skipped and counted "
-                    "(skipped_samples), but not named. Repair or remove those above and like "
-                    "them; `columns` maps names of columns",
+                    "(skipped_samples), but no longer logged. Repair or remove the samples "
+                    "above and similar samples; use `columns` to map column names",
                     source,
                 )
         return new
@@ -294,7 +294,7 @@ class Loader:
         times higher. Those of indexed sources are logged at the start of the run."""
         kinds: Sequence[Literal["filtered", "dropped"]] = ("filtered", "dropped")
         for kind in kinds:
-            text = "filtered" if kind == "filtered" else "dropped from samples in use"
+            text = "filtered" if kind == "filtered" else "truncated samples"
             for source, counts in batch.stream_counts(kind).items():
                 for content, count in counts.items():
                     if count >= 10 * self._logged_counts.get((source, content), 0):
@@ -310,21 +310,23 @@ class Loader:
             return "the plan of the next step"
         items = [i for m in plan.ranks[self._rank] for p in m for i in p]
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
-        return f"{len(items)} samples beginning with {names}"
+        return f"{len(items)} samples starting with {names}"
 
     def _describe_overdue(self, overdue: Overdue) -> str:
         """Return which worker has not delivered which samples, and how to fix it."""
         if overdue.failure:
             return (
-                f"a data worker died while the run waited for {self._awaited()} "
-                f"({overdue.failure}). If memory ran out, lower data.workers or data.prefetch"
+                "a data worker exited unexpectedly while the run waited for "
+                f"{self._awaited()} ({overdue.failure}). If memory ran out, lower "
+                "data.workers or data.prefetch"
             )
         who = self._steps.describe_decoder()
         limit = "" if overdue.stopping else f" (data.timeout_s = {self._timeout_s:g})"
         return (
-            f"{who} has not delivered {self._awaited()} for {overdue.waited_s:.0f} s{limit}. Look "
-            "for a file system that does not answer, a process that was stopped, or a file that is "
-            "a pipe; where samples take that long, raise data.timeout_s or data.workers"
+            f"{who} has not returned {self._awaited()} within {overdue.waited_s:.0f} "
+            f"s{limit}. Check for a file system that does not respond, a stopped process, or "
+            "a file that is a pipe. If samples require that long, raise data.timeout_s or "
+            "data.workers"
         )
 
 

@@ -223,11 +223,11 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         """Return why no step will arrive: a worker or a thread has ended. Else, an empty string."""
         for process in self.processes:
             if not process.is_alive():
-                return f"data worker process {process.pid} ended with code {process.exitcode}"
+                return f"data worker process {process.pid} exited with code {process.exitcode}"
         if self._workers:
             for thread in (self._mapper_iterator._read_thread, self._mapper_iterator._sort_thread):
                 if not thread.is_alive():
-                    return f"thread {thread.name} ended, see its traceback above"
+                    return f"thread {thread.name} failed; see its traceback above"
         return ""
 
     @property

@@ -194,7 +194,9 @@ def find_samples(
         decoder = StepDecoder(reader, records, training.sequence_length)
         return SamplesElsewhere(names, decoder, told, "", client.part, decoder)
     service = sample_service(data)
-    assert service is not None, "recipe checks require producers for data.producers.plan"
+    assert service is not None, (
+        "data.producers.plan requires producers; the recipe checks should have rejected this"
+    )
     return service.find_samples(training, reader, tokenizer, validation)
 
 

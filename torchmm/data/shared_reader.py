@@ -83,7 +83,7 @@ class SharedReader:
             connection.recv()
         except EOFError as error:
             self.close()
-            raise DataError("the process that was to read streams has died at its start") from error
+            raise DataError("the reader process of the streams exited during its start") from error
         self.address = ReaderAddress(path, secret, int(self._process.pid or 0))
 
     def close(self) -> None:
@@ -143,16 +143,16 @@ class ReaderClient:
 
     def _complaint(self, error: Exception) -> str:
         pid = self._address.pid
-        who = "the process that reads streams for this machine (process"
+        who = "the reader process of the streams on this node (process"
         if isinstance(error, TimeoutError):
             return (
-                f"{who} {pid}{describe_state(pid)}) has not answered for data.timeout_s = "
-                f"{self._timeout_s:g} s. Look for a file system that does not answer, or a process "
-                "that was stopped"
+                f"{who} {pid}{describe_state(pid)}) has not responded for data.timeout_s = "
+                f"{self._timeout_s:g} s. Check for a file system that does not respond, or a "
+                "stopped process"
             )
         return (
-            f"{who} {pid}) is gone ({type(error).__name__}: {error}). If memory ran out, lower "
-            "data.workers or data.prefetch"
+            f"{who} {pid}) exited unexpectedly ({type(error).__name__}: {error}). If memory "
+            "ran out, lower data.workers or data.prefetch"
         )
 
 
@@ -209,6 +209,6 @@ def _listen(
             try:
                 connection = listener.accept()
             except (OSError, EOFError, AuthenticationError) as error:
-                logger.warning("a call that failed: %s: %s", type(error).__name__, error)
+                logger.warning("call failed: %s: %s", type(error).__name__, error)
                 continue
             threading.Thread(target=serve, args=(connection, reader), daemon=True).start()

@@ -34,7 +34,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     source = model.tokenizer_source
     if source is None:
-        raise ConfigError("model.tokenizer: an inline LLM config needs a tokenizer; name one")
+        raise ConfigError(
+            "model.tokenizer: an inline LLM config requires a tokenizer; set model.tokenizer"
+        )
     return read_tokenizer(f"model.tokenizer = {source!r}", source)
 
 
@@ -67,9 +69,10 @@ def untrained_tokens(
         return ""
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"{len(names)} new tokens never learn: {model.tokenizer_source} has {shown}, which the "
-        f'tokenizer of {source} lacks, and the embeddings are frozen; remove "llm" from the '
-        "modules of [freeze] and [adapters], or use tokens of the source"
+        f"{len(names)} new tokens would not be trained: {model.tokenizer_source} has {shown}, "
+        f"which are missing in the tokenizer of {source}, and the embeddings are frozen; "
+        'remove "llm" from the modules of [freeze] and [adapters], or use tokens of the '
+        "source"
     )
 
 
@@ -108,8 +111,8 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
         growth = _max_growth(json.loads(normalizer.__getstate__()))
         if growth > MAX_GROWTH:
             raise ConfigError(
-                f"{key}: the normalizer of tokenizer.json makes texts up to {growth:.3g} times as "
-                f"long, at most {MAX_GROWTH} times are supported; use another tokenizer"
+                f"{key}: the normalizer of tokenizer.json makes text up to {growth:.3g} times "
+                f"as long, but the limit is {MAX_GROWTH}; use another tokenizer"
             )
     return tokenizer
 

@@ -38,8 +38,8 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
     for name, config in adapters.items():
         if unknown := [n for n in config.modules if n not in places]:
             problems.append(
-                f"[adapters.{name}] modules = {unknown}: cannot have adapters; choose from "
-                f"{', '.join(places)}"
+                f"[adapters.{name}] modules = {unknown}: modules without adapter support; use "
+                f"any of: {', '.join(places)}"
             )
             continue
         problems += _add({n: places[n] for n in config.modules}, name, config)
@@ -68,21 +68,22 @@ def _add(
             near = difflib.get_close_matches(target, ends, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(
-                f"[adapters.{name}] targets = {target!r}: no linear in the modules is called "
-                f"that{hint}; they are {', '.join(ends)}"
+                f"[adapters.{name}] targets = {target!r}: the modules have no linear layer of "
+                f"this name{hint}; use any of: {', '.join(ends)}"
             )
     for place, (module, linears) in places.items():
         chosen = [n for n in linears if any(_is_meant(n, t) for t in config.targets)]
         shared = [n for n in chosen if n in module.adapters]
         if not chosen and not problems:
             problems.append(
-                f"[adapters.{name}] modules = {config.modules}: {place!r} has none of the "
-                "targets; leave it out, or name linears of it too"
+                f"[adapters.{name}] modules = {config.modules}: {place!r} contains none of "
+                "the targets; remove it from modules, or add targets of it"
             )
         if shared:
             problems.append(
                 f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {place!r} is "
-                f"in [adapters.{module.adapters[shared[0]].adapter}] too; leave it out of one"
+                f"already in [adapters.{module.adapters[shared[0]].adapter}]; remove it from "
+                "one of them"
             )
         else:
             module.add_adapters(dict.fromkeys(chosen, spec))

@@ -71,7 +71,7 @@ class EncoderGraphs:
         if not self._weights:
             self._list_weights()
         elif not self._weights_are_in_place():
-            self._fail("its parameters have moved")
+            self._fail("its parameters have new addresses")
             return self._run(hidden_NSD)
         trained = [weight for _, _, weight, _ in self._weights if weight.requires_grad]
         key = (
@@ -133,8 +133,8 @@ class EncoderGraphs:
         self._graphs.clear()
         self._gradients.clear()
         text = (
-            "layers of %s run without CUDA graphs, because they fail: %s. The run continues. Set "
-            "compile.cuda_graphs = false to skip the attempt"
+            "layers of %s run without CUDA graphs, because capturing failed: %s. The run "
+            "continues. Set compile.cuda_graphs = false to skip the attempt"
         )
         logger.warning(text, self.name, reason.strip())
 

@@ -96,8 +96,8 @@ class EncoderModule(LayeredModule):
         if missing:
             raise ConfigError(
                 f"encoder {self.name!r}: layers of {spec.config.model_type!r} have no "
-                f"{', '.join(missing)} in transformers {transformers.__version__}; this family "
-                "does not work with that version, install 5.23"
+                f"{', '.join(missing)} in transformers {transformers.__version__}; this "
+                "family does not support that version, install 5.23"
             )
         self.connector = self._build_connector()
         self.graphs: EncoderGraphs | None = None

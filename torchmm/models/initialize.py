@@ -149,7 +149,7 @@ def random_copy(
         for tensor in unfilled.values():
             tensor.zero_()
         return filled
-    assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {[*unfilled]}"
+    assert not unfilled, f"{key}: {type(owner).__name__} does not initialize {[*unfilled]}"
     return filled
 
 

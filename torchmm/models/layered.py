@@ -64,7 +64,7 @@ def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
     """
     stops = [0, *(stop for _, stop in layers)]
     if [start for start, _ in layers] != stops[:-1] or stops != sorted(stops):
-        raise ValueError(f"stages with layers {list(layers)} do not follow each other from 0 on")
+        raise ValueError(f"stages with layers {list(layers)} are not consecutive from 0")
     last = len(layers) - 1
     return [StageRange(*ends, i == 0, i == last) for i, ends in enumerate(layers)]
 
@@ -254,8 +254,8 @@ class LayeredModule(nn.Module, ABC):
             own = range(stage.start, stage.stop)
             if not 0 <= stage.start <= stage.stop <= len(every) or kept & set(own):
                 raise ValueError(
-                    f"{self.name}: no layers [{stage.start}, {stage.stop}) among {len(every)}, or "
-                    "they belong to another stage already"
+                    f"{self.name}: layers [{stage.start}, {stage.stop}) are out of range (it "
+                    f"has {len(every)}), or belong to another stage"
                 )
             kept |= set(own)
         for index in range(len(every)):
@@ -282,7 +282,7 @@ class LayeredModule(nn.Module, ABC):
                 view.set_submodule(fqn, self.get_submodule(fqn))
         own = {id(p) for p in self.parameters()}
         foreign = [name for name, p in view.named_parameters() if id(p) not in own]
-        assert not foreign, f"{self.name}: {foreign} are no parameters of the module"
+        assert not foreign, f"{self.name}: {foreign} are not parameters of the module"
         return view
 
     def describe(self) -> ModuleDescription:

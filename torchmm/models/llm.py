@@ -103,8 +103,8 @@ class LlmModule(LayeredModule):
         self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
         if chunked_loss and not self._has_plain_head:
             raise ConfigError(
-                f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is not "
-                "a linear without a bias; set it to false"
+                f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is "
+                "not a linear layer without bias; set it to false"
             )
         head = f"backbone.{family.head}.weight"
         table = f"{self.text_fqn}.{family.embedding}.weight"
@@ -182,8 +182,9 @@ class LlmModule(LayeredModule):
         whole = any(stage.has_pre and stage.has_post for stage in stages)
         if self._tied and self.is_first and self.is_last and not whole:
             raise ValueError(
-                f"{self.name}: embedding and head are one weight, but belong to two stages of the "
-                "same rank; put its first and last stage on different ranks, or make them one"
+                f"{self.name}: embedding and head are tied, but belong to two stages of the "
+                "same rank; put the first and the last stage on different ranks, or merge "
+                "them"
             )
         if self.family.multiplier and not self.is_first:
             setattr(self.text_model, self.family.multiplier, 1.0)
@@ -465,7 +466,7 @@ class LlmModule(LayeredModule):
                 continue
             if len(inputs.positions_K) != len(features_KD):
                 raise ValueError(
-                    f"encoder {name!r} gave {len(features_KD)} tokens for "
+                    f"encoder {name!r} returned {len(features_KD)} tokens for "
                     f"{len(inputs.positions_K)} placeholders (images: {inputs.grids_thw})"
                 )
             first_KD = features_KD[:, : x_TD.shape[1]].to(x_TD.dtype)
@@ -495,7 +496,8 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
     if missing:
         raise ConfigError(
             f"layers of {model_type!r} have no {', '.join(missing)} in transformers "
-            f"{transformers.__version__}; this family does not work with that version, install 5.23"
+            f"{transformers.__version__}; this family does not support that version, install "
+            "5.23"
         )
 
 

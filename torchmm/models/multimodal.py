@@ -82,7 +82,7 @@ class MultimodalModel(nn.Module):
         """
         modules = {module.name: module for module in self.modality_modules()}
         if unknown := set(stages) - set(modules):
-            raise ValueError(f"no modules {sorted(unknown)}; the model has {sorted(modules)}")
+            raise ValueError(f"unknown modules {sorted(unknown)}; the model has {sorted(modules)}")
         for name, module in modules.items():
             own = stages.get(name, ())
             module.keep_stages(own)
@@ -211,20 +211,19 @@ class MultimodalModel(nn.Module):
         problems = []
         if len(tokenizer) > vocab_size:
             problems.append(
-                f"[model] tokenizer has {len(tokenizer)} tokens but the LLM embeds only "
-                f"{vocab_size}; use the LLM's own tokenizer"
+                f"[model] tokenizer has {len(tokenizer)} tokens but the LLM has only "
+                f"{vocab_size} embeddings; use the tokenizer of the LLM"
             )
         image_token_id = self.image_token_id(tokenizer)
         if image_token_id is not None and image_token_id >= vocab_size:
             problems.append(
-                f"[model] image_token has id {image_token_id}, beyond the LLM's {vocab_size} "
-                "embeddings; choose a token inside the vocabulary that never occurs in text"
+                f"[model] image_token has id {image_token_id}, but the LLM has {vocab_size} "
+                "embeddings; use a token of the vocabulary that never occurs in text"
             )
         vocabulary = tokenizer.get_vocab()
         problems += [
-            f"[model] the tokenizer lacks {token.text!r}, which is next to every image or "
-            "sound; use the "
-            "model's own tokenizer"
+            f"[model] the tokenizer has no token {token.text!r}, which is next to every image "
+            "or audio; use the tokenizer of the model"
             for token in dict.fromkeys(_every_mark(self.text))
             if isinstance(token, Token) and token.needed and token.text not in vocabulary
         ]
@@ -266,8 +265,8 @@ class MultimodalModel(nn.Module):
         index = tokenizer.get_vocab().get(token)
         if index is None:
             raise ConfigError(
-                f"[model] image_token = {token!r} is not in the tokenizer; name a token of it "
-                "that never occurs in text"
+                f"[model] image_token = {token!r} is not in the tokenizer; use a token of the "
+                "tokenizer that never occurs in text"
             )
         return index
 

@@ -93,7 +93,7 @@ def build_model(
     if unknown:
         known = ", ".join(counts)
         raise ConfigError(
-            [f"[freeze] modules: {name!r} is not a module; modules: {known}" for name in unknown]
+            [f"[freeze] modules: {name!r} is not a module; use any of: {known}" for name in unknown]
         )
     for fqn, parameter in model.named_parameters():
         if module_of(fqn) in freeze.modules:
@@ -117,7 +117,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
             f"[model] {hf_config.model_type} has other encoders than "
-            f"{', '.join(config.encoder_names)}; write modalities = {list(parts.encoders)}"
+            f"{', '.join(config.encoder_names)}; set towers = {list(parts.encoders)}"
         )
     problems += size_problems("model", parts.llm_config.get_text_config())
     problems += setting_problems("model", hf_config)
@@ -206,7 +206,7 @@ def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     if config.llm is None:
-        raise ConfigError("[model] needs `llm`, or `source` or `config` of a composite model")
+        raise ConfigError("[model] requires `llm`, or `source` or `config` of a multimodal model")
     problems: list[str] = []
     llm, encoders, generator = None, {}, None
     # Stands in for the LLM's if that cannot be built: encoders and generator are then built only to
@@ -264,14 +264,15 @@ def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
     """
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"[model.llm] {config.model_type!r} is no causal LM of transformers "
-            f"{transformers.__version__}; listed: {', '.join(LLM_FAMILIES)}"
+            f"[model.llm] {config.model_type!r} is not a causal LM of transformers "
+            f"{transformers.__version__}; registered model types: {', '.join(LLM_FAMILIES)}"
         )
     entry = find_entry("model_fallbacks", "llm")
     if entry is None:
         raise ConfigError(
-            f"[model.llm] model_type {config.model_type!r} is not listed, and "
-            f"{NOT_INSTALLED.format('auto_models')}; listed: {', '.join(LLM_FAMILIES)}"
+            f"[model.llm] model_type {config.model_type!r} is not registered, and "
+            f"{NOT_INSTALLED.format('auto_models')}; registered model types: "
+            f"{', '.join(LLM_FAMILIES)}"
         )
     try:
         return entry.load()(config, files)
@@ -279,11 +280,12 @@ def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
         has = mechanisms(config)
         also = f"It has {', '.join(has)}. " if has else ""
         near = nearest(config, LLM_FAMILIES)
-        like = f"The nearest listed one is {near!r}; " if near else ""
+        like = f"The most similar registered type is {near!r}; " if near else ""
         raise ConfigError(
-            f"[model.llm] model_type {config.model_type!r} is not listed, and a small copy of it "
-            f"did not pass for the usual form of causal LMs: {'; '.join(error.problems)}. {also}"
-            f"{like}listed: {', '.join(LLM_FAMILIES)}"
+            f"[model.llm] model_type {config.model_type!r} is not registered, and a small "
+            "copy of it does not match the usual structure of causal LMs: "
+            f"{'; '.join(error.problems)}. {also}{like}registered model types: "
+            f"{', '.join(LLM_FAMILIES)}"
         ) from error
 
 
@@ -308,7 +310,7 @@ def _build_encoder(
 ) -> EncoderModule:
     key = f"model.encoders.{name}"
     if name in ("llm", "generator") or "." in name:
-        raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
+        raise ConfigError(f"[{key}] {name!r} is not a valid encoder name; use another name")
     config = load_config(key, section.place, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     # A tower that nobody has tried may lack the sizes that are checked here, and is refused first.
@@ -358,8 +360,8 @@ def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderF
         return entry.load()(config, files, settings)
     except ConfigError as error:
         raise ConfigError(
-            f"{_unsupported(key, config, ENCODER_FAMILIES)}. A small copy of it did not pass for "
-            f"a tower of ViT's form: {'; '.join(error.problems)}"
+            f"{_unsupported(key, config, ENCODER_FAMILIES)}. A small copy of it does not "
+            f"match the structure of a ViT encoder: {'; '.join(error.problems)}"
         ) from error
 
 
@@ -370,7 +372,7 @@ def _connector_problems(
     layers = family.layer_count(config)
     if section.feature_layer < -layers:
         problems.append(
-            f"[{key}] feature_layer = {section.feature_layer}, but the tower has {layers} layers"
+            f"[{key}] feature_layer = {section.feature_layer}, but the encoder has {layers} layers"
         )
     if family.fixed_merge and section.feature_layer != -1:
         problems.append(
@@ -380,19 +382,20 @@ def _connector_problems(
     if section.modality != family.modality:
         problems.append(
             f'[{key}] modality = "{section.modality}", but {config.model_type} reads '
-            f'{family.modality}; write modality = "{family.modality}"'
+            f'{family.modality}; set modality = "{family.modality}"'
         )
     if not section.folds or family.modality == "audio":
         return problems
     if family.inputs != "fixed":
         problems.append(
-            f'[{key}] connector = "{section.connector}" needs images of one size, which '
+            f'[{key}] connector = "{section.connector}" requires images of one size, which '
             f'{config.model_type} does not have; use "mlp"'
         )
     elif patches_per_row(config) % section.pixel_shuffle_factor:
         problems.append(
-            f"[{key}] pixel_shuffle_factor = {section.pixel_shuffle_factor} does not divide the "
-            f"{patches_per_row(config)} patches per row of the image"
+            f"[{key}] pixel_shuffle_factor = {section.pixel_shuffle_factor} must divide the "
+            f"{patches_per_row(config)} "
+            "patches per row of the image"
         )
     return problems
 
@@ -487,7 +490,7 @@ def _image_processor(
     for name in ("size", "crop_size", "patch_size", "temporal_patch_size", "merge_size"):
         if name in fixed and _sides(settings[name]) != _sides(fixed[name]):
             raise ConfigError(
-                f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
+                f"[{key}] processor.{name} = {settings[name]}, but the model requires {fixed[name]}"
             )
     name = family.known_processor(settings.pop("image_processor_type", family.processor_class))
     if tiling is not None and tiling.switch is not None:
@@ -518,7 +521,7 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
     for section, name in (("model.llm", "text_config"), ("model.encoders", "vision_config")):
         part = getattr(config, name, None)
         if key == "model" and part is not None:
-            listed = "supported" if part.model_type in known[section] else "not listed either"
+            listed = "supported" if part.model_type in known[section] else "not registered"
             parts.append(f"its {name} is {part.model_type!r} ({listed})")
     near = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
     like = nearest(config, supported)
@@ -526,11 +529,11 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
     return (
         f"[{key}] model_type {model_type!r} is not supported"
         + (f"; it has {', '.join(has)}" if has else "")
-        + (f"; nearest by its parts: {like!r}" if like else "")
-        + (f"; nearest by name: {near[0]!r}" if near and near[0] != like else "")
+        + (f"; the most similar registered type is {like!r}" if like else "")
+        + (f"; the closest name is {near[0]!r}" if near and near[0] != like else "")
         + (
-            f"; {', '.join(parts)}: parts that are can be joined by a new connector, as "
-            "[model.llm] and [model.encoders.NAME]"
+            f"; {', '.join(parts)}: supported components can be combined with a new "
+            "connector, as [model.llm] and [model.encoders.NAME]"
             if parts
             else ""
         )

@@ -110,8 +110,8 @@ def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
     """
     if len(modes) != len(module.layer_modes):
         raise ValueError(
-            f"{len(modes)} modes of recomputation for {len(module.layer_modes)} layers of "
-            f"{module.name}; make the plan from the layout that cut the model"
+            f"{len(modes)} recomputation modes for {len(module.layer_modes)} layers of "
+            f"{module.name}; build the plan from the layout that split the model"
         )
     module.layer_modes[:] = modes
 

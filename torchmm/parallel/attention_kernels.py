@@ -28,9 +28,9 @@ def kernel_problems(kernels: Kernels, device: torch.device) -> list[str]:
         return []
     key = f'training.attention = "{kernels}"'
     if device.type != "cuda":
-        return [f'{key}: needs a GPU; use "default"']
+        return [f'{key}: requires a GPU; use "default"']
     if kernels.upper() not in _available():
-        return [f'{key}: torch {torch.__version__} has no switch for them; use "default"']
+        return [f'{key}: torch {torch.__version__} cannot select this kernel; use "default"']
     if importlib.util.find_spec(_PACKAGES[kernels]) is None:
         return [f'{key}: {_PACKAGES[kernels]} is not installed; install it, or use "default"']
     return []
@@ -43,7 +43,7 @@ def use_kernels(kernels: Kernels, device: torch.device) -> str:
         activate(kernels.upper())
     found = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
     images = describe_image_kernels(device)
-    return f"attention: kernels of {found}" + (f"; images of one size: {images}" if images else "")
+    return f"attention kernels: {found}" + (f"; images of one size: {images}" if images else "")
 
 
 def describe_image_kernels(device: torch.device) -> str:

@@ -88,7 +88,7 @@ class LayerKind:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
         """What torch.compile asks a backend for."""
         self.compilations.append(torch_private.CompileEvent.current())
-        with working(f"compiling {self.name}", len(self.run), "kinds of layers") as work:
+        with working(f"compiling {self.name}", len(self.run), "types of layers") as work:
             work.at(sum(bool(kind.compilations) for kind in self.run.values()))
             return torch_private.compiler_named(self.backend)(graph, inputs)
 
@@ -124,8 +124,8 @@ class LayerKind:
                     raise
                 self.failure = str(error) or type(error).__name__
                 text = (
-                    "%s run without torch.compile, because it fails: %s. The run continues. Set "
-                    "compile.enabled = false to skip the attempt"
+                    "%s run without torch.compile, because compilation failed: %s. The run "
+                    "continues. Set compile.enabled = false to skip the attempt"
                 )
                 logger.warning(text, self.name, self.failure.strip())
             return eager(hidden, *args, **kwargs)
@@ -200,7 +200,7 @@ def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None
     log.info(text, step, len(graphs), took_s, kept, os.environ.get(CACHE_VARIABLE, "a cache"))
     for graph in graphs:
         if graph.number > MOST_GRAPHS:
-            text = "%s have %d graphs by now, and %d should do; compiled anew because of: %s"
+            text = "%s have %d compiled graphs, but %d are expected; recompiled because of: %s"
             log.warning(text, graph.kind, graph.number, MOST_GRAPHS, graph.reason)
 
 
@@ -257,6 +257,6 @@ def keep_compiled_code() -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         make_writable_directory(directory)
     except (OSError, RuntimeError) as error:  # no home directory, or a read-only one
-        logger.debug("compiled code is kept in %s: %s", torch_private.usual_code_cache(), error)
+        logger.debug("compiled code is cached in %s: %s", torch_private.usual_code_cache(), error)
         return
     os.environ[CACHE_VARIABLE] = str(directory)

@@ -185,8 +185,8 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
     problems = []
     if not llm.splits:
         problems.append(
-            f"{key}: the type of {llm.name!r} is not listed in docs/reference/models.md; "
-            "only pipelines and sharding were compared for it; remove it"
+            f"{key}: {llm.name!r} is not a registered model type (docs/reference/models.md), "
+            "for which only pipeline parallelism and sharding are verified; remove it"
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
         heads = sizes.heads
@@ -199,8 +199,9 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
             what = "channels of convolutions"
         if heads // tensor < ranks:
             problems.append(
-                f"{key} is more than the {heads // tensor} {what} of {llm.name!r} on a "
-                "tensor-parallel rank, which context ranks divide; choose a smaller number"
+                f"{key} is above the {heads // tensor} {what} of {llm.name!r} per "
+                "tensor-parallel rank, which are split over context ranks; use a smaller "
+                "number"
             )
     return list(dict.fromkeys(problems))
 
@@ -215,7 +216,7 @@ def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[s
     if ranks == 1 or not stops or not llm.taps or first > max(llm.taps):
         return []
     return [
-        f"[parallel.llm] context = {ranks}: {llm.name!r} adds features of images behind its first "
+        f"[parallel.llm] context = {ranks}: {llm.name!r} adds image features after its first "
         f"{max(llm.taps) + 1} layers, but its first stage ends with layer {first}; use fewer "
         "pipeline ranks or stages, or context = 1"
     ]

@@ -65,12 +65,12 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
     ]
     if unlike:
         return [
-            f"[parallel] expert = {ranks} is not implemented for experts like "
-            f"{type(unlike[0]).__name__}, which {module.name!r} has; use 1"
+            f"[parallel] expert = {ranks} is not supported for experts of class "
+            f"{type(unlike[0]).__name__} in {module.name!r}; use 1"
         ]
     return [
-        f"[parallel] expert = {ranks} does not divide the {count} experts of a layer of "
-        f"{module.name!r}; choose a divisor"
+        f"[parallel] expert = {ranks} must divide the {count} experts of a layer of "
+        f"{module.name!r}; use a divisor"
         for count in sorted(counts)
         if count % ranks
     ]

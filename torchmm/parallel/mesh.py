@@ -77,7 +77,9 @@ class ModuleMesh:
         # DTensor takes for its rows would be those of another rank.
         for dim, name in enumerate(AXES):
             steps = self.mesh.mesh.diff(dim=dim)
-            assert (steps > 0).all(), f"ranks along {name} do not ascend: {self.mesh.mesh.tolist()}"
+            assert (steps > 0).all(), (
+                f"ranks along {name} are not in increasing order: {self.mesh.mesh.tolist()}"
+            )
 
     @property
     def sizes(self) -> MeshSizes:
@@ -313,7 +315,7 @@ def use_expandable_segments(device: torch.device, config: ParallelConfig) -> Non
     logger.info("CUDA allocator: %s = %s", ALLOCATOR_VARIABLES[0], EXPANDABLE_SEGMENTS)
 
 
-@working("meeting the other ranks")
+@working("connecting to the other ranks")
 def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     """Joins the process group of torchrun's environment; a lone process forms a group of one.
 
@@ -327,8 +329,8 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     backend: str = config.backend
     if not alone and (device.type, backend) in {("cuda", "gloo"), ("cpu", "nccl")}:
         raise ConfigError(
-            f'parallel.backend = "{backend}": does not carry tensors of {device.type} devices; use '
-            '"auto"'
+            f'parallel.backend = "{backend}": does not support tensors on {device.type} '
+            'devices; use "auto"'
         )
     if backend == "auto":
         # gloo, alongside NCCL, carries the CPU collectives of checkpoints and health checks.
@@ -377,8 +379,8 @@ def _look_for_store(timeout_s: float) -> None:
     thread.join(timeout_s + STORE_GRACE_S)
     if thread.is_alive():
         raise PeerError(
-            f"rank {environment['RANK']} met nobody at {address}:{port}, where something accepts "
-            "connections and does not answer: another program has that port; choose another "
+            f"rank {environment['RANK']} did not connect to any rank at {address}:{port}, "
+            "where another program accepts connections and does not respond; use another "
             "MASTER_PORT"
         )
     if failures:
@@ -403,8 +405,8 @@ def _meeting_place(timeout: timedelta) -> dist.Store | None:
         return None
     if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
         raise ConfigError(
-            f"torchrun --max-restarts={restarts} on several nodes would not recover: restarted "
-            "ranks would look for the dead ones' addresses. Start torchrun with "
+            f"torchrun --max-restarts={restarts} on several nodes would not recover, because "
+            "restarted ranks would use the addresses of exited ranks. Start torchrun with "
             "--rdzv-backend=c10d and the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without --max-restarts"
         )
@@ -489,7 +491,9 @@ def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> Paralle
     world_size = dist.get_world_size()
     if wanted != world_size:
         sizes = ", ".join(f"{name} {unit.ranks}" for name, unit in units.items())
-        raise ConfigError(f"modules on ranks of their own: {sizes} make {wanted}, not {world_size}")
+        raise ConfigError(
+            f"disaggregated modules: {sizes} require {wanted} ranks, not {world_size}"
+        )
     found = None
     for ranks in _unit_ranks(units).values():
         # All ranks take part in making the groups of all units.

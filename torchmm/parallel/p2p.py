@@ -69,9 +69,9 @@ def check_hardware_queues(channels: Collection[tuple[int, int]]) -> None:
     given = os.environ.get(_QUEUES_VARIABLE, "")
     if given.isdigit() and int(given) < needed:
         raise ConfigError(
-            f"{_QUEUES_VARIABLE} = {given} in the environment: ranks that send to each other need "
-            f"{needed} hardware queues, or receives that wait stop all other work; unset it, then "
-            f"{HARDWARE_QUEUES} are used"
+            f"{_QUEUES_VARIABLE} = {given} in the environment: point-to-point communication "
+            f"requires {needed} hardware queues, otherwise pending receives block all other "
+            f"work; unset the variable to use {HARDWARE_QUEUES}"
         )
 
 
@@ -146,7 +146,7 @@ class P2PChannels:
         self._rank = dist.get_rank()
         places = [(i, g.index(self._rank)) for i, g in enumerate(self._ranks) if self._rank in g]
         if not places:
-            raise ValueError(f"rank {self._rank} is not among the plan's ranks {[*ranks]}")
+            raise ValueError(f"rank {self._rank} is not one of the ranks of the plan, {[*ranks]}")
         self._plan_rank, self._place = places[0]
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
@@ -283,8 +283,8 @@ class P2PChannels:
 def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
     reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]  # where in gloo's source
     return PeerError(
-        f"rank {rank} lost rank {peer} in action {action}: {reason}. Rank {peer} ended, hangs, or "
-        "waits for another rank itself: see its log; parallel.timeout_s says how long to wait"
+        f"rank {rank} lost rank {peer} in action {action}: {reason}. Rank {peer} exited, "
+        "hangs, or waits for another rank; see its log. parallel.timeout_s sets the timeout"
     )
 
 
@@ -296,6 +296,6 @@ def _check(tensors: Sequence[Tensor], specs: Sequence[ShapeAndDtype], action: ob
     found = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
     planned = [f"{tuple(s.shape)} {s.dtype}" for s in specs]
     raise ValueError(
-        f"action {action} would send {found}, but the plan says {planned}; make the plan's specs "
-        "from the metadata of the same microbatches"
+        f"action {action} would send {found}, but the plan requires {planned}; compute the "
+        "specs of the plan from the metadata of the same microbatches"
     )

@@ -44,7 +44,9 @@ def with_steps_of_epochs(
         return recipe
     samples = training_samples(recipe, model, tokenizer)
     if samples is None:
-        raise ConfigError(f"training.epochs = {epochs:g}: needs data of known size; set steps")
+        raise ConfigError(
+            f"training.epochs = {epochs:g}: requires data of known size; set training.steps"
+        )
     planned, passes = plan_passes(samples, recipe, epochs, EXACT_STEPS)
     if not passes:
         raise ConfigError(
@@ -137,8 +139,8 @@ def describe_passes(recipe: Recipe, pass_steps: float) -> str:
     """Return the steps of a pass and the passes of the run in words."""
     passes = recipe.training.steps / pass_steps
     return (
-        f"one pass over the training data is about {_short_number(pass_steps)} steps, so this run "
-        f"makes {_short_number(passes)} passes"
+        f"one epoch of the training data is about {_short_number(pass_steps)} steps; this run "
+        f"trains for {_short_number(passes)} epochs"
     )
 
 

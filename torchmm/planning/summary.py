@@ -150,7 +150,7 @@ def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str
     encoders = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
     reasons = {module.name: graphs_problem(run, module, device) for module in encoders}
     parts = [f"{name} no ({why})" if why else f"{name} yes" for name, why in reasons.items()]
-    return {"CUDA graphs": ", ".join(parts) or "no encoders"}
+    return {"CUDA graphs": ", ".join(parts) or "there are no encoders"}
 
 
 def _memory_line(states: StateBytes) -> str:
@@ -180,11 +180,14 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
     }
     context = run.recipe.parallel.context
     if context > 1:
-        lines["context"] = f"{context} of the shard ranks share the LLM's tokens, and the images"
+        lines["context"] = (
+            f"{context} of the shard ranks share the tokens of the LLM, and the images"
+        )
     for name, own in _colocated_sizes(run, model).items():
         pipelines = llm.pipeline // own.pipeline
         lines[f"ranks of {name}"] = (
-            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
-            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per pipeline of the LLM"
+            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x "
+            f"tensor {own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per LLM "
+            "pipeline"
         )
     return lines

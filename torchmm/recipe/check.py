@@ -136,20 +136,21 @@ def _check_run(recipe: Recipe) -> Problems:
     if upload is not None:
         yield from _check_address("checkpoint.remote_dir", upload)
         if not upload or set("*?[") & set(upload):
-            text = "is no folder: it is empty or has wildcards; name one"
+            text = "is empty or contains wildcards; set one folder"
             yield Problem("checkpoint.remote_dir", upload, text)
         elif upload.lower().startswith("memory://"):
-            text = "ends with the process that writes to it; use a bucket or a directory"
+            text = "is lost when the process that writes it exits; use a bucket or a directory"
             yield Problem("checkpoint.remote_dir", upload, text)
         elif not is_address(upload):
             yield from _local_directory("checkpoint.remote_dir", upload)[1]
     elif staging is not None:
         text = (
-            "needs checkpoint.remote_dir: what one node has on its own disk is no whole checkpoint"
+            "requires checkpoint.remote_dir, because the local disk of one node has only some "
+            "shards of a checkpoint"
         )
         yield Problem("checkpoint.staging_dir", staging, text, ("checkpoint.remote_dir",))
     if staging is not None and is_address(staging):
-        text = "is an address; use a directory on the disk of each node"
+        text = "is a URL; use a directory on the local disk of each node"
         yield Problem("checkpoint.staging_dir", staging, text)
     elif staging is not None:
         yield from _local_directory("checkpoint.staging_dir", staging)[1]
@@ -162,7 +163,7 @@ def _check_resume(resume: str) -> Problems:
         directory, problems = _local_directory("checkpoint.resume", resume)
         yield from problems
         if directory is not None and not directory.is_dir():
-            text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
+            text = 'is not a directory; use "auto", "none" or the directory of a checkpoint'
             yield Problem("checkpoint.resume", resume, text)
 
 
@@ -179,7 +180,7 @@ def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
     known = module_names(recipe)
     for name in names:
         if name not in known:
-            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            text = f"unknown module{suggest(name, known)}; use one of: {', '.join(known)}"
             yield Problem(key, name, text, ("model",))
 
 
@@ -192,7 +193,7 @@ def _check_modules(recipe: Recipe) -> Problems:
     checkpointed = recipe.activation_checkpoint.modules
     yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
     if set(module_names(recipe)) <= set(frozen) and not recipe.adapters:
-        text = "leaves nothing to train; take at least one module out"
+        text = "leaves no module to train; remove at least one module from the list"
         yield Problem("freeze.modules", frozen, text, ("model",))
     for name, lr in recipe.optimizer.module_lr.items():
         key = f"optimizer.module_lr.{name}"
@@ -200,7 +201,8 @@ def _check_modules(recipe: Recipe) -> Problems:
             yield Problem(key, lr, "must be >= 0")
         if name in frozen and name not in recipe.adapted_modules:
             text = (
-                f'"{name}" is frozen and has no learning rate; remove it here or in freeze.modules'
+                f'"{name}" is frozen and has no learning rate; remove it from this table or '
+                "from freeze.modules"
             )
             yield Problem(key, lr, text, ("freeze.modules",))
 
@@ -208,7 +210,7 @@ def _check_modules(recipe: Recipe) -> Problems:
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
     if not data.sources and not recipe.describes_samples:
-        yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
+        yield Problem("data.sources", [], "there is no training data; add a [[data.sources]] table")
     yield from check_source_paths(recipe)
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         yield from _check_sources(f"data.{list_name}", sources)
@@ -216,7 +218,7 @@ def _check_data(recipe: Recipe) -> Problems:
     yield from _check_epochs(recipe)
     yield from _check_data_extensions(recipe)
     if data.video.min_frames > (most := data.video.max_frames):
-        text = f"is above data.video.max_frames = {most}; lower it or raise that"
+        text = f"is above data.video.max_frames = {most}; lower min_frames or raise max_frames"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
 
@@ -229,20 +231,20 @@ def _check_epochs(recipe: Recipe) -> Problems:
     if epochs is None:
         return
     if not data.sources:
-        text = "needs training data; add a [[data.sources]] table, or set training.steps"
+        text = "requires training data; add a [[data.sources]] table, or set training.steps"
         yield Problem(key, epochs, text, ("data.sources",))
     for index, source in enumerate(data.sources):
         if source.streaming:
             streaming = f"data.sources[{index}].streaming"
-            text = f"a stream has no known size; set training.steps, or {streaming} = false"
+            text = f"the size of a stream is unknown; set training.steps, or {streaming} = false"
             yield Problem(key, epochs, text, (streaming,))
     if data.mixture_schedule:
         text = (
-            "is not supported with data.mixture_schedule, which end after steps; set training.steps"
+            "is not supported with data.mixture_schedule, whose ends are steps; set training.steps"
         )
         yield Problem(key, epochs, text, ("data.mixture_schedule",))
     if data.producers.plan:
-        text = "only producers know the number of samples; set training.steps"
+        text = "only the producers read the sources and count samples; set training.steps"
         yield Problem(key, epochs, text, ("data.producers.plan",))
 
 
@@ -255,7 +257,10 @@ def check_source_paths(recipe: Recipe) -> Problems:
             if not data.producers.plan:
                 yield from _check_path(f"{key}.path", source)
             elif source.streaming:
-                text = "is read once, so that producers cannot plan it; index it, or plan here"
+                text = (
+                    "producers cannot plan a stream; set streaming = false, or "
+                    "data.producers.plan = false"
+                )
                 yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
 
 
@@ -305,17 +310,22 @@ def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
     for index, source in enumerate(sources):
         key = f"{section}[{index}]"
         if source.epochs is not None and source.weight != 1.0:
-            text = f"its share is given by weight = {source.weight} too; remove one of them"
+            text = f"cannot be combined with weight = {source.weight}; remove one of the two keys"
             yield Problem(f"{key}.epochs", source.epochs, text, (f"{key}.weight",))
         elif source.epochs is not None and source.streaming:
-            text = "a stream's size is not known; give it a weight, or set streaming = false"
+            text = "the size of a stream is unknown; set weight instead, or streaming = false"
             yield Problem(f"{key}.epochs", source.epochs, text, (f"{key}.streaming",))
         elif any(by_epochs) and source.epochs is None:
-            text = "has no epochs, but other sources have, and weights are no epochs; give it some"
+            text = (
+                "is required because other sources set epochs; set epochs for every "
+                "source, or weight for every source"
+            )
             yield Problem(f"{key}.epochs", NO_VALUE, text, (section,))
         limits = source.filter
         if limits.max_tokens is not None and limits.min_tokens > limits.max_tokens:
-            text = f"is above max_tokens = {limits.max_tokens}; lower it or raise that"
+            text = (
+                f"is above max_tokens = {limits.max_tokens}; lower min_tokens or raise max_tokens"
+            )
             rests_on = (f"{key}.filter.max_tokens",)
             yield Problem(f"{key}.filter.min_tokens", limits.min_tokens, text, rests_on)
 
@@ -328,11 +338,14 @@ def _check_stages(recipe: Recipe) -> Problems:
     for index, (name, source) in enumerate(zip(names, data.sources, strict=True)):
         own = "weight" if source.weight != 1.0 else "epochs"
         if source.weight != 1.0 or source.epochs is not None:
-            text = "has no effect beside data.mixture_schedule, which give all weights; remove it"
+            text = "has no effect with data.mixture_schedule, which sets all sampling weights; remove it"
             key = f"data.sources[{index}].{own}"
             yield Problem(key, getattr(source, own), text, ("data.mixture_schedule",))
         if not any(stage.weights.get(name) for stage in data.mixture_schedule):
-            text = f'no stage takes from "{name}"; name it in one, or remove the source'
+            text = (
+                f'no stage uses the source "{name}"; add it to the weights of a stage, or '
+                "remove the source"
+            )
             yield Problem("data.mixture_schedule", NO_VALUE, text, (f"data.sources[{index}]",))
     before = 0
     for index, stage in enumerate(data.mixture_schedule):
@@ -347,20 +360,20 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
     """One stage; `before`: the last step of the one before it, None if it is the last of all."""
     end = stage.until_step
     if before is None and end is not None:
-        text = "the last stage has no end; remove it, or add the stage that follows"
+        text = "the last stage must not set until_step; remove the key, or add another stage"
         yield Problem(f"{key}.until_step", end, text)
     elif before is not None and (end is None or end <= before):
         value = NO_VALUE if end is None else end
-        text = f"must be a step after {before}: all stages but the last have an end"
+        text = f"must be above {before}; every stage except the last requires until_step"
         yield Problem(f"{key}.until_step", value, text)
     for name, weight in stage.weights.items():
         if name not in names:
-            text = f"unknown source{suggest(name, names)}; known: {', '.join(names)}"
+            text = f"unknown source{suggest(name, names)}; use one of: {', '.join(names)}"
             yield Problem(f"{key}.weights.{name}", weight, text, ("data.sources",))
         elif weight < 0:
             yield Problem(f"{key}.weights.{name}", weight, "must be >= 0")
     if not any(weight > 0 for weight in stage.weights.values()):
-        text = "takes from no source; give one a weight above 0"
+        text = "contains no source with a weight above 0; set at least one"
         yield Problem(f"{key}.weights", stage.weights, text)
 
 
@@ -369,8 +382,8 @@ def _check_address(key: str, address: str) -> Problems:
         scheme, _, rest = address.partition("://")
         shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
         text = (
-            f"has a credential ({secret}), and addresses are written into logs and files; take "
-            "it out: credentials are read from the environment (docs/reference/data.md)"
+            f"contains a credential ({secret}), and URLs are written to logs and files; "
+            "remove it and set the credential in the environment (docs/reference/data.md)"
         )
         yield Problem(key, shown, text)
 
@@ -384,7 +397,7 @@ def _check_path(key: str, source: SourceConfig) -> Problems:
     if source.format != "hub" and not found:
         text = "no such file or directory; run torchmm prepare-data SET or correct the path"
         if source.format == "auto" and not is_path(source.path):
-            text += ' (for a Hugging Face data set set format = "hub")'
+            text += ' (set format = "hub" for a Hugging Face data set)'
         yield Problem(key, source.path, text)
 
 
@@ -409,18 +422,18 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
             return
     yield from check_colocated(parallel, recipe.model.encoder_names, layout)
     if layout is not None and layout.shard % parallel.expert:
-        text = f"does not divide the {layout.shard} ranks of parallel.shard; choose a divisor"
+        text = f"must divide the {layout.shard} ranks of parallel.shard; use a divisor"
         yield Problem("parallel.expert", parallel.expert, text, ("parallel.shard",))
     context = parallel.context
     if layout is not None and layout.shard % context:
-        text = f"does not divide the {layout.shard} ranks of parallel.shard; choose a divisor"
+        text = f"must divide the {layout.shard} ranks of parallel.shard; use a divisor"
         yield Problem("parallel.llm.context", context, text, ("parallel.shard",))
         return
     data_parallel = layout.data_parallel // context if layout else 1
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
     if size % chunk:
-        ranks = "the LLM's data-parallel ranks" if apart else "data-parallel ranks"
+        ranks = "LLM data-parallel ranks" if apart else "data-parallel ranks"
         ranks = f"{ranks} / parallel.llm.context" if context > 1 else ranks
         near = " or ".join(str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n)
         text = (
@@ -432,13 +445,13 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     tokens = training.microbatch_size * training.sequence_length
     if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:
         text = (
-            f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor; "
-            "change one of the three"
+            f"microbatch_size x sequence_length = {tokens} is not a multiple of "
+            "parallel.tensor; change one of the three values"
         )
         also = ("training.microbatch_size", "parallel.tensor")
         yield Problem("training.sequence_length", training.sequence_length, text, also)
     if parallel.backend == "nccl" and training.device == "cpu":
-        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
+        text = 'requires CUDA, but training.device is "cpu"; use "auto"'
         yield Problem("parallel.backend", "nccl", text, ("training.device",))
 
 
@@ -449,19 +462,25 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     decay = round(optimizer.decay_fraction * steps) if optimizer.lr_schedule == "wsd" else 0
     if recipe.training.epochs is None and warmup + decay > steps:
         with_decay = f" + decay of {decay} steps" if decay else ""
-        text = f"warmup{with_decay} is longer than training.steps = {steps}; use {steps - decay}"
+        text = (
+            f"warmup{with_decay} is longer than training.steps = {steps}; use at most "
+            f"{steps - decay}"
+        )
         rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.lr_schedule")
         yield Problem("optimizer.warmup_steps", warmup, text, rests_on)
     if not all(0 <= beta < 1 for beta in optimizer.betas):
-        text = "each must be >= 0 and < 1; the usual values are [0.9, 0.95]"
+        text = "each beta must be >= 0 and < 1; typical values are [0.9, 0.95]"
         yield Problem("optimizer.betas", optimizer.betas, text)
     key = "training.parameter_dtype"
     narrow = recipe.training.parameter_dtype == "bfloat16"
     if narrow and recipe.training.dtype != "bfloat16":
-        text = 'needs training.dtype = "bfloat16": computing would not be more precise; set both'
+        text = (
+            'requires training.dtype = "bfloat16", because float32 compute cannot restore '
+            "the precision; set both keys"
+        )
         yield Problem(key, "bfloat16", text, ("training.dtype",))
     if not narrow and not optimizer.stochastic_rounding:
-        text = f'has no use without {key} = "bfloat16"; set that or remove it'
+        text = f'has no effect without {key} = "bfloat16"; set that key or remove this one'
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
     if optimizer_entry(optimizer, is_narrow=narrow) is None:
         storage = (
@@ -472,7 +491,9 @@ def _check_optimizer(recipe: Recipe) -> Problems:
         used, value = next(pair for pair in storage if pair[1] not in ("float32", False))
         text = 'the extension "low_precision" is not installed'
         if find_entry("optimizers", f"{COMPACT}adamw") is not None:
-            text = f'is not implemented for "{optimizer.name}"; use optimizer.name = "adamw"'
+            text = (
+                f'is not supported with optimizer "{optimizer.name}"; use optimizer.name = "adamw"'
+            )
         yield Problem(used, value, text, ("optimizer.name",))
 
 
@@ -489,15 +510,18 @@ def _check_metrics(recipe: Recipe) -> Problems:
     steps = recipe.training.steps
     step = metrics.profile_step
     if step > steps and recipe.training.epochs is None:
-        text = f"comes after training.steps = {steps}; use an earlier step"
+        text = f"is after the last step, training.steps = {steps}; use an earlier step"
         yield Problem("metrics.profile_step", step, text, ("training.steps",))
     elif step and find_entry("hooks", "diagnostics") is None:
         text = 'the extension "reports" is not installed; set it to 0'
         yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
-        text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
+        text = 'requires Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))
     if "checkpoints" in metrics.artifacts and recipe.checkpoint.staging_dir is not None:
-        text = "no node has whole checkpoints with checkpoint.staging_dir; leave them out"
+        text = (
+            'cannot contain "checkpoints" with checkpoint.staging_dir, because no node has a '
+            "complete checkpoint; remove it"
+        )
         related = ("checkpoint.staging_dir",)
         yield Problem("metrics.artifacts", metrics.artifacts, text, related)

@@ -24,11 +24,14 @@ def check_model(recipe: Recipe) -> Problems:
     """Everything about `[model]` but the generator."""
     model = recipe.model
     if not model.is_composite and model.llm is None:
-        text = "names no model; set model.source (composite) or model.llm.source"
+        text = "no model is set; set model.source (multimodal checkpoint) or model.llm.source"
         yield Problem("model", NO_VALUE, text)
         return
     if model.is_composite and (model.llm is not None or model.encoders):
-        text = "has a composite (source, config) and llm or encoders; keep one of them"
+        text = (
+            "model.source and model.config cannot be combined with llm or encoders; use "
+            "one of the two forms"
+        )
         yield Problem("model", NO_VALUE, text)
         return
     if model.is_composite:
@@ -36,7 +39,10 @@ def check_model(recipe: Recipe) -> Problems:
     else:
         yield from _check_source("model.llm", model.llm)
     if model.tokenizer_source is None and (recipe.data.sources or not recipe.describes_samples):
-        text = "is needed, as the model has no source to take one from; set a directory or id"
+        text = (
+            "is required, because the model has no source with a tokenizer; set a "
+            "directory or a Hub id"
+        )
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
     pinned = model.tokenizer_revision
     yield from check_revision(
@@ -44,7 +50,7 @@ def check_model(recipe: Recipe) -> Problems:
     )
     for name, encoder in model.encoders.items():
         if name == "llm" or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-            text = 'is no name for an encoder; use letters, digits and "_", and not "llm"'
+            text = 'is not a valid encoder name; use letters, digits and "_", and not "llm"'
             yield Problem(f"model.encoders.{name}", NO_VALUE, text)
         yield from _check_source(f"model.encoders.{name}", encoder)
 
@@ -53,9 +59,9 @@ def _check_source(key: str, part: Any) -> Problems:
     """A module needs weights or sizes: `source`, `config` or both."""
     yield from check_revision(f"{key}.revision", part.revision, f"{key}.source", part.source)
     if part.source is None and part.config is None:
-        yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
+        yield Problem(key, NO_VALUE, "neither source nor config is set; set one of the two")
     elif part.source is None and "model_type" not in part.config:
-        text = 'is missing; name the Hugging Face model type, for example "llama"'
+        text = 'is missing; set the Hugging Face model type, for example "llama"'
         yield Problem(f"{key}.config.model_type", NO_VALUE, text)
     elif part.source is not None and is_missing_directory(part.source):
         text = "no such directory; prepare the model first or correct the path"
@@ -65,8 +71,10 @@ def _check_source(key: str, part: Any) -> Problems:
 def check_revision(key: str, revision: str | None, of: str, source: str | None) -> Problems:
     """Yield a problem if a revision is set for a source that is not on the hub."""
     if revision is not None and (source is None or Path(source).expanduser().exists()):
-        found = "nothing" if source is None else "a local directory"
-        yield Problem(key, revision, f"pins {found}; name a hub id, or remove it", (of,))
+        found = "an inline config" if source is None else "a local directory"
+        yield Problem(
+            key, revision, (f"cannot be applied to {found}; use a Hub id, or remove the key"), (of,)
+        )
 
 
 def is_path(source: str) -> bool:
@@ -85,7 +93,7 @@ def check_generator(recipe: Recipe) -> Problems:
     The extension that has generators checks the section.
     """
     if GENERATOR in recipe.model.encoders:
-        text = "is the name of the module after the LLM; give the encoder another name"
+        text = "is reserved for the image generator; rename the encoder"
         yield Problem(f"model.encoders.{GENERATOR}", NO_VALUE, text)
     if recipe.model.generator is not None:
         if find_entry("generators", "module") is None:
@@ -112,22 +120,23 @@ def check_adapters(recipe: Recipe) -> Problems:
     for name, adapter in recipe.adapters.items():
         key = f"adapters.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            text = (
-                'is no name for an adapter, whose files have it; use letters, digits, "-" and "_"'
-            )
+            text = 'is not a valid adapter name; use letters, digits, "-" and "_"'
             yield Problem(key, NO_VALUE, text)
         if adapter.source is not None and not Path(adapter.source).expanduser().is_dir():
-            text = "no such directory; correct the path, or remove the key for a new adapter"
+            text = "no such directory; correct the path, or remove the key to create a new adapter"
             yield Problem(f"{key}.source", adapter.source, text)
         for module in adapter.modules:
             if module in known:
                 continue
-            text = f"cannot have adapters{suggest(module, known)}; those that can: "
+            text = f"does not support adapters{suggest(module, known)}; use one of: "
             text += ", ".join(known)
             if module.endswith(".connector"):
-                text += "; one between separate modules is new, so train it whole"
+                text += (
+                    "; a connector between separate checkpoints is trained without "
+                    "adapters: remove it from the list"
+                )
             elif module == GENERATOR:
-                text += "; train this one whole: it is in no adapter's files"
+                text += "; adapter files cannot contain the generator: train it without adapters"
             yield Problem(f"{key}.modules", module, text, ("model",))
 
 
@@ -139,14 +148,14 @@ def check_validation(recipe: Recipe) -> Problems:
     data = recipe.data
     validation = recipe.validation
     if not data.validation and validation.num_samples:
-        text = "needs held-out data; add a [[data.validation]] table or set samples to 0"
+        text = "requires validation data; add a [[data.validation]] table, or set samples to 0"
         yield Problem("validation.num_samples", validation.num_samples, text, ("data.validation",))
     if validation.ema and recipe.training.ema_decay is None:
-        text = "there are no averages of weights; set training.ema_decay"
+        text = "requires averaged weights; set training.ema_decay"
         yield Problem("validation.ema", True, text, ("training.ema_decay",))
     for index, source in enumerate(data.sources):
         if source.metrics:
-            text = "is of held-out sources; move it to a [[data.validation]] table"
+            text = "is supported only for validation data; move it to a [[data.validation]] table"
             yield Problem(f"data.sources[{index}].metrics", source.metrics, text)
     generated = {
         "num_samples": validation.num_samples,
@@ -174,20 +183,21 @@ def _check_best(recipe: Recipe) -> Problems:
     }
     known = [*get_args(Figure), *sorted(scores)]
     if best.metric not in known:
-        text = f"is no figure of this recipe{suggest(best.metric, known)}; known: "
+        text = f"is not a metric of this recipe{suggest(best.metric, known)}; use one of: "
         yield Problem(key, best.metric, text + ", ".join(known), ("data.validation",))
     elif not validation.interval:
-        text = f'nothing measures {best.metric}; set validation.interval, or metric = "loss"'
+        text = f'{best.metric} is never computed; set validation.interval, or metric = "loss"'
         yield Problem(key, best.metric, text, ("validation.interval",))
     elif not held_out:
-        text = 'needs held-out data; add a [[data.validation]] table, or set metric = "loss"'
+        text = 'requires validation data; add a [[data.validation]] table, or set metric = "loss"'
         yield Problem(key, best.metric, text, ("data.validation",))
     elif best.metric in {"word_error_rate", *scores} and not validation.num_samples:
-        text = "is measured on texts that are written for samples; set validation.num_samples"
+        text = "is computed from generated text; set validation.num_samples above 0"
         yield Problem(key, best.metric, text, ("validation.num_samples",))
     elif recipe.checkpoint.interval % validation.interval:
         text = (
-            f"checkpoints every {recipe.checkpoint.interval} steps are not validated every "
-            f"{validation.interval}; make checkpoint.interval a multiple"
+            f"validation runs every {validation.interval} steps, but checkpoints are saved "
+            f"every {recipe.checkpoint.interval}; make checkpoint.interval a multiple of "
+            "validation.interval"
         )
         yield Problem(key, best.metric, text, ("checkpoint.interval", "validation.interval"))

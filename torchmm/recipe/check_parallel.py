@@ -48,24 +48,32 @@ def _check_schedule(recipe: Recipe) -> Problems:
         order_key = "parallel.llm_schedule"
     if name.startswith(CSV_PREFIX):
         if not Path(name.removeprefix(CSV_PREFIX)).expanduser().is_file():
-            yield Problem(SCHEDULE, name, "no such file; write csv: and the path of an order")
+            yield Problem(
+                SCHEDULE, name, "no such file; use csv:PATH with the path of a schedule file"
+            )
     elif name not in SCHEDULES:
         text = f"must be one of {', '.join(SCHEDULES)}, or csv:PATH{suggest(name, SCHEDULES)}"
         yield Problem(SCHEDULE, name, text)
     schedule = find_schedule(order)
     if parallel.virtual_stages > 1 and pipeline == 1:
-        text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
+        text = "has no effect without a pipeline; set parallel.pipeline > 1 or remove the key"
         yield Problem(VIRTUAL, parallel.virtual_stages, text, (PIPELINE,))
     elif parallel.virtual_stages > 1 and schedule and not schedule.virtual_stages:
-        text = f'but "{order}" has one stage per rank; use 1, or schedule = "interleaved_1f1b"'
+        text = (
+            f'the schedule "{order}" supports one stage per rank; use 1, or schedule = '
+            '"interleaved_1f1b"'
+        )
         yield Problem(VIRTUAL, parallel.virtual_stages, text, (order_key,))
     if parallel.reshard_after_forward == "always" and pipeline > 1:
-        text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
+        text = 'would all-gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
     if parallel.gradient_reduction == "microbatch":
         yield from _check_reduction(recipe)
     if parallel.splits_backward and recipe.compile.enabled is True:
-        text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
+        text = (
+            "splits each backward pass in two, which compiled layers do not support; set "
+            "compile.enabled = false"
+        )
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
 
@@ -74,30 +82,36 @@ def _check_modules(recipe: Recipe) -> Problems:
     known = list(_layer_counts(recipe))
     for name in known:
         if name in type(parallel).model_fields:
-            text = "is a key of [parallel]; give the encoder another name"
+            text = "conflicts with a key of [parallel]; rename the encoder"
             yield Problem("model.encoders", name, text, ("model",))
     for name, module in parallel.modules.items():
         key = f"parallel.{name}"
         if name not in known:
-            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            text = f"unknown module{suggest(name, known)}; use one of: {', '.join(known)}"
             yield Problem("parallel", name, text, ("model",))
             continue
         if parallel.placement == "interleaved":
             for size, value in parallel.sizes_given(name).items():
                 text = (
-                    "but all modules share the sizes of [parallel] where they are interleaved; "
-                    "remove it or set another parallel.placement"
+                    "interleaved modules share the parallelism degrees of [parallel]; remove "
+                    "the key or set another parallel.placement"
                 )
                 yield Problem(f"{key}.{size}", value, text, ("parallel.placement",))
         colocated = parallel.placement == "colocated" and name not in ("llm", GENERATOR)
         if module.segments is not None and not (parallel.separates_modules or colocated):
-            text = f'"{parallel.schedule}" does not cut modules apart; use "separated" or remove it'
+            text = (
+                f'the schedule "{parallel.schedule}" has no separate segments; use '
+                '"separated" or remove the key'
+            )
             yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
         elif module.segments is not None and module.segments > 1 and _pipeline(parallel, name) == 1:
-            text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
+            text = "has no effect without a pipeline; set parallel.pipeline > 1 or remove the key"
             yield Problem(f"{key}.segments", module.segments, text, (PIPELINE,))
         if module.sub_microbatch_images is not None and name == "llm":
-            text = "the LLM processes whole microbatches; set it for an encoder, or see training"
+            text = (
+                "is not supported for the LLM; set it for an encoder, or lower "
+                "training.microbatch_size"
+            )
             yield Problem(f"{key}.sub_microbatch_images", module.sub_microbatch_images, text)
 
 
@@ -106,16 +120,18 @@ def _check_reduction(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     key = "parallel.gradient_reduction"
     if parallel.placement != "interleaved":
-        text = 'requires ranks that run all modules together; use "step" or "interleaved"'
+        text = 'requires that every rank runs all modules; use "step" or placement = "interleaved"'
         yield Problem(key, "microbatch", text, ("parallel.placement",))
     elif parallel.pipeline > 1:
-        text = 'requires ranks that run the same backward passes, without a pipeline; use "step"'
+        text = 'is not supported with pipeline parallelism; use "step"'
         yield Problem(key, "microbatch", text, (PIPELINE,))
     if parallel.reshard_after_forward == "never":
-        text = 'gathers and reduces once per step; use "default", or gradient_reduction = "step"'
+        text = (
+            'all-gathers and reduces once per step; use "default", or gradient_reduction = "step"'
+        )
         yield Problem("parallel.reshard_after_forward", "never", text, (key,))
     if recipe.training.parameter_dtype != "float32":
-        text = 'would sum the gradients of microbatches in bfloat16; use "step"'
+        text = 'would accumulate gradients in bfloat16; use "step"'
         yield Problem(key, "microbatch", text, ("training.parameter_dtype",))
 
 
@@ -127,22 +143,25 @@ def _check_experts(recipe: Recipe) -> Problems:
         return
     schedule = find_schedule(parallel.schedule)
     if parallel.placement != "interleaved":
-        text = f'is not implemented with "{parallel.placement}" modules; use 1 or "interleaved"'
+        text = f'is not supported with "{parallel.placement}" modules; use 1 or "interleaved"'
         yield Problem("parallel.expert", expert, text, ("parallel.placement",))
     elif parallel.pipeline > 1 and (schedule is None or schedule.cut == "separated"):
         text = (
-            "needs ranks that run the same tasks in the same order, while separated modules are "
-            'ordered by each replica\'s own data; use 1, or schedule = "1f1b"'
+            "requires the same task order on all ranks, but separated modules use a "
+            'different order per replica; use 1, or schedule = "1f1b"'
         )
         yield Problem("parallel.expert", expert, text, (SCHEDULE, PIPELINE))
     if parallel.tensor > 1:
-        text = "is not implemented with tensor parallelism, which divides experts too; use 1"
+        text = "is not supported with tensor parallelism, which already splits experts; use 1"
         yield Problem("parallel.expert", expert, text, ("parallel.tensor",))
     if recipe.compile.forces(LLM):
-        text = "exchanges tokens in the layers, which cannot be compiled; leave out the LLM"
+        text = (
+            "exchanges tokens inside the layers, which cannot be compiled; remove the LLM "
+            "from compile"
+        )
         yield Problem("parallel.expert", expert, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):
-        text = "needs ranks that recompute the same layers; use another mode for the LLM"
+        text = "requires the same recomputation on all ranks; use another mode for the LLM"
         yield Problem("parallel.expert", expert, text, ("activation_checkpoint.mode",))
 
 
@@ -151,32 +170,38 @@ def _check_context(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     for name, module in parallel.modules.items():
         if name != LLM and module.context is not None:
-            text = f"is for the LLM, whose rows its ranks share; remove it or set {CONTEXT}"
+            text = f"is supported only for the LLM; remove it or set {CONTEXT}"
             yield Problem(f"parallel.{name}.context", module.context, text)
     context = parallel.context
     if context == 1:
         return
     if parallel.placement == "disaggregated":
-        text = 'is not implemented with "disaggregated" modules; use 1 or another placement'
+        text = 'is not supported with "disaggregated" modules; use 1 or another placement'
         yield Problem(CONTEXT, context, text, ("parallel.placement",))
     if parallel.mirrors > 1:
         text = (
-            "is not implemented with encoders that are split over fewer tensor-parallel ranks than "
-            "the LLM; use 1, or the same tensor for all"
+            "is not supported if encoders have a smaller tensor-parallel degree than the "
+            "LLM; use 1, or the same tensor for all modules"
         )
         tensors = tuple(f"parallel.{name}.tensor" for name in recipe.model.encoder_names)
         yield Problem(CONTEXT, context, text, ("parallel.placement", "parallel.tensor", *tensors))
     if parallel.auto_sizes:
-        text = "is not known to what chooses sizes; use 1, or parallel.auto_sizes = false"
+        text = (
+            "is not supported by the search for parallelism degrees; use 1, or "
+            "parallel.auto_sizes = false"
+        )
         yield Problem(CONTEXT, context, text, ("parallel.auto_sizes",))
     if recipe.model.generator is not None:
-        text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
+        text = "is not supported with a generator, which requires the tokens of all ranks; use 1"
         yield Problem(CONTEXT, context, text, ("model.generator",))
     if recipe.compile.forces(LLM):
-        text = "exchanges heads in the layers, which cannot be compiled; leave out the LLM"
+        text = (
+            "exchanges attention heads inside the layers, which cannot be compiled; "
+            "remove the LLM from compile"
+        )
         yield Problem(CONTEXT, context, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):
-        text = "needs ranks that recompute the same layers; use another mode for the LLM"
+        text = "requires the same recomputation on all ranks; use another mode for the LLM"
         yield Problem(CONTEXT, context, text, ("activation_checkpoint.mode",))
 
 
@@ -286,7 +311,7 @@ def check_tensor(recipe: Recipe) -> Problems:
             if not isinstance(heads, int) or not heads % tensor:
                 continue
             if name != "num_key_value_heads" or tensor % heads:  # ranks may share a key-value head
-                text = f"cannot be split over {size} = {tensor} ranks; lower it"
+                text = f"cannot be split over {size} = {tensor} ranks; lower {size}"
                 yield Problem(f"{key}.{name}", heads, text, (size,))
 
 

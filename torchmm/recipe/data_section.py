@@ -202,10 +202,12 @@ def local_path(path: str) -> Path:
     if match is not None:
         host, _, rest = path[match.end() :].partition("/")
         if match[1].lower() != "file" or host not in ("", "localhost"):
-            raise ValueError("names another host; use a path, or file:///PATH with three slashes")
+            raise ValueError(
+                "is a file on another host; use a path, or file:///PATH with three slashes"
+            )
         return Path("/" + unquote(rest))
     if scheme := _SCHEME.match(path):
-        raise ValueError(f"begins with {scheme[0]!r}; use {scheme[0]}//... or a path")
+        raise ValueError(f"starts with {scheme[0]!r}; use {scheme[0]}//... or a path")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -59,17 +59,21 @@ Problems = Iterator[Problem]
 
 
 REMOVED_KEYS = {
-    "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
-    "sequences of each step",
-    "model.generator.connector": "is no longer supported; delete the key: the connector is always "
-    "an MLP with two linear layers",
-    "parallel.search.strategy": "is no longer supported; delete the key: annealing is the only "
-    "strategy, and parallel.search.evaluations = 1 keeps the order of microbatches",
-    "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tp_comm_fraction` "
-    "> 0 alone lets encoder layers run in pieces during communication of the LLM",
-    "parallel.search.seed": "is no longer supported; delete the key: the search always uses seed 0",
-    "simulation.trials": "is no longer supported; delete the key, and set simulation.device to a "
-    "profile of the device that scripts/calibrate.py writes",
+    "data.reorder_window": "is no longer supported; delete the key. `data.reorder` reorders "
+    "the sequences of each step",
+    "model.generator.connector": "is no longer supported; delete the key. The connector is "
+    "always an MLP with two linear layers",
+    "parallel.search.strategy": "is no longer supported; delete the key. Annealing is the "
+    "only strategy. parallel.search.evaluations = 1 keeps the "
+    "order of microbatches",
+    "parallel.bubble_pieces": "is no longer supported; delete the key. "
+    "`parallel.tp_comm_fraction` > 0 makes encoder layers run during "
+    "communication of the LLM",
+    "parallel.search.seed": (
+        "is no longer supported; delete the key. The search always uses seed 0"
+    ),
+    "simulation.trials": "is no longer supported; delete the key and set simulation.device "
+    "to a device profile that scripts/calibrate.py writes",
 }
 """Maps a removed key to the rest of an error message, with the replacement."""
 FORMER_DEFAULTS: dict[str, Any] = {
@@ -270,7 +274,7 @@ def _explain_unknown(loc: Loc, value: Any) -> Problem:
         better = f"{elsewhere[0]}.{name}"
     else:
         better = ""
-    hint = f"did you mean {better}?" if better else f"known here: {', '.join(siblings)}"
+    hint = f"did you mean {better}?" if better else f"valid names: {', '.join(siblings)}"
     if isinstance(value, dict):
         return Problem(key, NO_VALUE, f"unknown section; {hint}", (better or key,))
     return Problem(key, value, f"unknown key; {hint}", (better or key,))

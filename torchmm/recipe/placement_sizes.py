@@ -57,8 +57,8 @@ def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> M
     if replicate * shard != left:
         raise ConfigError(
             f"parallel.{name}: pipeline {pipeline} x replicate {replicate} x shard {shard} x "
-            f"tensor {tensor} does not make the LLM's {ranks} ranks; remove replicate and shard, "
-            "or set one of them to -1 (what is left)"
+            f"tensor {tensor} is not equal to the {ranks} ranks of the LLM; remove replicate "
+            "and shard, or set one of them to -1 (remaining ranks)"
         )
     return MeshSizes(pipeline, replicate, shard, tensor)
 
@@ -75,20 +75,23 @@ def check_colocated(
     schedule = parallel.schedule
     fitting = schedules_for("colocated")
     if schedule in fitting and placement != "colocated":
-        text = 'is for colocated encoders; set parallel.placement = "colocated"'
+        text = 'requires colocated encoders; set parallel.placement = "colocated"'
         yield Problem("parallel.schedule", schedule, text, ("parallel.placement",))
     if placement != "colocated":
         return
     if schedule not in fitting:
         names = " or ".join(f'"{name}"' for name in fitting)
-        text = f"needs a schedule that fills bubbles; set parallel.schedule = {names}"
+        text = f"requires a schedule that fills bubbles; set parallel.schedule = {names}"
         yield Problem("parallel.placement", placement, text, ("parallel.schedule",))
     if not encoders:
-        text = 'but the model has no encoders; use "interleaved"'
+        text = 'the model has no encoders; use "interleaved"'
         yield Problem("parallel.placement", placement, text, ("model",))
     for name in ("llm", GENERATOR):
         for size, value in parallel.sizes_given(name).items():
-            text = f"with colocated encoders the {name}'s sizes are those of [parallel]; remove it"
+            text = (
+                f"with colocated encoders, the {name} uses the parallelism degrees of "
+                "[parallel]; remove the key"
+            )
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
     for name in encoders:
         problems = list(_misfits(parallel, name, parallel.pipeline, parallel.tensor))
@@ -120,8 +123,8 @@ def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | No
 def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
     """What is wrong where stages outnumber layers; `subject` is like "llm has"."""
     return (
-        f"{subject} {layers} layers, fewer than {ranks} pipeline ranks x {per_rank} stages per "
-        f"rank = {ranks * per_rank}; use fewer ranks or stages"
+        f"{subject} {layers} layers, but {ranks} pipeline ranks x {per_rank} stages per rank "
+        f"= {ranks * per_rank}; use fewer ranks or stages"
     )
 
 
@@ -131,18 +134,12 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
     own = given.get("pipeline", 1)
     if pipeline % own:
         divisors = ", ".join(str(n) for n in range(1, pipeline + 1) if pipeline % n == 0)
-        text = (
-            f"does not divide the LLM's {pipeline} pipeline ranks, among which the encoder's "
-            f"pipelines are placed; use one of {divisors}"
-        )
+        text = f"must divide the {pipeline} pipeline ranks of the LLM; use one of {divisors}"
         yield Problem(f"parallel.{name}.pipeline", own, text, ("parallel.pipeline",))
     own = given.get("tensor", tensor)
     if own < 1 or tensor % own:
         divisors = ", ".join(str(n) for n in range(1, tensor + 1) if tensor % n == 0)
-        text = (
-            f"does not divide the LLM's {tensor} tensor-parallel ranks, among which the encoder's "
-            f"groups are placed; use one of {divisors}"
-        )
+        text = f"must divide the {tensor} tensor-parallel ranks of the LLM; use one of {divisors}"
         yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
 
 
@@ -167,24 +164,29 @@ def resolve_units(
     shown = ", ".join(f"{name} {_shown(own)}" for name, own in sizes.items())
     given = [(name, key) for name, own in sizes.items() for key in own if own[key] == -1]
     if any(0 in own.values() for own in sizes.values()):
-        raise ConfigError(f"parallel: {shown}: a size is 0; use 1 for a dimension not wanted")
+        raise ConfigError(
+            f"parallel: {shown}: a parallelism degree is 0; use 1 to disable a dimension"
+        )
     if len(given) > 1:
         keys = " and ".join(_key(parallel, name, key) for name, key in given)
-        raise ConfigError(f"parallel: {shown}: {keys} are -1, only one size may be; set the others")
+        raise ConfigError(
+            f"parallel: {shown}: {keys} are -1, but only one key may be -1; set the others"
+        )
     fixed = {name: prod(size for size in own.values() if size > 0) for name, own in sizes.items()}
     if given:
         name, key = given[0]
         left = world_size - sum(ranks for module, ranks in fixed.items() if module != name)
         if left < fixed[name] or left % fixed[name]:
             raise ConfigError(
-                f"parallel: {shown}: of {world_size} ranks, {max(left, 0)} are left for {name}, "
-                f"which takes a multiple of {fixed[name]}; start more ranks or change a size"
+                f"parallel: {shown}: {max(left, 0)} of {world_size} ranks remain for {name}, "
+                f"which requires a multiple of {fixed[name]}; start more ranks or change a "
+                "parallelism degree"
             )
         sizes[name][key] = left // fixed[name]
     elif sum(fixed.values()) != world_size:
         raise ConfigError(
-            f"parallel: {shown} make {sum(fixed.values())} ranks, not {world_size}; start "
-            f"{sum(fixed.values())}, or set one size to -1 (what is left)"
+            f"parallel: {shown} require {sum(fixed.values())} ranks, not {world_size}; start "
+            f"{sum(fixed.values())}, or set one key to -1 (remaining ranks)"
         )
     return {name: MeshSizes(**own) for name, own in sizes.items()}
 
@@ -236,20 +238,23 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
     placement = ("parallel.placement",)
     fitting = schedules_for("disaggregated")
     if parallel.schedule not in fitting:
-        text = f"is not for disaggregated modules; use one of {', '.join(fitting)}"
+        text = f"does not support disaggregated modules; use one of {', '.join(fitting)}"
         yield Problem("parallel.schedule", parallel.schedule, text, placement)
     if len(modules) == 1:
-        text = 'but the model has no module besides the LLM; use "interleaved"'
+        text = 'the model has only an LLM; use "interleaved"'
         yield Problem("parallel.placement", parallel.placement, text, ("model",))
     if parallel.reshard_after_forward == "always":
-        text = 'needs replicas that run the same tasks, unlike disaggregated ones; use "default"'
+        text = 'is not supported with disaggregated modules; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, placement)
 
 
 def check_planned_units(modules: Sequence[str], world_size: int | None) -> Problems:
     """What planning modules apart needs of the ranks; None: not known."""
     if world_size is not None and world_size < len(modules):
-        text = f"plans {len(modules)} modules apart for {world_size} ranks; start more"
+        text = (
+            f"{len(modules)} disaggregated modules require at least as many ranks, but "
+            f"there are {world_size}; start more"
+        )
         yield Problem("parallel.auto_sizes", True, text, ("parallel.placement", "model"))
 
 
@@ -286,15 +291,17 @@ def resolve_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
     fixed = prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
     if 0 in sizes.values():
-        raise ConfigError(f"parallel: {shown}: a size is 0; use 1 for a dimension not wanted")
+        raise ConfigError(
+            f"parallel: {shown}: a parallelism degree is 0; use 1 to disable a dimension"
+        )
     if len(open_keys) > 1:
-        raise ConfigError(f"parallel: {shown}: only one size may be -1; set the other to 1")
+        raise ConfigError(f"parallel: {shown}: only one key may be -1; set the other to 1")
     if world_size % fixed or (not open_keys and world_size != fixed):
         remedy = (
-            f"start a multiple of {fixed} ranks or lower a size"
+            f"start a multiple of {fixed} ranks or lower a parallelism degree"
             if open_keys
-            else (f"start {fixed} ranks, or set one of replicate and shard to -1 (what is left)")
+            else f"start {fixed} ranks, or set replicate or shard to -1 (remaining ranks)"
         )
-        raise ConfigError(f"parallel: {shown} does not make {world_size} ranks; {remedy}")
+        raise ConfigError(f"parallel: {shown} is not equal to {world_size} ranks; {remedy}")
     sizes.update({k: world_size // fixed for k in open_keys})
     return MeshSizes(**sizes)

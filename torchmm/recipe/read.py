@@ -221,7 +221,10 @@ def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
     file: Path | None = path
     while file is not None:
         if file.resolve() in seen:
-            problems.append(f"{chain[-1][0]}: base = {shorten(str(file))}: bases form a circle")
+            problems.append(
+                f"{chain[-1][0]}: base = {shorten(str(file))}: circular base; "
+                "remove one of the base keys"
+            )
             break
         seen.append(file.resolve())
         content = _read_toml(file, chain[-1][0] if chain else None, problems)
@@ -240,7 +243,9 @@ def _read_toml(file: Path, named_by: Path | None, problems: list[str]) -> Table:
     try:
         return tomli.loads(file.read_text(encoding="utf-8"))
     except tomli.TOMLDecodeError as error:
-        problems.append(f"{file}: not valid TOML: {error}; fix the line, keys may appear only once")
+        problems.append(
+            f"{file}: invalid TOML: {error}; fix the line. Each key may appear only once"
+        )
     except UnicodeDecodeError as error:
         problems.append(f"{file}: not UTF-8 text: {error}; save it as UTF-8")
     except (RecursionError, ValueError) as error:  # of arrays in arrays; of numbers of any length
@@ -261,19 +266,19 @@ def _parse_overrides(
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
             problems.append(
-                f"{COMMAND_LINE}: {argument}: not an override; write --section.key value"
+                f"{COMMAND_LINE}: {argument}: is not an override; use --section.key value"
             )
             continue
         if not equals:
             if not arguments or arguments[0].startswith("--"):
-                problems.append(f"{COMMAND_LINE}: {key}: has no value; write --{key} VALUE")
+                problems.append(f"{COMMAND_LINE}: {key}: has no value; use --{key} VALUE")
                 continue
             text = arguments.pop(0)
         key_path, annotation = _split_key(key)
         try:
             value = _parse_value(text, annotation)
         except (RecursionError, ValueError) as error:
-            problems.append(f"{COMMAND_LINE}: {key} = {text[:60]}: not a value: {error}")
+            problems.append(f"{COMMAND_LINE}: {key} = {text[:60]}: is not a valid value: {error}")
             continue
         yield key_path, value
 
@@ -308,7 +313,9 @@ def _merge_layer(
     training = layer.get("training")
     given = {"steps", "epochs"} & set(training if isinstance(training, dict) else ())
     if len(given) == 2:
-        problems.append(f"{origin}: training.steps and training.epochs are both set; remove one")
+        problems.append(
+            f"{origin}: training.steps and training.epochs are both set; remove one of them"
+        )
     if given and isinstance(target.get("training"), dict):
         for other in {"steps", "epochs"} - given:
             target["training"].pop(other, None)
@@ -368,13 +375,16 @@ def _unusable_values(table: Any, key: str = "") -> list[Problem]:
         if isinstance(value, (dict, list)):
             found += _unusable_values(value, inside)
         elif isinstance(value, int) and abs(value) >= 2**63:
-            found.append(Problem(inside, value, "is beyond 64 bits; lower it"))
+            found.append(Problem(inside, value, "does not fit in 64 bits; lower it"))
             if isinstance(table, dict):
                 del table[name]
             else:
                 table[name] = 0
         elif isinstance(value, str) and name != "prompt" and not _is_file_name(value):
-            text = f"has a part of more than {MAX_NAME_BYTES} bytes or a null character; shorten it"
+            text = (
+                f"has a path component longer than {MAX_NAME_BYTES} bytes or a null "
+                "character; shorten it"
+            )
             found.append(Problem(inside, value, text))
             table[name] = "unusable"
     return found

@@ -74,7 +74,8 @@ def registered(functions: Mapping[str, T]) -> dict[str, T]:
     names = [name for name, schedule in SCHEDULES.items() if not schedule.planned]
     if set(functions) != set(names):
         raise ValueError(
-            f"functions for the schedules {sorted(functions)}, the table has {sorted(names)}; "
-            "register every one of them and add new ones to torchmm/recipe/schedules.py"
+            f"the schedules {sorted(functions)} have functions, but the table lists "
+            f"{sorted(names)}; register a function for each schedule, and add new schedules "
+            "to torchmm/recipe/schedules.py"
         )
     return {name: functions[name] for name in names}

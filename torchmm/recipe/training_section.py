@@ -89,8 +89,8 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
     number = float(found[1]) if found else 0.0
     if found is None or number == 0 or (found[2] == "%" and number > 100):
         raise ValueError(
-            'is not a memory limit; give a share of the device ("85%") or an amount ("60 GiB", '
-            '"512 MiB"), more than 0'
+            'is not a memory limit; use a fraction of the device memory ("85%") or an amount '
+            '("60 GiB", "512 MiB") above 0'
         )
     scale = _UNITS[found[2]]
     return round(number * scale * (device_bytes if found[2] == "%" else 1))
@@ -355,21 +355,21 @@ class CompileConfig(Section):
         Args: See `concerns`.
         """
         if self.enabled is False or module.name not in (self.modules or [module.name]):
-            return "not in compile.enabled and compile.modules"
+            return "not enabled by compile.enabled and compile.modules"
         if self.enabled is True:
             return ""
         is_llm = module.kind == "llm"
         reasons = {
-            f"layers run on the {device}": device != "cuda",
-            "layers stop for parallel.tp_comm_fraction": parallel.tp_comm_fraction > 0,
+            f"device is {device}": device != "cuda",
+            "parallel.tp_comm_fraction interleaves the layers": parallel.tp_comm_fraction > 0,
             "the schedule splits backward passes": parallel.splits_backward,
-            "ranks exchange tokens of experts": is_llm and parallel.expert > 1,
+            "ranks exchange expert tokens": is_llm and parallel.expert > 1,
             "ranks exchange attention heads": is_llm and parallel.context > 1,
             "layers have experts": any(layer.experts for layer in module.layers),
             "layers have delta nets": any(
                 isinstance(layer.mixer, DeltaSizes) for layer in module.layers
             ),
-            "layers are short": not is_llm
+            "layers are small": not is_llm
             and not (
                 module.kind == "encoder"
                 and all(layer.rotary and not layer.batched for layer in module.layers)
@@ -393,12 +393,12 @@ class CompileConfig(Section):
             recompute: Activation checkpointing of the module.
         """
         reasons = {
-            "not in compile.cuda_graphs": not self.cuda_graphs or module.kind != "encoder",
-            f"layers run on the {device}": device != "cuda",
-            f"{ranks} ranks share the step": ranks > 1,
-            "images have several sizes": not all(layer.batched for layer in module.layers),
-            "layers rotate queries and keys": any(layer.rotary for layer in module.layers),
-            "layers multiply in float8": any(layer.rounded for layer in module.layers),
+            "not enabled by compile.cuda_graphs": not self.cuda_graphs or module.kind != "encoder",
+            f"device is {device}": device != "cuda",
+            f"the step uses {ranks} ranks": ranks > 1,
+            "image sizes vary": not all(layer.batched for layer in module.layers),
+            "layers have rotary embeddings": any(layer.rotary for layer in module.layers),
+            "layers use float8": any(layer.rounded for layer in module.layers),
             "layers are compiled": compiled,
             f'layers are recomputed ("{recompute}")': recompute != "none",
         }

@@ -89,7 +89,7 @@ def _sum_over_ranks(
         0.0 if batch is None else float(len(batch.corrupt)),
     ]
     if batch is None:
-        parts.logger.warning("step %d had no data: %s", step, parts.loader.overdue)
+        parts.logger.warning("no data for step %d: %s", step, parts.loader.overdue)
     try:
         totals = parts.mesh.sum_over_data(local)
     except RuntimeError as error:

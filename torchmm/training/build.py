@@ -99,7 +99,7 @@ def build_run(
     step = _step_after(restored, run, mesh, logger)
     recorder = None
     if mesh.rank == 0:
-        with working("opening records and trackers"):
+        with working("opening metrics and trackers"):
             recorder = MetricsRecorder(
                 recipe.metrics,
                 run_dir,
@@ -172,14 +172,15 @@ def _step_after(
         saved = restored.recipe.get("data", {}).get(name)
         if mesh.rank == 0 and saved not in (None, value):
             logger.warning(
-                '%s = "auto" is "%s" now, the checkpoint was trained with "%s". Samples of a step '
-                'are the same, sums differ by rounding; set %s = "%s" to keep it',
+                '%s = "auto" selects "%s", but the checkpoint was trained with "%s". The '
+                "samples of each step are the same, but sums differ by rounding; set %s = "
+                '"%s" to use the saved value',
                 key, value, saved, key, saved,
             )  # fmt: skip
     if restored.step >= steps:
         logger.info(
-            "all %d steps are done already; for more raise training.steps or training.epochs, "
-            'for a new run change name or set checkpoint.resume = "none"',
+            "all %d steps are complete; raise training.steps or training.epochs to continue, "
+            'or change name or set checkpoint.resume = "none" to start a new run',
             steps,
         )
     if restored.rng is None:  # of another number of ranks

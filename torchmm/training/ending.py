@@ -136,7 +136,7 @@ class StopSignal:
 
 
 def _preempted_early(number: signal.Signals) -> Preempted:
-    return Preempted(f"stopped by {number.name} before the first step; nothing is to be saved")
+    return Preempted(f"stopped by {number.name} before the first step; no checkpoint is required")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def starting(run_dir: Path) -> Iterator[None]:
             raise
         raise ConfigError(
             f"output_dir = {str(run_dir.parent)!r}: cannot write {error.filename}: "
-            f"{error.strerror}; name a directory that can be written and has room"
+            f"{error.strerror}; use a writable directory with free space"
         ) from error
 
 
@@ -256,8 +256,8 @@ def training(run_dir: Path) -> Iterator[None]:
         if problem is None:
             raise
         raise CheckpointError(
-            f"cannot write {problem}. Checkpoints saved before are intact: make room, or make it "
-            "writable, and start again"
+            f"cannot write {problem}. Earlier checkpoints are intact; free space, or make the "
+            "directory writable, and start again"
         ) from error
 
 
@@ -270,7 +270,7 @@ def closed_after(close: Callable[[], None]) -> Iterator[None]:
         try:
             close()
         except Exception as error:  # the one that came first is raised below
-            logger.error("on the way out of a failed run: %r", error)
+            logger.error("another error while the failed run was shut down: %r", error)
         raise
     close()
 
@@ -282,9 +282,9 @@ def stop_message(step: int, *reasons: str) -> str:
         step: Last finished step.
         reasons: More sentences. Empty ones are skipped.
     """
-    message = f"stopped after step {step}, which is saved"
+    message = f"stopped after step {step}; a checkpoint of this step is saved"
     if not step:
-        message = "stopped before the first step; nothing is to be saved"
+        message = "stopped before the first step; no checkpoint is required"
     return ". ".join(filter(None, [message, *reasons]))
 
 

@@ -63,7 +63,10 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
     recipe = run.recipe
     problems: list[str] = []
     if not recipe.data.sources and not recipe.data.validation:
-        problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
+        problems.append(
+            "data.sources: there is no training data, because the recipe only describes a "
+            "simulation; add a [[data.sources]] table"
+        )
     model = tokenizer = None
     try:
         model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
@@ -79,8 +82,8 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
     wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != dtype]
     if wide:  # FSDP2 has one dtype for all trained parameters of a layer
         raise ConfigError(
-            f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face keeps '
-            f'{wide[0]} in float32; freeze the module, or use "float32"'
+            f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face '
+            f'keeps {wide[0]} in float32; freeze the module, or use "float32"'
         )
     specs = model.sample_specs(tokenizer)  # raises if they do not fit each other
     for spec in specs["image_specs"].values():
@@ -88,7 +91,7 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
     return model, tokenizer
 
 
-@working("reading sizes of the first samples, and cutting the model")
+@working("measuring the first samples, and splitting the model")
 def cut_model(
     run: Resolved,
     model: MultimodalModel,
@@ -138,7 +141,7 @@ def cut_model(
     return ModelCut(parallel, layout)
 
 
-@working("cutting and filling the model")
+@working("splitting the model and loading weights")
 def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
 ) -> tuple[Pipeline, Compilation]:

@@ -173,10 +173,11 @@ def describe_schedule_change(
         return None
     last = config.lr * lr_factor(step, saved_steps, config)
     return (
-        f"training.steps {saved_steps} -> {steps} changes the {config.lr_schedule!r} learning rate "
-        f"schedule, which depends on the number of steps: the learning rate jumps from {last:.3e} "
-        f"in step {step} to {config.lr * changed:.3e} in step {step + 1}. To avoid the jump, set "
-        'optimizer.lr_schedule = "constant" and optimizer.lr to the last learning rate'
+        f"training.steps {saved_steps} -> {steps} changes the {config.lr_schedule!r} learning "
+        "rate schedule, which depends on the number of steps: the learning rate changes from "
+        f"{last:.3e} in step {step} to {config.lr * changed:.3e} in step {step + 1}. To keep "
+        'it constant, set optimizer.lr_schedule = "constant" and optimizer.lr to the last '
+        "learning rate"
     )
 
 
@@ -216,7 +217,7 @@ def group_by_replicas(model: MultimodalModel) -> dict[int, list[nn.Parameter]]:
         counted -= {id(p) for p in own}
         if own:
             stages[names[id(own[0])]] = own
-    assert not counted, "a trainable parameter is in no stage"
+    assert not counted, "a trainable parameter is not in any stage"
     # A stage is on all ranks that have its first parameter, as a shard or as a replica.
     ranks = Counter(name for text in gather_texts("\n".join(stages)) for name in text.split("\n"))
     groups: dict[int, list[nn.Parameter]] = {}

@@ -131,7 +131,7 @@ def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) ->
         return build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
 
 
-@working("choosing sizes, and building the model without weights")
+@working("searching parallelism degrees, and building the model without weights")
 def _before_ranks_meet(
     recipe: Recipe, world_size: int
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:

@@ -92,7 +92,7 @@ class Trainer:
             with self.health.phase(step, "step"):
                 done = self.run_step(batches)
             if done is None:
-                return f"Data for step {step} did not come; see the ranks' logs"
+                return f"data for step {step} did not arrive; see the logs of the ranks"
             for hook in self.hooks:
                 hook.after_step(done)
             self.health.check(step)

@@ -107,7 +107,7 @@ def test_recipe_is_first_argument_or_option(option, monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(sys, "argv", ["torchmm", "train", "--print-config"])
     with pytest.raises(SystemExit):
         main()
-    assert "no recipe; write RECIPE" in capsys.readouterr().err
+    assert "no recipe; use RECIPE" in capsys.readouterr().err
 
 
 def test_public_functions_reject_invalid_arguments(tmp_path):

@@ -166,5 +166,5 @@ def test_rows_shorter_than_their_ranks():
 def test_tasks_of_a_share_may_have_no_images():
     assert [task_images(2, 3, task, 2) for task in range(3)] == [range(1), range(1, 2), range(2, 2)]
     assert [task_images(5, 3, task, 2) for task in range(3)] == even_ranges(5, 3)
-    with pytest.raises(ValueError, match="2 images cannot be processed in 3 parts"):
+    with pytest.raises(ValueError, match="2 images cannot be split into 3 parts"):
         task_images(2, 3, 0, 1)

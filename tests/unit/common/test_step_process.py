@@ -172,7 +172,7 @@ class Fake:
 
     def take(self, step, wait_s=0.0):
         if self.made.mood == "dies":
-            raise StepProcessError("ended with code -9")
+            raise StepProcessError("exited with code -9")
         return "plan" if self.made.mood == "plans" and self.requested == step else None
 
     def error(self, problem):
@@ -217,7 +217,7 @@ def test_process_restarts_after_a_pause(caplog):
     moods = ["plans"] * 3 + ["dies"] + ["plans"] * 6
     assert answered_steps(process, moods, made) == [2, 3, 7, 8, 9, 10]
     assert len(made) == 2 and not process.is_lost
-    assert "step 6 begins with another one, until then steps are slow" in caplog.text
+    assert "a new process starts with step 6; until then steps are slow" in caplog.text
 
 
 def test_process_that_always_exits_is_lost(caplog):
@@ -226,7 +226,7 @@ def test_process_that_always_exits_is_lost(caplog):
     process.restart()
     assert answered_steps(process, ["dies"] * 300, made) == []
     assert process.is_lost and len(made) == MAX_DEATHS
-    assert "from here on every step is slow" in caplog.text
+    assert "from now on every step is slow" in caplog.text
 
 
 def test_process_without_answer_in_time_hangs(caplog):
@@ -236,7 +236,7 @@ def test_process_without_answer_in_time_hangs(caplog):
     process.submit(1, None)
     assert answered_steps(process, ["plans"] * 2 + ["late"] * 20, made, 2.0) == [1, 2]
     assert process.is_lost and made[0].closed and not process.is_running
-    assert "has had no step for 2 s; from here on" in caplog.text
+    assert "has not returned a step for 2 s; from now on" in caplog.text
 
 
 @pytest.mark.parametrize(("max_deaths", "started"), [(0, False), (1, True)])

@@ -71,5 +71,5 @@ def test_steps_have_the_same_samples_and_states_in_other_places():
     ],
 )
 def test_arrangements_that_lose_or_bundle_packs_are_refused(places):
-    with pytest.raises(ValueError, match="each has to have one place"):
+    with pytest.raises(ValueError, match="every sequence must have one position"):
         next(planner(lambda packs: Arrangement(places), global_batch_size=4))

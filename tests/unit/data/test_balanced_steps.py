@@ -337,7 +337,7 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
     found, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
-    assert "arranging a step takes" in caplog.text
+    assert "reordering a step takes" in caplog.text
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance

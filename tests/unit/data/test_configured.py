@@ -82,7 +82,7 @@ def test_columns_inside_of_json_can_be_named(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_columns_that_do_not_exist_are_refused(make, texts, streaming):
     with pytest.raises(
-        DataError, match=r"names 'txet', .*did you mean \"text\"\?; its columns are text"
+        DataError, match=r"maps 'txet', .*did you mean \"text\"\?; existing columns are text"
     ):
         make(texts, columns={"text": "txet"}, streaming=streaming)
 
@@ -109,7 +109,7 @@ def test_samples_outside_of_the_filter_are_left_out_and_told(make, texts, stream
     batches = take(make(texts, filter=limits, streaming=streaming), 8)
     assert {s.index for s in metas(batches)} == kept
     assert not any(b.skipped for b in batches)
-    told = f"'s' gives {len(kept)} of its 24 samples: 0 are corrupt, {24 - len(kept)} are outside"
+    told = f"'s': {len(kept)} of 24 samples are used: 0 are corrupt, {24 - len(kept)} are removed"
     assert streaming or told in caplog.text
     again = make(texts, batches[3].state, filter=limits, streaming=streaming)
     assert metas(take(again, 4)) == metas(batches[4:])
@@ -130,13 +130,13 @@ def test_samples_beyond_limits_are_counted(make, tmp_path, streaming, caplog):
     assert not any(b.skipped for b in batches)
     limit = "no text in the loss within training.sequence_length"
     if not streaming:
-        assert "gives 8 of its 11 samples: 0 are corrupt, 0 are outside" in caplog.text
+        assert "8 of 11 samples are used: 0 are corrupt, 0 are removed" in caplog.text
         assert f"3 (27.3%): {limit}" in caplog.text
         assert f"2 {TRUNCATED} (25.0%)" in caplog.text
         assert batches[-1].stream_total("filtered") is None
         return
     assert f"samples so far: filtered: {limit}" in caplog.text
-    assert f"dropped from samples in use: {TRUNCATED}" in caplog.text
+    assert f"truncated samples: {TRUNCATED}" in caplog.text
     counts = [batch.stream_total("filtered") for batch in batches]
     assert counts[-1] >= 3 and counts == sorted(counts)
     resumed = take(make(path, batches[2].state, streaming=True), 3)
@@ -157,7 +157,7 @@ def test_source_beyond_limits_ends_the_run(make, tmp_path, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_filter_that_leaves_nothing_ends_the_run(make, texts, streaming):
-    with pytest.raises(DataError, match=r"(?s)24 .*0 are corrupt, 24 are outside of its `filter`"):
+    with pytest.raises(DataError, match=r"(?s)24 .*0 are corrupt, 24 are removed by its `filter`"):
         make(texts, filter=LengthFilter(min_tokens=64, max_tokens=64), streaming=streaming)
 
 
@@ -203,7 +203,7 @@ def test_what_was_saved_before_there_were_these_keys_goes_on(make, texts):
 
 
 def test_a_subset_is_for_the_hub(make, texts, monkeypatch):
-    with pytest.raises(ConfigError, match=r"config = 'en' names a subset of a hub data set"):
+    with pytest.raises(ConfigError, match=r"config = 'en' selects a subset of a Hub data set"):
         make(texts, config="en")
     asked = []
 

@@ -67,15 +67,15 @@ def huge(path):
 
 
 FILES = {
-    "a pipe": (pipe, "is a pipe, not a file"),
+    "a pipe": (pipe, "is a pipe, not a regular file"),
     "a socket": (unix_socket, "No such device or address"),
-    "endless": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
     "a directory": (lambda path: path.mkdir(), "directory"),
     "a loop of links": (lambda path: path.symlink_to(path), "Too many levels"),
     "missing": (lambda path: None, "No such file"),
-    "20 GiB": (huge, r"of 21474836480 bytes; data.max_file_mb is 1000"),
+    "20 GiB": (huge, r"has 21474836480 bytes, but data.max_file_mb is 1000"),
     "no image": (lambda path: path.write_bytes(b"x" * 100), "not an image"),
-    "cut off": (lambda path: path.write_bytes(png(16, 16, BAD)[:150]), "cannot be decoded"),
+    "truncated": (lambda path: path.write_bytes(png(16, 16, BAD)[:150]), "cannot be decoded"),
 }
 NAMES = {
     "NUL": ("pictures/\0.png", "null byte"),
@@ -83,7 +83,7 @@ NAMES = {
     "too long": ("pictures/" + "a" * 5000, "name too long"),
     "above": ("../../etc/passwd", "leaves"),
     "absolute": ("/etc/passwd", "leaves"),
-    "an address": ("http://127.0.0.1:9/a.png", "never fetched"),
+    "a URL": ("http://127.0.0.1:9/a.png", "does not download"),
 }
 
 
@@ -238,10 +238,10 @@ RECORDS = {
     "deep": (DEEP, "recursion"),
     "deep inside": ('{"text": ' + DEEP + "}", "recursion"),
     "NUL": ("\0", "Expecting value|Invalid"),
-    "no object": ("3", "is int|no format for columns"),
+    "no object": ("3", "is int|no record format matches"),
     "a number of 10,000 digits": ('{"text": ' + "9" * 10_000 + "}", "4300 digits"),
     "half a character": (r'{"text": "a\ud800"}', "lone surrogate"),
-    "not text": ('{"text": {"a": 1}}', "is dict, not a string"),
+    "not a string": ('{"text": {"a": 1}}', "is dict, not a string"),
     "too long": (json.dumps({"text": "a" * 70_000}), "longer than 65536"),
     "no UTF-8": (b'{"text": "\xff"}', "can't decode"),
     "far too much text": (json.dumps({"text": "a " * 30_000}), "text of 60000 characters"),
@@ -312,7 +312,7 @@ def test_hostile_text(form, record, streaming, tmp_path, open_loader, small_limi
 
 
 @pytest.mark.parametrize("form", ["json lines", "json array", "webdataset"])
-@pytest.mark.parametrize("change", ["gone", "a pipe", "cut off", "rewritten"])
+@pytest.mark.parametrize("change", ["gone", "a pipe", "truncated", "rewritten"])
 def test_source_files_that_change_while_training(form, change, tmp_path, open_loader):
     """All samples that are not there any more are skipped one by one, up to the limits."""
     (tmp_path / "set").mkdir()
@@ -324,12 +324,12 @@ def test_source_files_that_change_while_training(form, change, tmp_path, open_lo
         file.unlink()
     if change == "a pipe":
         os.mkfifo(file)
-    if change == "cut off":
+    if change == "truncated":
         os.truncate(file, 40 if form != "webdataset" else 3 * 1024)
     if change == "rewritten":
         file.write_bytes(b"x" * size)
     found, good = costs(loader)
-    assert len(found) == (GOOD if change != "cut off" else GOOD - len(good))
+    assert len(found) == (GOOD if change != "truncated" else GOOD - len(good))
     assert all(str(file) in message for message in found)
 
 
@@ -437,7 +437,7 @@ def test_the_limit_on_sizes_is_the_recipe_s(tmp_path):
     (tmp_path / "a.png").write_bytes(bytes(100))
     for segment in (ImageSegment(path=str(tmp_path / "a.png")), ImageSegment(data=bytes(100))):
         assert len(segment.read(100)) == 100
-        with pytest.raises(CorruptSampleError, match=r"of 100 bytes; data\.max_file_mb is"):
+        with pytest.raises(CorruptSampleError, match=r"has 100 bytes, but data\.max_file_mb is"):
             segment.read(99)
 
 

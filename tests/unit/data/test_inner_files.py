@@ -113,9 +113,11 @@ def test_a_range_that_is_cut_off_costs_its_sample(tmp_path):
     file = tmp_path / "a.tar"
     file.write_bytes(bytes(100))
     assert FileRange(file, 10, 90).read() == bytes(90)
-    with pytest.raises(CorruptSampleError, match=r"a\.tar, byte 10: cut off after 90 of 91 bytes"):
+    with pytest.raises(
+        CorruptSampleError, match=r"a\.tar, byte 10: truncated after 90 of 91 bytes"
+    ):
         ImageSegment(path=FileRange(file, 10, 91)).read(10**6)
-    with pytest.raises(CorruptSampleError, match=r"of 90 bytes; data\.max_file_mb"):
+    with pytest.raises(CorruptSampleError, match=r"has 90 bytes, but data\.max_file_mb"):
         ImageSegment(path=FileRange(file, 10, 90)).read(80)
     file.unlink()
     with pytest.raises(CorruptSampleError, match="No such file"):

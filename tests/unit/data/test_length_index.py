@@ -173,7 +173,7 @@ def test_damaged_files_are_found(reader, directory):
 
 def test_a_source_that_changes_while_it_is_measured_is_refused(reader, directory):
     Building("r", Records(), reader, directory).load()
-    with pytest.raises(DataError, match=r"has 20 records, its index .* 25"):
+    with pytest.raises(DataError, match=r"has 20 records, but its index .* 25"):
         Building("r", Records(20), reader, directory).load()
 
 

@@ -267,7 +267,7 @@ def test_state_of_other_data_is_refused(make, tmp_path, change):
     state = take(make(), 1)[0].state
     if "sources" in change:
         change = {"sources": [SourceConfig(path=str(tmp_path / "captions"))]}
-    with pytest.raises(CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match="different data"):
         make(state=state, **change)
 
 
@@ -390,13 +390,13 @@ def test_streams_skip_corrupt_samples(make, tmp_path):
 
 def test_a_source_without_usable_samples_ends_the_run(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}, {"image": "x.png", "text": "a"}])
-    with pytest.raises(DataError, match=r"(?s)none of its 2 samples.*no format.*x\.png"):
+    with pytest.raises(DataError, match=r"(?s)none of its 2 samples.*no record format.*x\.png"):
         make(sources=[SourceConfig(path=str(path))])
 
 
 def test_a_stream_of_corrupt_samples_ends_the_run(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}])
-    with pytest.raises(DataError, match="no sample in its first 1 records: 1 are corrupt"):
+    with pytest.raises(DataError, match="none of its first 1 records are usable: 1 are corrupt"):
         make(sources=[SourceConfig(path=str(path), streaming=True)])
 
 
@@ -406,7 +406,7 @@ def test_a_file_that_changes_after_measuring_is_corrupt(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     loader = make(NAFLEX, sources=[SourceConfig(path=str(path))])
     (tmp_path / "x.png").write_bytes(png(16, 160))
-    assert "changed since it was measured" in take(loader, 1)[0].skipped[0]
+    assert "changed since it was indexed" in take(loader, 1)[0].skipped[0]
 
 
 def test_a_torn_index_cache_is_built_again(make, tmp_path):
@@ -433,7 +433,8 @@ def test_a_killed_worker_is_an_error_within_ten_seconds(make):
     for pid in worker_pids(loader):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(
-        DataError, match=r"data worker died while the run waited for \d+ samples beginning with"
+        DataError,
+        match=r"data worker exited unexpectedly while the run waited for \d+ samples starting with",
     ):
         take(batches, 100)
     assert time.monotonic() - start < 10

@@ -63,7 +63,9 @@ def test_patches_are_the_processors_row_by_row(spec: ImageSpec, size: tuple[int,
 
 
 def test_pictures_that_would_vanish_are_corrupt() -> None:
-    with pytest.raises(CorruptSampleError, match="image of 3x300 pixels: less than one wide"):
+    with pytest.raises(
+        CorruptSampleError, match="image of 3x300 pixels becomes less than one pixel wide"
+    ):
         ImagePreprocessor(SIZED).meta(3, 300)
 
 

@@ -27,7 +27,7 @@ def document(*widths):
 
 @pytest.mark.parametrize("columns", [{"text": ""}, {"image": png(8, 8), "text": ""}])
 def test_samples_without_text_are_corrupt(make, columns):
-    with pytest.raises(CorruptSampleError, match="nothing to predict"):
+    with pytest.raises(CorruptSampleError, match="no text in the loss"):
         make({"vision": CLIP}).read(Record(columns))
 
 
@@ -65,7 +65,7 @@ def test_unfitting_image_names_tokens_and_keys(make):
     record = Record({"image": png(96, 96), "text": "a red dog"}, where="rows.jsonl:1")
     with pytest.raises(BeyondLimitError) as raised:
         make({"vision": QWEN}, length=4).read(record)
-    assert str(raised.value).startswith("rows.jsonl:1: nothing to predict in its first 1 tokens")
+    assert str(raised.value).startswith("rows.jsonl:1: no text in the loss in the first 1 tokens")
     assert "the next image has 4 tokens with its markers" in str(raised.value)
     assert "training.sequence_length = 4" in str(raised.value)
     assert "size.longest_edge of its image processor" in str(raised.value)
@@ -82,7 +82,7 @@ def test_read_counts_images_without_encoders(make):
 
 
 def test_the_limit_on_pixels_is_the_recipes(make):
-    with pytest.raises(CorruptSampleError, match=r"data\.max_image_pixels is 255"):
+    with pytest.raises(CorruptSampleError, match=r"data\.max_image_pixels = 255"):
         make({"vision": CLIP}, max_image_pixels=255).read(document(16))
 
 

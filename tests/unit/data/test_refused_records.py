@@ -35,115 +35,115 @@ DOG = {"ref": ["dog"], "bbox": [[10, 20, 30, 40]]}
 
 REFUSED = [
     # numbers of files
-    (chat(Q, A), "1 <image> placeholders but 0 images"),
-    (chat(said("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 images"),
-    (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 images"),
-    (chat(Q, said("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 images"),
-    (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 videos"),
-    (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 videos"),
-    (chat(Q, said("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 images"),
-    (chat(said("human", "<audio>?"), A), "1 <audio> placeholders but 0 audios"),
-    (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both have images"),
+    (chat(Q, A), "1 <image> placeholders but 0 image files"),
+    (chat(said("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 image files"),
+    (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 image files"),
+    (chat(Q, said("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 image files"),
+    (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 video files"),
+    (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 video files"),
+    (chat(Q, said("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 image"),
+    (chat(said("human", "<audio>?"), A), "1 <audio> placeholders but 0 audio files"),
+    (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both contain image files"),
     (
         messages(message("user", "<image> <image>"), message("assistant", "a"), images=[FIRST]),
-        "2 <image> placeholders but 1 images",
+        "2 <image> placeholders but 1 image files",
     ),
     (
         messages(message("user", "What?"), message("assistant", "a"), image=FIRST),
-        "0 <image> placeholders but 1 images",
+        "0 <image> placeholders but 1 image files",
     ),
-    ({"query": "<image>?", "response": "a"}, "1 <image> placeholders but 0 images"),
+    ({"query": "<image>?", "response": "a"}, "1 <image> placeholders but 0 image files"),
     (
         {"instruction": "a", "output": "b", "images": [FIRST]},
-        "0 <image> placeholders but 1 images",
+        "0 <image> placeholders but 1 image files",
     ),
-    ({**SKY, "prompt": "<image><image>", "image": FIRST}, "2 <image> placeholders but 1 images"),
+    ({**SKY, "prompt": "<image><image>", "image": FIRST}, "2 <image> placeholders but 1 image"),
     ({"question": "<image> <image>?", "answer": "a", "image": FIRST}, "2 <image> placeholders"),
-    (asked({"type": "image"}), "1 image parts in messages, 0 of them with a file, but 0 images"),
-    (asked({"type": "image"}, images=[FIRST, SECOND]), "1 image parts .* but 2 images"),
+    (asked({"type": "image"}), "1 image parts in messages, 0 of which have a file, but 0 image"),
+    (asked({"type": "image"}, images=[FIRST, SECOND]), "1 image parts .* but 2 image files"),
     (
         messages(
             message("user", [{"type": "image", "image": FIRST}] * 2 + [{"type": "image"}]),
             message("assistant", "a"),
             images=[FIRST, SECOND],
         ),
-        "3 image parts in messages, 2 of them with a file, but 2 images",
+        "3 image parts in messages, 2 of which have a file, but 2 image files",
     ),
     # nearly a layout
     (
         chat(Q, A, {"speaker": "human", "utterance": "x"}, image=FIRST),
-        "`conversations` found, but entry 3 has neither from/value nor role/content, but speaker",
+        "`conversations` exists, but entry 3 has neither from/value nor role/content, only speaker",
     ),
-    (chat(Q, {}, image=FIRST), "entry 2 has neither from/value nor role/content: it is empty"),
-    (chat("a"), "`conversations` found, but entry 1 is str, not a table"),
+    (chat(Q, {}, image=FIRST), "entry 2 has neither from/value nor role/content, because it is"),
+    (chat("a"), "`conversations` exists, but entry 1 is str, not an object"),
     (chat({"from": "human"}), "entry 1 has from but no value"),
-    (chat(said("robot", "a")), "entry 1 has from = 'robot', none of system, human, user"),
-    ({"conversation": [{"human": "a"}]}, "`conversation` found, but entry 1 has neither"),
+    (chat(said("robot", "a")), "entry 1 has from = 'robot'; use one of system, human, user"),
+    ({"conversation": [{"human": "a"}]}, "`conversation` exists, but entry 1 has neither"),
     ({"conversations": "a"}, "column conversations is str, not a list"),
-    ({"conversations": []}, "a chat without messages"),
-    ({"question": "a"}, "`question` found, but none of answer, answers, correct_choice_idx"),
-    ({"prompt": "a"}, "`prompt` found, but no completion"),
-    ({"instruction": "a", "input": "b"}, "`instruction` found, but no output"),
-    ({"query": "a", "label": ["b"]}, "`query` found, but no response"),
-    ({"image": FIRST, "id": 3}, "`image` found, but none of text, txt, caption"),
-    ({"images": [FIRST]}, "`images` found, but none of texts, messages, conversations"),
-    ({"texts": [{"user": "a"}]}, "`texts` found, but entry 1 has no assistant text"),
-    ({"texts": [{"user": "a", "assistant": "b"}, None]}, "`texts` found, but entry 2 has no user"),
-    ({"label": 3}, r"no format for columns \['label'\]"),
+    ({"conversations": []}, "the chat has no messages"),
+    ({"question": "a"}, "`question` exists, but none of answer, answers, correct_choice_idx"),
+    ({"prompt": "a"}, "`prompt` exists, but no completion"),
+    ({"instruction": "a", "input": "b"}, "`instruction` exists, but no output"),
+    ({"query": "a", "label": ["b"]}, "`query` exists, but no response"),
+    ({"image": FIRST, "id": 3}, "`image` exists, but none of text, txt, caption"),
+    ({"images": [FIRST]}, "`images` exists, but none of texts, messages, conversations"),
+    ({"texts": [{"user": "a"}]}, "`texts` exists, but entry 1 has no assistant text"),
+    ({"texts": [{"user": "a", "assistant": "b"}, None]}, "`texts` exists, but entry 2 has no user"),
+    ({"label": 3}, r"no record format matches the columns \['label'\]"),
     # wrong values
     (chat(Q, said("gpt", " "), image=FIRST), "assistant message has no content"),
-    (chat(said("human", 3), A), "content is int, not text or a list"),
-    (chat(said("function_call", "f(x)")), "entry 1 calls a tool, but is no JSON"),
-    (chat(said("function_call", "{}")), "entry 1 calls a tool without a name"),
-    (chat(said("function_call", '{"name": "f"}')), "entry 1 calls f without arguments"),
+    (chat(said("human", 3), A), "content is int, not a string or a list"),
+    (chat(said("function_call", "f(x)")), "entry 1 contains a tool call that is not valid JSON"),
+    (chat(said("function_call", "{}")), "entry 1 contains a tool call without a name"),
+    (chat(said("function_call", '{"name": "f"}')), "entry 1 contains a call of f without"),
     (chat(said("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
     ({"query": 3, "response": "a"}, "column query is int, not a string"),
     ({"query": "a", "response": ["b"]}, "column response is list, not a string"),
     ({"query": "a", "response": "b", "history": [["c"]]}, "history entry 1 is list of 1, not"),
     ({"query": "a", "response": "b", "history": ["c"]}, "history entry 1 is str, not"),
     ({"query": "a", "response": "b", "history": [["c", None]]}, "history entry 1 is NoneType"),
-    ({"question": "a", "answer": 3}, "column answer is int, not text or a list, and there are no"),
+    ({"question": "a", "answer": 3}, "column answer is int, not a string or a list, and there are"),
     ({"question": "a", "answers": []}, "column answers is an empty list"),
-    ({"question": "a", "answers": {"text": ["b"]}}, "column answers is dict, not text or a list"),
+    ({"question": "a", "answers": {"text": ["b"]}}, "column answers is dict, not a string or a"),
     ({"question": "a", "answers": ["b", 3]}, "an answer in column answers is int"),
-    ({**ASK, "answer": 2}, "answer = 2 is none of 2 choices: no number from 0 to 1"),
-    ({**ASK, "answer": "C"}, "answer = 'C' is none of 2 choices"),
-    ({**ASK, "answer": True}, "answer = True is none of 2 choices"),
-    ({**ASK, "answer": -1}, "answer = -1 is none of 2 choices"),
-    ({**ASK, "choices": ["B", "A"], "answer": "A"}, "answer = 'A' may be choice 0 or 1 of 2"),
+    ({**ASK, "answer": 2}, "answer = 2 matches none of 2 choices; use a number from 0 to 1"),
+    ({**ASK, "answer": "C"}, "answer = 'C' matches none of 2 choices"),
+    ({**ASK, "answer": True}, "answer = True matches none of 2 choices"),
+    ({**ASK, "answer": -1}, "answer = -1 matches none of 2 choices"),
+    ({**ASK, "choices": ["B", "A"], "answer": "A"}, "answer = 'A' is ambiguous: it matches"),
     ({**ASK, "choices": "['a']", "answer": 0}, "column choices is str, not a list"),
-    ({**ASK, "choices": ["a"] * 27, "answer": 0}, "column choices has 27 choices, at most 26"),
-    ({**ASK, "answers": ["a"]}, "`choices` found, but none of answer, correct_choice_idx"),
-    ({**SKY, "completion": [message("assistant", "a")]}, "prompt is str and completion list"),
+    ({**ASK, "choices": ["a"] * 27, "answer": 0}, "column choices has 27 choices, but at most 26"),
+    ({**ASK, "answers": ["a"]}, "`choices` exists, but none of answer, correct_choice_idx"),
+    ({**SKY, "completion": [message("assistant", "a")]}, "prompt is str and completion is list"),
     ({**SKY, "completion": " "}, "completion is empty"),
     (
         {"prompt": [message("user", "a")], "completion": [message("user", "b")]},
-        "1 messages in completion, none of which is an assistant's",
+        "1 messages in completion, but no assistant message",
     ),
     ({"prompt": ["a"], "completion": [message("assistant", "b")]}, "message 1 of 2 .* is str"),
     (
         {"prompt": [], "completion": [message("assistant", "b")], "images": [FIRST]},
-        "1 files but no user message to put them into",
+        "1 files but no user message that could contain them",
     ),
     (
         {"prompt": [message("user", 3)], "completion": [message("assistant", "b")],
          "image": FIRST},
-        "content part a table of type, text is none of text, image, video, audio",
+        "content part an object with type, text is not supported; use one of text, image, video,",
     ),
     # preferences
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to a set of pref"),
     (
         messages(message("user", "a"), message("assistant", "b"), rejected_response="c"),
-        "column rejected_response belongs to a set of preferences",
+        "column rejected_response belongs to preference data",
     ),
-    ({**SKY, "label": False}, "column label belongs to a set of preferences"),
-    ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to a set"),
-    ({**SKY, "label": "True"}, "column label belongs to a set of preferences"),
-    (chat(said("human", "a"), A, label=True), "column label belongs to a set of preferences"),
+    ({**SKY, "label": False}, "column label belongs to preference data"),
+    ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to preference"),
+    ({**SKY, "label": "True"}, "column label belongs to preference data"),
+    (chat(said("human", "a"), A, label=True), "column label belongs to preference data"),
     ({"query": "a", "response": "b", "label": False}, "column label belongs to a set of pref"),
     (
         messages(*TURNS, rejected_messages=TURNS),
-        "column rejected_messages belongs to a set of preferences",
+        "column rejected_messages belongs to preference data",
     ),
     # columns that change a chat
     (messages(*TURNS, documents=[{"text": "c"}]), "column documents is not supported for chats"),
@@ -152,34 +152,34 @@ REFUSED = [
     (messages(*TURNS, loss_scale=0.5), "column loss_scale = 0.5 is not supported for chats"),
     (messages(*TURNS, continue_final_message=True), "column continue_final_message = True"),
     ({**SKY, "documents": ["c"]}, "column documents is not supported for chats"),
-    ({**SKY, "system": "c"}, "column system belongs to a chat, but prompt and completion are"),
-    ({**SKY, "tools": [{"name": "f"}]}, "column tools belongs to a chat, but prompt and"),
+    ({**SKY, "system": "c"}, "column system requires a chat, but prompt and completion are"),
+    ({**SKY, "tools": [{"name": "f"}]}, "column tools requires a chat, but prompt and"),
     ({"instruction": "a", "output": "b", "context": "c"}, r"columns = \{ input = \"context\" \}"),
     # placeholders that a column has to fill
     (
         messages(message("user", "the <ref-object>"), message("assistant", "a"), objects=DOG),
-        "<ref-object> in a text, but column objects is not read",
+        "text contains <ref-object>, but column objects is not supported",
     ),
     (
         messages(message("user", "where?"), message("assistant", "at <bbox>"), objects=DOG),
-        "<bbox> in a text, but column objects is not read",
+        "text contains <bbox>, but column objects is not supported",
     ),
     ({"query": "where?", "response": "<bbox>", "objects": DOG}, "but column objects is not read"),
     ({"text": "a dog at <bbox>", "objects": DOG}, "but column objects is not read"),
     ({"texts": ["a dog at <bbox>"], "objects": DOG}, "but column objects is not read"),
-    ({"text": "a dog at <bbox>", "bbox": [1, 2, 3, 4]}, "<bbox> in a text, but column bbox is"),
-    (messages(*TURNS, image_1=FIRST), "column image_1 has a file that is not read"),
-    ({"text": "two", "video2": FIRST}, "column video2 has a file that is not read"),
+    ({"text": "a dog at <bbox>", "bbox": [1, 2, 3, 4]}, "text contains <bbox>, but column bbox is"),
+    (messages(*TURNS, image_1=FIRST), "column image_1 contains a file that is not used"),
+    ({"text": "two", "video2": FIRST}, "column video2 contains a file that is not used"),
     *(
         (
             messages(message("user", "<image>"), message("assistant", "a"), images=empty),
-            "<image> in a text, but column images has no file",
+            "text contains <image>, but column images has no file",
         )
         for empty in ([], "", [None], [""], float("nan"))
     ),
-    ({"text": "<image> a", "image": ""}, "<image> in a text, but column image has no file"),
+    ({"text": "<image> a", "image": ""}, "text contains <image>, but column image has no file"),
     # decoded audio
-    ({"audio": {"array": [0.5]}, "text": "a"}, "sampling_rate = None; give samples per second"),
+    ({"audio": {"array": [0.5]}, "text": "a"}, "sampling_rate = None; use samples per second"),
     *(
         ({"audio": {"array": [0.5], "sampling_rate": rate}, "text": "a"}, "but sampling_rate = ")
         for rate in (0, -1, 0.5, 10**9, 10**400, float("inf"), float("nan"), "8000", True)
@@ -190,7 +190,7 @@ REFUSED = [
             ([], "shape"),
             ([[]], "shape"),
             ([[[0.1]]], "shape"),
-            ([[0.1, 0.2], [0.1, 0.2]], r"shape \(2, 2\), which does not show its channels"),
+            ([[0.1, 0.2], [0.1, 0.2]], r"shape \(2, 2\), in which the channel dimension is"),
             ([[0.1], [0.1, 0.2]], "not rectangular"),
             (["0.1"], "not numbers"),
             ([None, 0.1], "not numbers"),
@@ -202,20 +202,20 @@ REFUSED = [
             ([120, -3], "magnitude 120; scale samples"),
         )
     ),
-    ({"image": {"array": [0.5], "sampling_rate": 8000}, "text": "a"}, "read for audio only"),
+    ({"image": {"array": [0.5], "sampling_rate": 8000}, "text": "a"}, "supported only for audio"),
     # files inside of messages
-    (asked({"type": "image", "image": "http://a/b.png"}), "never fetched"),
-    (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "never fetched"),
+    (asked({"type": "image", "image": "http://a/b.png"}), "does not download"),
+    (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "does not download"),
     (asked({"type": "image", "image": "../b.png"}), "leaves"),
     (asked({"image": "file:///etc/passwd"}), "leaves"),
     (asked({"type": "image_url", "image_url": {"url": "data:image/png,x"}}), "not data:TYPE;"),
-    (asked({"type": "image", "image": "data:image/png;base64,?"}), "image data is no base64"),
-    (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another kind"),
+    (asked({"type": "image", "image": "data:image/png;base64,?"}), "image data is not valid"),
+    (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another type"),
     (asked({"type": "image", "source": {"type": "file", "file_id": "f1"}}), "file_id 'f1'"),
-    (asked({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2, not one file"),
+    (asked({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2 files, not one file"),
     (
         asked({"type": "image", "image": FIRST, "url": SECOND}),
-        "image part of a user message names its file as image and url; keep one",
+        "image part of a user message specifies its file as image and url; keep one",
     ),
     (asked({"type": "image", "image": 3}), "image is int, not bytes or a path"),
     (asked({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
@@ -261,7 +261,9 @@ def test_the_neighbours_of_what_is_refused_are_fine(read):
 def test_files_inside_of_records_have_a_limit(monkeypatch):
     monkeypatch.setattr(columns_module, "MAX_INLINE_BYTES", 10)
     record = asked({"type": "image", "image": "data:image/png;base64," + "A" * 16})
-    with pytest.raises(CorruptSampleError, match="image of 12 bytes inside the record, at most 10"):
+    with pytest.raises(
+        CorruptSampleError, match="image of 12 bytes inside the record, but the limit is 10"
+    ):
         recognise(Record(record)).read(Record(record))
 
 
@@ -291,5 +293,5 @@ def test_deeply_nested_values_cost_one_sample(columns, read):
 
 
 def test_a_million_placeholders_are_counted_not_split(read):
-    with pytest.raises(CorruptSampleError, match="1000000 <image> placeholders but 1 images"):
+    with pytest.raises(CorruptSampleError, match="1000000 <image> placeholders but 1 image files"):
         read(chat(said("human", "<image>" * 1_000_000), A, image=FIRST))

@@ -110,14 +110,14 @@ def test_clips_are_columns_and_elements():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"label": 3}, r"no format for columns \['label'\]"),
+        ({"label": 3}, r"no record format matches the columns \['label'\]"),
         ({"image": b"x", "text": 3}, "not a string"),
         ({"image": 3, "text": "dog"}, "not bytes or a path"),
         ({"images": [b"x"], "texts": []}, "1 images but 0 texts"),
         ({"images": "x", "texts": []}, "not a list"),
         ({"jpg": b"x", "json": "{"}, "column json"),
-        ({"image": "http://127.0.0.1/x.png", "text": "dog"}, "never fetched"),
-        ({"image": "hf://datasets/x.png", "text": "dog"}, "never fetched"),
+        ({"image": "http://127.0.0.1/x.png", "text": "dog"}, "does not download"),
+        ({"image": "hf://datasets/x.png", "text": "dog"}, "does not download"),
         ({"image": "../secret.png", "text": "dog"}, "leaves"),
         ({"image": "/etc/passwd", "text": "dog"}, "leaves"),
         ({"image": {"bytes": None, "path": "a/../../x.png"}, "text": "dog"}, "leaves"),
@@ -151,7 +151,7 @@ def test_limit_images_truncates_before_extra_image():
 def test_assign_encoders_rejects_unread_evidence():
     image, audio = ImageSegment(data=b"i"), AudioSegment(data=b"a")
     readers = {"image": ["vision"], "audio": []}
-    with pytest.raises(BeyondLimitError, match="an audio file that no encoder of the model reads"):
+    with pytest.raises(BeyondLimitError, match="an audio file, followed by text in the loss"):
         assign_encoders(Sample((image, audio, text("what is said"))), readers)
     after = assign_encoders(Sample((image, text("a"), audio)), readers)
     assert after.segments == (replace(image, encoder="vision"), text("a"))

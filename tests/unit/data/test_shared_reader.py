@@ -194,14 +194,14 @@ def test_a_reader_that_was_killed_or_stopped_is_named(site):
     with pytest.raises(DataError, match=rf"process {address.pid}, stopped|plan of the next step"):
         list(islice(steps, 9))
     os.kill(address.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=rf"process {address.pid}\) is gone"):
+    with pytest.raises(DataError, match=rf"process {address.pid}\) exited unexpectedly"):
         site.loader(address)
 
 
 def test_only_who_knows_the_secret_is_answered(site):
     address = site.start()
     liar = ReaderClient(ReaderAddress(address.path, "guessed", address.pid), False, 2.0)
-    with pytest.raises(DataError, match="is gone"):
+    with pytest.raises(DataError, match="exited unexpectedly"):
         liar.describe()
     assert ReaderClient(address, False, 60.0).describe().names == ["stream", "pictures"]
 

@@ -265,7 +265,7 @@ def test_files_named_as_splits_are_read_apart(tmp_path):
     assert read("train") == ["t"]
     assert read("validation") == read("val") == read("validation[:1]") == ["v"]
     assert read("test") == ["e"]
-    with pytest.raises(DataError, match="named as the splits test, train, validation"):
+    with pytest.raises(DataError, match="its files belong to the splits test, train, validation"):
         read("other")
     assert sorted(read("train", "set/data/*.jsonl")) == ["t", "v"]
     (tmp_path / "set/data/train-00000-of-00001.jsonl").unlink()
@@ -297,7 +297,7 @@ def test_held_out_training_rows_are_warned_of(tmp_path, caplog, trained, held_ou
     records = open_map_source(config)
     other = SourceConfig(path=str(tmp_path), **trained)
     warn_of_trained_rows(config, records, [SourceConfig(path=path, **trained), other])
-    expected = [f"{both} of {len(records)} held-out rows"] if both else []
+    expected = [f"{both} of {len(records)} validation samples"] if both else []
     assert [r.message[: len(expected[0])] for r in caplog.records] == expected
 
 
@@ -325,7 +325,7 @@ def test_streams_go_on_behind_a_broken_line(tmp_path):
     [
         ("nowhere/at/all", None, "no such file"),
         ("nothing", None, "no such file"),
-        ("notes.md", "hello", "known are"),
+        ("notes.md", "hello", "supported suffixes are"),
         ("torn.parquet", "PAR1 torn", "cannot be read"),
     ],
 )

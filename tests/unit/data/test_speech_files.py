@@ -251,7 +251,7 @@ def test_sounds_have_the_tokens_and_frames_of_hugging_faces_processors(
 def test_sounds_without_a_token_are_corrupt(name: str) -> None:
     """Hugging Face's processors would write no placeholder for them."""
     medium = medium_of(name)
-    with pytest.raises(CorruptSampleError, match="sound of 320 samples, too few for a token"):
+    with pytest.raises(CorruptSampleError, match="audio of 320 samples is too short for one token"):
         medium.meta(wave_file(np.zeros(320, np.float32)))
     assert medium.meta(wave_file(np.zeros(321, np.float32))).tokens == 1
 

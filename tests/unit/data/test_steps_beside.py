@@ -111,7 +111,7 @@ def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog):
         assert own(one) == own(two) and saved(one) == saved(two)
         assert (one.skipped, one.epoch) == (two.skipped, two.epoch)
         assert one.metas(64)[RANK] == two.metas(64)[RANK]
-    assert there._process.is_running and "arranging a step takes" in caplog.text
+    assert there._process.is_running and "reordering a step takes" in caplog.text
     there.close()
 
 
@@ -136,7 +136,7 @@ def test_a_process_that_is_lost_leaves_no_gap(tmp_path, always, caplog, monkeypa
     assert there._process.is_lost and not process._process.is_alive()
     assert f"the reordering process ({process.pid}" in caplog.text
     assert (", stopped)" in caplog.text) == (number == signal.SIGSTOP)
-    assert "from here on steps are arranged in the training process" in caplog.text
+    assert "from now on steps are reordered in the training process" in caplog.text
 
 
 def test_ends_and_errors_come_through(tmp_path, always):
@@ -162,5 +162,5 @@ def test_state_inside_removed_window_is_rejected(tmp_path):
     """Earlier versions saved the position before a window of steps as version 3."""
     before = saved(next(Begin(tmp_path)(POSITION)))
     state = {"version": 3, "window": {"before": before, "done": 1, "steps": [[0], [1]]}}
-    with pytest.raises(CheckpointError, match="position has version 3"):
+    with pytest.raises(CheckpointError, match="loader state of the checkpoint has version 3"):
         Begin(tmp_path)(POSITION._replace(state=state))

@@ -118,7 +118,9 @@ def test_a_lone_surrogate_is_corrupt(encoder):
 def test_texts_that_no_sample_could_keep_are_never_tokenised(tokenizer, text_spec, text):
     encoder = TextEncoder(tokenizer, text_spec, 40)
     encoder._plain = None  # whatever it costs, it is not called
-    with pytest.raises(CorruptSampleError, match=f"{len(text)} characters, at most 500000"):
+    with pytest.raises(
+        CorruptSampleError, match=f"{len(text)} characters is above the limit of 500000"
+    ):
         encoder.encode(sample(words(text)), [])
 
 
@@ -213,12 +215,12 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
 @pytest.mark.parametrize(
     ("messages", "images", "message"),
     [
-        ([turn("robot", "x")], 0, "no role"),
-        (["x"], 0, "no role"),
-        ([turn("user", 3)], 0, "not text or a list"),
+        ([turn("robot", "x")], 0, "an unknown role"),
+        (["x"], 0, "an unknown role"),
+        ([turn("user", 3)], 0, "not a string or a list"),
         ([turn("user", [{"type": "model"}])], 0, "none of text, image, video, audio"),
         ([turn("user", [{"type": "image"}])], 0, "1 image parts in messages, 0 of"),
-        ([turn("user", "x")], 1, "0 <image> placeholders but 1 images"),
+        ([turn("user", "x")], 1, "0 <image> placeholders but 1 image files"),
     ],
 )
 def test_malformed_chats_are_corrupt(tokenizer, messages, images, message):

@@ -128,7 +128,7 @@ def test_rows_of_tables(read):
     first, second, third, fourth = read("a.csv", text)
     assert first == {"image": "1.png", "text": 'a "b", c\nd'}
     assert second == {"image": "2.png", "text": '6" wide'}
-    assert "a.csv:5: row has 1 values, but 3 columns" in str(third)
+    assert "a.csv:5: row has 1 values, but the first row has 3 column" in str(third)
     assert fourth == {"image": None, "text": "x"}
     assert read("a.csv", text, stream=True)[1] == second
 
@@ -155,7 +155,7 @@ def test_too_long_records_are_corrupt_and_not_read(read, monkeypatch, name, stre
     text = "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]"
     first, second, third = read(name, text, stream)
     assert (first, third) == ({"n": 1}, {"n": 2})
-    assert re.search(r"a\.json.* of 101\d bytes is longer than 100 and not read", str(second))
+    assert re.search(r"a\.json.* of 101\d bytes is longer than the limit of 100", str(second))
 
 
 def test_a_deep_line_is_corrupt(read):
@@ -190,7 +190,7 @@ def test_damaged_copy_is_unpacked_again(tmp_path, harm, caplog):
         record.write_text("[]")
     os.utime(copy, ns=times)
     assert unpacked(path, tmp_path) == copy and copy.read_bytes() == lines
-    assert f"{copy} is not the text that was unpacked from {path}" in caplog.text
+    assert f"{copy} is not the decompressed content of {path}" in caplog.text
 
 
 def test_moved_copy_is_hashed_and_kept(tmp_path):
@@ -218,7 +218,7 @@ def test_unpacking_stops_beyond_the_limit(read, tmp_path, monkeypatch, kind):
 
 
 def test_damaged_packed_files_and_full_caches_are_named(read, tmp_path):
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be unpacked: .*fetch"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be decompressed: .*download"):
         read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 10_000)[:-20])
     assert not any((tmp_path / "unpacked").iterdir())
     config = SourceConfig(path=str(tmp_path / "a.jsonl.gz"))

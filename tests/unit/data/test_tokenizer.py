@@ -24,7 +24,9 @@ def model(real_data: Path, tmp_path: Path) -> ModelConfig:
 
 def test_new_tokens_with_frozen_embeddings_are_listed(model: ModelConfig) -> None:
     warning = untrained_tokens(model, load_tokenizer(model), trains_embeddings=False)
-    assert warning.startswith(f"3 new tokens never learn: {model.tokenizer} has <loc_0>, <loc_1>")
+    assert warning.startswith(
+        f"3 new tokens would not be trained: {model.tokenizer} has <loc_0>, <loc_1>"
+    )
     assert 'remove "llm" from the modules of [freeze] and [adapters]' in warning
 
 

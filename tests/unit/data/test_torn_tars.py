@@ -61,14 +61,14 @@ def test_a_tail_torn_between_members_is_warned_of(shard, streaming, caplog):
     path.write_bytes(path.read_bytes()[: members[8][0]])
     with caplog.at_level(logging.WARNING, "torchmm"):
         assert len(read_all(path.parent, streaming)) == 6 + 4
-    assert "b.tar has no end-of-archive mark" in caplog.text
+    assert "b.tar has no end-of-archive marker" in caplog.text
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_compressed_shard_is_refused(shard, streaming):
     path, _ = shard
     path.write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(DataError, match=r"b\.tar is compressed; unpack it"):
+    with pytest.raises(DataError, match=r"b\.tar is compressed; decompress it"):
         read_all(path.parent, streaming)
 
 
@@ -106,4 +106,4 @@ def test_large_text_members_are_corrupt(tmp_path, monkeypatch, streaming, part):
             open_map_source(config).read(1)
         error = raised.value
     assert isinstance(error, CorruptSampleError)
-    assert f"b.{part} has 4008 bytes, at most 1000" in str(error)
+    assert f"b.{part} has 4008 bytes, but the limit is 1000" in str(error)

@@ -94,21 +94,23 @@ def test_what_is_no_clip_is_corrupt(tmp_path: Path) -> None:
     other.write_bytes(clip_of(4))
     whole = clip_of(20, width=64, height=64)
     for data, message in [
-        (b"", "not a clip"),
-        (png(8, 8)[:20], "not a clip"),
-        (PLAYLIST % str(other).encode(), "not a clip"),  # names another file
+        (b"", "not a video file"),
+        (png(8, 8)[:20], "not a video file"),
+        (PLAYLIST % str(other).encode(), "not a video file"),  # names another file
         (whole[: len(whole) // 3], "clip"),
     ]:
         with pytest.raises(CorruptSampleError, match=message):
             Clip(data, PIXELS)
-    with pytest.raises(CorruptSampleError, match=r"64x64 pixels; data\.max_image_pixels is 4000"):
+    with pytest.raises(
+        CorruptSampleError, match=r"64x64 pixels is larger than data\.max_image_pixels = 4000"
+    ):
         Clip(whole, 4000)
 
 
 def test_a_clip_that_ends_early_is_corrupt() -> None:
     clip = Clip(clip_of(20), PIXELS)
     clip._times[-1] += 10_000
-    with pytest.raises(CorruptSampleError, match="ends before one of the 20 frames"):
+    with pytest.raises(CorruptSampleError, match="ends before one of its 20 expected frames"):
         clip.decode([3, 19])
 
 

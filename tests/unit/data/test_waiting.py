@@ -77,7 +77,7 @@ def test_a_file_that_never_answers_ends_the_wait(tmp_path, tokenizer, text_spec,
     loader = build(tmp_path, tokenizer, text_spec, workers=workers, timeout_s=2.0)
     loader._decoder._sources = [Silent()]
     who = "data worker 0" if workers else "this process"
-    with pytest.raises(DataError, match=rf"{who}.* samples beginning with .*words.jsonl\["):
+    with pytest.raises(DataError, match=rf"{who}.* samples starting with .*words.jsonl\["):
         next(iter(loader))
 
 

@@ -195,7 +195,7 @@ def test_files_of_peft_are_read(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 3}, r"r = 2, but \[adapters.mine\] means 3"),
+        ({"rank": 3}, r"r = 2, but \[adapters\.mine\] requires 3"),
         ({"alpha": 5.0}, "lora_alpha = 6.0"),
         ({"method": "rslora"}, "use_rslora = False"),
         ({"method": "dora"}, "use_dora = False"),
@@ -291,11 +291,11 @@ def test_unknown_peft_setting_and_wrong_shape_are_rejected(tmp_path: Path) -> No
     name = next(name for name in weights if "lora_A" in name)
     weights[name] = weights[name].repeat(2, 1)
     save_file(weights, tmp_path / "mine" / WEIGHTS_FILE)
-    with pytest.raises(CheckpointError, match=r"has shape \[4, \d+\], which is not of rank 2"):
+    with pytest.raises(CheckpointError, match=r"has shape \[4, \d+\], but rank = 2"):
         load_adapters(model, {"mine": str(tmp_path / "mine")})
     weights[name] = weights[name][:2, :5].contiguous()
     save_file(weights, tmp_path / "mine" / WEIGHTS_FILE)
-    with pytest.raises(CheckpointError, match=r"has shape \[2, 5\], but the model needs \[2, "):
+    with pytest.raises(CheckpointError, match=r"has shape \[2, 5\], but the model requires \[2, "):
         load_adapters(model, {"mine": str(tmp_path / "mine")})
 
 
@@ -360,16 +360,19 @@ def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int
     ("sections", "message"),
     [
         ({"a": {"modules": ["llm"], "targets": ["_proj"]}}, "'_proj': no linear"),
-        ({"a": {"modules": ["llm"], "targets": ["layers.7.*"]}}, "no linear in the modules"),
+        ({"a": {"modules": ["llm"], "targets": ["layers.7.*"]}}, "no linear layer of this name"),
         ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
         (
             {"a": {"modules": ["ear"]}},
-            r"\['ear'\]: cannot have adapters; choose from eye, eye.connector, llm",
+            r"\['ear'\]: modules without adapter support; use any of: eye, eye\.connector, llm",
         ),
-        ({"a": {"modules": ["llm", "eye"], "targets": ["fc2"]}}, "'llm' has none of the targets"),
+        (
+            {"a": {"modules": ["llm", "eye"], "targets": ["fc2"]}},
+            "'llm' contains none of the targets",
+        ),
         (
             {"a": {"modules": ["llm"]}, "b": {"modules": ["llm"], "targets": ["q_proj"]}},
-            r"q_proj of 'llm' is in \[adapters.a\] too",
+            r"q_proj of 'llm' is already in \[adapters.a\]",
         ),
     ],
 )

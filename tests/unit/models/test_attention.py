@@ -243,5 +243,5 @@ def test_dropout_is_refused() -> None:
 
 @pytest.mark.parametrize("starts", [[0], [1, 4], [0, 4, 4], [0, 4, 2]], ids=str)
 def test_segments_must_rise_from_zero(starts: list[int]) -> None:
-    with pytest.raises(ValueError, match="must rise from 0"):
+    with pytest.raises(ValueError, match="must increase from 0"):
         Segments.from_starts(starts, CPU)

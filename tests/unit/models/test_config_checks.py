@@ -93,24 +93,24 @@ def vision_of(name: str, **changes: Any) -> ModelConfig:
 REJECTED = {
     "jitter": (
         llm_of("mixtral", router_jitter_noise=0.1),
-        r"\[model.llm\] router_jitter_noise = 0.1 is not implemented; override it with 0.0",
+        r"\[model\.llm\] router_jitter_noise = 0\.1 is not supported; override it with 0\.0",
     ),
     "spec augment": (
         encoder_of("wav2vec2", apply_spec_augment=True),
-        "apply_spec_augment = true is not implemented; override it with false",
+        "apply_spec_augment = true is not supported; override it with false",
     ),
     "full attention": (
         encoder_of("qwen2_5_vl", fullatt_block_indexes=[1, 7]),
-        "there is no layer 7 with depth = 3",
+        "layer 7 does not exist with depth = 3",
     ),
     "full attention, composite": (
         vision_of("qwen2_5_vl", fullatt_block_indexes=[1, 7]),
-        r"\[model\] fullatt_block_indexes = \[1, 7\]: there is no layer 7 with depth = 3",
+        r"\[model\] fullatt_block_indexes = \[1, 7\]: layer 7 does not exist with depth = 3",
     ),
     "deepstack": (vision_of("qwen3_vl", deepstack_visual_indexes=[0, 8]), "no layer 8|rising"),
     "dense layers": (
         llm_of("qwen3_moe", mlp_only_layers=[9]),
-        r"mlp_only_layers = \[9\]: there is no layer 9 with num_hidden_layers = 3",
+        r"mlp_only_layers = \[9\]: layer 9 does not exist with num_hidden_layers = 3",
     ),
     "first dense layers": (
         llm_of("deepseek_v3", first_k_dense_replace=3),
@@ -118,12 +118,12 @@ REJECTED = {
     ),
     "layers without rope": (
         llm_of("smollm3", no_rope_layers=[1, 1, 1, 0]),
-        "no_rope_layers has 4 entries for num_hidden_layers = 3",
+        "no_rope_layers has 4 entries, but num_hidden_layers = 3",
     ),
     "layer types": (llm_of("gemma3_text", layer_types=["full_attention"] * 4), "layer_types"),
     "windows": (
         llm_of("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=28),
-        "max_window_layers = 28 leaves no layer with a window",
+        "max_window_layers = 28 leaves no layer with sliding attention if",
     ),
     "feature layer": (
         composite_config("llava", vision_feature_layer=-9),
@@ -135,15 +135,15 @@ REJECTED = {
     ),
     "experts": (
         llm_of("qwen3_moe", num_experts_per_tok=7),
-        "num_experts_per_tok = 7 is more than the 6 experts; use at most 6",
+        "num_experts_per_tok = 7 is above the number of experts, 6; use at most 6",
     ),
     "experts of Mixtral": (llm_of("mixtral", num_experts_per_tok=99), "num_experts_per_tok = 99"),
     "experts of DeepSeek": (
         llm_of("deepseek_v3", num_experts_per_tok=99),
-        "num_experts_per_tok = 99 is more than the",
+        "num_experts_per_tok = 99 is above the",
     ),
-    "groups of experts": (llm_of("deepseek_v3", n_group=5), "n_group = 5 does not divide"),
-    "chosen groups": (llm_of("deepseek_v3", topk_group=9), "topk_group = 9 is more than n_group"),
+    "groups of experts": (llm_of("deepseek_v3", n_group=5), "n_group = 5 must divide"),
+    "chosen groups": (llm_of("deepseek_v3", topk_group=9), "topk_group = 9 is above n_group"),
     "experts, composite": (text_of("qwen3_vl_moe", num_experts_per_tok=99), "per_tok = 99"),
 }
 

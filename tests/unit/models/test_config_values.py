@@ -117,7 +117,7 @@ def test_deeply_nested_config_is_rejected(depth):
     for _ in range(depth):
         table = {"inner": table}
     (problem,) = value_problems("config.json", table)
-    assert "nested tables" in problem
+    assert "nested objects" in problem
 
 
 def test_values_of_published_configs_are_accepted():

@@ -37,7 +37,7 @@ def foreign(tmp_path, monkeypatch) -> Path:
 def refused(load, *arguments, match: str) -> str:
     with pytest.raises(ConfigError, match=match) as caught:
         load(*arguments)
-    assert "transformers" in str(caught.value) and "never run" in str(caught.value)
+    assert "transformers" in str(caught.value) and "torchmm does not run" in str(caught.value)
     return str(caught.value)
 
 

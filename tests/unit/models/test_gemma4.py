@@ -47,8 +47,8 @@ def test_layers_differ_in_their_heads() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 8}, "second embedding in every layer"),
-        ({"num_kv_shared_layers": 1}, "read keys and values of earlier ones"),
+        ({"hidden_size_per_layer_input": 8}, "per-layer embeddings"),
+        ({"num_kv_shared_layers": 1}, "share keys and values"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ],
 )
@@ -71,5 +71,5 @@ def test_variants_of_the_tower_are_refused() -> None:
         with pytest.raises(ConfigError, match="use_clipped_linears"):
             build_model(config, FreezeConfig())
     sounds = {**COMPOSITES["gemma4"], "audio_config": {"model_type": "gemma4_audio"}}
-    with pytest.raises(ConfigError, match="audio tower is not implemented"):
+    with pytest.raises(ConfigError, match="audio encoder is not supported"):
         build_model(ModelConfig(config=sounds), FreezeConfig())

@@ -408,8 +408,9 @@ def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
     assert "missing for 'llm': backbone.model.norm.weight" in text
     assert "not part of the model: model.extra.weight" in text
     assert (
-        "lm_head.weight has shape [64, 8], the model's llm.backbone.lm_head.weight [64, 32]" in text
-    )
+        "lm_head.weight has shape [64, 8], but llm.backbone.lm_head.weight of the model has "
+        "shape [64, 32]"
+    ) in text
 
 
 def test_a_head_of_its_own_is_not_lost_to_a_tie(tmp_path: Path) -> None:

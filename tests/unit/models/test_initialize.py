@@ -118,5 +118,5 @@ def test_an_error_of_a_layer_is_raised(most_bytes: int, monkeypatch: pytest.Monk
     model = build_model(pair_config("llama", "clip"), FreezeConfig())
     materialize(model, "cpu")
     monkeypatch.setattr(type(model.llm.hf), "_init_weights", lambda self, module: None)
-    with pytest.raises(AssertionError, match="does not initialise"):
+    with pytest.raises(AssertionError, match="does not initialize"):
         init_weights(model, seed=0)

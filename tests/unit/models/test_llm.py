@@ -153,7 +153,7 @@ def test_wrong_number_of_features_is_reported() -> None:
     model = build(pair_config("llama", "clip"))
     images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 18))
     batch = microbatch([22], {"eye": images}, images.positions_K)
-    with pytest.raises(ValueError, match=r"'eye' gave 16 tokens for 15 placeholders"):
+    with pytest.raises(ValueError, match=r"'eye' returned 16 tokens for 15 placeholders"):
         model(batch)
 
 

@@ -245,5 +245,5 @@ def test_a_source_on_a_hub_says_which_towers_it_has() -> None:
     told = ModelConfig(source="a/hub", modalities=["vision", "audio"])
     assert told.encoder_names == ["vision", "audio"]
     wrong = ModelConfig(config=COMPOSITES["qwen3_omni"], modalities=["vision"])
-    with pytest.raises(ConfigError, match="write modalities = "):
+    with pytest.raises(ConfigError, match="set towers = "):
         build(wrong)

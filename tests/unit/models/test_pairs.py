@@ -129,12 +129,15 @@ def test_two_linears_behind_audio_flamingos_tower_are_audio_flamingo(
 
 
 WITHOUT = {
-    ("llama", "siglip2"): "siglip2_vision_model's features, of images of any size",
+    ("llama", "siglip2"): "features of siglip2_vision_model for images of any size",
     ("llama", "qwen2_5_vl"): "qwen2_5_vl_vision merges patches itself",
-    ("llama", "dinov3"): "LLaVA cannot build dinov3_vit, or would take tokens that are no patch's",
-    ("llama", "whisper"): "no class puts two linears between whisper and an LLM",
-    ("llama", "qwen2_audio"): "no class puts two linears between qwen2_audio_encoder and an LLM",
-    ("llama_tied", "audioflamingo3"): "does not tie the LLM's head to its embeddings",
+    ("llama", "dinov3"): "LLaVA cannot build dinov3_vit, or would use tokens that are not patches",
+    ("llama", "whisper"): "no class has two linear layers between whisper and a separate LLM",
+    (
+        "llama",
+        "qwen2_audio",
+    ): "no class has two linear layers between qwen2_audio_encoder and a separate LLM",
+    ("llama_tied", "audioflamingo3"): "does not support a tied head and embedding",
     ("gemma2", "clip"): "gemma2 scales or caps its logits",
 }
 
@@ -186,11 +189,11 @@ def test_folded_patches_and_several_encoders_have_none() -> None:
     folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
     assert "folds 2 x 2 outputs" in str(pair_class(folded))
     clip = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
-    assert "InternVL builds no tower but its own" in str(pair_class(clip))
+    assert "InternVL of Hugging Face supports only its own encoder" in str(pair_class(clip))
     sounds = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))
     assert 'as connector = "pixel_shuffle_norm_mlp" does' in str(pair_class(sounds))
     cut = {"connector": "pixel_shuffle_norm_mlp", "processor": {"crop_to_patches": True}}
-    assert "cut into tiles" in str(pair_class(build(pair_config("llama", "internvl", **cut))))
+    assert "split into tiles" in str(pair_class(build(pair_config("llama", "internvl", **cut))))
     two = pair_config("llama", "clip")
     two.encoders["ear"] = pair_config("llama", "whisper").encoders["eye"]
     assert "several encoders (eye and ear)" in str(pair_class(build(two)))

@@ -59,7 +59,7 @@ def test_everything_is_of_the_revision(hub, revision, width, caplog):
     assert section.place is not None
     with caplog.at_level(logging.INFO):
         assert load_config("model.llm", section.place, None).hidden_size == width
-    told = f'revision = "{NEW}" is what was found now' in caplog.text
+    told = f'the current revision is "{NEW}"' in caplog.text
     assert told == (revision is None)
     assert _read_settings(section.place)["size"] == width
     tensor = open_files(section.place)["w"]
@@ -71,7 +71,9 @@ def test_everything_is_of_the_revision(hub, revision, width, caplog):
 
 
 def test_a_misspelt_directory_is_told_from_a_hub_id(hub):
-    with pytest.raises(ConfigError, match="no directory here, so it was looked for on the hub"):
+    with pytest.raises(
+        ConfigError, match="not a local directory, so requested from the Hugging Face Hub"
+    ):
         load_config("model.llm", "dtaa/x", None)
 
 

@@ -69,7 +69,7 @@ def test_layers_are_described_by_their_kind() -> None:
 def test_masks_are_refused_where_samples_are_packed() -> None:
     layer = text_model("lfm2").llm.layers[0]
     segments = Segments.from_starts([0, 5], torch.device("cpu"))
-    with pytest.raises(ValueError, match="without attention mask"):
+    with pytest.raises(ValueError, match="no attention mask"):
         layer.conv(torch.randn(1, 5, 32), segments, attention_mask=torch.ones(1, 5))
 
 
@@ -81,5 +81,5 @@ def test_layers_that_hand_nothing_on_are_refused(monkeypatch) -> None:
             raise NotImplementedError
 
     monkeypatch.setattr(hybrid, "Lfm2ShortConv", Earlier)
-    with pytest.raises(ConfigError, match="do not tell their convolutions where samples begin"):
+    with pytest.raises(ConfigError, match="do not pass sample boundaries to their convolutions"):
         text_model("lfm2")

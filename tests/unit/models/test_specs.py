@@ -87,7 +87,7 @@ def test_settings_of_the_source_and_of_the_recipe_are_taken(tmp_path: Path) -> N
 
 
 def test_a_processor_that_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"processor\.crop_size = 32, but the model needs"):
+    with pytest.raises(ConfigError, match=r"processor\.crop_size = 32, but the model requires"):
         build(pair_config("llama", "clip", processor={"crop_size": 32}))
 
 
@@ -96,7 +96,7 @@ def test_the_placeholder_must_be_known_and_embedded() -> None:
     spec = model.text_spec(word_tokenizer(64, eos_token="w2"))
     assert (spec.image_token_id, spec.eos_token_id, spec.vocab_size) == (63, 2, 64)
     assert spec.positions == "1d"
-    with pytest.raises(ConfigError, match="65 tokens but the LLM embeds only 64"):
+    with pytest.raises(ConfigError, match="65 tokens but the LLM has only 64"):
         model.text_spec(word_tokenizer(65))
     unknown = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"w0": 0}, "w0")))
     with pytest.raises(ConfigError, match="'<image>' is not in the tokenizer"):
@@ -148,7 +148,7 @@ def test_an_audio_encoder_hears_what_its_extractor_makes(family: str, positions:
 
 
 def test_modality_and_family_have_to_agree() -> None:
-    with pytest.raises(ConfigError, match='whisper reads audio; write modality = "audio"'):
+    with pytest.raises(ConfigError, match='whisper reads audio; set modality = "audio"'):
         build(pair_config("llama", "whisper", modality="image"))
     with pytest.raises(ConfigError, match="clip_vision_model reads image"):
         build(pair_config("llama", "clip", modality="audio"))
@@ -157,10 +157,10 @@ def test_modality_and_family_have_to_agree() -> None:
 def test_adapters_of_wav2vec2_and_dropout_of_sounds_are_refused() -> None:
     for name, change, message in (
         ("wav2vec2_stable", {"adapter_attn_dim": 4}, "adapter_attn_dim = 4: adapters .* not impl"),
-        ("wav2vec2_stable", {"layerdrop": 0.1}, r"layerdrop = 0\.1 is not implemented; override"),
-        ("whisper", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented; override"),
-        ("whisper", {"encoder_layerdrop": 0.1}, r"encoder_layerdrop = 0\.1 is not implemented"),
-        ("qwen3_omni_sound", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented; override"),
+        ("wav2vec2_stable", {"layerdrop": 0.1}, r"layerdrop = 0\.1 is not supported; override"),
+        ("whisper", {"dropout": 0.1}, r"dropout = 0\.1 is not supported; override"),
+        ("whisper", {"encoder_layerdrop": 0.1}, r"encoder_layerdrop = 0\.1 is not supported"),
+        ("qwen3_omni_sound", {"dropout": 0.1}, r"dropout = 0\.1 is not supported; override"),
     ):
         settings = {**ENCODERS[name], **change}
         section = EncoderConfig(config=settings, modality="audio")

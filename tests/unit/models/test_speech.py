@@ -163,10 +163,14 @@ def test_heads_are_never_tied() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("voxtral", {"intermediate_size": 64}, "intermediate_size = 64 is what Hugging Face's"),
-        ("voxtral", {"max_source_positions": 50}, "max_source_positions = 50 is no multiple of"),
-        ("qwen2_audio", {"max_source_positions": 30}, "positions = 30: windows of qwen2_audio_"),
-        ("audioflamingo3", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented"),
+        ("voxtral", {"intermediate_size": 64}, "intermediate_size = 64 must be the size of"),
+        ("voxtral", {"max_source_positions": 50}, "max_source_positions = 50 is not a multiple of"),
+        (
+            "qwen2_audio",
+            {"max_source_positions": 30},
+            "positions = 30: the feature extractor of qwen2_audio_",
+        ),
+        ("audioflamingo3", {"dropout": 0.1}, r"dropout = 0\.1 is not supported"),
         ("qwen2_audio", {"model_type": "audioflamingo3_encoder"}, "tower 'audioflamingo3_encoder'"),
     ],
 )

@@ -225,12 +225,15 @@ def test_descriptions_of_ranks_add_up() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"eye": [StageRange(0, 4, True, True)]}, r"eye: no layers \[0, 4\) among 3"),
+        (
+            {"eye": [StageRange(0, 4, True, True)]},
+            r"eye: layers \[0, 4\) are out of range \(it has 3\)",
+        ),
         ({"llm": [StageRange(0, 2, True, False), StageRange(1, 3, False, True)]}, "another stage"),
         ({"ear": [StageRange(0, 1, True, True)]}, r"no modules \['ear'\].*'eye', 'llm'"),
         (
             {"llm": [StageRange(0, 1, True, False), StageRange(2, 3, False, True)]},
-            "different ranks, or make them one",
+            "different ranks, or merge them",
         ),
     ],
 )
@@ -247,5 +250,5 @@ def test_stages_must_follow_each_other() -> None:
         StageRange(2, 2, False, True),
     ]
     for wrong in ([(0, 1), (2, 3)], [(1, 2)], [(0, 2), (2, 1)]):
-        with pytest.raises(ValueError, match="do not follow each other"):
+        with pytest.raises(ValueError, match="are not consecutive"):
             stage_ranges(wrong)

@@ -148,7 +148,7 @@ def test_compiling_says_which_of_how_many_kinds_it_is_at(
     monkeypatch.setattr(torch_private, "compiler_named", lambda backend: slow)
     with caplog.at_level(logging.INFO, "torchmm"):
         check(*runs_of("gemma3_text"))
-    told = "compiling layers like {0} of llm: {1} of 2 kinds of layers, 0 s"
+    told = "compiling layers like {0} of llm: {1} of 2 types of layers, 0 s"
     assert all(told.format(number, number + 1) in caplog.text for number in range(2))
 
 
@@ -164,7 +164,7 @@ def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(
     first, *warnings = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"step 3: {len(graphs)} graphs of layers compiled in ")
     assert len(warnings) == len(graphs) - MOST_GRAPHS
-    assert warnings[0].startswith("layers like 0 of llm have 3 graphs by now, and 2 should do")
+    assert warnings[0].startswith("layers like 0 of llm have 3 compiled graphs, but 2 are expected")
     assert "size mismatch at index" in warnings[0]
 
 

@@ -103,8 +103,8 @@ def test_cuda_graphs_need_images_of_one_size(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cpu"}, "layers run on the cpu"),
-        ({"ranks": 2}, "2 ranks share the step"),
+        ({"device": "cpu"}, "device is cpu"),
+        ({"ranks": 2}, "the step uses 2 ranks"),
         ({"compiled": True}, "layers are compiled"),
         ({"recompute": "full"}, 'layers are recomputed ("full")'),
     ],
@@ -115,9 +115,9 @@ def test_cuda_graphs_reason_names_the_setting(changes: dict, reason: str) -> Non
     config = CompileConfig(cuda_graphs=True)
     assert not config.reason_against_graphs(vision, **fits)
     assert config.reason_against_graphs(vision, **(fits | changes)) == reason
-    assert AUTO.reason_against_graphs(vision, **fits) == "not in compile.cuda_graphs"
+    assert AUTO.reason_against_graphs(vision, **fits) == "not enabled by compile.cuda_graphs"
     llm = text_model("llama").llm.describe()
-    assert config.reason_against_graphs(llm, **fits) == "not in compile.cuda_graphs"
+    assert config.reason_against_graphs(llm, **fits) == "not enabled by compile.cuda_graphs"
 
 
 def test_padded_images_are_few_and_close() -> None:

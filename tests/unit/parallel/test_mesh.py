@@ -33,7 +33,7 @@ def test_coordinates_follow_the_order_of_process_groups(ranks: list, wrong: str 
     if wrong is None:
         assert ModuleMesh(mesh).mesh is mesh
     else:
-        with pytest.raises(AssertionError, match=f"along {wrong} do not ascend"):
+        with pytest.raises(AssertionError, match=f"along {wrong} are not in increasing order"):
             ModuleMesh(mesh)
 
 

@@ -143,7 +143,7 @@ class Execution:
 
     def take(self, rank, what):
         for each in what:
-            expect(each in self.boxes[rank], "not there", each)
+            expect(each in self.boxes[rank], "not available", each)
             self.boxes[rank].remove(each)
 
     def make(self, rank, what):

@@ -86,10 +86,10 @@ def test_sizes_that_do_not_fit_are_refused():
         colocated_layout(modules(), 4, pipelines={"vision": 3})
     with pytest.raises(ValueError, match="6 layers for 4 ranks x 2 slices; use fewer"):
         colocated_layout(modules(), 4, pipelines={"vision": 4}, slices={"vision": 2})
-    with pytest.raises(ValueError, match=r"sizes of \['llm'\], which are no encoders"):
+    with pytest.raises(ValueError, match=r"degrees of \['llm'\], which are not encoders"):
         colocated_layout(modules(), 4, slices={"llm": 2})
     layout = colocated_layout(modules(), 2)
-    with pytest.raises(ValueError, match=r"sequence \[0, 0\]: give each of the 2 microbatches"):
+    with pytest.raises(ValueError, match=r"sequence \[0, 0\]: list each of the 2 microbatches"):
         backbone_order(StageGraph(layout, 2, {"vision": (1, 1)}), gpipe, [0, 0])
     alone = StageGraph(colocated_layout(modules()[2:], 2), 2)
     assert encoder_names(alone.layout) == []

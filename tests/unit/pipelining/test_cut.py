@@ -71,9 +71,9 @@ def test_all_ranks_together_have_every_stage_and_weight_once(layout: StageLayout
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ((("llm", 0, 5),), r"the layout has modules \['llm'\], the model \['eye', 'llm'\]"),
-        ((("eye", 0, 3), ("llm", 0, 4)), "llm: stages end at layer 4 of 5"),
-        ((("eye", 1, 3), ("llm", 0, 5)), "do not follow each other from 0 on"),
+        ((("llm", 0, 5),), r"the layout has modules \['llm'\], but the model has \['eye', 'llm'\]"),
+        ((("eye", 0, 3), ("llm", 0, 4)), "llm: the stages contain 4 of 5"),
+        ((("eye", 1, 3), ("llm", 0, 5)), "are not consecutive from 0"),
     ],
 )
 def test_a_layout_of_another_model_is_refused(stages: tuple, message: str) -> None:

@@ -231,7 +231,7 @@ def test_nothing_frozen_causes_traffic() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ({"vision": UnitSize(1, 1)}, "sizes of"),
+        ({"vision": UnitSize(1, 1)}, "degrees of"),
         ({"vision": UnitSize(9, 1), "llm": UnitSize(1, 1)}, "vision: 8 layers for 9 ranks"),
         ({"vision": UnitSize(1, 0), "llm": UnitSize(1, 1)}, "in 0 replicas"),
     ],

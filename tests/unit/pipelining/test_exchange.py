@@ -151,8 +151,8 @@ def test_a_backward_of_what_is_frozen_is_told():
     graph = StageGraph(chain(1, trainable=[False]), 1)
     order = ((Action(F, 0, 0), Action(ActionType.B, 0, 0), Action(ActionType.SEND_F, 0, 0)),)
     assert order_problems(graph, order) == [
-        "rank 0: 0SEND_F0 is none of F, B, I, W",
-        "rank 0: 0B0 given, but nothing at or before it is trained: leave it out",
+        "rank 0: 0SEND_F0 is not one of F, B, I, W",
+        "rank 0: 0B0 is set, but neither it nor an earlier stage is trained; remove it",
     ]
 
 

@@ -312,7 +312,7 @@ def test_tied_copies_that_cannot_be_paired_are_refused():
 
 def test_bad_arguments_are_named():
     graph = StageGraph(chain(2, 2), 1)
-    with pytest.raises(ValueError, match="the order has 1 ranks, the stages lie on 2"):
+    with pytest.raises(ValueError, match="the order has 1 ranks, but the stages are on 2"):
         lower_plan(one_f_one_b(graph)[:1], graph, {})
     with pytest.raises(ValueError, match="receives_ahead = -1"):
         lower_plan(one_f_one_b(graph), graph, {}, receives_ahead=-1)

@@ -178,12 +178,12 @@ def test_metadata_must_fit_the_graph():
     modules = {module.name: module for module in case.build().modality_modules()}
     meta = varied_microbatch(0, {"vision": 2}, case.kinds).meta
     graph = StageGraph(layout, 1, {"vision": (3,)})
-    with pytest.raises(ValueError, match="2 images cannot be processed in 3 parts"):
+    with pytest.raises(ValueError, match="2 images cannot be split into 3 parts"):
         message_specs(graph, modules, [meta], torch.float32)
     with pytest.raises(ValueError, match="metadata of 2 microbatches for a graph of 1"):
         message_specs(graph, modules, [meta, meta], torch.float32)
 
 
 def test_other_modules_are_no_stages():
-    with pytest.raises(TypeError, match="no pipeline stage for a Linear"):
+    with pytest.raises(TypeError, match="Linear is not supported as a pipeline stage"):
         make_stage(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def change(content, key, value):
         (lambda c: change(c, "columns", c["columns"][1:]), "columns"),
         (lambda c: change(c, "records", [[0, "F", 0]]), "3 values"),
         (lambda c: change(c, "records", [[0, "G", 0, 0, 0, 0, 0, 0, 1]]), "'G'"),
-        (lambda c: change(c, "records", [[0, "F", "x", 0, 0, 0, 0, 0, 1]]), "whole numbers"),
+        (lambda c: change(c, "records", [[0, "F", "x", 0, 0, 0, 0, 0, 1]]), "requires integers"),
         (lambda c: change(c, "records", [[0, "F", 0, 0, 0, 0, 0, 0, None]]), "as times"),
         (lambda c: change(c, "edges", [[2, 1]]), "edge 2 -> 1"),
         (lambda c: json.dumps({k: v for k, v in c.items() if k != "stages"}), "no key 'stages'"),

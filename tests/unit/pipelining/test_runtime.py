@@ -269,12 +269,12 @@ def test_channels_in_use_follow_from_edges_ties_and_replicas():
 def test_stages_microbatches_and_channels_must_fit_the_plan():
     graph = chain(2, microbatches=2)
     plan, stages = plan_of(graph, 0), toy_stages(graph)
-    with pytest.raises(ValueError, match=r"puts stages \[1\] on rank 0, which has \[0\]"):
+    with pytest.raises(ValueError, match=r"has stages \[1\] on rank 0, but the rank has \[0\]"):
         PipelineRuntime(0, {0: stages[0]}, None).step(plan, [1, 2])
     with pytest.raises(ValueError, match="3 microbatches for a plan of 2"):
         PipelineRuntime(0, stages, None).step(plan, [1, 2, 3])
     split = chain(2, ranks=[0, 1])
-    with pytest.raises(ValueError, match="a plan of 2 ranks needs P2PChannels"):
+    with pytest.raises(ValueError, match="a plan of 2 ranks requires P2PChannels"):
         PipelineRuntime(0, stages, None).step(plan_of(split, 0), [1])
 
 

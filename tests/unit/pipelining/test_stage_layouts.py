@@ -80,7 +80,7 @@ def test_more_parts_never_have_a_larger_maximum():
 @pytest.mark.parametrize(
     ("costs", "parts", "match"),
     [
-        ([1.0], 2, "1 layers cannot form 2 parts"),
+        ([1.0], 2, "1 layers cannot be split into 2 parts"),
         ([1.0], 0, "cannot form 0 parts"),
         ([1.0, -2.0], 1, "negative cost -2.0"),
     ],
@@ -198,9 +198,12 @@ def test_cuts_given_by_the_user():
     ("cuts", "match"),
     [
         ({"llm": [(9, 0), (6, 1)]}, r"llm: stages of \[9, 6\] layers; .* add up to 16"),
-        ({"llm": [(16, 0), (0, 1)]}, r"stages of \[16, 0\] layers; each needs at least one"),
+        (
+            {"llm": [(16, 0), (0, 1)]},
+            r"stages of \[16, 0\] layers; each stage requires at least one",
+        ),
         ({"llm": []}, r"stages of \[\] layers"),
-        ({"vision": [(8, 0)]}, r"cuts for \['vision'\] given, the modules are \['llm'\]"),
+        ({"vision": [(8, 0)]}, r"splits are set for \['vision'\], but the modules are \['llm'\]"),
     ],
 )
 def test_cuts_that_do_not_fit_are_refused(cuts, match):
@@ -213,31 +216,37 @@ def test_cuts_that_do_not_fit_are_refused(cuts, match):
     [
         (
             lambda: separated_layout([VISION, LLM], 4, {"vision": 3}),
-            "vision: 8 layers cannot fill 4 pipeline ranks x 3 segments; use fewer of either",
+            (
+                "vision: 8 layers are fewer than 4 pipeline ranks x 3 segments; use fewer ranks or "
+                "stages"
+            ),
         ),
         (
             lambda: megatron_layout([VISION, LLM], 4, 5),
-            "llm: 16 layers cannot fill 4 pipeline ranks x 5 virtual stages per rank",
+            "llm: 16 layers are fewer than 4 pipeline ranks x 5 virtual stages per rank",
         ),
         (
             lambda: megatron_balanced_layout([VISION, LLM], 5, 5),
-            "all modules: 24 layers cannot fill 5 pipeline ranks x 5",
+            "all modules: 24 layers are fewer than 5 pipeline ranks x 5",
         ),
-        (lambda: separated_layout([LLM], 0), "0 pipeline ranks and 1 segments: need at least 1"),
+        (lambda: separated_layout([LLM], 0), "0 pipeline ranks and 1 segments must be at least 1"),
         (lambda: separated_layout([LLM], 2, {"sound": 2}), r"segments of \['sound'\]"),
         (lambda: separated_layout([LLM, VISION], 2), r"modules are llm \(llm\), vision \(encoder"),
         (lambda: separated_layout([VISION], 2), "list encoders, one LLM and generators"),
-        (lambda: separated_layout([VISION, VISION, LLM], 2), "under different names"),
-        (lambda: ModuleLayers("llm", "llm", ()), "llm: has no layers"),
+        (lambda: separated_layout([VISION, VISION, LLM], 2), "with different names"),
+        (lambda: ModuleLayers("llm", "llm", ()), "llm has no layers"),
         (
             lambda: ModuleLayers("llm", "llm", (1.0, 1.0), trainable=(True,)),
             "llm: 1 trainable flags for 2 layers",
         ),
         (
             lambda: schedule_layout("1f1b", [LLM], 2, 2),
-            "1f1b with 2 virtual stages per rank; it has 1, use interleaved_1f1b",
+            "1f1b with 2 virtual stages per rank supports only 1; use interleaved_1f1b",
         ),
-        (lambda: order_named("1f2b"), "no schedule '1f2b'; there are gpipe, 1f1b, .*csv:PATH"),
+        (
+            lambda: order_named("1f2b"),
+            "unknown schedule '1f2b'; use one of gpipe, 1f1b, .*csv:PATH",
+        ),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_with_a_remedy(make, match):

@@ -218,10 +218,10 @@ def test_a_deadlock_names_who_waits_for_whom():
     waits = [plan.actions[p.rank][p.position] for p in (first, second)]
     assert [str(a) for a in waits] == ["2WAIT_F0>1@1", "1WAIT_F0>0@0"]
     assert (first.kind, first.rank, second.kind, second.rank) == ("deadlock", 0, "deadlock", 1)
-    assert "rank 1, which does not come to action" in first.text
-    assert "(1SEND_F0>2@0) but is stuck in action" in first.text
+    assert "rank 1, which does not reach action" in first.text
+    assert "(1SEND_F0>2@0) but is blocked in action" in first.text
     assert "(1WAIT_F0>0@0)" in first.text
-    assert "rank 0, which does not come to action" in second.text
+    assert "rank 0, which does not reach action" in second.text
 
 
 def test_a_rank_that_waits_for_one_at_its_end_is_named():
@@ -232,7 +232,7 @@ def test_a_rank_that_waits_for_one_at_its_end_is_named():
     assert [p.kind for p in missing] == ["missing", "missing"]
     assert (last.kind, last.rank, str(last.action)) == ("deadlock", 1, "1WAIT_F0>0@0")
     assert last.text == (
-        "waits for ever for rank 0, which posts 0 of the 1 tensors that this takes"
+        "waits for rank 0 and never continues, because rank 0 posts 0 of 1 required tensors"
     )  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def test_forward_only_plans_must_say_so():
     assert problem.kind == "missing" and "training=False" in problem.remedy
     plan = replace(lower_plan(one_f_one_b(graph), graph, {}), training=False)
     problem = validate_plan(plan).problems[0]
-    assert problem.kind == "unknown" and "forwards only" in problem.text
+    assert problem.kind == "unknown" and "only forward passes" in problem.text
 
 
 def test_programs_for_more_or_fewer_ranks_are_found():
@@ -300,10 +300,10 @@ def test_programs_for_more_or_fewer_ranks_are_found():
         (Action(T.F, 0, 5), "stage 0 has 0 task(s) for microbatch 5 of 2"),
         (Action(T.REDUCE_GRAD, 3), "stage 3 is not trained"),
         (Action(T.RESHARD, 5), "stage 5 is trained"),
-        (Action(T.UNSHARD, 5, 3), "has fields that only computation and transfers have"),
+        (Action(T.UNSHARD, 5, 3), "it sets fields that only computation and transfers have"),
         (Action(T.REDUCE_TIED, 1, other=4, peer=0), "no trained weight of stage 1"),
         (Action(T.RECV_B, 1, 0, 0, 0, 0), "the graph has no Message(source=1, destination=0"),
-        (Action(T.SEND_B, 1, 0, 0, 0, 0), "no gradient comes back"),
+        (Action(T.SEND_B, 1, 0, 0, 0, 0), "no gradient is sent"),
     ],
 )
 def test_why_an_action_has_no_place_is_told(action, text):
@@ -317,7 +317,7 @@ def test_a_transfer_within_a_rank_is_told():
     graph = StageGraph(chain(2, 1), 1)
     plan = lower_plan(gpipe(graph), graph, {})
     plan = changed(plan, 0, [*plan.actions[0], Action(T.SEND_F, 0, 0, 0, 1, 0)])
-    assert "both ends are on one rank" in validate_plan(plan).problems[0].text
+    assert "both stages are on one rank" in validate_plan(plan).problems[0].text
 
 
 def test_wrong_specs_are_named():
@@ -335,7 +335,7 @@ def test_wrong_specs_are_named():
         ((), "no tensors"),
         ((TensorSpec((3, -1), torch.float32),), "[3, -1] has a negative size"),
         ((TensorSpec((3,), torch.int64),), "torch.int64 cannot have a gradient"),
-        ((TensorSpec((3,), torch.float32, False),), "no tensor to bring a gradient"),
+        ((TensorSpec((3,), torch.float32, False),), "no tensor that requires a gradient"),
     ]:
         found = problem(message, specs)
         assert text in found.text and "to stage 2" in found.text

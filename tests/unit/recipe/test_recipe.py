@@ -146,7 +146,7 @@ def test_overrides(valid, arguments, read, expected):
     [
         (["--training.stps", "7"], "command line: training.stps = 7: unknown key; did you mean"),
         (["--training.steps"], "command line: training.steps: has no value"),
-        (["training.steps=7"], "command line: training.steps=7: not an override"),
+        (["training.steps=7"], "command line: training.steps=7: is not an override"),
         (["--training.steps", "x"], 'command line: training.steps = "x": must be an integer'),
         (["--steps", "7"], "command line: steps = 7: unknown key; did you mean training.steps?"),
         (["--training.steps", "1\nseed = 3"], "must be an integer"),
@@ -173,7 +173,7 @@ def test_the_default_recipe_loads_back_equal(write):
 def test_resume_accepts_directory_as_address(valid, tmp_path, place):
     load_recipe(valid, ["--checkpoint.resume", place.format(tmp_path)], 1)
     missing = place.format(tmp_path / "missing")
-    assert "is no directory" in one_problem(valid, "--checkpoint.resume", missing, world_size=1)
+    assert "is not a directory" in one_problem(valid, "--checkpoint.resume", missing, world_size=1)
 
 
 def test_a_valid_recipe_has_no_problems(valid):
@@ -183,8 +183,8 @@ def test_a_valid_recipe_has_no_problems(valid):
 @pytest.mark.parametrize(
     ("arguments", "key", "text"),
     [
-        ("--parallel.shard 3", "parallel", "replicate 1 x shard 3 x tensor 1 does not make 4"),
-        ("--parallel.replicate -1", "parallel", "only one size may be -1"),
+        ("--parallel.shard 3", "parallel", "replicate 1 x shard 3 x tensor 1 is not equal to 4"),
+        ("--parallel.replicate -1", "parallel", "only one key may be -1"),
         ("--parallel.shard 0", "parallel", "use 1"),
         ("--training.global_batch_size 6", "training.global_batch_size", "use 4 or 8"),
         ("--training.global_batch_size 1", "training.global_batch_size", "use 4"),
@@ -193,26 +193,26 @@ def test_a_valid_recipe_has_no_problems(valid):
         (
             "--optimizer.lr_schedule wsd --optimizer.warmup_steps 90",
             "optimizer.warmup_steps",
-            "use 80",
+            "use at most 80",
         ),
         ("--optimizer.betas [0.9,1.0]", "optimizer.betas", "< 1"),
-        ("--optimizer.stochastic_rounding=false", "optimizer.stochastic_rounding", "no use"),
+        ("--optimizer.stochastic_rounding=false", "optimizer.stochastic_rounding", "no effect"),
         ("--optimizer.module_lr.lm 1", "optimizer.module_lr", 'did you mean "llm"'),
         ("--compile.modules ['vison']", "compile.modules", 'did you mean "vision"'),
         (
             "--activation_checkpoint.modules.audio full",
             "activation_checkpoint.modules",
-            "known: llm, vision, vision.connector",
+            "use one of: llm, vision, vision.connector",
         ),
         (
             "--activation_checkpoint.memory_limit 90",
             "activation_checkpoint.memory_limit",
-            'share of the device ("85%")',
+            'fraction of the device memory ("85%")',
         ),
         (
             "--freeze.modules ['llm','vision','vision.connector']",
             "freeze.modules",
-            "nothing to train",
+            "no module to train",
         ),
         (
             "--freeze.modules ['llm'] --optimizer.module_lr.llm 1",
@@ -223,7 +223,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         (
             "--adapters.a.modules ['vision.connector']",
             "adapters.a.modules",
-            "one between separate modules is new, so train it whole",
+            "a connector between separate checkpoints is trained without adapters",
         ),
         (
             "--adapters.a.modules ['llm'] --adapters.a.source ./gone",
@@ -243,9 +243,9 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.epochs",
             "set training.steps",
         ),
-        ("--model.source x/y", "model", "keep one"),
+        ("--model.source x/y", "model", "use one of the two forms"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),
-        ("--model.encoders.llm.source x/y", "model.encoders.llm", "no name"),
+        ("--model.encoders.llm.source x/y", "model.encoders.llm", "is not a valid"),
         ("--model.llm.source ./gone", "model.llm.source", "no such directory"),
         ("--checkpoint.resume gone", "checkpoint.resume", '"auto"'),
         ("--checkpoint.keep_best {}", "checkpoint.keep_best", "set validation.interval"),
@@ -270,7 +270,7 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
             "--data.validation [{path='.',name='held',metrics=['exact_match']}]",
             "checkpoint.keep_best",
-            "known: validation_loss, validation_loss_text, validation_loss_image, "
+            "use one of: validation_loss, validation_loss_text, validation_loss_image, "
             "word_error_rate, loss, held/exact_match",
         ),
         (
@@ -334,9 +334,14 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
 @pytest.mark.parametrize(
     ("sources", "stages", "key", "text"),
     [
-        ([A + ", epochs = 2.0, weight = 2.0}"], "", "data.sources[0].epochs", "weight = 2.0 too"),
-        ([A + ", epochs = 2.0, streaming = true}"], "", "data.sources[0].epochs", "give it a wei"),
-        ([A + ", epochs = 2.0}", B + "}"], "", "data.sources[1].epochs", "other sources have"),
+        (
+            [A + ", epochs = 2.0, weight = 2.0}"],
+            "",
+            "data.sources[0].epochs",
+            "combined with weight = 2.0",
+        ),
+        ([A + ", epochs = 2.0, streaming = true}"], "", "data.sources[0].epochs", "set weight ins"),
+        ([A + ", epochs = 2.0}", B + "}"], "", "data.sources[1].epochs", "other sources set"),
         (
             [A + ", filter = {min_tokens = 9, max_tokens = 8}}"],
             "",
@@ -353,7 +358,7 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
             [A + "}"],
             "{weights = {a = 1.0}}, {weights = {a = 1.0}}",
             "data.mixture_schedule[0].until_step",
-            "after 0",
+            "must be above 0",
         ),
         (
             [A + "}"],
@@ -362,7 +367,12 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
             '"a"?',
         ),
         ([A + "}"], "{weights = {a = -1.0}}", "data.mixture_schedule[0].weights", "above 0"),
-        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.mixture_schedule", 'takes from "b"'),
+        (
+            [A + "}", B + "}"],
+            "{weights = {a = 1.0}}",
+            "data.mixture_schedule",
+            'uses the source "b"',
+        ),
         ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
     ],
 )
@@ -434,7 +444,7 @@ def test_statistics_stand_in_for_data_and_tokenizer(write):
     ("before", "after", "key", "text"),
     [
         ("images.vision", "images.visoin", "simulation.images.visoin", 'did you mean "vision"'),
-        ("[0, 3]", "[3, 0]", "simulation.sequences[0].images", "least and most"),
+        ("[0, 3]", "[3, 0]", "simulation.sequences[0].images", "[minimum, maximum]"),
         ("[0, 3]", "[0, 300]", "simulation.sequences[0].images", "1200 tokens, more than the 1024"),
         ("[[sim", "[simulation.generated]\nrows = 2\ncolumns = 2\n[[sim", "generated", "no gene"),
     ],

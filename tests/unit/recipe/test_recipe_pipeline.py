@@ -120,11 +120,11 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
             "for an encoder",
         ),
         ("--data.pipeline 2", "data.pipeline", "did you mean parallel.pipeline?"),
-        ("--data.anything 2", "data.anything", "known here"),
+        ("--data.anything 2", "data.anything", "valid names"),
         (
             "--parallel.pipeline 4 --parallel.vision.segments 2",
             "parallel.pipeline",
-            "vision has 4 layers, fewer than 4 pipeline ranks x 2 stages per rank = 8",
+            "vision has 4 layers, but 4 pipeline ranks x 2 stages per rank = 8",
         ),
         (
             "--parallel.pipeline 4 --parallel.virtual_stages 2",
@@ -160,7 +160,7 @@ def test_mistakes_name_the_key_and_a_remedy(
 def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
     recipe.write_text(MODEL.replace("encoders.vision", "encoders.tensor"))
     (problem,) = problems_of(recipe, world_size=4)
-    assert 'model.encoders = "tensor": is a key of [parallel]' in problem
+    assert 'model.encoders = "tensor": conflicts with a key of [parallel]' in problem
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,15 @@ def test_layers_of_composites(config: dict, vision: int | None) -> None:
 @pytest.mark.parametrize(
     ("keys", "ranks", "named"),
     [
-        ("shard = 2\nexpert = 3", 2, "does not divide the 2 ranks of parallel.shard"),
-        ("shard = 2\nexpert = 2\ntensor = 2", 4, "is not implemented with tensor parallelism"),
+        ("shard = 2\nexpert = 3", 2, "must divide the 2 ranks of parallel.shard"),
+        ("shard = 2\nexpert = 2\ntensor = 2", 4, "is not supported with tensor parallelism"),
         ("shard = 2\nexpert = 2\npipeline = 2", 4, 'schedule = "1f1b"'),
         ('expert = 2\nplacement = "disaggregated"', 4, 'with "disaggregated" modules'),
         ("shard = 2\nexpert = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
         (
             'shard = 2\nexpert = 2\n[activation_checkpoint]\nmode = "auto"',
             2,
-            "recompute the same layers",
+            "the same recomputation on all ranks",
         ),
     ],
 )
@@ -219,15 +219,19 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
         (
             "shard = 2\n[parallel.llm]\ncontext = 3",
             2,
-            "does not divide the 2 ranks of parallel.shard",
+            "must divide the 2 ranks of parallel.shard",
         ),
         ("[parallel.vision]\ncontext = 2", 2, "set parallel.llm.context"),
-        ("auto_sizes = true\n[parallel.llm]\ncontext = 2", 2, "to what chooses sizes"),
+        (
+            "auto_sizes = true\n[parallel.llm]\ncontext = 2",
+            2,
+            "by the search for parallelism degrees",
+        ),
         (
             'placement = "colocated"\nschedule = "optimus"\ntensor = 2\n'
             "vision.tensor = 1\nllm.context = 2",
             4,
-            "fewer tensor-parallel ranks",
+            "a smaller tensor-parallel degree",
         ),
         ('placement = "disaggregated"\n[parallel.llm]\ncontext = 2', 2, 'with "disaggregated"'),
         (f"[parallel.llm]\ncontext = 2\n{GENERATOR}", 2, "with a generator"),
@@ -235,7 +239,7 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
         (
             '[parallel.llm]\ncontext = 2\n[activation_checkpoint]\nmode = "auto"',
             2,
-            "the same layers",
+            "the same recomputation",
         ),
     ],
 )

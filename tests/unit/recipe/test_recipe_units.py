@@ -45,11 +45,15 @@ def test_sizes_make_the_world(sizes, world_size, units) -> None:
 @pytest.mark.parametrize(
     ("sizes", "world_size", "message"),
     [
-        ({"shard": 2}, 5, "vision (1 rank), llm (shard 2), generator (1 rank) make 4 ranks, not 5"),
+        (
+            {"shard": 2},
+            5,
+            "vision (1 rank), llm (shard 2), generator (1 rank) require 4 ranks, not 5",
+        ),
         ({"vision": {"shard": -1}}, 4, "parallel.vision.shard and parallel.shard are -1"),
-        ({"pipeline": 2}, 5, "of 5 ranks, 3 are left for llm, which takes a multiple of 2"),
-        ({"vision": {"shard": 4}}, 4, "0 are left for llm"),
-        ({"llm": {"replicate": 0}}, 4, "a size is 0"),
+        ({"pipeline": 2}, 5, "3 of 5 ranks remain for llm, which requires a multiple of 2"),
+        ({"vision": {"shard": 4}}, 4, "ranks remain for llm"),
+        ({"llm": {"replicate": 0}}, 4, "a parallelism degree is 0"),
     ],
 )
 def test_sizes_that_do_not_make_the_world(sizes, world_size, message) -> None:
@@ -72,7 +76,7 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
     ("arguments", "key", "message"),
     [
         ("--parallel.schedule megatron", "parallel.schedule", "use one of gpipe, 1f1b"),
-        ("--parallel.vision.shard 4", "parallel", "0 are left for llm"),
+        ("--parallel.vision.shard 4", "parallel", "ranks remain for llm"),
         ("--training.global_batch_size 7", "training.global_batch_size", "use 6 or 9"),
         ("--parallel.vision.tensor 3", "model.encoders.vision.config.num_attention_heads", "split"),
         ("--parallel.vision.pipeline 6", "parallel.vision.pipeline", "vision has 5 layers"),
@@ -84,7 +88,7 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
         (
             "--parallel.virtual_stages 3 --parallel.schedule gpipe --parallel.pipeline 3",
             "parallel.pipeline",
-            "llm has 6 layers, fewer than 3 pipeline ranks x 3",
+            "llm has 6 layers, but 3 pipeline ranks x 3",
         ),
         ("--parallel.reshard_after_forward always", "parallel.reshard_after_forward", "default"),
         (

@@ -36,13 +36,13 @@ def test_resume_with_other_version_is_logged(manager, tmp_path, caplog, package)
     first = manager()
     saved(first, 1)
     path = tmp_path / "checkpoints/step-1"
-    assert first.resume(*build()).step == 1 and "other versions" not in caplog.text
+    assert first.resume(*build()).step == 1 and "different package versions" not in caplog.text
     versions = read_manifest(path)["versions"]
     now = versions.get(package) or str(torch.__version__)
     facts = {"versions": {**versions, package: "0.1"}} if package != "torch" else {"torch": "0.1"}
     rewrite(path, **facts)
     assert first.resume(*build()).step == 1
-    assert f"other versions of packages ({package} 0.1 -> {now})" in caplog.text
+    assert f"different package versions ({package} 0.1 -> {now})" in caplog.text
 
 
 @pytest.mark.parametrize("saved_kernel", ["flash", None])
@@ -58,7 +58,7 @@ def test_resume_with_other_kernel_is_logged(manager, tmp_path, caplog, monkeypat
     first.resume(*build())
     changed = "attention of images flash -> cuDNN for heads of 72"
     assert (changed in caplog.text) == bool(saved_kernel)
-    assert ("other versions" in caplog.text) == bool(saved_kernel)
+    assert ("different package versions" in caplog.text) == bool(saved_kernel)
 
 
 def test_resume_without_package_is_logged(manager, tmp_path, caplog, monkeypatch):
@@ -76,7 +76,7 @@ def test_resume_of_older_checkpoint_compares_known_versions(manager, tmp_path, c
     rewrite(tmp_path / "checkpoints/step-1", versions=None)
     first.resume(*build())
     assert caplog.text.count("transformers 5.1 -> ") == bool(data)
-    assert ("other versions" in caplog.text) == bool(data)
+    assert ("different package versions" in caplog.text) == bool(data)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -266,16 +266,16 @@ def test_a_restarted_process_takes_the_newest_whatever_the_first_start_was(
 def test_another_recipe_is_logged(manager, caplog):
     saved(manager(recipe="one", table={"training": {"steps": 4, "seed": 1}}), 1)
     manager(recipe="two", table={"training": {"steps": 9, "seed": 1}}).resume(*build())
-    assert "step-1 was saved under another recipe: training.steps 4 -> 9\n" in caplog.text
+    assert "step-1 was saved with a different recipe: training.steps 4 -> 9\n" in caplog.text
     caplog.clear()
     manager(recipe="other order", table={"training": {"seed": 1, "steps": 4}}).resume(*build())
-    assert "another recipe" not in caplog.text
+    assert "a different recipe" not in caplog.text
 
 
 def test_another_recipe_is_logged_where_only_its_digest_is_known(manager, caplog):
     saved(manager(recipe="one"), 1)
     manager(recipe="two").resume(*build())
-    assert "another recipe, which it does not hold" in caplog.text
+    assert "with a different recipe, which the checkpoint does not contain" in caplog.text
 
 
 class Wider(Model):
@@ -304,7 +304,10 @@ def test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded(manager, 
     saved(first, 1)
     path = tmp_path / "checkpoints/step-1"
     for kwargs, message in [
-        ({"width": 4}, r"model\.embed\.weight: shape \[5, 6\] saved, \[5, 4\] wanted"),
+        (
+            {"width": 4},
+            r"model\.embed\.weight: shape \[5, 6\] in the checkpoint, \[5, 4\] in the model",
+        ),
         ({"dtype": torch.bfloat16}, r"model\.embed\.weight: torch\.float32 saved, torch\.bfloat16"),
     ]:
         model, optimizer = build(**kwargs)
@@ -323,10 +326,15 @@ def test_another_choice_of_frozen_parameters_is_refused(manager, tmp_path, stepp
     first.save(1, model, optimizer, {})
     path = tmp_path / "checkpoints/step-1"
     model.scale.requires_grad_(False)
-    with pytest.raises(CheckpointError, match="trained when saved, frozen now: scale"):
+    with pytest.raises(
+        CheckpointError, match="trainable in the checkpoint, but frozen in the recipe: scale"
+    ):
         first.load(path, model, optimizer_of(model))
     model.requires_grad_(True)
-    with pytest.raises(CheckpointError, match=r"frozen when saved, trained now: frozen\.bias"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"frozen in the checkpoint, but trainable in the recipe: frozen\.bias",
+    ):
         first.load(path, model, optimizer_of(model))
     first.load(path, model, None)
 

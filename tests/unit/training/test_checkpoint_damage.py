@@ -49,7 +49,7 @@ def test_shards_of_another_step_are_refused(manager, tmp_path):
 def test_a_renamed_step_is_refused(manager, tmp_path):
     saved(manager(), 1)
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "checkpoints/step-9")
-    assert "holds step 1" in find_problems(tmp_path / "checkpoints/step-9")[0]
+    assert "contains step 1" in find_problems(tmp_path / "checkpoints/step-9")[0]
 
 
 def test_fallback_is_logged_loudly_and_the_damaged_step_is_set_aside(manager, tmp_path, caplog):
@@ -58,7 +58,7 @@ def test_fallback_is_logged_loudly_and_the_damaged_step_is_set_aside(manager, tm
     (tmp_path / "checkpoints/step-2/state.json").unlink()
     restored = first.resume(*build())
     assert restored.step == 1
-    assert "SKIPPING DAMAGED CHECKPOINT" in caplog.text and "state.json" in caplog.text
+    assert "SKIPPING CORRUPT CHECKPOINT" in caplog.text and "state.json" in caplog.text
     assert [n for n in steps(tmp_path) if "set-aside" in n] and "step-2" not in steps(tmp_path)
 
 
@@ -100,11 +100,15 @@ def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
     newer = tmp_path / "checkpoints/step-2"
     rewrite(newer, format=2, layout=None, of_tomorrow=True)
     before = contents(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"has format 2, .* reads 1: a newer one") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"has format 2, .* reads format 1: a newer version"
+    ) as caught:
         first.resume(*build())
     assert str(newer / "MANIFEST.json") in str(caught.value)
     assert "checkpoint.resume" in str(caught.value)
-    with pytest.raises(CheckpointError, match="has format 2, this version of torchmm reads 1"):
+    with pytest.raises(
+        CheckpointError, match="has format 2, but this version of torchmm reads format 1"
+    ):
         first.load(newer, *build())
     assert contents(tmp_path / "checkpoints") == before
 

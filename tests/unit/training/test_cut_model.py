@@ -60,16 +60,16 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
     ("world_size", "llm", "parallel", "told"),
     [
         (2, {"tie_word_embeddings": True}, {"pipeline": 2}, None),
-        (2, EXPERTS, {"tensor": 2}, "tensor = 2 does not divide the 3 experts"),
+        (2, EXPERTS, {"tensor": 2}, "tensor = 2 must divide the 3 experts"),
         pytest.param(
             2,
             EXPERTS | {"num_experts": 4},
             {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True},
-            "async_tensor_parallel is not implemented for layers with experts",
+            "async_tensor_parallel is not supported for the experts",
             marks=needs_extension("extensions.async_tp"),
         ),
-        (4, {"model_type": "olmo2"}, {"tensor": 4}, "more than the 2 key and value heads"),
-        (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is more than the"),
+        (4, {"model_type": "olmo2"}, {"tensor": 4}, "above the 2 key and value heads"),
+        (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is above the"),
         (
             4,
             {
@@ -78,7 +78,7 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
                 "linear_num_value_heads": 2,
             },
             {"shard": 4, "llm": {"context": 4}},
-            "context = 4 is more than the 2 value heads of delta nets of 'llm'",
+            "context = 4 is above the 2 value heads of delta nets of 'llm'",
         ),
         (
             2,
@@ -106,7 +106,7 @@ def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
     monkeypatch.setattr(torchmm.training.run, "start_process_group", meet)
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="does not divide the 3 experts"):
+    with pytest.raises(ConfigError, match="must divide the 3 experts"):
         torchmm.training.run.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))
 
 
@@ -121,6 +121,6 @@ def test_resume_warns_of_another_choice(saved, warns, caplog):
     with caplog.at_level(logging.WARNING):
         found = _step_after(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
     assert found == 3
-    assert [('data.balance = "auto" is "none"' in text) for text in caplog.messages] == [
+    assert [('data.balance = "auto" selects "none"' in text) for text in caplog.messages] == [
         True
     ] * warns

@@ -47,7 +47,7 @@ def test_only_the_run_directory_is_a_mistake_in_the_recipe(tmp_path, name):
 def test_a_full_disk_ends_training_like_a_failed_save(tmp_path):
     inside = OSError(5, "Input/output error", str(tmp_path / "run/a"))
     for error in (OSError(*FULL), inside, RuntimeError("I/O error: No space (os error 28)")):
-        with pytest.raises(CheckpointError, match="make room"), training(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="free space"), training(tmp_path / "run"):
             raise error
     outside = OSError(5, "Input/output error", "/elsewhere")
     for error in (ConnectionResetError("peer"), outside, ValueError("(os error 2)")):

@@ -170,7 +170,7 @@ def test_export_with_overflow_in_float16_raises(saved, tmp_path):
         model.llm.get_parameter("backbone.model.norm.weight").data[0] = 1e5
 
     _, checkpoint = saved(CASES["tied"], change=enlarge)
-    message = r"llm.backbone.model.norm.weight has 1 values beyond 65,504.* use --dtype bfloat16"
+    message = r"llm.backbone.model.norm.weight has 1 values above 65,504.* use --dtype bfloat16"
     with pytest.raises(ConfigError, match=message):
         export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
     assert not (tmp_path / "half").exists()
@@ -187,7 +187,7 @@ def test_merged_adapter_with_overflow_raises(saved, tmp_path):
         linear.lora.up.data.fill_(30.0)
 
     _, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA, change=enlarge)
-    with pytest.raises(ConfigError, match=r"down_proj.weight has \d+ values beyond 65,504"):
+    with pytest.raises(ConfigError, match=r"down_proj.weight has \d+ values above 65,504"):
         export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
 
 
@@ -223,18 +223,18 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
         "datasets": ["owner/pictures"],
     }
     counts = sum(p.numel() for p in model.llm.parameters())
-    assert f"- `llm`: {counts:,} parameters, began with random weights" in body
-    assert "tuxpaint_stamps`, weight 2; licence: GPL" in body
-    assert "tuxpaint_stamps/train`, weight 1; licence: GPL" in body
-    assert "`owner/pictures` at abc, weight 1; licence: not recorded" in body
+    assert f"- `llm`: {counts:,} parameters, initialized randomly" in body
+    assert "tuxpaint_stamps`, weight 2; license: GPL" in body
+    assert "tuxpaint_stamps/train`, weight 1; license: GPL" in body
+    assert "`owner/pictures` at abc, weight 1; license: not recorded" in body
     told = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
     again = Recipe.model_validate(told)
     assert recipe_model(again).parameter_counts() == model.parameter_counts()
     assert "data" not in told and "output_dir" not in told
-    assert "- loss 2.0000 nats a token at step 3" in body
-    assert "- held-out loss 1.5000 nats a token at step 2" in body
+    assert "- loss 2.0000 nats per token at step 3" in body
+    assert "- validation loss 1.5000 nats per token at step 2" in body
     version = transformers.__version__
-    assert f"Written by transformers {version}. Use transformers 5.0 or later." in body
+    assert f"Written with transformers {version}. Use transformers 5.0 or later." in body
 
 
 def test_export_files_have_the_mode_of_new_files(saved, tmp_path):
@@ -251,7 +251,7 @@ def test_export_files_have_the_mode_of_new_files(saved, tmp_path):
 def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     _, checkpoint = saved(CASES["tied"])
     (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match="there exists; name another"):
+    with pytest.raises(ConfigError, match="there already exists; use another"):
         export_checkpoint(checkpoint, tmp_path / "there")
 
     def full(*args):
@@ -359,7 +359,10 @@ def in_process(work: Callable[[], object]) -> int:
                 work()
                 code = 0
             except ConfigError as error:
-                known = ("is being written by another process", "exists; name another directory")
+                known = (
+                    "is being written by another process",
+                    "already exists; use another directory",
+                )
                 code = next((2 + i for i, words in enumerate(known) if words in str(error)), 1)
         os._exit(code)
     return child

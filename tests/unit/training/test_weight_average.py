@@ -90,9 +90,12 @@ def test_checkpoints_with_and_without_averages_fit_both_ways(tmp_path, caplog):
         manager.load(tmp_path / "checkpoints/step-1", module, optimizer, loaded)
         assert all(torch.equal(loaded.averages[p], a) for p, a in ours.averages.items())
         manager.load(tmp_path / "checkpoints/step-1", module, optimizer)
-        assert "averages of weights, which are left out" in caplog.text
+        assert "averaged weights, which are not loaded because" in caplog.text
         manager.load(tmp_path / "checkpoints/step-2", module, optimizer, loaded)
-        assert loaded.averages == {} and "begin as the weights after the next step" in caplog.text
+        assert (
+            loaded.averages == {}
+            and "are initialized from the weights after the next step" in caplog.text
+        )
         module[0].bias.requires_grad_(True)
         with pytest.raises(CheckpointError, match=r"missing from the checkpoint: ema\.0\.bias"):
             manager.load(

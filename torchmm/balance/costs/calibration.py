@@ -297,8 +297,8 @@ def observe(
             continue
         if action not in costs.compute_ms:
             raise ValueError(
-                f"recorded action {action} is none of the modules' as the recipe has them; give "
-                "the recipe that the step was recorded with"
+                f"recorded action {action} does not belong to a module of the recipe; use the "
+                "recipe of the recorded run"
             )
         stage = step.graph.layout.stages[action.stage]
         took_ms = record.end_ms - record.start_ms

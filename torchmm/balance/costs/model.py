@@ -302,7 +302,8 @@ class CostModel:
         if self.dtype not in ELEMENT_BYTES or self.dtype not in device.peak_flops:
             known = sorted(set(ELEMENT_BYTES) & set(device.peak_flops))
             raise ValueError(
-                f"dtype {self.dtype!r}: device {device.name!r} has peaks for {', '.join(known)}"
+                f"dtype {self.dtype!r}: device {device.name!r} has peak FLOP/s only for "
+                f"{', '.join(known)}"
             )
 
     @property

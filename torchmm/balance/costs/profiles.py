@@ -87,8 +87,8 @@ def load_profile(name: str | Path) -> Profile:
     path = Path(name)
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(
-            f"no device or profile {str(name)!r}; devices: {', '.join(DEVICES)}; profiles are "
-            ".json or .toml files, such as scripts/calibrate.py writes"
+            f"unknown device or profile {str(name)!r}; use one of {', '.join(DEVICES)}, or a "
+            ".json or .toml file that scripts/calibrate.py writes"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -169,10 +169,14 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         ValueError: everything that is wrong with it.
     """
     problems = [
-        f"unknown key {key!r}; known: {', '.join(_KEYS)}" for key in content if key not in _KEYS
+        f"unknown key {key!r}; use one of: {', '.join(_KEYS)}"
+        for key in content
+        if key not in _KEYS
     ]
     if content.get("format", FORMAT) != FORMAT:
-        problems.append(f"format {content['format']!r}; this version reads {FORMAT!r}")
+        problems.append(
+            f"format {content['format']!r} is not supported; this version reads {FORMAT!r}"
+        )
     base = load_profile(content["base"]) if "base" in content else None
     device = _device(content.get("device", {}), base.device if base else None, problems)
     curves: dict[Kind, Curve] = dict(base.efficiency) if base else {}
@@ -181,7 +185,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         if kind not in curves and other in curves:
             curves[kind] = curves[other]
     if lacking := [kind for kind in KINDS if kind not in curves]:
-        problems.append(f"no efficiency of {', '.join(lacking)}; give them or a base")
+        problems.append(f"no efficiency of {', '.join(lacking)}; set them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
     host_us: dict[Kind, float] = dict(base.host_us) if base else {}
     for section, known, found in (
@@ -190,14 +194,16 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     ):
         for key, value in content.get(section, {}).items():
             if key not in known or not _is_number(value) or value < 0:
-                problems.append(f"{section}.{key} = {value!r}: needs an operator class and >= 0")
+                problems.append(
+                    f"{section}.{key} = {value!r}: must be a number >= 0 for an operator class"
+                )
             else:
                 found[key] = float(value)
     network = _network(content, base, problems)
     factors = _factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
     if not _is_number(launch_us) or launch_us < 0:
-        problems.append(f"launch_us = {launch_us!r}: needs a number >= 0")
+        problems.append(f"launch_us = {launch_us!r}: must be a number >= 0")
     if problems or device is None:
         raise ValueError("\n".join(f"{where}: {problem}" for problem in problems))
     return Profile(
@@ -215,7 +221,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
 def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
     known = {f.name for f in fields(Device)}
     problems += (
-        f"device.{key}: no such field; known: {', '.join(sorted(known))}"
+        f"device.{key}: unknown field; use one of: {', '.join(sorted(known))}"
         for key in given
         if key not in known
     )
@@ -227,16 +233,16 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
         "devices_per_node",
     ):
         if key in given and not (_is_number(given[key]) and given[key] > 0):
-            problems.append(f"device.{key} = {given[key]!r}: needs a number > 0")
+            problems.append(f"device.{key} = {given[key]!r}: must be a number > 0")
     peaks = given.get("peak_flops", {})
     if not isinstance(peaks, Mapping) or not all(_is_number(v) and v > 0 for v in peaks.values()):
-        problems.append(f"device.peak_flops = {peaks!r}: needs FLOP/s > 0 by dtype")
+        problems.append(f"device.peak_flops = {peaks!r}: must map dtypes to FLOP/s > 0")
     for key in ("host_bytes_per_s", "host_memory_bytes"):
         if key in given and not (_is_number(given[key]) and given[key] >= 0):
-            problems.append(f"device.{key} = {given[key]!r}: needs a number >= 0")
+            problems.append(f"device.{key} = {given[key]!r}: must be a number >= 0")
     needed = {f.name for f in fields(Device) if f.default is MISSING}
     if base is None and (missing := needed - set(given)):
-        problems.append(f"device lacks {', '.join(sorted(missing))}; give them or a base")
+        problems.append(f"device has no {', '.join(sorted(missing))}; set them or a base")
     if problems:
         return None
     return replace(base, **given) if base else Device(**given)
@@ -250,7 +256,9 @@ def _read_curves(
 ) -> None:
     for key, value in given.items():
         if key not in known:
-            problems.append(f"efficiency.{key}: no operator class; known: {', '.join(known)}")
+            problems.append(
+                f"efficiency.{key}: unknown operator class; use one of: {', '.join(known)}"
+            )
             continue
         points = [[1.0, value]] if _is_number(value) else value
         try:
@@ -274,7 +282,9 @@ def _factors(given: Mapping[str, Any], problems: list[str]) -> dict[str, dict[st
     for module, own in given.items():
         for kind, value in own.items() if isinstance(own, Mapping) else [("", own)]:
             if kind not in _ACTION_TYPES or not _is_number(value) or not value > 0:
-                problems.append(f"factors.{module}.{kind} = {value!r}: needs F, B, I or W and > 0")
+                problems.append(
+                    f"factors.{module}.{kind} = {value!r}: must map F, B, I or W to a number > 0"
+                )
             else:
                 factors.setdefault(module, {})[kind] = float(value)
     return factors

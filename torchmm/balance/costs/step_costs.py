@@ -146,7 +146,7 @@ def lockstep_tasks(
 
 def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
     if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
-        raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+        raise ValueError(f"no descriptions of the modules {sorted(missing)} of the layout")
     return layout
 
 

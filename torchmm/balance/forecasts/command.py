@@ -49,14 +49,16 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
     simulated = SimulationConfig.of(recipe).model_copy(update={"device": device})
-    with working("choosing sizes that the recipe leaves open"):
+    with working("searching parallelism degrees"):
         recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
-    with working("building the model, sizing the first step"):
+    with working("building the model, measuring the first step"):
         forecaster = Forecaster(recipe, world_size, profile)
     names = options.schedule
     unknown = [name for name in names if name not in SCHEDULES and ":" not in name]
     if names != ["all"] and unknown:
-        raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
+        raise ConfigError(
+            f"--schedule {' '.join(unknown)}: unknown; use all, {', '.join(SCHEDULES)}"
+        )
     with working("planning and simulating steps"):
         if names == ["all"]:
             plans = compare_schedules(

@@ -162,7 +162,7 @@ def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) 
     if not other.step.fits:
         line += ", does not fit"
     elif other.iteration_ms < forecast.iteration_ms:
-        line += ", faster: set it"
+        line += ", faster; set it"
     return {"gradients": line}
 
 
@@ -184,8 +184,9 @@ def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
     if found.iteration_ms > (1 - HSDP_MIN_GAIN) * forecast.iteration_ms:
         return {}
     return {
-        "faster": f"parallel.replicate = {replicate} and parallel.shard = {shard} (HSDP) take "
-        f"{found.iteration_ms:,.1f} ms, simulated, and {max(found.step.peak_bytes) / 2**30:.2f} GiB"
+        "faster": f"parallel.replicate = {replicate} and parallel.shard = {shard} (HSDP): "
+        f"{found.iteration_ms:,.1f} ms, simulated, and "
+        f"{max(found.step.peak_bytes) / 2**30:.2f} GiB"
     }
 
 
@@ -211,17 +212,18 @@ def _step_lines(
     if not step.fits:
         rank = step.peak_bytes.index(peak_bytes)
         raise ConfigError(
-            f"parallel: pipeline rank {rank} would need {peak_bytes / 2**30:.1f} GiB, {device} has "
-            f"{memory_bytes / 2**30:.1f} ({forecast.memory_words}); use {hint}more ranks (shard, "
-            "tensor, pipeline), smaller microbatches or activation_checkpoint, or set "
-            "simulation.device"
+            f"parallel: pipeline rank {rank} would require {peak_bytes / 2**30:.1f} GiB, but "
+            f"{device} has {memory_bytes / 2**30:.1f} ({forecast.memory_words}); use "
+            f"{hint}more ranks (shard, tensor, pipeline), smaller microbatches or "
+            "activation_checkpoint, or set simulation.device"
         )
     timeline = step.timeline
     return {
-        "first step": f"{forecast.iteration_ms:,.1f} ms on {device} (simulation.device), simulated "
-        f"(of it the optimizer {forecast.update_ms:,.1f}): MFU "
-        f"{100 * forecast.mfu:.1f} %, bubbles {100 * timeline.bubble_fraction:.1f} %, "
-        f"{forecast.tokens_per_s:,.0f} tokens/s",
+        "first step": f"{forecast.iteration_ms:,.1f} ms on {device} (simulation.device), "
+        f"simulated (optimizer {forecast.update_ms:,.1f}): MFU "
+        f"{100 * forecast.mfu:.1f} %, bubbles "
+        f"{100 * timeline.bubble_fraction:.1f} %, {forecast.tokens_per_s:,.0f} "
+        "tokens/s",
         "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}: "
         f"{forecast.memory_words}",
     }

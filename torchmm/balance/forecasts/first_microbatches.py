@@ -58,9 +58,7 @@ def first_microbatches(
         return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
     found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
     if not found:
-        raise ConfigError(
-            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
-        )
+        raise ConfigError("data.sources: sample sizes of a stream are unknown; use [simulation]")
     return found
 
 
@@ -68,7 +66,7 @@ def describe_samples(recipe: Recipe) -> str:
     """Return where the samples of a forecast come from."""
     if recipe.data.sources:
         return "first step of [[data.sources]]"
-    return "assumed, as [simulation] says; they are not your data"
+    return "described in [simulation], not your data"
 
 
 def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
@@ -135,8 +133,8 @@ def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
     """
     sizes = SimulationConfig.of(recipe).images
     problems = [
-        f"simulation.images.{name}: sizes differ, but this encoder brings all images to one; "
-        "give a single number of patches"
+        f"simulation.images.{name}: sizes differ, but this encoder resizes all images to one "
+        "size; use a single number of patches"
         for name, spec in model.image_specs().items()
         if spec.inputs == "fixed" and name in sizes and sizes_vary(sizes[name])
     ]

@@ -114,7 +114,7 @@ class Forecast:
         fits = "fits" if self.step.fits else "does not fit"
         words = [fits]
         if self.encoder_bytes:
-            words.append(f"encoders keep up to {self.encoder_bytes / 2**30:.2f} GiB")
+            words.append(f"encoders use up to {self.encoder_bytes / 2**30:.2f} GiB")
         if recomputing := len(self.step.plan.recompute):
             words.append(f"{recomputing} tasks recompute")
         return ", ".join(words)
@@ -485,7 +485,7 @@ def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSampl
                 for values, own in runs.items()
             }
         except ConfigError as error:
-            reasons |= {key: f"no forecast: {'; '.join(error.problems)}" for key in keys}
+            reasons |= {key: f"no simulation: {'; '.join(error.problems)}" for key in keys}
         else:
             best = min(forecasts, key=lambda values: _score(forecasts[values], keys, values))
             for place, key in enumerate(keys):
@@ -508,7 +508,10 @@ def _score(forecast: Forecast, keys: Sequence[str], values: Sequence[str]) -> tu
 
 
 def _comparison(found: Forecast, without: Forecast) -> str:
-    text = f"forecast with it {found.iteration_ms:,.1f} ms, without it {without.iteration_ms:,.1f}"
+    text = (
+        f"simulated step with it {found.iteration_ms:,.1f} ms, without it "
+        f"{without.iteration_ms:,.1f}"
+    )
     fits = found.step is not None and found.step.fits
     return f"{text} ms" if fits else f"{text} ms, does not fit into memory"
 

@@ -37,7 +37,7 @@ def host_memory_line(forecaster: Forecaster, run: Resolved, step: SimulatedStep)
     line = f"at least {_size(sum(terms.values()))} on a node of {ranks} ranks"
     if device.host_memory_bytes:
         line += f", of {_size(ranks * device.host_memory_bytes)}"
-    return f"{line}: {', '.join(parts)}; processes and page cache need more"
+    return f"{line}: {', '.join(parts)}; processes and page cache require more"
 
 
 def _size(size_bytes: float) -> str:

@@ -84,7 +84,7 @@ class Ahead:
         self._left = 0  # pieces until the thread stops
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._grad = torch.is_grad_enabled()
-        self._thread = threading.Thread(target=self._run, name="encoder pieces", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="encoder layers", daemon=True)
         self._turn = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
         self._is_closing = False
@@ -126,7 +126,9 @@ class Ahead:
             self._finished.remove(action)
             return None
         if self._ready:
-            assert self._ready[0] == action, "launch_problems finds that"
+            assert self._ready[0] == action, (
+                "invalid launch; launch_problems should have rejected this"
+            )
             self._ready.popleft()
         return self._handlers[action.type](action)
 

@@ -14,14 +14,17 @@ def check_tensor_bubbles(recipe: Recipe, world_size: int | None) -> Problems:
     if not share:
         return
     if recipe.compile.enabled is True:
-        text = "stops within layers, which compiled layers cannot do; set compile.enabled = false"
+        text = (
+            "interleaves encoder layers, which compiled layers do not support; set "
+            "compile.enabled = false"
+        )
         yield Problem(key, share, text, ("compile.enabled",))
     if parallel.placement != "colocated" or parallel.tensor == 1:
-        text = 'has no use without placement = "colocated" and tensor > 1; remove it'
+        text = 'has no effect without placement = "colocated" and tensor > 1; remove it'
         yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
         return
     if parallel.async_tensor_parallel:
-        text = "needs collectives that the LLM waits for; set async_tensor_parallel = false"
+        text = "requires synchronous collectives of the LLM; set async_tensor_parallel = false"
         yield Problem(key, share, text, ("parallel.async_tensor_parallel",))
     sizes = {name: parallel.encoder_tensor(name) for name in recipe.model.encoder_names}
     smallest = min(sizes, key=sizes.__getitem__, default="")
@@ -29,8 +32,9 @@ def check_tensor_bubbles(recipe: Recipe, world_size: int | None) -> Problems:
         if size != sizes[smallest]:
             text = (
                 f"differs from parallel.{smallest}.tensor = {sizes[smallest]}: ranks that "
-                "communicate in a piece must run it together, but here they run different actions "
-                "of the other encoder; use the same size, or set parallel.tp_comm_fraction = 0"
+                "communicate with each other must run the same encoder action, but here they "
+                "run different actions; use the same degree, or set parallel.tp_comm_fraction "
+                "= 0"
             )
             keys = (f"parallel.{smallest}.tensor", "parallel.tensor", key)
             yield Problem(f"parallel.{name}.tensor", size, text, keys)

@@ -63,8 +63,8 @@ class EncoderWork:
         for name, array in (("forward", self.forward_ms_NSK), ("backward", self.backward_ms_NSK)):
             if array.ndim != 3 or array.shape[:2] != leading:
                 raise ValueError(
-                    f"{self.name}: {name} kernels of shape {list(array.shape)} for {leading[0]} "
-                    f"tasks on {leading[1]} stages; give (tasks, stages, kernels)"
+                    f"{self.name}: {name} kernels of shape {list(array.shape)} for "
+                    f"{leading[0]} tasks on {leading[1]} stages; use (tasks, stages, kernels)"
                 )
             worst = float(array.max(initial=0.0)), float(array.min(initial=0.0))
             if not np.isfinite(array).all() or any(duration_problem(ms) for ms in worst):
@@ -115,8 +115,8 @@ def pipeline_stages(graph: StageGraph, module: str) -> list[list[StageSpec]]:
     ranks = [rank for slices in groups for rank in slices[0].ranks]
     if len(set(ranks)) < len(ranks):
         raise ValueError(
-            f"{module}: its stages are on ranks {[list(s.ranks) for s in own]}; give every rank "
-            "consecutive layers"
+            f"{module}: its stages are on ranks {[list(s.ranks) for s in own]}; assign "
+            "consecutive layers to each rank"
         )
     return groups
 

@@ -87,15 +87,17 @@ def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]
                 continue
             unknown.discard(llm)
             if llm.stage in encoders or llm.type not in COMPUTE:
-                text = "only actions of the LLM can launch pieces"
+                text = "only actions of the LLM can launch encoder layers"
             else:
                 text = _problem(plan, book, rank, place, waiting, started)
             if text:
-                remedy = "make launches with with_launches"
+                remedy = "create launches with with_launches"
                 yield PlanProblem("dependency", rank, place, llm, text, remedy)
     for action in unknown:
-        text = "launches of an action that is not in the plan"
-        yield PlanProblem("dependency", 0, -1, action, text, "make them from this step's plan")
+        text = "launches belong to an action that is not in the plan"
+        yield PlanProblem(
+            "dependency", 0, -1, action, text, "create them from the plan of this step"
+        )
 
 
 def _problem(
@@ -119,9 +121,9 @@ def _problem(
     for action in launch.begins:
         following = waiting.pop() if waiting else None
         if action != following:
-            return f"begins {action}, but {following} is the next one"
+            return f"starts {action}, but {following} is next"
         givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
         if late := givers & later - started:
-            return f"begins {action}, which needs {', '.join(map(str, late))}"
+            return f"starts {action}, which requires {', '.join(map(str, late))}"
         started.add(action)
     return ""

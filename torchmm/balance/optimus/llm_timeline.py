@@ -199,7 +199,7 @@ def llm_timeline(
         ValueError: a rank has no LLM action.
     """
     if idle := [rank for rank, program in enumerate(order) if not program]:
-        raise ValueError(f"ranks {idle} run nothing of the LLM; give it a stage on every rank")
+        raise ValueError(f"ranks {idle} run no LLM action; use an LLM stage on every rank")
     stages = graph.layout.stages
     llm_stages = {action.stage for program in order for action in program}
     # Stages of a pipeline rank, or of the first of its mirrors.
@@ -278,7 +278,7 @@ def _add_inputs(
                 continue  # an encoder
             before = results.get((kind, task))
             if before is None:
-                problems.append(f"{action} needs what is not in the order")
+                problems.append(f"{action} requires an action that is not in the order")
                 continue
             backward = kind is ActionType.B
             wire_ms = costs.transfer_ms.get((message, backward), 0.0) if message else 0.0

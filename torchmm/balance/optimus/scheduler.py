@@ -403,8 +403,9 @@ def _check(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
     tensor_groups = {work.tensor_groups for work in works}
     if len(tensor_groups) != 1:
         raise ValueError(
-            f"encoders {[work.name for work in works]} count {sorted(tensor_groups)} devices per "
-            "rank of the LLM; give all the same, and those split over more ranks a width"
+            f"encoders {[work.name for work in works]} have {sorted(tensor_groups)} devices "
+            "per rank of the LLM; use the same number for all, and set a width for those "
+            "that are split over more ranks"
         )
     devices = len(timeline.ranks) * tensor_groups.pop()
     count = len(timeline.needed_ps)
@@ -412,8 +413,8 @@ def _check(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
         used = sorted(work.devices.tolist())
         if used != list(range(devices)):
             raise ValueError(
-                f"{work.name}: its pipelines are on devices {used}; put them on all {devices}, or "
-                "some are left without encoder work"
+                f"{work.name}: its pipelines are on devices {used}; assign them to all "
+                f"{devices} devices"
             )
         if wrong := [task for task in work.tasks if not 0 <= task[0] < count]:
             raise ValueError(f"{work.name}: task {wrong[0]} of a step of {count} microbatches")

@@ -214,6 +214,6 @@ class MeasuringPlanner(BackgroundPlanner):
         )
         more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         self._logger.info(
-            "step %d: times drifted from those planned with (%s%s): the next steps are planned "
-            "anew", step, shown, more,
+            "step %d: measured times changed since planning (%s%s); the next steps are "
+            "planned with the new times", step, shown, more,
         )  # fmt: skip

@@ -123,7 +123,7 @@ def smallest_efficient(times_ms: Sequence[float]) -> int:
         ValueError: no times, or one is not positive.
     """
     if len(times_ms) == 0 or min(times_ms) <= 0:
-        raise ValueError(f"times {list(times_ms)}: give positive ones of 1, 2, 3, ... images")
+        raise ValueError(f"times {list(times_ms)}: must be positive times for 1, 2, 3, ... images")
     rates = [(index + 1) / ms for index, ms in enumerate(times_ms)]
     return 1 + next(i for i, rate in enumerate(rates) if rate >= EFFICIENT * max(rates))
 

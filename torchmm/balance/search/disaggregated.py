@@ -83,7 +83,7 @@ def orchestration_problem(
     sample = StepSample(recipe) if sample is None else sample
     modules = sample.modules
     if len(modules) == 1:
-        raise ConfigError("model: has no module besides the LLM, so there is nothing to place")
+        raise ConfigError("model: has only an LLM, so disaggregated placement has no effect")
     packs = sampled_packs(recipe, sample.model) if packs is None else packs
     try:
         run = trial_runner(recipe, modules, profile)
@@ -280,7 +280,7 @@ class DisaggregatedPlans:
             if schedules is None or variant.schedule in schedules
         ]
         if not self._variants:
-            raise ConfigError(f"none of the schedules {schedules} runs disaggregated modules")
+            raise ConfigError(f"none of the schedules {schedules} supports disaggregated modules")
         # Plans that use all devices are few and rarely worse, so they are listed first.
         spaces = [PlanSpace(self._variants, exact=True, limits=limits)]
         if not exact:

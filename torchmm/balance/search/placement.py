@@ -55,7 +55,7 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
     fewer = find_best(search(EFFORT / 10, exact=False), world_size)
     raise ConfigError(
         f"parallel.auto_sizes: no plan uses all {world_size} ranks; start {fewer.devices} "
-        "ranks, or give sizes in [parallel] and [parallel.NAME]"
+        "ranks, or set the degrees in [parallel] and [parallel.NAME]"
     )
 
 

@@ -36,7 +36,7 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
     table.add_column("method", no_wrap=True)
     table.add_column("schedule", no_wrap=True)
     table.add_column("recompute", no_wrap=True)
-    table.add_column("parallel sizes")
+    table.add_column("parallelism degrees")
     for column in ("GPUs", "step ms", "MFU %", "tokens/s", "peak GiB"):
         table.add_column(column, justify="right")
     table.add_column("why slower")
@@ -94,14 +94,14 @@ def certificate(result: SearchResult) -> str:
     memory = f"plans may use {MEMORY_SHARE:.0%} of the memory of a device"
     if result.complete:
         return (
-            f"{counts}; the others have higher bounds or estimates or do not fit into memory; "
-            f"{memory}"
+            f"{counts}; the remaining plans have higher bounds or estimates or do not fit in "
+            f"memory; {memory}"
         )
     within = best.step_ms / result.bound_ms - 1
     return (
-        f"{counts}, then the limit was reached; use a higher --budget-s to simulate more plans; "
-        f"no plan that was considered is faster than {result.bound_ms:,.1f} ms; the best step is "
-        f"at most {100 * within:.1f} % slower than that; {memory}"
+        f"{counts}, then the time limit was reached; use a higher --budget-s to simulate more "
+        f"plans. No considered plan is faster than {result.bound_ms:,.1f} ms, so the best "
+        f"step is at most {100 * within:.1f} % slower; {memory}"
     )
 
 

@@ -98,7 +98,7 @@ def find_best(result: SearchResult, devices: int) -> Candidate:
     reasons = "; ".join(f"{name}: {why}" for name, why in result.best_by_method.items())
     if not result.complete:
         raise ConfigError(
-            f"the search found no plan for {devices} devices before it reached its limit "
+            f"the search found no plan for {devices} devices within its time limit "
             f"({reasons}); use more devices or shorter sequences, or a higher --budget-s of "
             "torchmm plan"
         )

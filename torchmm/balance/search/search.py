@@ -114,7 +114,7 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     """
     started = time.thread_time()
     if unknown := [name for name in methods if name not in METHODS]:
-        raise ConfigError(f"method {unknown[0]!r} is unknown; use one of {', '.join(METHODS)}")
+        raise ConfigError(f"unknown method {unknown[0]!r}; use one of {', '.join(METHODS)}")
     plain = base_recipe(recipe, methods[0]) if own_sizes else plain_recipe(recipe)
     plain = with_memory_limit(plain, profile.device.memory_bytes)
     ranks = devices if plain.parallel.placement != "interleaved" else 1
@@ -322,7 +322,9 @@ class _Search:
         )  # fmt: skip
         for plan in plans:
             if method.name == "colocated" and not self._is_small(plan):
-                method.problems["scheduling bubbles takes too long; use a higher --budget-s"] += 1
+                method.problems[
+                    "scheduling bubbles exceeds the time limit; use a higher --budget-s"
+                ] += 1
                 continue
             self._push(method, plan)
 
@@ -603,7 +605,9 @@ class _Search:
     def _progress(self, elapsed: float) -> str:
         simulated = sum(method.simulated for method in self._methods.values())
         best_ms = self.best_ms
-        found = f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits yet"
+        found = (
+            f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits in memory yet"
+        )
         limit = f" of {self._budget_s:.0f}" if self._budget_s < inf else ""
         return f"plans simulated: {simulated} in {elapsed:.0f}{limit} s of CPU time, {found}"
 
@@ -633,7 +637,11 @@ class _Search:
     def _failure(self, method: MethodSearch) -> str:
         """Return why a method has no plan."""
         if method.least_bytes < inf:
-            found = "no plan fits" if self._complete else "no plan that fits was found in time"
+            found = (
+                "no plan fits in memory"
+                if self._complete
+                else "no plan that fits in memory was found in time"
+            )
             least_gib = method.least_bytes / 2**30
             limit_gib = self._limit_bytes / 2**30
             share = f"{limit_gib:.1f} GiB ({MEMORY_SHARE:.0%} of the memory)"
@@ -644,7 +652,7 @@ class _Search:
             return "no plan was simulated in time; use a higher --budget-s"
         if method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
-        return f"no parallel sizes for {self._devices} devices"
+        return f"no parallelism degrees for {self._devices} devices"
 
 
 def _one_line(error: ConfigError) -> str:

@@ -106,8 +106,8 @@ class OperatorGraph:
         if not problems:
             durations = np.rint(np.array(self._durations_ms, np.float64) * PICOSECONDS_PER_MS)
         problems += [
-            f"an edge leads from {_called(self._names, s)} to {_called(self._names, t)}; there are "
-            f"operators 0 to {count - 1}"
+            f"an edge leads from {_called(self._names, s)} to {_called(self._names, t)}, but "
+            f"operators are 0 to {count - 1}"
             for s, t in edges[:, ~known].T.tolist()
         ]
         sources, targets = edges[:, known]
@@ -220,7 +220,7 @@ def _circle(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int
         node = before[node]
     circle = [*path[path.index(node) :], node][::-1]
     return (
-        "operators wait for each other in a circle: "
+        "operators form a cycle: "
         + ", then ".join(_called(names, n) for n in circle)
         + "; remove one of these edges, or add operators to their queues in another order"
     )

@@ -170,7 +170,7 @@ class _Builder:
             after.append(previous)
         if meets:
             key = action._replace(stage=alike[0])
-            after = [self._meet(key, after, f"all mirrors of {action}")]
+            after = [self._meet(key, after, f"all replicas of {action}")]
         name = f"{action} on rank {rank}"
         node = self.graph.add(("rank", rank), self._duration_ms(rank, action), after, name)
         if action.type in COMPUTE:
@@ -211,7 +211,9 @@ class _Builder:
     def _transfer(self, rank: int, action: Action) -> list[int]:
         found = self.transfers.get(transfer_key(action))
         if found is None:
-            self.problems.append(f"{action} on rank {rank}: nobody sends that; validate the plan")
+            self.problems.append(
+                f"{action} on rank {rank}: no rank sends this message; validate the plan"
+            )
             return []
         return [found]
 

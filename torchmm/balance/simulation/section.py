@@ -230,14 +230,16 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
         key = f"simulation.images.{name}"
         own = (images.patches, images.tokens, images.rows, images.columns)
         if images.sizes and any(value is not None for value in own):
-            yield Contradiction(f"{key}.sizes", NO_SIZE, "has a size beside it; remove one of both")
+            yield Contradiction(
+                f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
+            )
             continue
         step = side_step(images.patches_per_token)
         for index, size in enumerate(image_sizes(images)):
             place = f"{key}.sizes[{index}]" if images.sizes else key
             yield from _wrong_size(place, size, step)
             if size.patches is None and step**2 != images.patches_per_token:
-                text = "is no square, so it does not say what rows and columns are multiples of"
+                text = "is not a square number, so the multiples of rows and columns are undefined"
                 yield Contradiction(f"{key}.patches_per_token", images.patches_per_token, text)
     drawn = config.generated
     if drawn is None:
@@ -245,7 +247,9 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
     key = "simulation.generated"
     yield from _wrong({f"{key}.frames": drawn.frames}, least=1)
     if drawn.sizes and (drawn.rows is not None or drawn.columns is not None):
-        yield Contradiction(f"{key}.sizes", NO_SIZE, "has a size beside it; remove one of both")
+        yield Contradiction(
+            f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
+        )
         return
     for index, grid in enumerate(drawn_sizes(drawn)):
         place = f"{key}.sizes[{index}]" if drawn.sizes else key
@@ -259,12 +263,12 @@ def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradict
     if size.patches is None:
         yield from _wrong_sides(key, sides, step, instead=", or patches")
     elif given:
-        text = f"are not needed beside patches = {size.patches}; remove one of both"
+        text = f"cannot be combined with patches = {size.patches}; remove one of them"
         yield Contradiction(f"{key}.{given[0]}", sides[given[0]], text)
     else:
         yield from _wrong_sides(key, {"patches": size.patches})
     if size.tokens is not None and len(set(size.patches or ())) != 1:
-        text = "holds for images of one number of patches; set patches_per_token instead"
+        text = "applies only to images with one number of patches; set patches_per_token instead"
         yield Contradiction(f"{key}.tokens", size.tokens, text)
 
 
@@ -273,7 +277,7 @@ def _wrong_sides(
 ) -> Iterator[Contradiction]:
     """What is wrong with numbers of patches, each a number or least and most."""
     if missing := [name for name, side in sides.items() if side is None]:
-        text = f"of unknown size; add {' and '.join(missing)}{instead}"
+        text = f"is required because sizes are unknown; add {' and '.join(missing)}{instead}"
         yield Contradiction(key, NO_SIZE, text)
         return
     for name, side in sides.items():
@@ -281,14 +285,14 @@ def _wrong_sides(
         wrong = list(_wrong({f"{key}.{name}": numbers}, least=1))
         yield from wrong
         if not wrong and any(number % step for number in numbers):
-            text = f"must be multiples of {step}, the root of patches_per_token"
+            text = f"must be multiples of {step}, the square root of patches_per_token"
             yield Contradiction(f"{key}.{name}", side, text)
 
 
 def _wrong(ranges: dict[str, Range], least: int = 0) -> Iterator[Contradiction]:
     for key, numbers in ranges.items():
         if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
-            text = f"must be two numbers, least and most, from {least} on"
+            text = f"must be [minimum, maximum], with a minimum of at least {least}"
             yield Contradiction(key, numbers, text)
 
 
@@ -299,13 +303,13 @@ def _in_sequence(
     size = config.images.get(encoder) if encoder else None
     shortest, longest = kind.tokens or [sequence_length, sequence_length]
     if kind.images[1] and size is None:
-        text = f"are of unknown size; add [simulation.images.{encoder or 'NAME'}]"
+        text = f"have unknown sizes; add [simulation.images.{encoder or 'NAME'}]"
         if encoder is None and config.images:
-            text = f"whose? set encoder to one of {', '.join(config.images)}"
+            text = f"encoder is ambiguous; set it to one of {', '.join(config.images)}"
         yield Contradiction(f"{key}.images", kind.images, text)
     elif size is not None and kind.images[1] * most_tokens(size) > shortest:
         needed = kind.images[1] * most_tokens(size)
-        text = f"take up to {needed} tokens, more than the {shortest} of a sequence; lower them"
+        text = f"require up to {needed} tokens, more than the {shortest} of a sequence; lower them"
         yield Contradiction(f"{key}.images", kind.images, text)
     if longest > sequence_length or shortest < kind.samples:
         text = f"must be between samples = {kind.samples} and sequence_length = {sequence_length}"
@@ -313,11 +317,14 @@ def _in_sequence(
     drawn = config.generated
     if drawn is None:
         if kind.generated[1]:
-            text = "are of unknown size; add [simulation.generated]"
+            text = "have unknown sizes; add [simulation.generated]"
             yield Contradiction(f"{key}.generated", kind.generated, text)
         return
     frames = kind.generated[1] * drawn.frames[0]
     most = drawn.frames_per_sequence
     if most is not None and frames > most:
-        text = f"have at least {frames} frames, but frames_per_sequence = {most}; lower or raise it"
+        text = (
+            f"have at least {frames} frames, but frames_per_sequence = {most}; lower the frames "
+            "or raise the limit"
+        )
         yield Contradiction(f"{key}.generated", kind.generated, text)

@@ -183,7 +183,7 @@ def memory_changes(
         for position, action in enumerate(program):
             if action not in book.rules[rank]:
                 raise SimulationError(
-                    [f"{action} has no place on rank {rank}; validate_plan says why"]
+                    [f"{action} has no position on rank {rank}; see the problems of validate_plan"]
                 )
             allocates, frees = book.bytes_of(rank, action, memory)
             passing = _passing_bytes(plan, costs, action)
@@ -226,13 +226,13 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
         )
     for rank, nbytes in enumerate(costs.static_bytes):
         if not 0 <= nbytes < inf:
-            problems.append(f"rank {rank} has {nbytes} static bytes; give 0 or more")
+            problems.append(f"rank {rank} has {nbytes} static bytes; must be 0 or more")
     for task in plan.graph.tasks():
         kept = costs.kept_bytes.get(task, 0)
         later = costs.kept_for_weights_bytes.get(task, 0)
         if not (0 <= kept < inf and 0 <= later < inf):
             problems.append(
-                f"{task} keeps {kept} bytes, {later} between its I and W; give 0 or more"
+                f"{task} saves {kept} bytes, {later} between its I and W; must be 0 or more"
             )
     for program in plan.actions:
         for action in program:
@@ -240,7 +240,7 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
                 problems += _tensor_problems(costs, action)
     limit = costs.memory_limit_bytes
     if limit is not None and not limit > 0:
-        problems.append(f"a memory limit of {limit} bytes; give more than 0, or None for no limit")
+        problems.append(f"memory limit {limit} bytes; must be above 0, or None for no limit")
     return problems
 
 

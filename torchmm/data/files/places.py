@@ -57,7 +57,7 @@ class Places:
             if checksum(content[:-SUM_BYTES]) == content[-SUM_BYTES:]:
                 kept: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
                 return kept
-            logger.warning("%s is damaged; %s is searched again", path, file)
+            logger.warning("%s is corrupt; indexing %s again", path, file)
         except FileNotFoundError:
             pass
         found = np.ascontiguousarray(search(), np.int64)
@@ -68,7 +68,7 @@ class Places:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_atomically(path, content + checksum(content))
         except OSError as error:
-            logger.warning("cannot keep where records of %s begin: %s", file, error.strerror)
+            logger.warning("cannot store the record offsets of %s: %s", file, error.strerror)
         return found
 
 

@@ -49,7 +49,9 @@ def _descriptor(name: str, flags: int) -> int:
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"is {_KINDS.get(kind, 'something else')}, not a file", name)
+        raise OSError(
+            errno.EINVAL, f"is {_KINDS.get(kind, 'a special file')}, not a regular file", name
+        )
     return descriptor
 
 
@@ -75,7 +77,7 @@ class FileRange:
             stream.seek(self.start)
             data = stream.read(self.size)
         if len(data) < self.size:
-            raise ValueError(f"cut off after {len(data)} of {self.size} bytes")
+            raise ValueError(f"truncated after {len(data)} of {self.size} bytes")
         return data
 
 

@@ -37,8 +37,8 @@ def read_interleaved(record: Record) -> Sample:
     if any(len(values) != len(texts) for values in files.values()):
         found = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
         raise CorruptSampleError(
-            f"{found} but {len(texts)} texts; all lists need one entry per element, None where "
-            "another list has it"
+            f"{found} but {len(texts)} texts; all lists must have the same length, with None "
+            "for missing elements"
         )
     segments: list[Segment] = []
     for number, text in enumerate(texts):

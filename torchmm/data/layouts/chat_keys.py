@@ -52,8 +52,8 @@ _UNDERSTOOD = {
 OpenAI's format."""
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 _WITH_FILE = {"type", "index", "path", "url", "bytes"}
-_AS_SYSTEM = 'name it in the recipe: columns = { system = "%s" }, or remove it'
-_WEIGHTS = "all records have the same weight; remove it, or set `train` of messages"
+_AS_SYSTEM = 'map it in the recipe: columns = { system = "%s" }, or remove it'
+_WEIGHTS = "all records have the same weight; remove it, or set `train` in the messages"
 _UNREAD = {
     "documents": "write the documents into a message",
     "system_prompt": _AS_SYSTEM % "system_prompt",
@@ -61,11 +61,11 @@ _UNREAD = {
     "loss_scale": _WEIGHTS,
     "loss_weight": _WEIGHTS,
     "sample_weight": _WEIGHTS,
-    "add_generation_prompt": "end the chat with the answer, and remove it",
-    "continue_final_message": "an answer is learned with its end; remove it",
+    "add_generation_prompt": "end the chat with the assistant message, and remove it",
+    "continue_final_message": "the loss includes the end of each assistant message; remove it",
 }
 """Columns of a record that change what other libraries train on, and the fix of each."""
-_RENAME = 'if it has no effect, rename it in the recipe: columns = { unused = "%s" }'
+_RENAME = 'if it has no effect, map it in the recipe: columns = { unused = "%s" }'
 _FILLED_BY = {
     "<ref-object>": ("objects",),
     "<bbox>": ("objects", "bbox", "bboxes"),
@@ -90,8 +90,8 @@ def check_turn(message: Mapping[str, Any]) -> None:
     for key in _filled(message, _ALL_ROLES | _UNDERSTOOD.get(role, set())):
         if key not in METADATA:
             raise CorruptSampleError(
-                f"{role} message has {shown(key, message[key])}, which is not supported and "
-                "would be lost; write it into the content, or leave such conversations out"
+                f"{role} message has {shown(key, message[key])}, which is not supported; "
+                "write it into the content, or remove such conversations"
             )
 
 
@@ -108,7 +108,7 @@ def check_part(part: Mapping[str, Any], role: str) -> None:
     for key in _filled(part, known):
         raise CorruptSampleError(
             f"{kind} part of a {role} message has {shown(key, part[key])}, which is not "
-            "supported and would be lost; remove it, or make it a separate part"
+            "supported; remove it, or make it a separate part"
         )
 
 
@@ -146,7 +146,7 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
         if is_file and _NUMBERED.fullmatch(name):
             kind = _NUMBERED.sub(r"\1s", name)
             raise CorruptSampleError(
-                f"column {name} has a file that is not read; write one list of files, {kind}"
+                f"column {name} contains a file that is not used; write one list of files, {kind}"
             )
     present = {name for name, value in columns.items() if value is not None}
     empty = {
@@ -165,10 +165,11 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
             if mark not in text:
                 continue
             if mark in empty:
-                raise CorruptSampleError(f"{mark} in a text, but column {name} has no file")
+                raise CorruptSampleError(f"text contains {mark}, but column {name} has no file")
             raise CorruptSampleError(
-                f"{mark} in a text, but column {name} is not read: models differ in how they write "
-                f"it; write the values into the text instead of {mark}, as the model expects them"
+                f"text contains {mark}, but column {name} is not supported, because its "
+                f"format depends on the model; replace {mark} with the text that the model "
+                "expects"
             )
 
 

@@ -50,9 +50,9 @@ MAX_CHANNELS = 64
 def brief(value: Any) -> str:
     """A value for a message, without what is inside of it: data may nest deeper than Python."""
     if isinstance(value, Mapping):
-        return f"a table of {', '.join(map(str, value)) or 'nothing'}"[:80]
+        return f"an object with {', '.join(map(str, value)) or 'no keys'}"[:80]
     if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
+        return f"a list with {len(value)} elements"
     return repr(value[:40] if isinstance(value, str | bytes) else value)
 
 
@@ -133,7 +133,9 @@ def _files_of_kind(columns: dict[str, Any], kind: str, root: Root) -> list[FileS
     if not names:
         return []
     if names[0] == several and len(names) > 1:
-        raise CorruptSampleError(f"columns {several} and {names[1]} both have {kind}s; keep one")
+        raise CorruptSampleError(
+            f"columns {several} and {names[1]} both contain {kind} files; keep one column"
+        )
     value = columns[names[0]]
     values = value if isinstance(value, list) else [value]
     return [file_segment(kind, value, root) for value in values if not is_no_file(value)]
@@ -164,17 +166,23 @@ def _file(
     if isinstance(root, RemotePath):
         named = root.join(value)
         if named is None:
-            raise CorruptSampleError(f"{kind} path {value[:80]!r} leaves {root}")
+            raise CorruptSampleError(f"{kind} path {value[:80]!r} is outside of {root}")
         return None, named
     value = value.removeprefix("file://")
     if "://" in value:
-        raise CorruptSampleError(f"{kind} is an address ({value[:80]}), which is never fetched")
+        raise CorruptSampleError(
+            f"{kind} is a URL ({value[:80]}), which torchmm does not download; store the file "
+            "locally"
+        )
     if root is None:
-        raise CorruptSampleError(f"{kind} is a path ({value[:80]}) in a source without directory")
+        raise CorruptSampleError(
+            f"{kind} is a path ({value[:80]}), but the source has no directory; set `files` of "
+            "the source"
+        )
     path = os.path.normpath(os.path.join(root, value))  # noqa: PTH118 - must not follow links
     if not path.startswith(os.path.join(root, "")):  # noqa: PTH118
         raise CorruptSampleError(
-            f"{kind} path {value[:80]!r} leaves {root}; set `files` of the source to "
+            f"{kind} path {value[:80]!r} is outside of {root}; set `files` of the source to "
             f"the directory of its {kind} files"
         )
     return None, path
@@ -192,14 +200,15 @@ def wave_file(value: dict[str, Any], kind: str) -> bytes:
     """
     if kind != "audio":
         raise CorruptSampleError(
-            f"{kind} is a table with `array`, which is read for audio only; store the encoded file"
+            f"{kind} is an object with `array`, which is supported only for audio; store the "
+            "encoded file"
         )
     rate = value.get("sampling_rate")
     number = isinstance(rate, int | float) and not isinstance(rate, bool)
     if not number or not 0 < rate <= MAX_SAMPLING_RATE or rate != int(rate):  # type: ignore[operator, arg-type]
         raise CorruptSampleError(
-            f"audio has `array`, but sampling_rate = {brief(rate)}; give samples per second, a "
-            f"whole number up to {MAX_SAMPLING_RATE}"
+            f"audio has `array`, but sampling_rate = {brief(rate)}; use samples per second, "
+            f"an integer up to {MAX_SAMPLING_RATE}"
         )
     rate = int(rate)
     samples_SC = _samples_by_channel(value["array"])
@@ -227,18 +236,20 @@ def _samples_by_channel(array: Any) -> np.ndarray:
         found = found[:, None]
     if found.ndim != 2 or found.size == 0:
         raise CorruptSampleError(
-            f"`array` of audio has shape {np.shape(array)}; give samples, or channels of samples"
+            f"`array` of audio has shape {np.shape(array)}; use (samples,) or (channels, samples)"
         )
     if found.shape[0] < found.shape[1]:
         found = found.T
     if found.shape[1] > MAX_CHANNELS or found.shape[0] == found.shape[1] > 1:
         raise CorruptSampleError(
-            f"`array` of audio has shape {np.shape(array)}, which does not show its channels"
+            f"`array` of audio has shape {np.shape(array)}, in which the channel dimension is "
+            "ambiguous"
         )
     peak = float(np.abs(found.astype(np.float64)).max())
     if not peak <= (1 if found.dtype.kind in "iu" else MAX_AMPLITUDE):
         raise CorruptSampleError(
-            f"`array` of audio has a value of magnitude {peak:g}; scale samples to -1 to 1"
+            f"`array` of audio has a value of magnitude {peak:g}; scale samples to the range "
+            "-1 to 1"
         )
     return np.ascontiguousarray(found, "<f4")
 
@@ -250,7 +261,7 @@ def _data_address(value: str, kind: str) -> bytes:
     if not comma or not head.endswith(";base64"):
         raise CorruptSampleError(f"{kind} is {value[:40]!r}, not data:TYPE;base64,CONTENT")
     if named in FILE_KINDS and named != kind:
-        raise CorruptSampleError(f"{kind} is {head!r:.80}, data of another kind")
+        raise CorruptSampleError(f"{kind} is {head!r:.80}, data of another type")
     return from_base64(content, kind)
 
 
@@ -261,10 +272,10 @@ def from_base64(content: Any, kind: str) -> bytes:
     size = len(content) * 3 // 4
     if size > MAX_INLINE_BYTES:
         raise CorruptSampleError(
-            f"{kind} of {size} bytes inside the record, at most {MAX_INLINE_BYTES}; store it as "
-            "a file beside the data"
+            f"{kind} of {size} bytes inside the record, but the limit is {MAX_INLINE_BYTES}; "
+            "store it as a file next to the data"
         )
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise CorruptSampleError(f"{kind} data is no base64: {error}") from error
+        raise CorruptSampleError(f"{kind} data is not valid base64: {error}") from error

@@ -47,7 +47,7 @@ def read_conversations(record: Record) -> Conversation:
     column = next(name for name in COLUMNS if record.columns.get(name) is not None)
     messages: list[dict[str, Any]] = []
     for number, entry in enumerate(list_of(record.columns, column), start=1):
-        where = f"`{column}` found, but entry {number}"
+        where = f"column `{column}` exists, but entry {number}"
         for message in _messages_of(entry, where):
             if messages and _is_call(message) and _is_call(messages[-1]):
                 messages[-1]["tool_calls"] += message["tool_calls"]  # several at a time
@@ -70,7 +70,7 @@ def _is_call(message: dict[str, Any]) -> bool:
 
 def _messages_of(entry: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(entry, dict):
-        raise CorruptSampleError(f"{where} is {type(entry).__name__}, not a table")
+        raise CorruptSampleError(f"{where} is {type(entry).__name__}, not an object")
     for speaker, said in _KEYS:
         if entry.get(speaker) is not None:
             if said not in entry:
@@ -81,9 +81,9 @@ def _messages_of(entry: Any, where: str) -> list[dict[str, Any]]:
         return [{**rest, "role": role, "content": entry[key]} for key, role in _PAIR.items()]
     keys = ", ".join(sorted(map(str, entry)))
     raise CorruptSampleError(
-        f"{where} has neither from/value nor role/content, but {keys:.80}"
+        f"{where} has neither from/value nor role/content, only {keys:.80}"
         if keys
-        else f"{where} has neither from/value nor role/content: it is empty"
+        else f"{where} has neither from/value nor role/content, because it is empty"
     )
 
 
@@ -91,7 +91,7 @@ def _message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict
     role = _SPEAKERS.get(entry[speaker]) if isinstance(entry[speaker], str) else None
     if role is None:
         raise CorruptSampleError(
-            f"{where} has {speaker} = {brief(entry[speaker])}, none of {', '.join(_SPEAKERS)}"
+            f"{where} has {speaker} = {brief(entry[speaker])}; use one of {', '.join(_SPEAKERS)}"
         )
     rest = {key: value for key, value in entry.items() if key not in (speaker, said)}
     if role == "call":
@@ -105,11 +105,13 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise CorruptSampleError(f"{where} calls a tool, but is no JSON: {error}") from error
+        raise CorruptSampleError(
+            f"{where} contains a tool call that is not valid JSON: {error}"
+        ) from error
     calls = given if isinstance(given, list) else [given]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise CorruptSampleError(f"{where} calls a tool without a name: {brief(call)}")
+            raise CorruptSampleError(f"{where} contains a tool call without a name: {brief(call)}")
         if "arguments" not in call:
-            raise CorruptSampleError(f"{where} calls {call['name']} without arguments")
+            raise CorruptSampleError(f"{where} contains a call of {call['name']} without arguments")
     return [{"type": "function", "function": call} for call in calls]

@@ -50,13 +50,15 @@ class FilePart(NamedTuple):
         value = self.named
         if isinstance(value, list):
             raise CorruptSampleError(
-                f"{self.kind} of a {self.role} message is a list of {len(value)}, not one file"
+                f"{self.kind} of a {self.role} message is a list of {len(value)} files, not "
+                "one file"
             )
         if isinstance(value, dict):
             if not is_empty(value.get("file_id")):
                 raise CorruptSampleError(
-                    f"{self.kind} of a {self.role} message is file_id {brief(value['file_id'])}, "
-                    "which only its host can read"
+                    f"{self.kind} of a {self.role} message is file_id "
+                    f"{brief(value['file_id'])}, which torchmm cannot download; store the "
+                    "file locally"
                 )
             for key in ("data", "base64"):
                 if not is_empty(value.get(key)):
@@ -83,7 +85,9 @@ def read_part(item: Any, role: str) -> str | FilePart:
             return str(item["text"])
     elif kind in FILE_TYPES:
         return _read_file(item, FILE_TYPES[kind], role)
-    raise CorruptSampleError(f"content part {brief(item)} is none of text, {', '.join(FILE_KINDS)}")
+    raise CorruptSampleError(
+        f"content part {brief(item)} is not supported; use one of text, {', '.join(FILE_KINDS)}"
+    )
 
 
 def _type_of(item: Any) -> Any:
@@ -107,7 +111,7 @@ def _read_file(item: dict[str, Any], kind: str, role: str) -> FilePart:
     # The path beside bytes only says where these once were.
     if len(named) > 1 and named != ["bytes", "path"]:
         raise CorruptSampleError(
-            f"{kind} part of a {role} message names its file as {' and '.join(named)}; keep one"
+            f"{kind} part of a {role} message specifies its file as {' and '.join(named)}; keep one"
         )
     value = item[named[0]]
     return FilePart(kind, role, {"base64": value} if named == ["base64"] else value)

@@ -35,7 +35,7 @@ def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
     answer = text_of(record.columns[answer_column], f"column {answer_column}")
     if optional_text(record.columns, "context").strip():  # Dolly's name of Alpaca's `input`
         raise CorruptSampleError(
-            "column context is not read beside an instruction or query; name it in the recipe: "
+            "column context is ambiguous next to instruction or query; map it in the recipe: "
             'columns = { input = "context" }, or columns = { unused = "context" }'
         )
     messages: list[dict[str, Any]] = []

@@ -63,7 +63,7 @@ def chat_of(
     columns = record.columns
     tools = tools_of(columns)
     if not messages:
-        raise CorruptSampleError("a chat without messages")
+        raise CorruptSampleError("the chat has no messages")
     before: list[dict[str, Any]] = []
     system = columns.get("system")
     if not is_empty(system):
@@ -73,7 +73,7 @@ def chat_of(
         elif first.get("content") != system:
             raise CorruptSampleError(
                 f"column system ({brief(system)}) and a system message "
-                f"({brief(first.get('content'))}); keep one"
+                f"({brief(first.get('content'))}) are both set; keep one"
             )
     read_only += len(before) if read_only else 0
     if files is None:
@@ -110,7 +110,9 @@ def conversation_of(
         role = message.get("role") if isinstance(message, Mapping) else None
         role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
         if role not in ROLES:
-            raise CorruptSampleError(f"message {brief(message)} has no role of {ROLES}")
+            raise CorruptSampleError(
+                f"message {brief(message)} has an unknown role; use one of {ROLES}"
+            )
         for part in expand({**message, "role": role}):
             turn, content = _turn(part)
             turns.append(replace(turn, train=False) if number < read_only else turn)
@@ -131,7 +133,7 @@ def _turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:
     # that has lost something (a refusal), never of one worth learning, unless it is a call. Empty
     # instructions and questions do no harm: they are only read.
     if answers and not calls and _says_nothing(content):
-        raise CorruptSampleError("assistant message has no content; leave such conversations out")
+        raise CorruptSampleError("assistant message has no content; remove such conversations")
     if content is None and (calls or role == "tool"):
         content = ""
     named = {}

@@ -45,7 +45,7 @@ def read_contents(
     read: list[Content] = []
     for role, content in contents:
         if not isinstance(content, str | list):
-            raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
+            raise CorruptSampleError(f"content is {type(content).__name__}, not a string or a list")
         is_text = isinstance(content, str)
         read.append(content if is_text else [read_part(item, role) for item in content])
     columns = {kind: list(files.get(kind, ())) for kind in FILE_KINDS}
@@ -114,14 +114,15 @@ def _match_files(
         found = sum(content.count(f"<{kind}>") for content in read if isinstance(content, str))
         if found != len(files):
             raise CorruptSampleError(
-                f"{found} <{kind}> placeholders but {len(files)} {kind}s; each needs the other"
+                f"{found} <{kind}> placeholders but {len(files)} {kind} files; use one "
+                "placeholder per file"
             )
         return True, True
     unnamed = sum(part.named is None for part in parts)
     if len(files) not in (len(parts), unnamed):
         raise CorruptSampleError(
-            f"{len(parts)} {kind} parts in messages, {len(parts) - unnamed} of them with a file, "
-            f"but {len(files)} {kind}s in columns"
+            f"{len(parts)} {kind} parts in messages, {len(parts) - unnamed} of which have a "
+            f"file, but {len(files)} {kind} files in columns"
         )
     return False, len(files) == len(parts)
 

@@ -30,8 +30,8 @@ def read_prompt(record: Record) -> Sample | Conversation:
     if isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
         return _read_texts(record, text_of(prompt), text_of(completion))
     raise CorruptSampleError(
-        f"prompt is {type(prompt).__name__} and completion {type(completion).__name__}; both "
-        "have to be texts, or both lists of messages"
+        f"prompt is {type(prompt).__name__} and completion is {type(completion).__name__}; "
+        "both must be strings, or both lists of messages"
     )
 
 
@@ -42,8 +42,8 @@ def _read_texts(record: Record, prompt: str, completion: str) -> Sample:
     for name in ("system", "tools", "functions"):
         if not is_empty(record.columns.get(name)):
             raise CorruptSampleError(
-                f"column {name} belongs to a chat, but prompt and completion are texts, which have "
-                "no chat template; write both as lists of messages"
+                f"column {name} requires a chat, but prompt and completion are strings "
+                "without a chat template; write both as lists of messages"
             )
     files = files_of(record.columns, record.root)
     content = prompt if has_marks([prompt], files) else with_files_first(prompt, files)
@@ -60,11 +60,11 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
         if not isinstance(message, dict):
             raise CorruptSampleError(
                 f"message {number} of {len(messages)} of prompt and completion is "
-                f"{type(message).__name__}, not a table"
+                f"{type(message).__name__}, not an object"
             )
     if not any(message.get("role") == "assistant" for message in completion):
         raise CorruptSampleError(
-            f"{len(completion)} messages in completion, none of which is an assistant's"
+            f"{len(completion)} messages in completion, but no assistant message"
         )
     files = files_of(record.columns, record.root)
     if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
@@ -72,7 +72,7 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
         first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), None)
         if first is None:
             raise CorruptSampleError(
-                f"{sum(map(len, files.values()))} files but no user message to put them into"
+                f"{sum(map(len, files.values()))} files but no user message that could contain them"
             )
         content = with_files_first(messages[first].get("content"), files)
         messages[first] = {**messages[first], "content": content}

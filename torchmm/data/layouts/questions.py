@@ -50,7 +50,9 @@ def read_pairs(record: Record) -> Conversation:
     for number, pair in enumerate(record.columns["texts"], start=1):
         for key in ("user", "assistant"):
             if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
-                raise CorruptSampleError(f"`texts` found, but entry {number} has no {key} text")
+                raise CorruptSampleError(
+                    f"column `texts` exists, but entry {number} has no {key} text"
+                )
         messages += turn_messages(pair["user"], pair["assistant"])
     # As nanoVLM, FineVision's loader, which removes placeholders from texts; here they stay text.
     files = files_of(record.columns, record.root)
@@ -92,7 +94,8 @@ def _choices(columns: dict[str, Any]) -> tuple[str, list[str]]:
     given = list_of(columns, column)
     if len(given) > len(ascii_uppercase):
         raise CorruptSampleError(
-            f"column {column} has {len(given)} choices, at most {len(ascii_uppercase)} have letters"
+            f"column {column} has {len(given)} choices, but at most {len(ascii_uppercase)} "
+            "are supported"
         )
     return column, [text_of(choice, f"a choice in column {column}") for choice in given]
 
@@ -102,7 +105,7 @@ def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
     names = ("answer", "correct_choice_idx")
     name = next((n for n in names if columns.get(n) is not None), None)
     if name is None:
-        raise CorruptSampleError(f"`{column}` found, but none of {', '.join(names)}")
+        raise CorruptSampleError(f"column `{column}` exists, but none of {', '.join(names)}")
     value = columns[name]
     meant = set()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -117,13 +120,14 @@ def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
             meant.add(int(letter))
     if len(meant) > 1:
         raise CorruptSampleError(
-            f"{name} = {brief(value)} may be choice {' or '.join(map(str, sorted(meant)))} of "
-            f"{len(choices)}, counted from 0: its number or letter is another choice's text"
+            f"{name} = {brief(value)} is ambiguous: it matches choices "
+            f"{' and '.join(map(str, sorted(meant)))} of {len(choices)} (counted from 0), by "
+            "number, letter or text"
         )
     if not meant or not 0 <= min(meant) < len(choices):
         raise CorruptSampleError(
-            f"{name} = {brief(value)} is none of {len(choices)} choices: no number from 0 to "
-            f"{len(choices) - 1}, no letter, no text of one"
+            f"{name} = {brief(value)} matches none of {len(choices)} choices; use a number "
+            f"from 0 to {len(choices) - 1}, a letter, or the text of a choice"
         )
     return meant.pop()
 
@@ -157,7 +161,8 @@ def _open_answers(columns: dict[str, Any]) -> list[str]:
         return [value]
     if not isinstance(value, list):
         raise CorruptSampleError(
-            f"column {name} is {type(value).__name__}, not text or a list, and there are no choices"
+            f"column {name} is {type(value).__name__}, not a string or a list, and there are "
+            "no choices"
         )
     if not value:
         raise CorruptSampleError(f"column {name} is an empty list")

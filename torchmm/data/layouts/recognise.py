@@ -104,8 +104,8 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     if name is not None:
         if name not in columns:
             raise CorruptSampleError(
-                f"has columns {sorted(columns)}, but `target_image_column` names {name!r}; name "
-                "one of them"
+                f"the record has columns {sorted(columns)}, but `generate` is {name!r}; use "
+                "one of the columns"
             )
         value = columns[name]
         columns = {key: other for key, other in columns.items() if key != name}
@@ -119,8 +119,8 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
         preferences.append("label")
     if preferences:
         raise CorruptSampleError(
-            f"column {preferences[0]} belongs to a set of preferences, for which there is no loss "
-            "here; keep the better answers only, under the name of answers"
+            f"column {preferences[0]} belongs to preference data, which is not supported; "
+            "keep only the preferred responses, in a column of another name"
         )
     record = replace(record, columns=columns)
     content = recognise(record).read(record)
@@ -149,14 +149,14 @@ def recognise(record: Record) -> RecordLayout:
         missing = layout.missing(filled)
         if len(missing) < len(layout.needs):
             has = next(name for group in layout.needs for name in group if name in filled)
-            raise CorruptSampleError(f"`{has}` found, but {_none_of(missing[0])}")
+            raise CorruptSampleError(f"column `{has}` exists, but {_none_of(missing[0])}")
     for name, learnt in _SUGGEST.items():
         if name in filled:
-            raise CorruptSampleError(f"`{name}` found, but {_none_of(learnt)}")
+            raise CorruptSampleError(f"column `{name}` exists, but {_none_of(learnt)}")
     known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
     raise CorruptSampleError(
-        f"no format for columns {sorted(columns)}: known ones have {known}; see "
-        "docs/reference/data.md"
+        f"no record format matches the columns {sorted(columns)}; supported formats have "
+        f"{known} (docs/reference/data.md)"
     )
 
 

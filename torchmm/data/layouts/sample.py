@@ -112,7 +112,7 @@ class FileSegment:
         if size > max_bytes:
             name = self.kind if self.path is None else f"{self.kind} file {self.path}"
             raise CorruptSampleError(
-                f"{name} of {size} bytes; data.max_file_mb is {max_bytes / 1e6:g}"
+                f"{name} has {size} bytes, but data.max_file_mb is {max_bytes / 1e6:g}"
             )
 
     @property
@@ -200,9 +200,9 @@ def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sam
             if any(isinstance(other, TextSegment) and other.loss for other in after):
                 raise BeyondLimitError(
                     f"{segment.kind} without an encoder",
-                    f"the sample has {_article(segment.kind)} file that no encoder of the model "
-                    "reads, and text in the loss after it; add an encoder of this modality to "
-                    "model.encoders, or remove the column",
+                    f"the sample has {_article(segment.kind)} file, followed by text in the "
+                    "loss, but the model has no encoder for it; add an encoder of this "
+                    "modality to model.encoders, or remove the column",
                 )
             names = readers.get(segment.kind, ())
             segments.extend(replace(segment, encoder=name) for name in names)

@@ -29,7 +29,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
         return None
     if not all(isinstance(text, str) and text == texts[0] for text in texts):
         raise CorruptSampleError(
-            f"assistant message has {' and '.join(REASONING_KEYS)} that are not one text"
+            f"assistant message has different values in {' and '.join(REASONING_KEYS)}; keep one"
         )
     return str(texts[0])
 
@@ -64,7 +64,7 @@ def tools_of(columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """
     given = [key for key in ("tools", "functions") if not is_empty(columns.get(key))]
     if len(given) > 1:
-        raise CorruptSampleError("columns tools and functions are both given; keep one of them")
+        raise CorruptSampleError("columns tools and functions are both set; keep one of them")
     return tuple(_tool(tool) for key in given for tool in _list_of(columns[key], f"column {key}"))
 
 
@@ -98,12 +98,13 @@ def train_of(message: Mapping[str, Any]) -> bool | None:
     for key, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise CorruptSampleError(
-                f"{message['role']} message has {shown(key, value)}; a message counts in the loss "
-                "or does not: give true or false"
+                f"{message['role']} message has {shown(key, value)}; use true to include the "
+                "message in the loss, or false"
             )
     if len({bool(value) for value in flags.values()}) > 1:
         raise CorruptSampleError(
-            f"{message['role']} message has {' and '.join(flags)} that disagree; keep one of them"
+            f"{message['role']} message has different values in {' and '.join(flags)}; keep "
+            "one of them"
         )
     return bool(next(iter(flags.values()))) if flags else None
 
@@ -125,13 +126,15 @@ def expand(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _answer_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
-        raise CorruptSampleError(f"{message['role']} message has parts of an answer: {_BY_PARTS}")
+        raise CorruptSampleError(
+            f"{message['role']} message has content parts of an assistant message: {_BY_PARTS}"
+        )
     stages = {"thinking": 0, "tool_use": 2}
     order = [stages.get(_kind(part), 1) for part in message["content"]]
     if order != sorted(order):
         raise CorruptSampleError(
-            "assistant message has thoughts after text, or text after tool_use parts, which no "
-            "template can keep in order; make several messages of it"
+            "assistant message has thinking after text, or text after tool_use parts, and no "
+            "chat template can keep this order; split it into several messages"
         )
     thoughts, rest, calls = [], [], []
     for part in message["content"]:
@@ -145,11 +148,13 @@ def _answer_parts(message: Mapping[str, Any]) -> dict[str, Any]:
         else:
             rest.append(part)
     if len(thoughts) > 1:
-        raise CorruptSampleError("assistant message has several thinking parts; join them to one")
+        raise CorruptSampleError("assistant message has several thinking parts; join them into one")
     parts = {"reasoning_content": thoughts[0] if thoughts else None, "tool_calls": calls or None}
     for key, value in parts.items():
         if value is not None and not is_empty(message.get(key)):
-            raise CorruptSampleError(f"assistant message has {key} and the same as parts")
+            raise CorruptSampleError(
+                f"assistant message has {key} and content parts of the same type; keep one of them"
+            )
     return {**message, **{k: v for k, v in parts.items() if v is not None}, "content": rest}
 
 
@@ -162,7 +167,10 @@ def _user_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             result = {"role": "tool", "tool_call_id": part.get("tool_use_id")}
             messages.append({**flags, **result, "content": part.get("content")})
         elif _kind(part) in _BY_PARTS:
-            raise CorruptSampleError(f"user message has a {_kind(part)} part, which is an answer's")
+            raise CorruptSampleError(
+                f"user message has a {_kind(part)} part, which is supported only for assistant "
+                "messages"
+            )
         elif messages and messages[-1]["role"] == "user":
             messages[-1]["content"].append(part)
         else:
@@ -172,7 +180,7 @@ def _user_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _call(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
-        raise CorruptSampleError(f"tool call {str(call)[:80]} is no table of type function")
+        raise CorruptSampleError(f"tool call {str(call)[:80]} is not an object of type function")
     function = call.get("function")
     if isinstance(function, Mapping):
         _only(call, {"id", "type", "index", "function"}, "tool call")
@@ -192,7 +200,8 @@ def _arguments(value: Any) -> dict[str, Any]:
     value = _parsed(value, "arguments of a tool call")
     if not isinstance(value, Mapping):
         raise CorruptSampleError(
-            f"arguments of a tool call are {type(value).__name__}, not a table with their names"
+            f"arguments of a tool call are {type(value).__name__}, not an object with named "
+            "arguments"
         )
     return dict(value)
 
@@ -200,7 +209,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 def _tool(tool: Any) -> dict[str, Any]:
     tool = _parsed(tool, "description of a tool")
     if not isinstance(tool, Mapping):
-        raise CorruptSampleError(f"description of a tool is {type(tool).__name__}, not a table")
+        raise CorruptSampleError(f"description of a tool is {type(tool).__name__}, not an object")
     function = tool.get("function", tool)
     if tool.get("type") not in (None, "function") or not isinstance(function, Mapping):
         raise CorruptSampleError(f"tool {shown('type', tool.get('type'))} is not a function")
@@ -235,12 +244,12 @@ def _parsed(value: Any, what: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a key is given twice")
+        raise ValueError("a key appears twice")
     return table
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a valid JSON number")
 
 
 def _without_none(value: Any, what: str, depth: int) -> Any:
@@ -252,10 +261,12 @@ def _without_none(value: Any, what: str, depth: int) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(item, what, depth - 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise CorruptSampleError(f"{what} has {value}, which is no number of JSON")
+        raise CorruptSampleError(f"{what} contains {value}, which is not a valid JSON number")
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    raise CorruptSampleError(f"{what} has a value of type {type(value).__name__}, not of JSON")
+    raise CorruptSampleError(
+        f"{what} contains a value of type {type(value).__name__}, which JSON does not support"
+    )
 
 
 def _check_depth(value: Any, what: str, depth: int) -> None:
@@ -269,15 +280,13 @@ def _check_depth(value: Any, what: str, depth: int) -> None:
 def _only(table: Mapping[str, Any], known: set[str], what: str) -> None:
     for key, value in table.items():
         if key not in known and not is_empty(value):
-            raise CorruptSampleError(
-                f"{what} has {shown(key, value)}, which is not supported and would be lost"
-            )
+            raise CorruptSampleError(f"{what} has {shown(key, value)}, which is not supported")
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         found = f"{value!r:.80}" if isinstance(value, str | float | int) else type(value).__name__
-        raise CorruptSampleError(f"{what} is {found}, not a text")
+        raise CorruptSampleError(f"{what} is {found}, not a string")
     return value
 
 

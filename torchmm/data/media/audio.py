@@ -66,12 +66,12 @@ class AudioPreprocessor:
         self._frames = spec.patch_size_px // hop
         if self._frames * hop != spec.patch_size_px:
             raise ConfigError(
-                f"encoder {spec.encoder!r}: patches of {spec.patch_size_px} samples, which are no "
+                f"encoder {spec.encoder!r}: patches of {spec.patch_size_px} samples are not a "
                 f"multiple of processor.hop_length = {hop}"
             )
         if importlib.util.find_spec("soundfile") is None:
             raise ConfigError(
-                f"encoder {spec.encoder!r} needs soundfile; {install_command('audio')}"
+                f"encoder {spec.encoder!r} requires soundfile; {install_command('audio')}"
             )
 
     def meta(self, data: bytes) -> ImageMeta:
@@ -88,10 +88,10 @@ class AudioPreprocessor:
             info = soundfile.info(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
             kind = f"{len(data)} bytes starting with {data[:12]!r}"
-            raise CorruptSampleError(f"not a sound ({kind}): {error}") from error
+            raise CorruptSampleError(f"not an audio file ({kind}): {error}") from error
         if info.frames < 1 or not 0 < info.samplerate <= MAX_SAMPLING_RATE:
             raise CorruptSampleError(
-                f"sound of {info.frames} samples at {info.samplerate} per second"
+                f"audio of {info.frames} samples at {info.samplerate} Hz is not supported"
             )
         samples = ceil(info.frames * self._rate / info.samplerate)
         group = self.spec.patches_per_token
@@ -100,9 +100,10 @@ class AudioPreprocessor:
         if most and samples > self._samples(most) + TOLERANCE_S * self._rate:
             limit_s = self._samples(most) / self._rate
             raise BeyondLimitError(
-                f"audio longer than the {limit_s:g} s that encoder {self.spec.encoder!r} reads",
-                f"audio of {samples / self._rate:.1f} s, but encoder {self.spec.encoder!r} reads "
-                f"{limit_s:g} s; split the file, with its transcript, into shorter ones",
+                (f"audio longer than the limit of {limit_s:g} s of encoder {self.spec.encoder!r}"),
+                f"audio of {samples / self._rate:.1f} s is longer than the limit of "
+                f"{limit_s:g} s of encoder {self.spec.encoder!r}; split the file and its "
+                "transcript",
             )
         if self._chunks.padding == "patch":  # nobody says how sounds end: with a whole token
             pooled = max(1, patches // self.spec.pooled)
@@ -111,7 +112,7 @@ class AudioPreprocessor:
         if most:
             patches = min(patches, most)
         if patches < group:
-            raise CorruptSampleError(f"sound of {samples} samples, too few for a token")
+            raise CorruptSampleError(f"audio of {samples} samples is too short for one token")
         duration_ms = round(1000 * min(samples, self._samples(patches)) / self._rate)
         return ImageMeta(0, 0, patches, patches // group, duration_ms=duration_ms)
 
@@ -205,10 +206,10 @@ class AudioPreprocessor:
                 frames = ceil(wanted * rate / self._rate)
                 wave_SC = sound.read(frames, dtype="float32", always_2d=True)
         except soundfile.LibsndfileError as error:
-            raise CorruptSampleError(f"sound cannot be decoded: {error}") from error
+            raise CorruptSampleError(f"audio cannot be decoded: {error}") from error
         wave_S = wave_SC.mean(axis=1)
         if not np.isfinite(wave_S).all():
-            raise CorruptSampleError("sound has samples that are not finite")
+            raise CorruptSampleError("audio contains NaN or infinite samples")
         if rate != self._rate and len(wave_S):
             shared = gcd(rate, self._rate)
             wave_S = resample_poly(wave_S, self._rate // shared, rate // shared)

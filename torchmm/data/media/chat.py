@@ -103,8 +103,8 @@ class ChatTemplate:
         for string in unmarked_strings(conversation):
             if self._special.search(string):
                 raise CorruptSampleError(
-                    f"{string!r:.80} in tools, ids of calls or chat_template_kwargs contains a "
-                    "special token"
+                    f"{string!r:.80} in tools, ids of calls or chat_template_kwargs contains "
+                    "a special token"
                 )
         self._check_options(conversation)
         calls = any(turn.tool_calls for turn in conversation.turns)
@@ -128,13 +128,13 @@ class ChatTemplate:
         for key, value in options.items():
             if key in _RESERVED or key in self.tokenizer.special_tokens_map:
                 raise CorruptSampleError(
-                    f"chat_template_kwargs has {key}, which is not an option of a template; "
-                    "remove it"
+                    f"chat_template_kwargs contains {key}, which is reserved; remove it"
                 )
             if not is_empty(value) and not re.search(rf"\b{re.escape(key)}\b", template):
                 raise CorruptSampleError(
-                    f"chat_template_kwargs has {key}, which the chat template does not read; if it "
-                    'has no effect, set columns = { unused = "chat_template_kwargs" }'
+                    f"chat_template_kwargs contains {key}, which the chat template does not "
+                    "use; if it has no effect, set columns = { unused = "
+                    '"chat_template_kwargs" }}'
                 )
 
     def render(
@@ -166,7 +166,7 @@ class ChatTemplate:
             )
         except TEMPLATE_ERRORS as error:
             raise TemplateRefusalError(
-                f"the chat template refuses the messages: {error}"
+                f"the chat template rejects the messages: {error}"
             ) from error
         assert isinstance(text, str)
         return text
@@ -243,9 +243,9 @@ class ChatTemplate:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the chat template writes no special token after the last answer: the model does "
-                "not learn to end its answers. Write {{ eos_token }} after each answer in the "
-                "chat template of the tokenizer"
+                "the chat template writes no special token after the last assistant message, "
+                "so the model would not learn to stop. Add {{ eos_token }} after each "
+                "assistant message in the chat template of the tokenizer"
             )
 
 
@@ -266,7 +266,8 @@ class _Chat:
         written = (marks.marks[int(match[1])].kind for match in AS_PYTHON.finditer(marked))
         if any(kind in ("arguments", "content") for kind in written):
             raise TemplateRefusalError(
-                "the chat template writes tables as Python does, not as JSON"
+                "the chat template writes objects in Python syntax, not as JSON; use the "
+                "tojson filter in the template"
             )
         answered = answered_calls(conversation.turns)
         named = {
@@ -326,7 +327,7 @@ class _Chat:
             for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
                 if self.template.render(messages, self.tools, self.options) == self.rendering.text:
                     raise CorruptSampleError(
-                        f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
+                        f"the chat template omits tool_call_id of message {turn + 1}, whose "
                         "result is not in the order of the calls"
                     )
 
@@ -344,9 +345,7 @@ class _Chat:
             for path, value, changed in _changed_scalars(tool):
                 others = [*self.tools[:number], changed, *self.tools[number + 1 :]]
                 if self.template.render(self.messages, others, self.options) == self.rendering.text:
-                    raise CorruptSampleError(
-                        f"the chat template leaves out {path} = {value} of tools"
-                    )
+                    raise CorruptSampleError(f"the chat template omits {path} = {value} of tools")
 
 
 def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

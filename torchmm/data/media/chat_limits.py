@@ -51,7 +51,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         template = self.parse(source) if isinstance(source, str) else source
         for constant in template.find_all(Const):
             if isinstance(constant.value, int) and constant.value > MAX_SIZE:
-                raise SecurityError(f"the integer {constant.value} exceeds {MAX_SIZE:,}")
+                raise SecurityError(
+                    f"the integer {constant.value} is above the limit of {MAX_SIZE:,}"
+                )
         return super().compile(source, *args, **options)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -71,7 +73,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             size = len(items) if isinstance(items, str | list | tuple) else items
             size = size * count if isinstance(size, int) and isinstance(count, int) else 0
         if size > MAX_SIZE:
-            raise SecurityError(f"the result of operator {operator} exceeds {MAX_SIZE:,}")
+            raise SecurityError(
+                f"the result of operator {operator} is above the limit of {MAX_SIZE:,}"
+            )
         return super().call_binop(context, operator, left, right)
 
 
@@ -177,7 +181,7 @@ class LimitedTemplate:
                 return self._template(conversation, options)
         except CpuLimitError:
             self._exceeded += 1
-            problem = f"the chat template used more than {self._limit_s:g} s of processor time"
+            problem = f"the chat template used more than {self._limit_s:g} s of CPU time"
             if self._exceeded < MAX_EXCEEDED:
                 raise CorruptSampleError(problem) from None
             name = self._template.tokenizer.name_or_path

@@ -224,7 +224,9 @@ def align(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) ->
     pieces = _MARK.split(marked)
     numbers = [int(piece) for piece in pieces[1::2]]
     if any(number >= len(marks) for number in numbers):
-        raise CorruptSampleError("the chat template writes private-use characters")
+        raise CorruptSampleError(
+            "the chat template writes characters of the Unicode private use area"
+        )
     owned = _check_all_there(numbers, marks, optional)
     found = [marks[number] for number in numbers]
     for mark, piece in zip(found, pieces[2::2], strict=True):
@@ -249,7 +251,7 @@ def _check_all_there(
         first.setdefault(number, position)
     for number, mark in enumerate(marks):
         if number not in first and not (mark.kind == "name" and mark.turn in optional):
-            raise CorruptSampleError(f"the chat template leaves out {mark.where}")
+            raise CorruptSampleError(f"the chat template omits {mark.where}")
     order = [n for n in first if marks[n].kind not in ("name", "tools")]
     last: dict[Any, int] = {}
     turn = 0
@@ -271,7 +273,7 @@ def _check_scalars(mark: Mark, piece: str) -> None:
         ends = [found + len(form) for form in forms if (found := piece.find(form, position)) >= 0]
         if not ends:
             raise CorruptSampleError(
-                f"the chat template leaves out {json.dumps(scalar):.80} in {mark.where}"
+                f"the chat template omits {json.dumps(scalar):.80} in {mark.where}"
             )
         position = min(ends)
 
@@ -300,8 +302,8 @@ def _places(scaffolds: Sequence[str], found: Sequence[Mark], plain: str) -> list
 def _changed(marks: Sequence[Mark]) -> str:
     what = marks[0].where if marks else "the conversation"
     return (
-        f"the chat template changes {what}, or writes something else because of what it says "
-        "(thoughts in a content, for example: give them as reasoning_content)"
+        f"the chat template changes {what}, or its output depends on the content (for example "
+        "reasoning inside of content; use reasoning_content instead)"
     )
 
 

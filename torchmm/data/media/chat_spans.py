@@ -167,8 +167,8 @@ class Spans:
         if closing is None or not before.startswith(closing):
             if turn:
                 raise CorruptSampleError(
-                    f"the chat template begins message {turn + 1} in a way that does not show "
-                    "where the answer starts; it needs a generation prompt, or generation tags"
+                    f"the chat template does not show where the assistant message {turn + 1} "
+                    "starts; it requires a generation prompt or generation tags"
                 )
             closing = ""
         begin += len(closing)

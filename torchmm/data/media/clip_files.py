@@ -43,7 +43,7 @@ def write_clip(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4") -
     try:
         import av  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise DataError(f"videos are written by PyAV; {install_command('video')}") from error
+        raise DataError(f"writing videos requires PyAV; {install_command('video')}") from error
     container = CONTAINERS[suffix]
     stream = io.BytesIO()
     with av.open(stream, "w", format=container.name) as file:

@@ -163,7 +163,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def _scale_to_8_bit(image: Image.Image) -> Image.Image:
     values_HW = np.asarray(image).astype(np.float64)
     if not np.isfinite(values_HW).all():
-        raise ValueError("pixels are not finite")
+        raise ValueError("pixels contain NaN or infinite values")
     low, high = (0.0, 1.0) if image.mode == "F" else (0.0, 65535.0)
     if values_HW.min() < low or values_HW.max() > high:
         low, high = values_HW.min(), values_HW.max()
@@ -193,9 +193,9 @@ class _ImageFile(io.BytesIO):
             self._reads += 1
             if self._bytes > MAX_HEADER_BYTES or self._reads > MAX_HEADER_READS:
                 raise CorruptSampleError(
-                    f"image of {self._size:,} bytes: its header has more than "
-                    f"{MAX_HEADER_BYTES >> 20} MiB, or {MAX_HEADER_READS:,} parts; save the image "
-                    "without comments and metadata"
+                    f"image of {self._size:,} bytes: its header is larger than "
+                    f"{MAX_HEADER_BYTES >> 20} MiB or has more than {MAX_HEADER_READS:,} "
+                    "segments; save the image without comments and metadata"
                 )
         return super().read(size)
 
@@ -222,10 +222,10 @@ def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
         raise CorruptSampleError(f"image of {width}x{height} pixels")
     if width * height > max_pixels:
         raise CorruptSampleError(
-            f"image of {width}x{height} pixels; data.max_image_pixels is {max_pixels}"
+            f"image of {width}x{height} pixels is larger than data.max_image_pixels = {max_pixels}"
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise CorruptSampleError(f"image of {width}x{height} pixels: aspect ratio above 200")
+        raise CorruptSampleError(f"image of {width}x{height} pixels has an aspect ratio above 200")
     return image, orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
@@ -350,9 +350,9 @@ class ImagePreprocessor:
         other = self._run(Image.new("RGB", (40, 90)))["pixel_values"].shape
         if len(shape) != 4 or shape != other:
             raise ConfigError(
-                f"encoder {self.spec.encoder!r}: {self.spec.processor_class} gives {shape} and "
-                f"{other} for images of two sizes, but a fixed size is needed: set a square "
-                "`size` or a `crop_size` in model.encoders.*.processor"
+                f"encoder {self.spec.encoder!r}: {self.spec.processor_class} returns {shape} "
+                f"and {other} for images of two sizes, but a fixed size is required; set a "
+                "square `size` or a `crop_size` in model.encoders.*.processor"
             )
         return shape[2], shape[3]
 
@@ -388,7 +388,7 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
     if cls is None:
         raise ConfigError(
             f"encoder {encoder!r}: transformers {transformers.__version__} has no image "
-            f"processor {name!r} (asked for: {processor_class!r})"
+            f"processor {name!r} (requested: {processor_class!r})"
         )
     try:
         return cls.from_dict(dict(settings))

@@ -117,7 +117,7 @@ def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:
     except LIBRARY_ERRORS as error:
         settings = ", ".join(f"{name} = {value!r:.80}" for name, value in spec.processor.items())
         raise ConfigError(
-            f"encoder {spec.encoder!r}: {spec.processor_class} cannot be used with these settings; "
-            f"correct `processor` in the recipe or preprocessor_config.json "
+            f"encoder {spec.encoder!r}: {spec.processor_class} rejects these settings; "
+            "correct `processor` in the recipe or preprocessor_config.json "
             f"({describe_error(error)}): {settings}"
         ) from error

@@ -105,7 +105,7 @@ class NaflexLayout(PatchLayout):
         return np.asarray(outputs["pixel_values"])[0, : rows * columns]
 
     def problems(self) -> list[str]:
-        odd = "grids with odd sides, which cannot be merged by pixel shuffle"
+        odd = "a grid with odd height or width, which pixel shuffle does not support"
         return super().problems() + ([odd] if self.spec.merge != 1 else [])
 
 
@@ -196,8 +196,8 @@ class SizedLayout(PatchLayout):
         )
         if not height or not width:  # the processor itself would fail
             raise CorruptSampleError(
-                f"image of {width_px}x{height_px} pixels: less than one wide if its longer side "
-                f"becomes {longest}"
+                f"image of {width_px}x{height_px} pixels becomes less than one pixel wide if "
+                f"its longer side is resized to {longest}"
             )
         return height, width
 

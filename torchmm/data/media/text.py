@@ -102,8 +102,8 @@ class TextEncoder:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise ConfigError(
-                f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json; name a "
-                "directory to which PreTrainedTokenizerFast.from_pretrained(...) was saved"
+                f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json; use a "
+                "directory saved with PreTrainedTokenizerFast.save_pretrained"
             )
         self.spec = spec
         self.sequence_length = sequence_length
@@ -154,15 +154,17 @@ class TextEncoder:
         longest = longest_text(self.sequence_length)
         if len(text) > longest:
             raise CorruptSampleError(
-                f"text of {len(text)} characters, at most {longest} for training.sequence_length "
-                f"= {self.sequence_length}; split it into several samples"
+                f"text of {len(text)} characters is above the limit of {longest} for "
+                f"training.sequence_length = {self.sequence_length}; split it into several "
+                "samples"
             )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise CorruptSampleError(
-                f"text has a lone surrogate, {text[error.start]!r}, at character {error.start}: "
-                "half of a character that was cut in two, or wrongly decoded; write it anew"
+                f"text has a lone surrogate, {text[error.start]!r}, at character "
+                f"{error.start}, which is half of a truncated or wrongly decoded character; "
+                "write the text again"
             ) from error
         backend = self._scaffold if segment.scaffold else self._plain
         return backend.encode(text, add_special_tokens=False).ids

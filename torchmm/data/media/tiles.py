@@ -64,9 +64,9 @@ class TiledMedia:
         wanted = (cut.tiles, *images.blank(*probe.size).shape)
         if found != wanted:
             raise ConfigError(
-                f"encoder {encoder!r}: {spec.processor_class} gives tiles of shape {found} for a "
-                f"picture of 600x200 pixels, but {wanted} are needed; remove settings from "
-                "model.processor"
+                f"encoder {encoder!r}: {spec.processor_class} returns tiles of shape {found} "
+                f"for an image of 600x200 pixels, but {wanted} is required; remove settings "
+                "from model.processor"
             )
         # Tiles are stored as bytes only if the bytes give the processor's values.
         for size in ((600, 200), (90, 400), (70, 70)):

@@ -74,14 +74,14 @@ class Clip:
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
         if importlib.util.find_spec("av") is None:
-            raise ConfigError(f"videos in the data need PyAV; {install_command('video')}")
+            raise ConfigError(f"videos in the data require PyAV; {install_command('video')}")
         self.data = data
         self._max_pixels = max_pixels
         with self._opened() as (container, stream):
             packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
             if not packets or any(_time(packet) is None for packet in packets):
                 raise CorruptSampleError(
-                    f"clip of {len(packets)} frames, or of frames without times"
+                    f"video of {len(packets)} frames, or of frames without timestamps"
                 )
             packets.sort(key=_time)
             self._unit_s: Fraction = stream.time_base
@@ -95,7 +95,7 @@ class Clip:
         last = last or Fraction(shown, max(1, self.frames - 1)) or 1
         self.duration_s = float((shown + last) * self._unit_s)
         if not 0 < self.duration_s < LONGEST_S:
-            raise CorruptSampleError(f"clip of {self.duration_s} seconds")
+            raise CorruptSampleError(f"video of {self.duration_s} seconds")
         self._wanted: set[int] = set()
         first = self.decode([0])[0]
         self.width_px, self.height_px = first.size
@@ -143,11 +143,11 @@ class Clip:
                     frame = next(frames, None)
                     if frame is None:
                         raise CorruptSampleError(
-                            f"clip ends before one of the {self.frames} frames it should have"
+                            f"video ends before one of its {self.frames} expected frames"
                         )
                     now = _time(frame)
                     if now is None:
-                        raise CorruptSampleError("clip has frames without times")
+                        raise CorruptSampleError("video has frames without timestamps")
                 found.append((now, self._rgb(frame)))
         return found
 
@@ -163,10 +163,13 @@ class Clip:
         width, height = frame.width, frame.height
         if width * height > self._max_pixels:
             raise CorruptSampleError(
-                f"clip of {width}x{height} pixels; data.max_image_pixels is {self._max_pixels}"
+                f"video of {width}x{height} pixels is larger than data.max_image_pixels = "
+                f"{self._max_pixels}"
             )
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-            raise CorruptSampleError(f"clip of {width}x{height} pixels: aspect ratio above 200")
+            raise CorruptSampleError(
+                f"video of {width}x{height} pixels has an aspect ratio above 200"
+            )
         if any(component.is_alpha for component in frame.format.components):
             image = to_rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
         else:
@@ -181,14 +184,14 @@ class Clip:
             options = {"format_whitelist": FORMATS}
             with av.open(io.BytesIO(self.data), options=options) as container:
                 if not container.streams.video:
-                    raise CorruptSampleError("clip without pictures")
+                    raise CorruptSampleError("video without frames")
                 stream = container.streams.video[0]
                 stream.codec_context.thread_count = 1
                 yield container, stream
         except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
             kind = f"{len(self.data)} bytes starting with {self.data[:12]!r}"
             text = f"{type(error).__name__}: {str(error)[:120]}"
-            raise CorruptSampleError(f"not a clip ({kind}): {text}") from error
+            raise CorruptSampleError(f"not a video file ({kind}): {text}") from error
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Split(NamedTuple):
             rows = datasets.ReadInstruction.from_spec(text)
         except (ValueError, AssertionError) as error:
             raise ConfigError(
-                f"source {config.path!r}: split = {text!r} is not a split: {error}; write "
+                f"source {config.path!r}: split = {text!r} is not a split: {error}; use "
                 '"NAME", "NAME[:100]" or "NAME[10%:]"'
             ) from error
         return cls(text.partition("[")[0].partition("+")[0].strip(), rows)
@@ -159,8 +159,9 @@ def warn_of_trained_rows(
         )
         if both:
             logger.warning(
-                "%d of %d held-out rows of %r (split = %r) are training rows (split = %r): the "
-                "validation loss does not show generalization. Select other rows by `split`",
+                "%d of %d validation samples of %r (split = %r) are also training samples "
+                "(split = %r), so the validation loss does not measure generalization. "
+                "Select different samples with `split`",
                 both, len(records), held_out.path, held_out.split, config.split,
             )  # fmt: skip
 
@@ -250,8 +251,8 @@ def make_configure(config: SourceConfig) -> Callable[[Record], Record]:
     root = None if config.files is None else str(Path(config.files).expanduser().absolute())
     if root is not None and not Path(root).is_dir():
         raise DataError(
-            f"data.sources: files = {config.files!r} of source {config.path!r} is not a directory; "
-            "name the local directory that paths in the records are relative to"
+            f"data.sources: files = {config.files!r} of source {config.path!r} is not a "
+            "directory; use the local directory to which paths in the records are relative"
         )
     return partial(_configure, names=config.columns, options=SampleOptions.of(config), root=root)
 
@@ -284,7 +285,8 @@ def _check_columns(config: SourceConfig, records: Iterator[Record]) -> None:
     if not known:
         return  # nothing could be read: measuring says why
     raise DataError(
-        f"source {config.path!r}: `columns` names {missing[0]!r}, which none of its first "
-        f"{LOOKED_AT} records has{suggest(missing[0], known)}; its columns are {', '.join(known)}. "
-        'Write columns = { expected = "name in the source" }'
+        f"source {config.path!r}: `columns` maps {missing[0]!r}, but none of the first "
+        f"{LOOKED_AT} records has this column{suggest(missing[0], known)}; existing columns "
+        f"are {', '.join(known)}. Use columns = {{ expected = "
+        '"name in the source" }}'
     )

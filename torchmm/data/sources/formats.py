@@ -118,8 +118,8 @@ def pinned(config: SourceConfig) -> str:
     at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
     if at >= len(parts) or "@" in parts[at]:
         raise ConfigError(
-            f"source {config.path!r}: revision = {config.revision!r} beside an address that has "
-            "its own, or that names no data set; keep one"
+            f"source {config.path!r}: revision = {config.revision!r}, but the path has its "
+            "own revision or is not a Hub data set; keep one revision"
         )
     parts[at] += f"@{config.revision.replace('/', '%2F')}"
     return f"{address.root}/{'/'.join(parts)}"
@@ -129,13 +129,14 @@ def check_hub_keys(config: SourceConfig) -> None:
     """Raises ConfigError for keys of hub data sets at a source that is none."""
     if config.config is not None:
         raise ConfigError(
-            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
-            "but this one is local; remove it, or name the subset's directory or files in `path`"
+            f"source {config.path!r}: config = {config.config!r} selects a subset of a Hub "
+            "data set, but this source is local; remove it, or set `path` to the directory "
+            "or files of the subset"
         )
     if config.revision is not None and not config.path.startswith("hf://"):
         raise ConfigError(
-            f"source {config.path!r}: revision = {config.revision!r} pins a hub data set, but this "
-            "one is none; remove it"
+            f"source {config.path!r}: revision = {config.revision!r} applies only to Hub data "
+            "sets, but this source is local; remove it"
         )
 
 
@@ -144,7 +145,7 @@ def check_only_split(config: SourceConfig, source: str) -> None:
     name = Split.of(config).name
     if name != "train":
         raise DataError(
-            f"source {config.path!r}: split = {config.split!r}, but {source} has the split "
-            '"train" only; remove `split`, or hold out rows by slices: split = "train[:90%]" of '
-            'the training source, "train[90%:]" of the held-out source'
+            f"source {config.path!r}: split = {config.split!r}, but {source} has only the "
+            'split "train"; remove `split`, or hold out samples by slices: split = '
+            '"train[:90%]" for training, "train[90%:]" for validation'
         )

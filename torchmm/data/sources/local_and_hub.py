@@ -153,7 +153,7 @@ def open_map_source(
         except DataError as error:
             if kind != "parquet":
                 raise
-            text = "%s. Its row groups are read one by one, which is slow: repair it"
+            text = "%s. Its row groups are read one at a time, which is slow; repair the file"
             logger.warning(text, error)
             source = RowGroups(files, root, files_fingerprint(files))
     # `datasets` has applied the slices to a dataset of the hub.
@@ -233,7 +233,9 @@ def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: b
     try:
         dataset: Any = datasets.load_dataset(path, config.config, streaming=streaming, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        looked_for = "no local path, so looked for on the hub" if kind == "hub" else kind
+        looked_for = (
+            "not a local path, so requested from the Hugging Face Hub" if kind == "hub" else kind
+        )
         raise DataError(
             f"source {config.path!r} ({looked_for}, split {config.split!r}) cannot be read: "
             f"{type(error).__name__}: {error}"
@@ -241,7 +243,7 @@ def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: b
     addresses = (getattr(dataset.info, "download_checksums", None) or {}) if kind == "hub" else {}
     commits = [match[1] for match in map(_COMMIT.search, addresses) if match is not None]
     if commits and commits[0] != config.revision:
-        text = 'source %r is not pinned: revision = "%s" is what was found now'
+        text = 'source %r has no fixed revision; the current revision is "%s"'
         logger.info(text, config.path, commits[0])
     return dataset
 
@@ -281,14 +283,14 @@ def resolve_files(
         needs_datasets = kind == "arrow" or (kind in FOLDERS and not described(files))
         if needs_datasets and is_address(config.path):
             raise DataError(
-                f"source {config.path!r}: {kind} files are read on this machine alone; write "
-                "parquet, tar or JSON lines, or a metadata.jsonl beside images and clips"
+                f"source {config.path!r}: {kind} files are supported only on local disks; use "
+                "parquet, tar or JSON lines, or a metadata.jsonl next to images and videos"
             )
         return kind, _files_of_split(config, kind, files)
     raise DataError(
         f"source {config.path!r}: none of its {len(candidates)} files has a suffix of "
-        f"{config.format if config.format != 'auto' else 'a known format'}; known are "
-        f"{', '.join(s for suffixes in SUFFIXES.values() for s in suffixes)}"
+        f"{config.format if config.format != 'auto' else 'a supported format'}; supported "
+        f"suffixes are {', '.join(s for suffixes in SUFFIXES.values() for s in suffixes)}"
     )
 
 
@@ -368,17 +370,17 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
     if not chosen:
         known = sorted({split for split in found.values() if split is not None})
         if not known:
-            check_only_split(config, "a directory without directories or files named as splits")
+            check_only_split(config, "a directory without subdirectories or files named as splits")
         raise DataError(
-            f"source {config.path!r}: split = {config.split!r}, but its files are named as the "
-            f"splits {', '.join(known)}; set `split` to one of these, or name files in `path`"
+            f"source {config.path!r}: split = {config.split!r}, but its files belong to the "
+            f"splits {', '.join(known)}; set `split` to one of these, or set `path` to files"
         )
     if len(chosen) == len(found):
         return files
     if kind in FOLDERS and not records:  # `datasets` reads the whole directory
         raise DataError(
             f"source {config.path!r}: {len(found) - len(chosen)} of {len(found)} files are in "
-            f"directories of other splits than {name!r}; name one directory in `path`"
+            f"directories of other splits than {name!r}; set `path` to one directory"
         )
     logger.info(
         "source %r: %d of %d files are in split %r", config.path, len(chosen), len(found), name

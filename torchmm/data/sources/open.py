@@ -145,12 +145,12 @@ class Samples:
         if filtered:
             samples += f", {filtered:,} beyond a limit"
         if not indexed:
-            return samples, "sizes: known as streams are read"
+            return samples, "sizes: determined while streams are read"
         described = [index.described(source.config.filter) for source, index in indexed]
         tokens = np.concatenate([tokens for tokens, _ in described])
         images = np.concatenate([images for _, images in described])
         lengths = ", ".join(describe_lengths(tokens))
-        each = f"{images.mean():.2f} images, tiles, frames or sounds per sample"
+        each = f"{images.mean():.2f} images, tiles, frames or audio clips per sample"
         return samples, f"tokens: {lengths}; {each}"
 
     def fingerprint(self) -> str:
@@ -162,8 +162,8 @@ class Samples:
         streams = [source.name for source in self.sources if not source.key]
         if streams:
             raise ConfigError(
-                f"data.producers: source {streams[0]!r} is streamed, and producers need random "
-                "access; set streaming = false, or remove data.producers"
+                f"data.producers: source {streams[0]!r} is streamed, but producers require "
+                "random access; set streaming = false, or remove data.producers"
             )
         keys = [[source.name, source.key] for source in self.sources]
         return hashlib.sha256(json.dumps([self.seed, keys]).encode()).hexdigest()

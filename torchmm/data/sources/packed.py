@@ -70,7 +70,7 @@ def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
     if _is_intact(copy):
         return copy
     if copy.exists():
-        logger.warning("%s is not the text that was unpacked from %s: unpacking again", copy, path)
+        logger.warning("%s is not the decompressed content of %s; decompressing again", copy, path)
     sha256 = hashlib.sha256()
     with naming_the_cache(cache):
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -138,15 +138,15 @@ def _pieces(path: AnyFile, kind: str | None) -> Iterator[bytes]:
                 unpacked_bytes += len(piece)
                 if unpacked_bytes > limit_bytes:
                     raise DataError(
-                        f"{path} has {size_bytes:,} bytes and more than {limit_bytes:,} bytes of "
-                        f"text: over {MAX_RATIO} times as many. If that is right, unpack it, and "
-                        "use the unpacked file as the source"
+                        f"{path} has {size_bytes:,} bytes and more than {limit_bytes:,} bytes "
+                        f"of decompressed text, a ratio above {MAX_RATIO}. If this is "
+                        "correct, decompress it, and use the decompressed file as the source"
                     )
                 yield piece
     except (OSError, NotImplementedError) as error:
         raise DataError(
-            f"{path} cannot be unpacked: {error}; fetch or write it again, or take it out of the "
-            "source"
+            f"{path} cannot be decompressed: {error}; download or write it again, or remove "
+            "it from the source"
         ) from error
 
 
@@ -162,6 +162,6 @@ def naming_the_cache(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"data.index_cache_dir = {str(directory)!r}: cannot write "
-            f"{error.filename or directory}: {error.strerror}; name a directory that can be "
-            "written and has room"
+            f"{error.filename or directory}: {error.strerror}; use a writable directory with "
+            "free space"
         ) from error

@@ -59,8 +59,8 @@ def rows_of_groups(files: Sequence[AnyFile]) -> list[list[int]]:
     rejected = [problem for _, problem in found if problem]
     if rejected:
         raise DataError(
-            f"parquet files:{first_of(rejected)}\nFetch or write them again, or take them out of "
-            "the source"
+            f"parquet files:{first_of(rejected)}\nDownload or write them again, or remove "
+            "them from the source"
         )
     return [rows for rows, _ in found]
 
@@ -72,7 +72,7 @@ def _read_footer(file: AnyFile) -> tuple[list[int], str]:
             footer = pq.read_metadata(stream)
             groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     except (pa.ArrowException, OSError, ValueError) as error:
-        return [], f"{file} cannot be read (no parquet file, or cut off): {error}"
+        return [], f"{file} cannot be read (not a parquet file, or truncated): {error}"
     plain = sum(group.total_byte_size for group in groups)
     packed = sum(
         group.column(column).total_compressed_size
@@ -81,9 +81,9 @@ def _read_footer(file: AnyFile) -> tuple[list[int], str]:
     )
     problem = ""
     if footer.num_rows >= MANY_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
-        problem = f"{file} claims {footer.num_rows} rows in {plain} bytes, which no samples are"
+        problem = f"{file} claims {footer.num_rows} rows in {plain} bytes, which is not plausible"
     elif plain > max(MAX_GROUP_BYTES, MAX_RATIO * packed):
-        problem = f"{file} claims {plain} bytes, of {packed} compressed, which no samples are"
+        problem = f"{file} claims {plain} bytes, of {packed} compressed, which is not plausible"
     return [group.num_rows for group in groups], problem
 
 

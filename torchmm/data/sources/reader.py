@@ -46,14 +46,14 @@ from torchmm.recipe.data_section import DataConfig
 
 EncodedFile = bytes | FileSegment | ClipFrames | Tile
 """What becomes one image of an encoder."""
-CHANGED = "changed since it was measured"
+CHANGED = "changed since it was indexed"
 
 # Content that is dropped from samples in use (`MeasuredSample.dropped`).
 TRUNCATED = "samples truncated at training.sequence_length"
 EXTRA_IMAGES = "images or videos beyond data.max_images_per_sample"
 EXTRA_FRAMES = "video frames beyond data.video.max_frames or data.video.max_pixels"
-UNREAD_FILES = "files that the model has no encoder for"
-UNREAD_TARGETS = "images to generate that the model has no generator for"
+UNREAD_FILES = "files without an encoder in the model"
+UNREAD_TARGETS = "target images without a generator in the model"
 
 
 def data_of(file: bytes | FileSegment) -> bytes:
@@ -126,7 +126,10 @@ class SampleReader:
         drawings: DrawingPreprocessor | None = None,
     ) -> None:
         if image_specs and text_spec.image_token_id is None:
-            raise ConfigError("model.image_token: the tokenizer has no such token, but an encoder")
+            raise ConfigError(
+                "model.image_token: the tokenizer does not contain this token, but the model has "
+                "an encoder; set it to a token of the tokenizer"
+            )
         self.media = {n: open_media(s, data.max_image_pixels) for n, s in image_specs.items()}
         self.encoders = tuple(image_specs)
         self._readers = {
@@ -214,14 +217,14 @@ class SampleReader:
             files: images, tiles, frames and audio before truncation.
             dropped_images: images beyond `data.max_images_per_sample`.
         """
-        nothing = f"nothing to predict in its first {len(text.ids)} tokens"
+        nothing = f"no text in the loss in the first {len(text.ids)} tokens"
         length = f"training.sequence_length = {self._text.sequence_length:,}"
         if text.unfitting_tokens:
             kind, remedy = self._shorter(files[len(text.image_starts)])
             return BeyondLimitError(
-                f"{kind} that does not fit training.sequence_length",
-                f"{nothing}: the next {kind} has {text.unfitting_tokens:,} tokens with its markers "
-                f"and does not fit {length}; raise it, or {remedy}",
+                f"{kind} too large for training.sequence_length",
+                f"{nothing}: the next {kind} has {text.unfitting_tokens:,} tokens with its "
+                f"markers, more than fit in {length}; raise it, or {remedy}",
             )
         if text.truncated:
             return BeyondLimitError(
@@ -234,7 +237,7 @@ class SampleReader:
                 f"{nothing}: {dropped_images} images are beyond data.max_images_per_sample = "
                 f"{self._max_images}, and the sample is truncated before them; raise the limit",
             )
-        return CorruptSampleError(f"{nothing}: it has no text in the loss")
+        return CorruptSampleError(f"{nothing}: the sample has no text in the loss")
 
     def _shorter(self, file: EncodedFile) -> tuple[str, str]:
         """Return the type of a file and advice on how it uses fewer tokens."""
@@ -385,7 +388,7 @@ class SampleReader:
         for segment, context_end in zip(segments, text.generated_at, strict=False):
             assert self.drawings is not None
             if context_end == 0:
-                raise CorruptSampleError("there is nothing before the image to be drawn")
+                raise CorruptSampleError("there is no text before the target image")
             if known is None:
                 data = opened.read(segment, self._max_bytes)
                 files.append(data)
@@ -394,7 +397,7 @@ class SampleReader:
                 files.append(segment)
                 grid_thw = known.generated[len(metas)].grid_thw
             else:
-                raise CorruptSampleError(f"{CHANGED}: it has more images to be drawn")
+                raise CorruptSampleError(f"{CHANGED}: it has more target images")
             metas.append(GeneratedMeta(grid_thw, self.drawings.context(context_end)))
         return metas, files
 
@@ -415,7 +418,9 @@ class SampleReader:
         data = file if isinstance(file, bytes) else opened.read(file, self._max_bytes)
         grid_thw = self.drawings.grid(data)
         if grid_thw != meta.grid_thw:
-            raise CorruptSampleError(f"{CHANGED}: {meta.grid_thw} -> {grid_thw} patches to draw")
+            raise CorruptSampleError(
+                f"{CHANGED}: {meta.grid_thw} -> {grid_thw} patches of the target image"
+            )
         return self.drawings.decode(data, meta, context_end, key)
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:

@@ -93,7 +93,7 @@ class ArrowStream:
         try:
             table = next(self._iterator, None)
         except _UNREADABLE as error:
-            raise DataError(f"source {self._name!r} cannot be read further: {error}") from error
+            raise DataError(f"source {self._name!r}: cannot continue reading: {error}") from error
         if table is None:
             return None
         columns = row_of(table)
@@ -157,8 +157,9 @@ class IndexedStream:
         """Continue at a record. Raise DataError for a position of `datasets`."""
         if isinstance(position, dict):
             raise DataError(
-                "the checkpoint's position in parquet files is one of an earlier torchmm, which "
-                "read them through `datasets`; continue with that version, or begin a new run"
+                "the checkpoint has the loader state of an earlier torchmm version, which "
+                "read parquet files with `datasets`; continue with that version, or start a "
+                "new run"
             )
         self._next = position or 0
 
@@ -254,9 +255,9 @@ def check_stream(
         if corrupt > max_corrupt:
             break
     total = corrupt + outside + filtered.total()
-    parts = [f"{corrupt} are corrupt", f"{outside} are outside of its `filter`"]
+    parts = [f"{corrupt} are corrupt", f"{outside} are removed by its `filter`"]
     counts = ", ".join([*parts, *describe_filtered(filtered, total)])
-    raise nothing_usable(name, f"no sample in its first {total} records: {counts}", refused)
+    raise nothing_usable(name, f"none of its first {total} records are usable: {counts}", refused)
 
 
 def measure(
@@ -317,7 +318,7 @@ class StreamFeed:
                 skipped = [f"{self.options.name}[{index}]: {sample}"]
                 return replace(Drawn.of([]), skipped=skipped)
             elif not self.options.filter.keeps(len(sample.text.ids)):
-                self._filtered["outside of its `filter`"] += 1
+                self._filtered["removed by its `filter`"] += 1
             else:
                 self._dropped.update(list(sample.dropped))
                 item = self._item(index, record, sample)

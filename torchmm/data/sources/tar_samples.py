@@ -51,7 +51,7 @@ NUMBERS = ("cls", "cls2", "index", "inx", "id")
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_REMEDY = "fetch or write it again, or take it out of the source"
+_REMEDY = "download or write it again, or remove it from the source"
 
 Parts = Mapping[str, bytes | FileRange]
 """Of a sample, by name: read, or where they are."""
@@ -106,7 +106,9 @@ class TarSamples:
         start = int(self._starts[index])
         place = f"{shard}, sample at byte {start}"
         if index in self._behind_damage:
-            raise CorruptSampleError(f"{place}: its first parts may be in the damage before it")
+            raise CorruptSampleError(
+                f"{place}: its first members may be in the corrupt range before it"
+            )
         try:
             with open_regular(shard) as stream:
                 return self._read(shard, stream, start)
@@ -132,7 +134,7 @@ class TarSamples:
                 break
             key = name[0]
             if name[1] in members:
-                raise CorruptSampleError(f"{key} has two parts {name[1]}")
+                raise CorruptSampleError(f"{key} has two members {name[1]}")
             members[name[1]] = member
         parts = {part: _part(shard, stream, part, m) for part, m in members.items()}
         return f"{shard}:{key}", parts
@@ -179,8 +181,9 @@ class WebdatasetStream:
         """Continue at [shard, sample]; raises DataError if this is no such position."""
         if isinstance(position, dict):
             raise DataError(
-                "the checkpoint's position in tar files is one of an earlier torchmm, which read "
-                "them through `datasets`; continue with that version, or begin a new run"
+                "the checkpoint has the loader state of an earlier torchmm version, which "
+                "read tar files with `datasets`; continue with that version, or start a new "
+                "run"
             )
         self._shard: int
         self._next: int
@@ -232,7 +235,7 @@ def _check_tar(shard: AnyFile) -> None:
     last = ""
     with open_regular(shard) as stream:
         if stream.read(8).startswith(_COMPRESSED):
-            raise DataError(f"{shard} is compressed; unpack it, or take it out of the source")
+            raise DataError(f"{shard} is compressed; decompress it, or remove it from the source")
         stream.seek(max(0, size - len(END_MARK)))
         if size % tarfile.BLOCKSIZE == 0 and stream.read() == END_MARK:
             return
@@ -243,23 +246,25 @@ def _check_tar(shard: AnyFile) -> None:
                 while (member := tar.next()) is not None:
                     if member.offset_data + member.size > size:
                         raise DataError(
-                            f"{shard} is cut off after {size} bytes, inside its member "
+                            f"{shard} is truncated after {size} bytes, inside its member "
                             f"{member.name}; {_REMEDY}"
                         )
                     last = member.name
                 end = tar.offset
         except tarfile.TarError as error:
-            found = f"cut off after {size} bytes, after {last}" if last else "not a whole tar file"
+            found = (
+                f"truncated after {size} bytes, after {last}" if last else "not a complete tar file"
+            )
             raise DataError(f"{shard} is {found} ({error}); {_REMEDY}") from error
         stream.seek(end - end % tarfile.BLOCKSIZE)
         rest = stream.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0"):
-        raise DataError(f"{shard} is cut off after {size} bytes, after {last}; {_REMEDY}")
+        raise DataError(f"{shard} is truncated after {size} bytes, after {last}; {_REMEDY}")
     logger.warning(
-        "%s has no end-of-archive mark: if it was cut off between two members, the samples after "
-        "%s are missing. Compare its size with the original's",
+        "%s has no end-of-archive marker. If it is truncated between two members, the "
+        "samples after %s are missing; compare its size with the original file",
         shard,
-        last or "its beginning",
+        last or "its start",
     )
 
 
@@ -289,7 +294,7 @@ class Damage(NamedTuple):
     end: int
 
     def __str__(self) -> str:
-        return f"damage in bytes {self.start} to {self.end}"
+        return f"corrupt data in bytes {self.start} to {self.end}"
 
 
 class _Headers:
@@ -348,17 +353,17 @@ def _part(
     shard: AnyFile, stream: BinaryIO, part: str, member: tarfile.TarInfo
 ) -> bytes | FileRange:
     if member.issparse():
-        raise CorruptSampleError(f"{member.name} is stored with holes")
+        raise CorruptSampleError(f"{member.name} is a sparse member, which is not supported")
     if part.rpartition(".")[2] in FILES and member.size >= SMALL_BYTES:
         return FileRange(shard, member.offset_data, member.size)
     is_text = part.rpartition(".")[2] in (*JSONS, *TEXTS, *NUMBERS)
     limit = MAX_RECORD_BYTES if is_text else MAX_PART_BYTES  # JSON takes 25 times its size
     if member.size > limit:
-        raise CorruptSampleError(f"{member.name} has {member.size} bytes, at most {limit}")
+        raise CorruptSampleError(f"{member.name} has {member.size} bytes, but the limit is {limit}")
     stream.seek(member.offset_data)
     data = stream.read(member.size)
     if len(data) < member.size:
-        raise CorruptSampleError(f"{member.name} is cut off after {len(data)} bytes")
+        raise CorruptSampleError(f"{member.name} is truncated after {len(data)} bytes")
     return data
 
 
@@ -373,7 +378,7 @@ def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
         with open_regular(shard) as stream:
             for member in _members(stream, 0):
                 if isinstance(member, Damage):
-                    logger.warning("%s: %s; samples beside it are left out", shard, member)
+                    logger.warning("%s: %s; skipping the affected samples", shard, member)
                     damaged, last = True, None
                     continue
                 name = _split_name(member)
@@ -403,7 +408,7 @@ def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
     found = np.fromfile(index, "<u8")
     ascending = (np.diff(found.astype(np.int64)) > 0).all()
     if not len(found) or not ascending or found[-1] > size or (found % tarfile.BLOCKSIZE).any():
-        logger.warning("%s is damaged; headers of the shard are read instead", index)
+        logger.warning("%s is corrupt; reading the headers of the shard instead", index)
         return None
     starts = found.astype(np.int64)
     with open_regular(shard) as stream:

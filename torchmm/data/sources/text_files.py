@@ -109,7 +109,7 @@ class TextFile:
         except OSError as error:
             raise CorruptSampleError(f"{where}: {error.strerror}") from error
         if len(data) < size:
-            raise CorruptSampleError(f"{where}: the file was cut off since it was opened")
+            raise CorruptSampleError(f"{where}: the file was truncated after it was opened")
         return Record(self._parse(data, where), root_of(self.path), where=where)
 
     def where(self, line: int) -> str:
@@ -180,8 +180,8 @@ class JsonArray(TextFile):
             return
         if depth == 1:
             logger.warning(
-                "%s does not close its array: if it was cut off, the elements behind its %d bytes "
-                "are missing. Compare its size with the original's",
+                "%s does not close its array. If it is truncated, the elements after byte %d "
+                "are missing; compare its size with the original file",
                 self.path,
                 len(text),
             )
@@ -204,7 +204,7 @@ class Table(TextFile):
         self._delimiter = "\t" if tabs else ";" if semicolons else ","
         super().__init__(path, content, places)
         if not len(self):
-            raise DataError(f"{path} is empty; its first row has to name its columns")
+            raise DataError(f"{path} is empty; its first row must contain the column names")
         self._header = self._fields(self._read_header(), self.where(1))
         self._starts = self._starts[1:]
         self._sizes = self._sizes[1:]
@@ -233,9 +233,10 @@ class Table(TextFile):
         values = self._fields(data, where)
         if len(values) != len(self._header):
             raise CorruptSampleError(
-                f"{where}: row has {len(values)} values, but {len(self._header)} columns are named "
-                f"in the first row ({', '.join(self._header)}); put values with {self._delimiter!r}"
-                " or line breaks in quotes, and double quotes inside of them"
+                f"{where}: row has {len(values)} values, but the first row has "
+                f"{len(self._header)} column names ({', '.join(self._header)}); quote values "
+                f"that contain {self._delimiter!r} or line breaks, and double the quotes "
+                "inside of them"
             )
         named = zip(self._header, values, strict=True)
         return {name: value or None for name, value in named if name}
@@ -303,8 +304,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 def too_long(where: str, unit: str, size: int) -> CorruptSampleError:
     """The error of a record longer than MAX_RECORD_BYTES."""
     return CorruptSampleError(
-        f"{where}: {unit} of {size} bytes is longer than {MAX_RECORD_BYTES} and not read; split "
-        "it, or put what makes it so long into files of their own"
+        f"{where}: {unit} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
+        "split it, or store large content in separate files"
     )
 
 

@@ -80,9 +80,9 @@ class StepsBeside:
         self._process = RestartingProcess[StepSamples | Literal["end"]](
             lambda: StepProcess(_ShareWork(self._begin, self._position), "reordering"),
             logger,
-            task="arranging a step",
-            fallback="steps are arranged in the training process",
-            final_fallback="steps are arranged in the training process",
+            task="reordering a step",
+            fallback="steps are reordered in the training process",
+            final_fallback="steps are reordered in the training process",
             max_deaths=1,
         )
 

@@ -80,5 +80,5 @@ def _weight(config: SourceConfig, size: int | None) -> float:
     say in the same time."""
     if config.epochs is None:
         return config.weight
-    assert size is not None, "streams have no epochs: see torchmm.recipe.check"
+    assert size is not None, "streams have no epochs; the recipe checks should have rejected this"
     return config.epochs * size

@@ -217,8 +217,8 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
     found = sorted(index for rank in places for packs in rank for index in packs)
     if len(places) != shape[0] or not fitting or found != list(range(count)):
         raise ValueError(
-            f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
-            "to have one place, and all microbatches their size"
+            f"{count} packed sequences for {shape[0]} ranks were arranged as {places}; every "
+            "sequence must have one position, and all microbatches the same size"
         )
     figures = {} if imbalance is None else imbalance.figures("sequence")
     places_RMB = np.array(places, np.int64)
@@ -353,7 +353,7 @@ class StepSequence:
             if len(skipped) > self._max_skipped:
                 raise DataError(
                     f"more than data.max_corrupt_samples = {self._max_skipped} samples are "
-                    "corrupt, beginning with" + first_of(skipped)
+                    "corrupt, starting with" + first_of(skipped)
                 )
             self._items.update((name_of(item), item) for item in drawn.items)
         return drawn
@@ -432,10 +432,10 @@ class StepSequence:
             return
         if not resume_changed:
             raise CheckpointError(
-                f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
-                "the recipe and the data; or continue with the changed ones with "
-                "checkpoint.allow_data_change = true, or start afresh with "
-                'checkpoint.resume = "none"'
+                "the loader state of the checkpoint belongs to different data: "
+                f"{'; '.join(changed)}. Restore the recipe and the data, continue with the "
+                "changed data with checkpoint.allow_data_change = true, or start a new run "
+                'with checkpoint.resume = "none"'
             )
         self._restore_what_fits(state, changed)
 
@@ -443,16 +443,17 @@ class StepSequence:
         version = state.get("version")
         if version not in (1, STATE_VERSION):
             raise CheckpointError(
-                f"the checkpoint's data position has version {version}, this version of torchmm "
-                f"reads {STATE_VERSION}"
+                f"the loader state of the checkpoint has version {version}, but this version "
+                f"of torchmm reads {STATE_VERSION}"
             )
         if version != STATE_VERSION:
-            return ["the order of samples, which is another one in this version of torchmm"]
+            return ["the sample order, which differs in this version of torchmm"]
         if comparable(state.get("content")):
             return find_changes(state["content"], self._content)
         self.notice = (
-            "the checkpoint was saved by another version of torchmm: whether samples and their "
-            "order are those it was trained on could not be compared, only their numbers"
+            "the checkpoint was saved by another version of torchmm, which did not record "
+            "the data: only the number of samples could be compared, not the samples and "
+            "their order"
         )
         old = state.get("identity", {})
         new = self._identity()
@@ -508,7 +509,8 @@ class StepSequence:
             if feed.size is None and not (saved and same_stream(saved, self._content, name)):
                 past = None
             positions.append(
-                f"source {name!r} " + (f"after {past['draws']} samples" if past else "anew")
+                f"source {name!r} "
+                + (f"after {past['draws']} samples" if past else "from the start")
             )
             self._mixture.taken[place] = past["draws"] if past else 0
             number = numbers.get(name)
@@ -526,9 +528,9 @@ class StepSequence:
             packs_N = self._packer.begin(drawn.tokens_N, drawn.tiles_N, drawn.patches_N)
         self._wait(kept, packs_N)
         self.notice = (
-            f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
-            f"checkpoint.allow_data_change says, with {', '.join(positions)} ({len(kept)} of "
-            f"{len(_references(state))} samples of unfinished sequences kept)"
+            f"data changed since the checkpoint: {'; '.join(changed)}; continuing because of "
+            f"checkpoint.allow_data_change with {', '.join(positions)} ({len(kept)} of "
+            f"{len(_references(state))} samples of incomplete sequences kept)"
         )
 
 

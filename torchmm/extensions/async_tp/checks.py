@@ -16,20 +16,20 @@ def check_async_tensor(recipe: Recipe, world_size: int | None) -> Problems:
     key = "parallel.async_tensor_parallel"
     needed = ("parallel.tensor", "parallel.sequence_parallel")
     if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
-        text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
+        text = "requires parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
         yield Problem(key, True, text, needed)
     if recipe.adapters:
-        text = "is not implemented with adapters; set it to false"
+        text = "is not supported with adapters; set it to false"
         yield Problem(key, True, text, ("adapters",))
     schedule = find_schedule(parallel.schedule)
     if parallel.pipeline > 1 and schedule and schedule.splits_backward:
         text = (
-            f"hides communication behind weight gradients, which {parallel.schedule} computes "
-            "separately; use another parallel.schedule"
+            f"overlaps communication with weight gradients, which {parallel.schedule} "
+            "computes separately; use another parallel.schedule"
         )
         yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
     if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
-        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
+        text = 'requires CUDA, but training.device is "cpu"; use "auto"'
         yield Problem(
             "parallel.async_tensor_backend", "symmetric_memory", text, ("training.device",)
         )

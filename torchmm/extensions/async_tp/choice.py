@@ -69,9 +69,9 @@ def choose_overlap(
     device = _device_of(mesh)
     backend, reason = choose_backend(group, device, parallel.async_tensor_backend)
     overlap = Overlap(backend, group.group_name, parallel.async_tensor_chunks or UNTUNED)
-    blocks = "whole products"
+    blocks = "full matmuls"
     if backend == "symmetric_memory":
-        blocks = "a block per rank"
+        blocks = "one block per rank"
     elif backend == "ring":
         blocks = f"blocks per slice: {overlap.chunks}"
         if parallel.async_tensor_chunks == 0 and tokens:
@@ -92,10 +92,10 @@ def choose_backend(
         ConfigError: symmetric memory is wanted and does not work.
     """
     if wanted in ("ring", "collective"):
-        return wanted, "as the recipe says"
+        return wanted, "set in the recipe"
     trouble = symmetric_memory_trouble(group, device)
     if trouble is None:
-        return "symmetric_memory", "a trial gave the right numbers"
+        return "symmetric_memory", "a test run returned correct values"
     if wanted == "symmetric_memory":
         raise ConfigError(
             f'parallel.async_tensor_backend = "symmetric_memory": {trouble}; use "auto"'
@@ -103,15 +103,18 @@ def choose_backend(
     name = dist.get_backend(group)
     if name in ("nccl", "gloo"):
         return "ring", f"no symmetric memory: {trouble}"
-    return "collective", f"no symmetric memory: {trouble}; no sends known to overlap on {name}"
+    return (
+        "collective",
+        f"no symmetric memory: {trouble}; no point-to-point transfers with known overlap on {name}",
+    )
 
 
 def symmetric_memory_trouble(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why symmetric memory cannot be used in the group, or None; the ranks agree."""
     if device.type != "cuda":
-        return f"it needs CUDA, this is {device.type}"
+        return f"it requires CUDA, but the device is {device.type}"
     if not _on_one_host(group, device):
-        return "the ranks lie on several hosts"
+        return "the ranks are on several hosts"
     return try_symmetric_memory(group, device)
 
 
@@ -120,14 +123,14 @@ def try_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> str 
     trouble = None
     try:
         if not _gives_equal_numbers(group, device):
-            trouble = "a trial gave wrong numbers"
+            trouble = "a test run returned wrong values"
     except (RuntimeError, AttributeError) as error:
-        trouble = f"a trial failed: {str(error).partition(chr(10))[0]}"
+        trouble = f"a test run failed: {str(error).partition(chr(10))[0]}"
     passed = torch.tensor(int(trouble is None), device=device)
     dist.all_reduce(passed, dist.ReduceOp.MIN, group)
     if passed.item():
         return None
-    return trouble or "a trial failed on another rank"
+    return trouble or "a test run failed on another rank"
 
 
 def time_chunks(

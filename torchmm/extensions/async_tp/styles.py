@@ -87,8 +87,8 @@ class Column:
         """
         if not isinstance(x, ScopeInput):
             raise TypeError(
-                "a column-wise linear was called with something else than the input of its "
-                "attention or MLP; set [parallel] async_tensor_parallel = false for this model"
+                "the input of a column-wise linear layer is not the input of its attention "
+                "or MLP; set [parallel] async_tensor_parallel = false for this model"
             )
         return x.products[self.index]
 

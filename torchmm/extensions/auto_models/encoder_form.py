@@ -68,9 +68,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
     every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
     for index, (one, following) in enumerate(pairwise(every)):
         if following.others or following.hidden is not one.result:
-            raise ConfigError(
-                f"layer {index + 1} is given something else than what layer {index} returned"
-            )
+            raise ConfigError(f"the input of layer {index + 1} is not the output of layer {index}")
     last = every[-1].result
     patches = patches_per_row(tower.config) ** 2
     if last.ndim != 3 or len(last) != len(pixels) or last.shape[1] < patches:
@@ -85,7 +83,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
         if isinstance(module, nn.Conv2d)
     ]
     if len(convolutions) != 1:
-        raise ConfigError(f"{len(convolutions)} convolutions over pixels instead of one")
+        raise ConfigError(f"{len(convolutions)} convolutions over pixels instead of 1")
     norms = [
         name
         for name, call in outputs.items()
@@ -123,17 +121,17 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
 def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> tuple[str, ...]:
     """Modules between pixels and the first layer, one called on the result of the other."""
     if entered.others:
-        raise ConfigError(f"layers are given more than hidden states: {entered.others}")
+        raise ConfigError(f"layers have inputs besides hidden states: {entered.others}")
     hidden: Tensor | None = entered.hidden
     pre: list[str] = []
     while hidden is not pixels:
         made = [n for n, call in outputs.items() if call.result is hidden and not call.unchanged]
         if not made:
             after = f"after {pre[0]}" if pre else "before the layers"
-            raise ConfigError(f"something that is no module of its own is {after}")
+            raise ConfigError(f"an operation that is not a separate module is {after}")
         name = min(made, key=len)
         if outputs[name].others:
-            raise ConfigError(f"{name} is given more than one input: {outputs[name].others}")
+            raise ConfigError(f"{name} has more than one input: {outputs[name].others}")
         pre.insert(0, name)
         hidden = outputs[name].hidden
     return tuple(pre)
@@ -216,7 +214,7 @@ def layer_list(tower: PreTrainedModel) -> str:
     ]
     if len(lists) != 1:
         found = ", ".join(lists) or "none"
-        raise ConfigError(f"no list of layers as long as num_hidden_layers = {count}: {found}")
+        raise ConfigError(f"no list of num_hidden_layers = {count} layers: {found}")
     return lists[0]
 
 

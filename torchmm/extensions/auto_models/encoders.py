@@ -149,7 +149,7 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         ]
     towers = [cls for cls in classes if cls and cls.main_input_name == "pixel_values"]
     if len(towers) != 1:
-        raise ConfigError(f"transformers has no tower for {config.model_type!r} that reads pixels")
+        raise ConfigError(f"transformers has no image encoder for {config.model_type!r}")
     return towers[0]
 
 
@@ -169,9 +169,11 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
         ConfigError: the copy has not, or images are not squares of one size.
     """
     if not getattr(config, "image_size", None) or not getattr(config, "patch_size", None):
-        raise ConfigError("its config has no image_size and patch_size: no images of a fixed size")
+        raise ConfigError(
+            "its config has no image_size and patch_size, so images have no fixed size"
+        )
     if getattr(config, "num_hidden_layers", None) is None:
-        raise ConfigError("no list of layers: its config has no num_hidden_layers")
+        raise ConfigError("its config has no num_hidden_layers, so the list of layers is unknown")
     patches_per_row(config)
     return small_copy(config, _layers, shrunk_encoder_settings)
 
@@ -195,8 +197,8 @@ def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
         found = changed[patch].nonzero().flatten().tolist()
         if found != [family.form.tokens_before + patch]:
             return (
-                f"pixels of patch {patch} change positions {found} before the layers instead of "
-                f"{family.form.tokens_before + patch} alone"
+                f"pixels of patch {patch} change positions {found} before the layers instead "
+                f"of only {family.form.tokens_before + patch}"
             )
     return ""
 
@@ -219,8 +221,8 @@ def known_processor(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
     found = next((name for name in names if name), None)
     if found is None:
         raise ConfigError(
-            f"no image processor is known for {config.model_type!r}; name one as "
-            'processor = {image_processor_type = "..."}'
+            f"no image processor is registered for {config.model_type!r}; set processor = "
+            '{image_processor_type = "..."}'
         )
     return str(found).removesuffix("Fast").removesuffix("Pil")
 

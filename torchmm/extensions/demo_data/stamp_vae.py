@@ -64,10 +64,10 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     try:
         from diffusers import AutoencoderKL  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise DataError(f"{NAME} needs diffusers; {install_command('generation')}") from error
+        raise DataError(f"{NAME} requires diffusers; {install_command('generation')}") from error
     source = output / "tuxpaint_stamps"
     if not source.is_dir():
-        raise DataError(f"{source} is missing; prepare tuxpaint_stamps too")
+        raise DataError(f"{source} is missing; prepare tuxpaint_stamps first")
     pictures = _pictures(source / "train")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -85,9 +85,11 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         vae.save_pretrained(directory)
     counts = {
         "parameters": sum(p.numel() for p in vae.parameters()),
-        "dB on held-out pictures": round(-10 * log10(squared / 4), 1),
+        "dB on held-out images": round(-10 * log10(squared / 4), 1),
     }
-    record(output, NAME, [], "GPL-2 (its pictures')", {"options": options, "counts": counts})
+    record(
+        output, NAME, [], "GPL-2 (license of its images)", {"options": options, "counts": counts}
+    )
 
 
 def _pictures(directory: Path) -> Tensor:

@@ -39,7 +39,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """
     source = output / "tokenizer"
     if not source.is_dir():
-        raise DataError(f"{source} is missing; prepare tuxpaint_stamps too, which makes it")
+        raise DataError(f"{source} is missing; prepare tuxpaint_stamps first")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

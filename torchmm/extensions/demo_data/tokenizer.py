@@ -52,7 +52,7 @@ def prepare(
     """
     files = sorted((output / texts / "train").glob("*.parquet"))
     if not files:
-        raise DataError(f"{output}/{texts} is missing: prepare {texts} too")
+        raise DataError(f"{output}/{texts} is missing; prepare {texts} first")
     captions: list[str] = []
     for file in files:
         captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())

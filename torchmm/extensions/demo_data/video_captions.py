@@ -193,7 +193,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     """
     files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
     if not files:
-        raise DataError(f"{output}/tuxpaint_stamps is missing: prepare tuxpaint_stamps too")
+        raise DataError(f"{output}/tuxpaint_stamps is missing; prepare tuxpaint_stamps first")
     rows = [row for file in files for row in _stamp_rows(file, options)]
     with new_directory(output / "stamp_videos") as directory:
         counts = write_splits(directory, rows, FEATURES)

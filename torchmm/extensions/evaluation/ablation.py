@@ -72,7 +72,7 @@ def _open_run(
     """
     model, tokenizer = build_unfilled_model(run)
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
-        raise ConfigError("images can only be exchanged where an encoder's images have one size")
+        raise ConfigError("images can be exchanged only if an encoder has images of one size")
     cut = cut_model(run, model, tokenizer, mesh.device)
     pipeline, _ = fill_model(run, model, mesh, cut)
     model.eval()

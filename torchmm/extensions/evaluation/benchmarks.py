@@ -62,7 +62,7 @@ def answer(config: BenchmarksConfig, export: Path, output: Path, step: int | Non
         command(config, export, output), env=environment(None), check=False, stdout=sys.stderr
     ).returncode
     if code or not output.exists():
-        raise ConfigError(f"lmms-eval ended with {code} and without scores; see above")
+        raise ConfigError(f"lmms-eval exited with code {code} and without scores; see above")
     return _scores(output, export, step)
 
 
@@ -101,8 +101,8 @@ class Benchmarks:
             return
         if self._process is not None:
             self._logger.warning(
-                "no benchmarks of step %d: those of step %d are not through; raise "
-                "validation.benchmarks.interval",
+                "skipping benchmarks of step %d, because those of step %d are still running; "
+                "raise validation.benchmarks.interval",
                 step,
                 self._step,
             )
@@ -128,7 +128,10 @@ class Benchmarks:
         if code or not output.exists():
             self.failed += 1
             self._logger.warning(
-                "benchmarks of step %d ended with %s and without scores (%d failed so far); see %s",
+                (
+                    "benchmarks of step %d exited with %s and without scores (%d failed so far); "
+                    "see %s"
+                ),
                 self._step,
                 code,
                 self.failed,
@@ -162,7 +165,7 @@ class Benchmarks:
             if self._process is None:
                 break
             self._logger.info(
-                "waiting for the benchmarks of step %d, %g s at most",
+                "waiting for the benchmarks of step %d, at most %g s",
                 self._step,
                 self._config.timeout_s,
             )

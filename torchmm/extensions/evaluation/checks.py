@@ -13,8 +13,11 @@ def check_benchmarks(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of `[validation.benchmarks]`."""
     benchmarks = BenchmarksConfig.of(recipe.validation)
     if benchmarks.interval and not benchmarks.tasks:
-        text = "has no task to answer; set validation.benchmarks.tasks"
+        text = "has no tasks; set validation.benchmarks.tasks"
         yield Problem("validation.benchmarks.interval", benchmarks.interval, text)
     if benchmarks.interval and not Path(benchmarks.python).is_file():
-        text = "no such program; run scripts/lmms_eval.sh, or name a Python that has lmms-eval"
+        text = (
+            "no such program; run scripts/lmms_eval.sh, or set the path of a Python interpreter "
+            "with lmms-eval"
+        )
         yield Problem("validation.benchmarks.python", benchmarks.python, text)

@@ -117,7 +117,7 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
     pixels_PX = torch.empty(inputs.patches_PV.shape, device=x_PV.device)
     images = len(inputs.grids_thw)
     of_latents = inputs.latent_values > 0
-    for step in worked("drawing", range(steps, 0, -1), steps, "steps from noise"):
+    for step in worked("drawing", range(steps, 0, -1), steps, "denoising steps"):
         # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
         times = [step / steps] * images
         now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)

@@ -68,11 +68,13 @@ class ExportModel(lmms):
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Reject tasks that compare likelihoods."""
-        raise ConfigError("tasks that compare likelihoods cannot be answered; name one that writes")
+        raise ConfigError(
+            "tasks that compare likelihoods are not supported; use a task that generates text"
+        )
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
         """Reject tasks with several rounds."""
-        raise ConfigError("tasks of several rounds cannot be answered; name another")
+        raise ConfigError("tasks with several rounds are not supported; use another task")
 
     def _generate(self, requests: Sequence[Any], length: int) -> list[str]:
         """Return the texts of requests with the same maximum length."""
@@ -95,7 +97,7 @@ class ExportModel(lmms):
         written = {text.index: text.generated for text in texts}
         if missing := [n for n in range(len(records)) if n not in written]:
             asked = records[missing[0]]["question"]
-            raise ConfigError(f"{len(missing)} questions cannot be read, such as {asked[:80]!r}")
+            raise ConfigError(f"{len(missing)} samples cannot be read, such as {asked[:80]!r}")
         return [written[number] for number in range(len(records))]
 
     def _record(self, request: Any, scratch: Path, number: int) -> dict[str, Any]:
@@ -104,7 +106,9 @@ class ExportModel(lmms):
         names = []
         for count, visual in enumerate(visuals_of(self.task_dict[task][split][doc_id])):
             if not isinstance(visual, Image.Image):
-                raise ConfigError(f"task {task} shows a {type(visual).__name__}, not a picture")
+                raise ConfigError(
+                    f"task {task} contains a {type(visual).__name__}, but only images are supported"
+                )
             names.append(f"{number}-{count}.png")
             visual.convert("RGB").save(scratch / names[-1])
         return {"images": names, "question": context, "answer": "?"}
@@ -116,8 +120,8 @@ def main() -> int:
     add = parser.add_argument
     add("export", type=Path)
     add("--tasks", nargs="+", required=True)
-    add("--include", help="directory of further tasks")
-    add("--limit", type=int, help="questions of each task")
+    add("--include", help="directory with additional tasks")
+    add("--limit", type=int, help="number of samples per task")
     add("--batch-size", type=int, default=8)
     add("--output", type=Path, required=True)
     arguments = parser.parse_args()

@@ -58,7 +58,7 @@ def plot_captions(
     for axes, (image, generated, truth) in zip(grid, samples, strict=False):
         axes.imshow(image)
         written, caption = (textwrap.shorten(t, 120) or "(nothing)" for t in (generated, truth))
-        label = f"model: {textwrap.fill(written, 38)}\ntruth: {textwrap.fill(caption, 38)}"
+        label = f"model: {textwrap.fill(written, 38)}\nreference: {textwrap.fill(caption, 38)}"
         axes.set_title(label.replace("$", r"\$"), fontsize=8, loc="left")
     figure.savefig(picture, dpi=110)
 

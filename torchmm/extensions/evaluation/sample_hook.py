@@ -85,7 +85,7 @@ class SampleHook(Hook):
         if parts.mesh.rank == 0 and drawn:
             directory = parts.run_dir / DRAWINGS_FOLDER
             directory.mkdir(exist_ok=True)
-            title = f"drawn after step {step} (and the held-out images themselves)"
+            title = f"generated after step {step} (with the validation images)"
             shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
             plot_pictures(shown, title, directory / f"step-{step}.png")
 
@@ -123,6 +123,6 @@ class SampleHook(Hook):
             for image in images
         ]
         if shown:
-            title = f"held-out images after step {step}"
+            title = f"validation images after step {step}"
             plot_captions(shown, title, parts.run_dir / "captions.png")
         return texts

@@ -39,7 +39,7 @@ def score(name: Score, answers: Sequence[Answer]) -> float:
         ValueError: There are no answers, or the references of a word error rate have no words.
     """
     if not answers:
-        raise ValueError(f"{name} of no answers")
+        raise ValueError(f"{name} requires at least one sample")
     return _SCORES[name](answers)
 
 
@@ -86,7 +86,7 @@ def word_error_rate(answers: Sequence[Answer]) -> float:
         edits, length = min(found, key=lambda pair: (pair[0] / max(1, pair[1]), -pair[1]))
         errors, total = errors + edits, total + length
     if not total:
-        raise ValueError(f"no words in the references of {len(answers)} answers")
+        raise ValueError(f"the references of {len(answers)} samples contain no words")
     return errors / total
 
 

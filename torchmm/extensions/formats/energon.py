@@ -68,8 +68,8 @@ class EnergonFormat:
             return None
         check_hub_keys(config)
         raise DataError(
-            f"source {config.path!r}: no directory with .nv-meta; correct `path`, or set format = "
-            '"webdataset" to read its tar files alone'
+            f"source {config.path!r}: not a directory with .nv-meta; correct `path`, or set "
+            'format = "webdataset" to read only its tar files'
         )
 
     def open(
@@ -164,11 +164,11 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
     splits = _load(file)
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
-        raise DataError(f"{file} has no table split_parts; run energon prepare again")
+        raise DataError(f"{file} has no split_parts; run energon prepare again")
     name = "val" if split == "validation" and split not in parts else split
     if not parts.get(name):
         known = ", ".join(str(key) for key, shards in parts.items() if shards)
-        raise DataError(f"{file} has no shards for split {split!r}; set `split` to one of {known}")
+        raise DataError(f"{file} has no shards for split {split!r}; use one of {known}")
     excluded = set(_expand(splits.get("exclude") or [], f"{file}: exclude"))
     shards: list[AnyFile] = []
     for shard_name in _expand(parts[name], f"{file}: split_parts.{name}"):
@@ -177,8 +177,8 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
         shard = find(_relative(shard_name, f"{file}: split_parts.{name}"))
         if shard is None:
             raise DataError(
-                f"{file} names {directory}/{shard_name}, which does not exist; fetch it, or "
-                "prepare again"
+                f"{file} lists {directory}/{shard_name}, which does not exist; download it, "
+                "or run energon prepare again"
             )
         shards.append(shard)
     left_out: dict[AnyFile, set[str]] = {}
@@ -222,24 +222,24 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     described = _load(file)
     sample_type = described.get("sample_type") or described
     if not isinstance(sample_type, dict):
-        raise DataError(f"{file}: sample_type is not a table; run energon prepare again")
+        raise DataError(f"{file}: sample_type is not a mapping; run energon prepare again")
     name = str(sample_type.get("__class__", ""))
     kind = re.sub(r"(Webdataset|Sample)(Factory)?$", "", name)
     if code := [key for key in ("sample_loader", "part_filter") if key in described]:
         raise DataError(
-            f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which is never run "
-            "from data; say with field_map where the fields are, or write __class__: "
-            "CrudeWebdataset if samples have the columns that docs/reference/data_formats.md lists"
+            f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which torchmm "
+            "does not run; map the fields with field_map, or set __class__: CrudeWebdataset "
+            "if samples have the columns that docs/reference/data.md lists"
         )
     if kind not in KINDS:
         raise DataError(
-            f"{file}: __class__ = {name!r:.200} is not known; known are {', '.join(KINDS)}"
+            f"{file}: __class__ = {name!r:.200} is not supported; use one of {', '.join(KINDS)}"
         )
     mapped = described.get("field_map") or {}
     if not isinstance(mapped, dict) or not all(isinstance(v, str) for v in mapped.values()):
         raise DataError(
-            f"{file}: field_map = {mapped!r:.200} is not a table of strings; write each field as "
-            "FIELD: PART or FIELD: PART[KEY]"
+            f"{file}: field_map = {mapped!r:.200} is not a mapping of strings; write each "
+            "field as FIELD: PART or FIELD: PART[KEY]"
         )
     if not mapped and kind != "Crude":
         raise DataError(f"{file}: {name} has no field_map; run energon prepare again")
@@ -255,9 +255,10 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
     if pickled := sorted(parts & PICKLED):
         raise DataError(
-            f"{file}: field_map reads {pickled[0]!r}, which is pickled; unpickling may run code "
-            "and is never done. Write each image or clip as a part of its own, and their names "
-            "into the sample's json, as in imgs: json[images]"
+            f"{file}: field_map reads {pickled[0]!r}, which is a pickle; pickle files are not "
+            "supported, because unpickling may run code. Write each image or video as a "
+            "separate part, and their names into the json of the sample, as in imgs: "
+            "json[images]"
         )
     return kind, fields
 
@@ -287,7 +288,7 @@ def _load(file: AnyFile) -> dict[str, Any]:
             f"{MAX_NODES:,} are supported; run energon prepare again"
         )
     if not isinstance(found, dict):
-        raise DataError(f"{file} is no table; run energon prepare again")
+        raise DataError(f"{file} is not a mapping; run energon prepare again")
     return found
 
 
@@ -327,7 +328,7 @@ def _expand(names: Any, where: str) -> list[str]:
         DataError: It is not a list of names, or the names would fill the memory.
     """
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where} = {names!r:.200} is not a list of names; write one name a line")
+        raise DataError(f"{where} = {names!r:.200} is not a list of names; write one name per line")
     expanded: list[str] = []
     characters = 0
     for name in names:

@@ -53,8 +53,8 @@ class LanceSource:
     def __init__(self, config: SourceConfig) -> None:
         if config.revision is not None and not config.revision.isdecimal():
             raise ConfigError(
-                f"source {config.path!r}: revision = {config.revision!r} is no version of a Lance "
-                "table; write its number"
+                f"source {config.path!r}: revision = {config.revision!r} is not a version of "
+                "a Lance table; use its number"
             )
         path = config.path
         self._path = path if is_address(path) else str(Path(path).expanduser().absolute())
@@ -100,7 +100,8 @@ class LanceSource:
                 import lance  # noqa: PLC0415 - an extra
             except ImportError as error:
                 raise ConfigError(
-                    f"source {self._path!r}: Lance tables need pylance; {install_command('lance')}"
+                    f"source {self._path!r}: Lance tables require pylance; "
+                    f"{install_command('lance')}"
                 ) from error
             self._table = lance.dataset(self._path, version=self._version)
         return self._table

@@ -46,7 +46,7 @@ def draw_requests(
     spec = writer.model.generator_spec()
     if spec is None:
         raise ConfigError(
-            "this model has no generator to draw with; name a run or checkpoint of one that has"
+            "this model has no generator; use a run or checkpoint of a model with a generator"
         )
     found: dict[int, list[Image.Image]] = {}
     problems: list[str] = []
@@ -73,7 +73,7 @@ def draw_requests(
                 break
     if lost := [r.label for number, r in enumerate(requests) if number not in found]:
         why = "; ".join(problems) or f"longer than {max_prompt_tokens} tokens"
-        raise DataError(f"{', '.join(lost)} cannot be drawn: {why}")
+        raise DataError(f"{', '.join(lost)} cannot be used as prompts: {why}")
     return [found[number] for number in range(len(requests))]
 
 
@@ -100,6 +100,8 @@ def _with_drawing(request: Request, blank: str) -> Request:
     record = dict(request.record)
     words = record.pop("prompt", "")
     if not isinstance(words, str) or not words:
-        raise ConfigError(f"{request.label}: a picture is drawn from words; give --prompt WORDS")
+        raise ConfigError(
+            f"{request.label}: image generation requires a text prompt; use --prompt TEXT"
+        )
     record.pop("completion", None)
     return replace(request, record={**record, "text": words, COLUMN: blank})

@@ -20,32 +20,46 @@ def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
     if float8.scaling == "none":
         return
     if recipe.training.dtype != "bfloat16" and not float8.emulate:
-        text = 'its products give bfloat16; set training.dtype = "bfloat16" or float8.emulate'
+        text = 'requires bfloat16 outputs; set training.dtype = "bfloat16" or float8.emulate'
         yield Problem(key, float8.scaling, text, ("training.dtype", "float8.emulate"))
     cut = parallel.placement != "interleaved" or parallel.pipeline > 1
     colocated = parallel.placement == "colocated"
     order = parallel.llm_schedule if colocated else parallel.schedule
     schedule = find_schedule(order)
     if cut and schedule is not None and schedule.splits_backward:
-        text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
+        text = (
+            f'"{order}" splits each backward pass in two, which float8 matmuls do not support; '
+            "use another schedule"
+        )
         yield Problem(key, float8.scaling, text, ("parallel.schedule", "parallel.llm_schedule"))
     for name in float8.modules:
         _, tensor = tensor_size(parallel, name)
         if tensor > 1 and float8.scaling != "rowwise":
-            text = f'ranks divide what is scaled together in {name!r}; use 1, or "rowwise" scales'
+            text = (
+                f"ranks share one scale in {name!r}, which is not supported; use 1, or scaling "
+                '"rowwise"'
+            )
             yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
         elif tensor > 1 and parallel.async_tensor_parallel:
-            text = f"its products, some of {name!r}, are not implemented in float8; set it to false"
+            text = (
+                f"float8 is not supported for the linear layers of {name!r} in this case; set it "
+                "to false"
+            )
             yield Problem("parallel.async_tensor_parallel", True, text, (key, "float8.modules"))
         if name == LLM and parallel.context > 1 and float8.scaling != "rowwise":
-            text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
+            text = (
+                "ranks share the sequences of one scale, which is not supported; use 1, or "
+                'scaling "rowwise"'
+            )
             yield Problem("parallel.llm.context", parallel.context, text, (key,))
         if name != LLM and cut:
-            text = f"plans decide which images of {name!r} are scaled together; leave it out"
+            text = (
+                f"the images that share a scale in {name!r} depend on the plan; remove the module"
+            )
             yield Problem("float8.modules", name, text, ("parallel.pipeline", "parallel.placement"))
         if name in recipe.freeze.modules or name in recipe.adapted_modules:
             text = (
-                f"{name!r} is frozen or has an adapter, and float8 products would compute its "
-                "weights' gradients all the same; leave it out"
+                f"{name!r} is frozen or has an adapter, but float8 would compute its weight "
+                "gradients; remove the module"
             )
             yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))

@@ -64,7 +64,7 @@ class Float8Converter(ModelConverter):
         modules = [m for m in model.modality_modules() if config.concerns(m.name)]
         if not modules:
             return {}
-        counts = [f"{len(float8_linears(m, config))} linears of {m.name}" for m in modules]
+        counts = [f"{len(float8_linears(m, config))} linear layers of {m.name}" for m in modules]
         how = f"{config.scaling} scales" + (", emulated" if config.emulate else "")
         return {"float8": f"{how}: {', '.join(counts)}"}
 
@@ -125,10 +125,10 @@ def float8_problems(
     for module in wanted:
         if not float8_linears(module, config):
             problems.append(
-                f"float8.modules: {module.name!r} has no linear with float8 products: between its "
-                f"first {config.first_layers} and last {config.last_layers} layers of "
-                f"{len(module.layer_sizes())}, with sizes that are multiples of {_MULTIPLE}, and "
-                "not in float8.exclude; leave the module out"
+                f"float8.modules: {module.name!r} has no linear layer for float8: it must not "
+                f"be in the first {config.first_layers} or last {config.last_layers} of "
+                f"{len(module.layer_sizes())} layers or in float8.exclude, and its sizes must "
+                f"be multiples of {_MULTIPLE}; remove the module"
             )
         if not config.emulate:
             problems += _uneven_parts(module, config, tensor.get(module.name, 1))
@@ -145,21 +145,24 @@ def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> l
         if linear in chosen and isinstance(linear, nn.Linear) and style in ("colwise", "rowwise")
     }
     return [
-        f"[parallel] tensor = {tensor} divides {size} features of linears of {module.name!r} into "
-        f"parts that are no multiples of {_MULTIPLE}; use a smaller number, or float8.exclude"
+        f"[parallel] tensor = {tensor} splits {size} features of linear layers of "
+        f"{module.name!r} into shards that are not multiples of {_MULTIPLE}; use a smaller "
+        "number, or float8.exclude"
         for size in sorted(divided)
         if tensor > 1 and size // tensor % _MULTIPLE
     ]
 
 
 def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
-    remedy = 'float8.emulate = true computes the same numbers, slowly; or set scaling = "none"'
+    remedy = 'set float8.emulate = true for a slow emulation, or recipe = "none"'
     if device.type != "cuda":
-        return [f'float8.scaling = "{config.scaling}": needs a GPU; {remedy}']
+        return [f'float8.scaling = "{config.scaling}": requires a GPU; {remedy}']
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return [f'float8.scaling = "{config.scaling}": {name} has no float8 products; {remedy}']
+        return [
+            f'float8.scaling = "{config.scaling}": {name} does not support float8 matmuls; {remedy}'
+        ]
     return []
 
 

@@ -261,9 +261,9 @@ def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
         if local_linears(layer, tensor)[name][0] != whole
     }
     return [
-        f'optimizer.state_dtype = "int8": parallel.tensor = {tensor} leaves a rank {own} inputs of '
-        f"linears of {module.name!r}, which is no multiple of {BLOCK}, the block of a scale; use "
-        '"bfloat16" or other sizes'
+        f'optimizer.state_dtype = "int8": with parallel.tensor = {tensor}, a rank has {own} '
+        f"input features of linear layers of {module.name!r}, which is not a multiple of the "
+        f'block size {BLOCK}; use "bfloat16" or another tensor-parallel degree'
         for own in sorted(inputs)
         if own % BLOCK
     ]

@@ -32,9 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--bind", default="127.0.0.1:7410", help="HOST:PORT to listen on")
-    parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
-    parser.add_argument("--tls-key", help="PEM file of its private key")
+    parser.add_argument("--bind", default="127.0.0.1:7410", help="address to listen on")
+    parser.add_argument("--tls-certificate", help="PEM file with the certificate of this host")
+    parser.add_argument("--tls-key", help="PEM file with its private key")
     return parser
 
 

@@ -78,13 +78,16 @@ def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | Non
     host = arguments.bind.rpartition(":")[0]
     address = arguments.advertise or f"{host}:{producer.port}"
     if host.strip("[]") in ("0.0.0.0", "::") and not arguments.advertise:
-        raise ConfigError(f"--bind {arguments.bind}: give --advertise HOST:PORT, to be found at")
+        raise ConfigError(
+            f"--bind {arguments.bind}: set --advertise to the HOST:PORT at which this host is "
+            "reachable"
+        )
     certificate = read_certificate("--ca-certificate", arguments.ca_certificate)
     try:
         return Reporter(arguments.registry, partial(producer.load, address), certificate)
     except ConnectionError as error:
         raise ConfigError(
-            f"--registry {arguments.registry}: {error}; give --ca-certificate"
+            f"--registry {arguments.registry}: {error}; set --ca-certificate"
         ) from error
 
 
@@ -118,7 +121,9 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     for name, lowest in lowest_ports.items():
         address = getattr(arguments, name)
         if address is not None and not is_host_port(address, lowest):
-            raise ConfigError(f"--{name} {printable(address)}: is not an address; use HOST:PORT")
+            raise ConfigError(
+                f"--{name} {printable(address)}: is not a valid address; use HOST:PORT"
+            )
     if not 0 <= arguments.workers <= MAX_PRODUCER_WORKERS:
         raise ConfigError(
             f"--workers {arguments.workers}: is out of range; use 0 to {MAX_PRODUCER_WORKERS}"
@@ -132,14 +137,18 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="recipe (TOML) of the run")
-    parser.add_argument("--bind", default="127.0.0.1:7411", help="HOST:PORT to listen on")
+    parser.add_argument("--config", required=True, help="recipe (TOML file) of the run")
+    parser.add_argument("--bind", default="127.0.0.1:7411", help="address to listen on")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
-    parser.add_argument("--tls-key", help="PEM file of its private key")
-    parser.add_argument("--registry", help="HOST:PORT of the registry to report to")
-    parser.add_argument("--advertise", help="HOST:PORT where others find this one, if not --bind")
-    parser.add_argument("--ca-certificate", help="PEM file of who signed the registry's")
+    parser.add_argument("--tls-certificate", help="PEM file with the certificate of this host")
+    parser.add_argument("--tls-key", help="PEM file with its private key")
+    parser.add_argument("--registry", help="address of the registry")
+    parser.add_argument(
+        "--advertise", help="address of this producer for other hosts, if it differs from --bind"
+    )
+    parser.add_argument(
+        "--ca-certificate", help="PEM file with the certificate authority of the registry"
+    )
     return parser
 
 

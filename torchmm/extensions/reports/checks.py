@@ -16,7 +16,7 @@ def check_reports(recipe: Recipe, world_size: int | None) -> Problems:
     steps = recipe.training.steps
     step = keys.memory_snapshot_step
     if step > steps and recipe.training.epochs is None:
-        text = f"comes after training.steps = {steps}; use an earlier step"
+        text = f"is after the last step, training.steps = {steps}; use an earlier step"
         yield Problem("metrics.memory_snapshot_step", step, text, ("training.steps",))
     if keys.tensorboard and importlib.util.find_spec("tensorboard") is None:
         text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"

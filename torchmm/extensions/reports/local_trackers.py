@@ -101,7 +101,7 @@ class TensorBoardTracker:
 
 
 def _as_markdown(samples: Sequence[GeneratedSample]) -> str:
-    rows = ["| sample | prompt | should be | written |", "|---|---|---|---|"]
+    rows = ["| sample | prompt | reference | generated |", "|---|---|---|---|"]
     for sample in samples:
         texts = (f"{sample.source}[{sample.index}]", sample.prompt, sample.truth, sample.generated)
         cells = [" ".join(text.replace("|", "\\|").split()) for text in texts]

@@ -93,7 +93,7 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
         for label, order in (("searched (predicted)", chosen), ("separated (predicted)", static))
     ]
     picture = timelines_svg(
-        f"step {step}: searched and static order",
+        f"step {step}: searched and static schedule",
         [*panels, Panel("searched (measured)", records, graph.layout)],
     )
     replace_atomically(directory / f"step-{step}.schedules.svg", picture.encode())
@@ -116,7 +116,7 @@ def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: D
     try:
         predicted = Panel("predicted", simulate(plan, costs).records, layout)
     except SimulationError as error:  # a picture is no reason to end a run
-        logger.warning("step %d is drawn without a prediction: %s", step, error)
+        logger.warning("step %d is plotted without a prediction: %s", step, error)
         return
     picture = timelines_svg(f"step {step}", [predicted, Panel("measured", records, layout)])
     replace_atomically(directory / f"step-{step}.svg", picture.encode())

@@ -160,11 +160,11 @@ def small_copy(
     if missing := set(kinds) - {layer_kind(layer) for layer in layers}:
         differ = set.union(*map(set, missing)) - set(layer_kind(layers[0]))
         raise ConfigError(
-            f"a copy of {len(layers)} small layers does not show {sorted(differ)[:3]}"
+            f"a small copy with {len(layers)} layers does not contain {sorted(differ)[:3]}"
         )
     if size > MOST_PARAMETERS:
         raise ConfigError(
-            f"its small copy has {size:,} parameters: some of its sizes are not known"
+            f"its small copy has {size:,} parameters, because some of its sizes are not supported"
         )
     return small
 
@@ -187,9 +187,9 @@ _MECHANISMS = (
     (r"(^|\.)(wpe|embed_positions|position_embeddings|positions_embed)", "learned positions"),
     (r"rel_pos|relative_attention_bias|position_bias", "biases by distance"),
     (r"crossattention|encoder_attn|cross_attn", "attention to an encoder"),
-    (r"(^|\.)(hc_|attn_hc|ffn_hc)|altup|hyper_conn", "several streams from layer to layer"),
+    (r"(^|\.)(hc_|attn_hc|ffn_hc)|altup|hyper_conn", "several residual streams between layers"),
     (r"per_layer", "embeddings for every layer"),
-    (r"embeddings\.word_embeddings|embeddings\.tok_embeddings", "BERT's form of embeddings"),
+    (r"embeddings\.word_embeddings|embeddings\.tok_embeddings", "the embedding format of BERT"),
 )
 """Names of parts -> what they are."""
 
@@ -202,7 +202,7 @@ _OF_TOWERS = (
     (r"downsample|(^|\.)(stages|blocks|layers)\.n\.(blocks|layers)\.n", "stages of several widths"),
     (r"depthwise|dwconv|conv_layers|convolution", "convolutional stages"),
     (r"codebook|quantize", "a codebook (images become discrete tokens)"),
-    (r"timm_model|backbone", "a network of another library, or a backbone for detection"),
+    (r"timm_model|backbone", "a backbone of another library, or for detection"),
 )
 """The same for what reads pixels or sounds, and for composites."""
 
@@ -213,10 +213,10 @@ def mechanisms(config: PreTrainedConfig) -> list[str]:
         return _mechanisms_of_towers(config)
     found = []
     if getattr(config, "is_encoder_decoder", False):
-        found.append("an encoder and a decoder")
+        found.append("separate encoder and decoder")
     if config.get_text_config() is not config:
         inner = config.get_text_config().model_type
-        found.append(f"parts of several kinds (its text part alone is {inner!r})")
+        found.append(f"several components (its text component is {inner!r})")
     if getattr(config, "alibi", False) or "attn_config" in config.to_dict():
         found.append("biases by distance (ALiBi)")
     names = "\n".join(_part_names(config, whole=True))
@@ -229,7 +229,7 @@ def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
     names = "\n".join(_part_names(config, whole=True))
     found = [what for pattern, what in _OF_TOWERS if re.search(pattern, names, re.MULTILINE)]
     if config.model_type == "timm_wrapper":
-        found.append("a network of another library (timm)")
+        found.append("a backbone of another library (timm)")
     windows = ("window_size", "window_block_indexes", "num_windows")
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     if any(getattr(part, name, None) for part in parts for name in windows):

@@ -82,8 +82,9 @@ class Tiling:
         found = settings.get("crop_size") or settings[self.side]
         if set(found.values() if isinstance(found, Mapping) else [found]) != {side_px}:
             raise ConfigError(
-                f"[{key}] processor.{self.side} = {found}, but tiles need the {side_px} pixels of "
-                "the model's images; remove it, or those of the model's file"
+                f"[{key}] processor.{self.side} = {found}, but tiles require the image size "
+                f"of the model, {side_px} pixels; remove the setting from the recipe or from "
+                "the processor file of the model"
             )
         return TileSpec(self.processor_class, settings, self.most_tiles)
 

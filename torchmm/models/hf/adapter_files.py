@@ -75,8 +75,8 @@ _PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _FIXES = {
     "init_lora_weights": "convert the adapter with PEFT: save_pretrained("
     'path_initial_model_for_weight_conversion="...")',
-    "rank_pattern": "use one adapter with its own rank for each group of linears",
-    "alpha_pattern": "use one adapter with its own alpha for each group of linears",
+    "rank_pattern": "use one adapter with its own rank for each group of linear layers",
+    "alpha_pattern": "use one adapter with its own alpha for each group of linear layers",
 }
 
 
@@ -166,14 +166,14 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
                 value = opened.get_tensor(name)
                 if value.shape != parameter.shape:
                     problems.append(
-                        f"{source}: {name} has shape {list(value.shape)}, but the model needs "
-                        f"{list(parameter.shape)}; use an adapter of this model"
+                        f"{source}: {name} has shape {list(value.shape)}, but the model "
+                        f"requires {list(parameter.shape)}; use an adapter of this model"
                     )
                     continue
                 copy_slice(parameter, value)
                 filled.add(f"{prefixes[module]}.{linear}.{CHILD}.{part}")
     if problems:
-        raise CheckpointError("adapters do not fit:\n  - " + "\n  - ".join(problems))
+        raise CheckpointError("adapters do not match the model:\n  - " + "\n  - ".join(problems))
     return filled
 
 
@@ -225,7 +225,7 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
             names = opened.keys()
             shapes = {name: opened.get_slice(name).get_shape() for name in names}
     except (OSError, ValueError, SafetensorError) as error:
-        yield f"{source}: cannot be read as an adapter of PEFT ({error})"
+        yield f"{source}: cannot be read as a PEFT adapter ({error})"
         return
     if not isinstance(config, dict):
         yield f"{source}: {CONFIG_FILE} is not a JSON object"
@@ -236,7 +236,7 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
     for key, value in _settings(spec).items():
         if config.get(key, False) != value:
             yield (
-                f"{source}: has {key} = {config.get(key)}, but [adapters.{spec.adapter}] means "
+                f"{source}: {key} = {config.get(key)}, but [adapters.{spec.adapter}] requires "
                 f"{value}; change rank, alpha or method"
             )
     found = set(shapes)
@@ -249,7 +249,7 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
     for name in sorted(expected & found):
         part = next(part for part, peft in _PEFT_NAMES.items() if name.endswith(peft))
         if part != "magnitude" and shapes[name][part == "up"] != spec.rank:
-            yield f"{source}: {name} has shape {shapes[name]}, which is not of rank {spec.rank}"
+            yield f"{source}: {name} has shape {shapes[name]}, but rank = {spec.rank}"
 
 
 def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
@@ -264,5 +264,5 @@ def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
             # A field that this version does not list may have its default value.
             supported = value in _ACCEPTED.get(key, (None, False, [], {}))
         if not supported:
-            fix = _FIXES.get(key, "use an adapter without it")
+            fix = _FIXES.get(key, "use an adapter without this setting")
             yield f"{key} = {json.dumps(value)} is not supported; {fix}"

@@ -65,7 +65,7 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     written = override or {}
     if written.get("apply_spec_augment"):
         raise ConfigError(
-            f"[{key}] apply_spec_augment = true is not implemented; override it with false"
+            f"[{key}] apply_spec_augment = true is not supported; override it with false"
         )
     base = _make_config(key, written, written) if source is None else _read_config(key, source)
     if key.startswith("model.encoders."):
@@ -75,8 +75,8 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     # The default of Wav2Vec2 and of its published files.
     if getattr(base, "apply_spec_augment", False):
         logger.warning(
-            "[%s] apply_spec_augment = true has no effect: SpecAugment is not implemented; set it "
-            "to false to confirm",
+            "[%s] apply_spec_augment = true has no effect, because SpecAugment is not "
+            "supported; set it to false to disable this warning",
             key,
         )
     return base
@@ -100,16 +100,18 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, *MODEL_ERRORS) as error:
         here = Path(name).is_dir()
-        elsewhere = "" if here else " (no directory here, so it was looked for on the hub)"
+        elsewhere = (
+            "" if here else " (not a local directory, so requested from the Hugging Face Hub)"
+        )
         raise ConfigError(
-            f"[{key}] source = {source!r} has no readable config.json{elsewhere}; name a "
-            f"local directory or a model of the hub ({describe_refusal(error)})"
+            f"[{key}] source = {source!r} has no readable config.json{elsewhere}; use a local "
+            f"directory or a model of the Hub ({describe_refusal(error)})"
         ) from error
     if not Path(name).is_dir():
         file = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
         commit = Path(file).parent.name if isinstance(file, str) else None
         if commit is not None and commit != revision:
-            logger.info('[%s] is not pinned: revision = "%s" is what was found now', key, commit)
+            logger.info('[%s] has no fixed revision; the current revision is "%s"', key, commit)
     return config
 
 
@@ -126,8 +128,8 @@ def _check_generation(key: str, directory: Path) -> None:
         return
     except MODEL_ERRORS as error:
         raise ConfigError(
-            f"[{key}] source: {directory / GENERATION_CONFIG_NAME} has a value of a wrong type "
-            f"({describe_error(error)}); correct or remove the file"
+            f"[{key}] source: {directory / GENERATION_CONFIG_NAME} has a value of a wrong "
+            f"type ({describe_error(error)}); correct or remove the file"
         ) from error
 
 
@@ -209,6 +211,6 @@ def size_problems(key: str, config: Any) -> list[str]:
         # "vision" is for images in Gemma 4, which its composite supports.
         if getattr(layer, "use_bidirectional_attention", None) not in (None, False, "vision"):
             problems.append(
-                f"[{key}] use_bidirectional_attention is not implemented; override it with false"
+                f"[{key}] use_bidirectional_attention is not supported; override it with false"
             )
     return list(dict.fromkeys([*problems, *setting_problems(key, config)]))

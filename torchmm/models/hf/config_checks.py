@@ -35,7 +35,7 @@ def setting_problems(key: str, config: Any) -> list[str]:
     known = vars(type(config)())  # published files may have keys that no class reads
     settings = {name: value for name, value in vars(config).items() if name in known}
     problems = [
-        f"{name} = {value} is not implemented; override it with 0.0"
+        f"{name} = {value} is not supported; override it with 0.0"
         for name, value in settings.items()
         if value and is_random_rate(name, value)
     ]
@@ -43,7 +43,7 @@ def setting_problems(key: str, config: Any) -> list[str]:
         kind = str(rope.get("rope_type"))
         if "mrope_section" in rope and (kind == "longrope" or "dynamic" in kind):
             problems.append(
-                f"rope_parameters: rope_type = {kind!r} with mrope_section is not implemented; "
+                f"rope_parameters: rope_type = {kind!r} with mrope_section is not supported; "
                 'use "default" or "yarn"'
             )
     problems += _layer_number_problems(settings)
@@ -69,25 +69,26 @@ def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
         numbers = list(value) if isinstance(value, (list, tuple)) else []
         if name in _LISTS_BY_LAYER:
             if numbers and len(numbers) != layers:
-                problems.append(f"{name} has {len(numbers)} entries for {of_count} = {layers}")
+                problems.append(f"{name} has {len(numbers)} entries, but {of_count} = {layers}")
         elif _LAYER_NUMBERS.fullmatch(name) and not name.startswith("_"):
             beyond = [n for n in numbers if isinstance(n, int) and not 0 <= n < layers]
             if beyond:
                 problems.append(
-                    f"{name} = {numbers}: there is no layer {beyond[0]} with {of_count} = {layers}"
+                    f"{name} = {numbers}: layer {beyond[0]} does not exist with {of_count} = "
+                    f"{layers}"
                 )
     first = settings.get("first_k_dense_replace") or 0
     if first >= layers:
         problems.append(
-            f"first_k_dense_replace = {first} leaves no layer with experts with {of_count} = "
+            f"first_k_dense_replace = {first} leaves no layer with experts if {of_count} = "
             f"{layers}; use a smaller number"
         )
     window = settings.get("max_window_layers") or 0
     windows = "sliding_attention" in (settings.get("layer_types") or ())
     if settings.get("use_sliding_window") and window > layers and not windows:
         problems.append(
-            f"max_window_layers = {window} leaves no layer with a window with {of_count} = "
-            f"{layers}; use a smaller number, or use_sliding_window = false"
+            f"max_window_layers = {window} leaves no layer with sliding attention if "
+            f"{of_count} = {layers}; use a smaller number, or use_sliding_window = false"
         )
     return problems
 
@@ -96,18 +97,21 @@ def _expert_problems(settings: dict[str, Any]) -> list[str]:
     problems = []
     experts = next((value for name in _EXPERTS if (value := settings.get(name))), 0)
     problems += [
-        f"{name} = {settings[name]} is more than the {experts} experts; use at most {experts}"
+        (
+            f"{name} = {settings[name]} is above the number of experts, {experts}; use at most "
+            f"{experts}"
+        )
         for name in _CHOSEN_EXPERTS
         if experts and (settings.get(name) or 0) > experts
     ]
     groups, chosen_groups = (settings.get(name) for name in ("n_group", "topk_group"))
     if experts and groups and (experts % groups or experts < 2 * groups):
         problems.append(
-            f"n_group = {groups} does not divide the {experts} experts into groups of at least 2; "
+            f"n_group = {groups} must divide the {experts} experts into groups of at least 2; "
             "use a smaller divisor"
         )
     if groups and chosen_groups and chosen_groups > groups:
         problems.append(
-            f"topk_group = {chosen_groups} is more than n_group = {groups}; use at most {groups}"
+            f"topk_group = {chosen_groups} is above n_group = {groups}; use at most {groups}"
         )
     return problems

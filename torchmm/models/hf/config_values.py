@@ -88,12 +88,15 @@ def value_problems(where: str, settings: Table) -> list[str]:
 
 def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
-        yield f"{above[:60]}... has more than {MAX_DEPTH} nested tables"
+        yield f"{above[:60]}... has more than {MAX_DEPTH} nested objects"
         return
     pad = settings.get("pad_token_id")
     vocabulary = settings.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
-        yield f"{above}pad_token_id = {pad} is not below vocab_size = {vocabulary}; correct one"
+        yield (
+            f"{above}pad_token_id = {pad} is not below vocab_size = {vocabulary}; correct one of "
+            "them"
+        )
     if above and not isinstance(model_type := settings.get("model_type", ""), str):
         yield f"{above}model_type = {_short(model_type)} is not a string; use a model type"
     for name, value in settings.items():
@@ -125,7 +128,7 @@ def _value_problem(name: str, value: Any) -> str:
         if _ACTIVATIONS.search(name) and value not in ACT2FN:
             return f"is not an activation function; use one of: {', '.join(ACT2FN)}"
         if name in _DTYPES and not is_dtype(value):
-            return 'is not a dtype of torch; use "float32", "bfloat16" or "float16"'
+            return 'is not a torch dtype; use "float32", "bfloat16" or "float16"'
         return ""
     if name == "image_processor_type":
         return "is not a string; use the name of a class"
@@ -148,7 +151,7 @@ def _number_problem(name: str, value: float) -> str:
     if _ABOVE_ZERO.search(name) and value <= 0:
         return "is not positive; use a number above 0"
     if abs(value) > 2**63 - 1 and isinstance(value, int):
-        return "does not fit into 64 bits"
+        return "does not fit in 64 bits"
     return ""
 
 

@@ -304,8 +304,8 @@ def check_range(values: Tensor, before: Tensor, name: str) -> None:
         dtype = str(values.dtype).removeprefix("torch.")
         limit = torch.finfo(values.dtype).max
         raise ConfigError(
-            f"{name} has {int(overflows.sum())} values beyond {limit:,.0f}, the largest value of "
-            f"{dtype} (up to {largest:,.0f}); use --dtype bfloat16 or float32"
+            f"{name} has {int(overflows.sum())} values above {limit:,.0f}, the maximum of "
+            f"{dtype} (largest value: {largest:,.0f}); use --dtype bfloat16 or float32"
         )
 
 

@@ -209,7 +209,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
             problems += _listed(f"{source}: not part of the model", stray)
     problems += _shape_problems(expected)
     if problems:
-        raise CheckpointError("weights do not fit the model:\n  - " + "\n  - ".join(problems))
+        raise CheckpointError("weights do not match the model:\n  - " + "\n  - ".join(problems))
     _read(found)
     return filled
 
@@ -231,7 +231,7 @@ def open_files(source: str) -> dict[str, FileTensor]:
                 names = opened.keys()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{directory / file} cannot be read ({error}); fetch it again"
+                f"{directory / file} cannot be read ({error}); download it again"
             ) from error
         tensors.update({name: FileTensor(directory / file, name) for name in names})
     return tensors
@@ -251,7 +251,7 @@ def _weight_files(directory: Path) -> list[str]:
             return [name]
     raise CheckpointError(
         f"{directory} has neither {' nor '.join(WEIGHTS_FILES)}, nor an index of such files; "
-        "convert the weights to safetensors (pickled files are never loaded)"
+        "convert the weights to safetensors (pickle files are not supported)"
     )
 
 
@@ -264,19 +264,19 @@ def _indexed_files(index: Path) -> list[str]:
     try:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError("it has no object weight_map that lists files by tensor")
+            raise ValueError("it has no object weight_map that maps tensors to files")
         names = {
             require_relative_name(name, f"{index}: weight_map") for name in weight_map.values()
         }
         missing = sorted(name for name in names if not (index.parent / name).is_file())
     except (OSError, ValueError) as error:
         reason = f"{error}"[:300]
-        raise CheckpointError(f"{index} is damaged: {reason}; download the file again") from error
+        raise CheckpointError(f"{index} is corrupt: {reason}; download the file again") from error
     if missing:
         listed = ", ".join(missing[:LISTED])
         more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
         raise CheckpointError(
-            f"{index} lists files that are missing: {listed}{more}; download them again"
+            f"files listed in {index} are missing: {listed}{more}; download them again"
         )
     return sorted(names)
 
@@ -301,7 +301,8 @@ def _directory(source: str) -> Path:
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
-            f"weights of {source!r} are neither a local directory nor on the hub ({error})"
+            f"weights of {source!r} are neither in a local directory nor on the Hugging Face "
+            f"Hub ({error})"
         ) from error
 
 
@@ -376,7 +377,7 @@ def _tie_problems(
     with torch.device("meta"):
         tied = module.rebuild().tied_parameters()
     return [
-        f"{names[copy]} is not {names[original]}, to which the config ties it; set "
+        f"{names[copy]} differs from {names[original]}, but the config ties them; set "
         "tie_word_embeddings = false"
         for copy, original in tied.items()
         if copy in names
@@ -422,7 +423,8 @@ def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> 
                 shape = list(opened.get_slice(stored).get_shape())
                 if shape not in wanted:
                     problems.append(
-                        f"{path}: {stored} has shape {shape}, the model's {name} {wanted[0]}"
+                        f"{path}: {stored} has shape {shape}, but {name} of the model has "
+                        f"shape {wanted[0]}"
                     )
     return problems
 

@@ -79,8 +79,8 @@ def class_difference(
     if worst < TOLERANCE:
         return ""
     return (
-        f"logits of {kind} differ by {worst:.1e}, relative, from the trained model, in a small "
-        "copy of both"
+        f"logits of {kind} differ by {worst:.1e} (relative) from the trained model, in small "
+        "copies of both"
     )
 
 

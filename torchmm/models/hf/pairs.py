@@ -75,7 +75,7 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     encoders = model.encoder_modules()
     if len(encoders) > 1:
         names = " and ".join(encoder.name for encoder in encoders)
-        return f"no class puts several encoders ({names}) before an LLM of its own"
+        return f"no class combines several encoders ({names}) with a separate LLM"
     (encoder,) = encoders
     spec = encoder.spec
     llm = model.llm
@@ -111,7 +111,7 @@ def exported_as(model: MultimodalModel) -> str:
         return type(model.llm.backbone).__name__
     found = pair_class(model)
     if isinstance(found, str):
-        return f"parts, which have no Hugging Face class together: {found}"
+        return f"components without a common Hugging Face class: {found}"
     return found.kind.__name__
 
 
@@ -128,11 +128,11 @@ def _llm_problem(llm: LlmModule) -> str:
     family = llm.family
     model_type = llm.config.model_type
     if change := own_logits(llm.text_config, family):
-        return f"{model_type} {change}, which Hugging Face classes with an encoder and any LLM omit"
+        return f"{model_type} {change}, which Hugging Face classes for an encoder and any LLM omit"
     if (family.text_model, family.head) != ("model", "lm_head"):
         return (
-            f"{model_type} has other names of parts ({family.text_model}, {family.head}) than LLMs "
-            "in Hugging Face's classes with an encoder"
+            f"{model_type} uses other component names ({family.text_model}, {family.head}) "
+            "than LLMs in Hugging Face classes with an encoder"
         )
     return ""
 
@@ -143,23 +143,27 @@ def _encoder_problem(spec: EncoderSpec, llm: LlmModule) -> str:
     has_norm = spec.connector == "norm_mlp"
     if spec.shuffle != 1 and not (has_norm and spec.family.modality == "image"):
         return (
-            f"no class folds {spec.shuffle} x {spec.shuffle} outputs of such a tower into two "
-            f'linears, as connector = "{CONNECTORS[True, spec.connector]}" does; "mlp" does not '
-            'fold, and with InternViT "pixel_shuffle_norm_mlp" is InternVL\'s'
+            f"no class combines {spec.shuffle} x {spec.shuffle} outputs of this encoder in "
+            f'two linear layers, as connector = "{CONNECTORS[True, spec.connector]}" does; '
+            '"mlp" does not combine them, and "pixel_shuffle_norm_mlp" with InternViT is '
+            "InternVL"
         )
     if kind == HEARING:
         tied = llm.text_config.tie_word_embeddings
-        return "Audio Flamingo 3 does not tie the LLM's head to its embeddings" if tied else ""
+        return "Audio Flamingo 3 does not support a tied head and embedding" if tied else ""
     if not becomes_llava(spec.family):
         return _tower_problem(spec)
     reason = ""
     if spec.tiles is not None:
-        reason = "pictures are cut into tiles, which classes for any tower do not know as they are "
+        reason = "images are split into tiles, which classes for any encoder do not support as "
         reason += "here"
     elif has_norm and kind != "internvl_vision":
-        reason = f"Hugging Face's InternVL builds no tower but its own, not {kind}"
+        reason = f"InternVL of Hugging Face supports only its own encoder, not {kind}"
     elif has_norm and not llm.family.listed:
-        reason = f"InternVL with {llm.config.model_type}, which no table lists, is not read again"
+        reason = (
+            f"InternVL with {llm.config.model_type}, which is not a registered model type, cannot "
+            "be loaded again"
+        )
     return reason
 
 
@@ -168,12 +172,12 @@ def _tower_problem(spec: EncoderSpec) -> str:
     kind = spec.config.model_type
     family = spec.family
     if family.modality == "audio":
-        return f"no class puts two linears between {kind} and an LLM of its own"
+        return f"no class has two linear layers between {kind} and a separate LLM"
     if family.fixed_merge:
-        return f"{kind} merges patches itself; no class has two more linears behind it"
+        return f"{kind} merges patches itself; no class has two more linear layers after it"
     if family.inputs != "fixed":
-        return f"no class takes {kind}'s features, of images of any size, as they are here"
-    return f"LLaVA cannot build {kind}, or would take tokens that are no patch's for patches"
+        return f"no class supports features of {kind} for images of any size in this form"
+    return f"LLaVA cannot build {kind}, or would use tokens that are not patches"
 
 
 def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:

@@ -114,7 +114,7 @@ class Segments:
         """
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
         if not lengths or cu_seqlens[0] != 0 or min(lengths) <= 0:
-            raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
+            raise ValueError(f"cu_seqlens must increase from 0, but is {cu_seqlens}")
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
         device_starts = to_device(host, device)
         longest = torch.empty(max(lengths) + 1, 0)
@@ -331,15 +331,15 @@ def attention(
         asked += ["s_aux"] if sinks_H is not None else []
     if asked:
         raise ValueError(
-            f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does not "
-            "implement; switch it off in the model's config"
+            f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does "
+            "not support; disable it in the config of the model"
         )
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is None:
         out_BHTD = _attend_images(query_BHTD, key_BGTD, value_BGTD, attention_mask, causal, scale)
         return out_BHTD.transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
-        raise ValueError("packed segments need a single row and no attention mask")
+        raise ValueError("packed sequences require a batch size of 1 and no attention mask")
     rules = _Rules(causal, window, softcap, sinks_H)
     return _attend_packed(query_BHTD, key_BGTD, value_BGTD, segments, scale, rules), None
 

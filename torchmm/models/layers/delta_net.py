@@ -87,7 +87,7 @@ def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
     if device == "cuda" and any(map(delta_sizes, layers)) and _library() is not None:
         raise ConfigError(
             f"compile: delta nets of {name!r} cannot be compiled with flash-linear-attention; "
-            f"uninstall it, or leave {name!r} out of compile.modules"
+            f"uninstall it, or remove {name!r} from compile.modules"
         )
 
 

@@ -185,5 +185,6 @@ def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
     if device == "cpu" and version < COMPILES_FROM and any(map(has_experts, layers)):
         raise ConfigError(
             f"compile: experts of {name!r} cannot be compiled on a CPU with transformers "
-            f"{transformers.__version__}; install 5.23, or leave {name!r} out of compile.modules"
+            f"{transformers.__version__}; install 5.23, or remove {name!r} from "
+            "compile.modules"
         )

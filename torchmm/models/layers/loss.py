@@ -204,7 +204,10 @@ class _HeldWeightGradient(_HeldGradient):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None]:
         if ctx.gradient is None:
-            raise RuntimeError("a loss in chunks has one backward: its gradients are used up")
+            raise RuntimeError(
+                "the chunked loss supports only one backward pass, because its gradients are "
+                "already used"
+            )
         gradient, ctx.gradient = ctx.gradient, None
         if gradient.dtype == torch.float32:
             return factor, gradient.mul_(factor), None

@@ -61,7 +61,9 @@ def _packed(forward: PackedForward) -> Callable[..., Tensor]:
         if kwargs.get("attention_mask") is not None or any(
             cache not in (None, cu_seq_lens_q.cache) for cache in caches
         ):
-            raise ValueError("packed segments need a row without attention mask and other caches")
+            raise ValueError(
+                "packed sequences require a batch size of 1, no attention mask and no other caches"
+            )
         return forward(mixer, hidden_states, cu_seq_lens_q)
 
     return packed_forward

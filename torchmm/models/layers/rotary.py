@@ -50,9 +50,9 @@ class RotaryLimits:
         if self.maximum is None or tokens <= self.maximum:
             return None
         return (
-            f'rope_type = "dynamic" changes the frequencies of samples longer than '
-            f"max_position_embeddings = {self.maximum}, which is not implemented (found {tokens} "
-            "tokens); use shorter sequences or another rope_type"
+            'rope_type = "dynamic" is not supported for samples longer than '
+            f"max_position_embeddings = {self.maximum} (this sample has {tokens} tokens); use "
+            "shorter sequences or another rope_type"
         )
 
 

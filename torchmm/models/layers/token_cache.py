@@ -73,8 +73,8 @@ class PackedCache(DynamicCache):
             return
         if lengths != [1] * len(self.lengths):
             raise ValueError(
-                f"a row with {lengths} tokens for a cache of {len(self.lengths)} prompts; give "
-                "each prompt its next token, or use a new cache"
+                f"a sequence with {lengths} tokens for a cache of {len(self.lengths)} "
+                "prompts; pass one token per prompt, or use a new cache"
             )
         self.lengths = [length + 1 for length in self.lengths]
 

@@ -81,12 +81,16 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
     first = [f"{text} on rank {rank}" for rank, text in enumerate(found) if begins[rank]]
     if modules:
         return (
-            f"run again, the first output not to be finite is that of {_listed(first or modules)}"
+            "after running the step again, the first non-finite output is that of "
+            f"{_listed(first or modules)}"
         )
     of_ranks = [f"{text} on rank {rank}" for rank, text in enumerate(gradients) if text]
     if of_ranks:
-        return f"outputs of all modules are finite, gradients are not: {_listed(of_ranks)}"
-    return "run again, the same step is finite: look for dropout, races and broken hardware"
+        return f"outputs of all modules are finite, but gradients are not: {_listed(of_ranks)}"
+    return (
+        "after running the step again, all values are finite; check dropout, race conditions and "
+        "faulty hardware"
+    )
 
 
 def _listed(texts: list[str]) -> str:

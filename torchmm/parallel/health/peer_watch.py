@@ -88,12 +88,12 @@ class PeerWatch:
             if self._seen is not None:
                 beat = json.loads(self._seen)
                 who += f" (process {beat['process']} on {beat['host']})"
-            word = f"{who} has been silent for more than {self._silent_s:.0f} s"
+            word = f"{who} has not responded for more than {self._silent_s:.0f} s"
             replace_atomically(self._word, canonical_json({"by": self._rank, "word": word}))
         if word is None and of_device and phase_s >= self._timeout_s:
             word = (
-                f"the device did not come to the end of the step for {phase_s:.0f} s: "
-                "a peer hangs, or parallel.timeout_s is too short"
+                f"the device has not finished the step for {phase_s:.0f} s: a peer hangs, or "
+                "parallel.timeout_s is too short"
             )
         if word is None or phase_s < min(self._grace_s, self._timeout_s):
             return None

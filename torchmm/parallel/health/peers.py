@@ -228,7 +228,11 @@ class Health:
         text = f"rank {self._group.rank} lost a peer at step {self._step} in {self._phase}: "
         if missing:
             return PeerError(text + "; ".join(self._last_seen(rank) for rank in missing))
-        hint = "rank 0 may know which" if self._group.rank else "all ranks still respond"
+        hint = (
+            "the log of rank 0 may show which rank"
+            if self._group.rank
+            else "all ranks still respond"
+        )
         return PeerError(f"{text}{_first_line(error)} ({hint})")
 
     def _silent_ranks(self) -> list[int]:
@@ -272,8 +276,8 @@ class Health:
         if beat["phase"] == WAITING_FOR_DATA:
             doing = f", {WAITING_FOR_DATA} for {beat['phase_s']:.0f} s"
         return (
-            f"rank {rank} (process {beat['process']} on {beat['host']}) did not respond, "
-            f"last seen {age_s:.0f} s ago at step {beat['step']}{doing}"
+            f"rank {rank} (process {beat['process']} on {beat['host']}) did not respond; its "
+            f"last heartbeat was {age_s:.0f} s ago at step {beat['step']}{doing}"
         )
 
     def _file(self, rank: int) -> Path:
@@ -354,9 +358,9 @@ def peer_errors(rank: int) -> Iterator[None]:
         if not is_peer_trouble(error):
             raise
         raise PeerError(
-            f"rank {rank} lost a peer, or never met it, while starting: {_first_line(error)}. "
-            "Look for a rank that ended, or started late, or has another MASTER_ADDR; "
-            "parallel.timeout_s says how long to wait"
+            f"rank {rank} lost a peer, or could not connect to it, during the start: "
+            f"{_first_line(error)}. Check for a rank that exited, started late, or has "
+            "another MASTER_ADDR; parallel.timeout_s sets the timeout"
         ) from error
 
 
@@ -381,8 +385,8 @@ def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[f
     if problems:
         shown = ", ".join(problems[:8]) + (", ..." if len(problems) > 8 else "")
         raise NonFiniteError(
-            f"step {step}: {shown}; parameters were not updated. Resume from the last checkpoint "
-            "with a lower learning rate, or look at the samples of this step"
+            f"step {step}: {shown}; parameters were not updated. Resume from the last "
+            "checkpoint with a lower learning rate, or check the samples of this step"
         )
 
 

@@ -37,7 +37,7 @@ COPIED = {"cuda": 1 << 26, "cpu": 1 << 22}
 """Elements that are copied: more than caches hold."""
 GATHERED = {"cuda": 1 << 23, "cpu": 1 << 18}
 """Elements of a rank's share in a gather."""
-TESTS = ("matrix products", "copies", *(f"gathers over {axis}" for axis in AXES))
+TESTS = ("matmuls", "copies", *(f"all-gather over {axis}" for axis in AXES))
 UNITS = ("TFLOP/s", *("GB/s",) * (len(TESTS) - 1))
 SHOWN = 8
 """Slow ranks that are listed."""
@@ -84,8 +84,8 @@ def check_own_device(device: torch.device) -> None:
     for rank, name in enumerate(names_R):
         if first.setdefault(name, rank) != rank:
             raise ConfigError(
-                f"ranks {first[name]} and {rank} compute on the same GPU, {name}: start one rank "
-                f"for each GPU, here --nproc-per-node={torch.cuda.device_count()}"
+                f"ranks {first[name]} and {rank} use the same GPU, {name}; start one rank per "
+                f"GPU, on this host --nproc-per-node={torch.cuda.device_count()}"
             )
 
 

@@ -169,9 +169,9 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     name = module.name
     if not module.splits:
         return [
-            f"[parallel] tensor = {size}: the type of {name!r} is not listed in "
-            "docs/reference/models.md; only pipelines and sharding were compared for it; "
-            "set tensor = 1"
+            f"[parallel] tensor = {size}: {name!r} is not a registered model type "
+            "(docs/reference/models.md), for which only pipeline parallelism and sharding "
+            "are verified; set tensor = 1"
         ]
     styles = module.tensor_parallel_plan().values()
     problems = []
@@ -179,28 +179,28 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
         shared = sizes.kv_heads % size and size % sizes.kv_heads
         if sizes.heads % size or shared:
             problems.append(
-                f"[parallel] tensor = {size} does not divide the attention heads of {name!r} "
-                f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
+                f"[parallel] tensor = {size} must divide the attention heads of {name!r} "
+                f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); use a common divisor"
             )
         elif "sharded_norm" in styles and sizes.kv_heads < size:
             problems.append(
-                f"[parallel] tensor = {size} is more than the {sizes.kv_heads} key and value heads "
-                f"of {name!r}, which it normalizes together; choose a smaller number"
+                f"[parallel] tensor = {size} is above the {sizes.kv_heads} key and value "
+                f"heads of {name!r}, which are normalized together; use a smaller number"
             )
         if isinstance(sizes.mixer, DeltaSizes) and sizes.mixer.key_heads % size:
             problems.append(
-                f"[parallel] tensor = {size} does not divide the {sizes.mixer.key_heads} key heads "
-                f"of the delta nets of {name!r}; choose a divisor"
+                f"[parallel] tensor = {size} must divide the {sizes.mixer.key_heads} key "
+                f"heads of the delta nets of {name!r}; use a divisor"
             )
         if sizes.experts % size:
             problems.append(
-                f"[parallel] tensor = {size} does not divide the {sizes.experts} experts of a "
-                f"layer of {name!r}; choose a divisor"
+                f"[parallel] tensor = {size} must divide the {sizes.experts} experts of a "
+                f"layer of {name!r}; use a divisor"
             )
         if sizes.experts and overlaps:
             problems.append(
-                f"[parallel] async_tensor_parallel is not implemented for layers with experts, "
-                f"which {name!r} has; set it to false"
+                "[parallel] async_tensor_parallel is not supported for the experts of "
+                f"{name!r}; set it to false"
             )
     return list(dict.fromkeys(problems))
 

@@ -147,8 +147,8 @@ class SequenceSlices:
         self._extent = torch.empty(positions, 0)
         if hidden.shape[SEQUENCE_DIM] != self.slice_length:
             raise ValueError(
-                f"{hidden.shape[SEQUENCE_DIM]} of {positions} positions arrived on one of "
-                f"{self._mesh.size()} ranks, whose slices are of {self.slice_length}"
+                f"received {hidden.shape[SEQUENCE_DIM]} of {positions} positions on one of "
+                f"{self._mesh.size()} ranks, whose slices have {self.slice_length}"
             )
         if not self._has_layers:
             return self.leave(None, (), hidden) if self._is_last else hidden
@@ -158,7 +158,7 @@ class SequenceSlices:
     def go_on(self, _: nn.Module, args: tuple) -> tuple:
         """Pre-hook of a later stage's first layer: takes the slice that has arrived."""
         slice_, self._arrived = self._arrived, None
-        assert slice_ is not None, "no slice has arrived"
+        assert slice_ is not None, "no slice was received"
         return (slice_.reshape(*args[0].shape[:-2], *slice_.shape[-2:]), *args[1:])
 
     def leaving(self, hidden: Tensor) -> Tensor:

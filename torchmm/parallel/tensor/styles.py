@@ -322,7 +322,9 @@ class ShardedNorm(ParallelStyle):
 
         def forward(x: Tensor) -> Tensor:
             weight = cast(DTensor, norm.weight).to_local()
-            assert x.shape[-1] == weight.shape[-1], "tensor_problems has refused that"
+            assert x.shape[-1] == weight.shape[-1], (
+                "not supported; tensor_problems should have rejected this"
+            )
             wide = x.float()
             own = wide.square().sum(-1, keepdim=True)
             squares = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)

@@ -93,7 +93,7 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
 
 Finding = tuple[ProblemKind, str, str]
 """Kind, text and remedy of a problem."""
-FORWARDS_ONLY = ("the plan is for forwards only", "remove it, or lower with training=True")
+FORWARDS_ONLY = ("the plan has only forward passes", "remove it, or lower with training=True")
 
 
 class Scan:
@@ -195,7 +195,7 @@ class Scan:
         earlier = next(
             i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a].gives
         )
-        text = f"action {earlier} ({program[earlier]}) has done the same"
+        text = f"action {earlier} ({program[earlier]}) is the same"
         return "duplicate", text, "remove one of them"
 
 
@@ -205,7 +205,7 @@ def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
     elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
     if elsewhere:
         places = " or ".join(str(r) for r in elsewhere)
-        return "wrong_rank", f"this belongs to rank {places}", "move it there"
+        return "wrong_rank", f"it belongs to rank {places}", "move it there"
     for known in book.rules[rank] if rank < len(book.rules) else ():
         if known[:5] == action[:5] and known.peer >= 0:
             text = f"the other end is not on rank {action.peer}"
@@ -232,7 +232,11 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
         )
         return "unknown", text, "remove it, or make the order from the graph of this step"
     if action[4:] != Action(action.type, 0)[4:]:
-        return "unknown", "has another end, which only transfers have", "leave other and peer out"
+        return (
+            "unknown",
+            "other and peer are set, but only transfers have them",
+            "remove other and peer",
+        )
     facts = book.tasks[task]
     if action.type is ActionType.W and facts.gradient is not None:
         return "unknown", f"no parameter of stage {task.stage} is trained", "remove it"
@@ -247,7 +251,7 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
     stage = book.graph.layout.stages[action.stage]
     if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
         if action != Action(kind, action.stage):
-            text, remedy = "has fields that only computation and transfers have", "leave them out"
+            text, remedy = "it sets fields that only computation and transfers have", "remove them"
         elif rank not in stage.ranks:
             text = f"stage {stage.index} is not on this rank"
             remedy = "remove it"
@@ -259,7 +263,7 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
             remedy = "use RESHARD"
         return text, remedy
     if kind is ActionType.REDUCE_TIED:
-        text = f"no trained weight of stage {stage.index} has a copy in stage {action.other}"
+        text = f"no trained weight of stage {stage.index} is tied to stage {action.other}"
         return text, "remove it, or set tied_to in the layout"
     return _explain_transfer(book, action)
 
@@ -277,5 +281,5 @@ def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
     if backward and not book.training:
         return FORWARDS_ONLY
     if backward and not book.graph.carries_gradient(message):
-        return "no gradient comes back for this message", "remove it"
-    return "both ends are on one rank, which hands it over without transfer", "remove it"
+        return "no gradient is sent for this message", "remove it"
+    return "both stages are on one rank, where no transfer is required", "remove it"

@@ -66,7 +66,7 @@ def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
     """Messages without tensors, tensors that cannot be, and specs of what is not sent."""
     if not plan.specs:
         return
-    remedy = "make the specs from the metadata of this step's microbatches"
+    remedy = "build the specs from the metadata of the microbatches of this step"
     wrong: dict[tuple[TensorSpec, ...], str] = {}
     for message in book.messages:
         specs = plan.specs.get(message, ())
@@ -74,7 +74,9 @@ def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
             wrong[specs] = _wrong_tensors(specs)
         text = wrong[specs]
         if not text and book.training and plan.graph.carries_gradient(message):
-            text = "" if any(s.requires_grad for s in specs) else "no tensor to bring a gradient"
+            text = (
+                "" if any(s.requires_grad for s in specs) else "no tensor that requires a gradient"
+            )
         if text:
             producer = plan.graph.producer(message)
             rank = plan.graph.rank(producer)
@@ -119,11 +121,11 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
             continue
         rank = book.giver_ranks[fact]
         action = book.givers[fact]
-        remedy = "make the plan with lower_plan"
+        remedy = "build the plan with lower_plan"
         if action.type in COMPUTE:
-            remedy = "make the order from the graph of this step"
+            remedy = "build the order from the graph of this step"
             if never_backward and action.type is not ActionType.F:
-                remedy = "lower an order of forwards only with training=False"
+                remedy = "lower an order without backward passes only with training=False"
         text = f"{book.name(fact)} is missing from the program"
         yield PlanProblem("missing", rank, -1, action, text, remedy)
 
@@ -140,16 +142,16 @@ def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[Plan
     done = next((i for i in reversed(range(count)) if program[i].type in COMPUTE), -1)
     for position, action in meetings:
         if action.type is ActionType.UNSHARD and position > busy:
-            text = f"comes after action {busy} ({program[busy]})"
-            remedy = "gather all stages before anything is computed or waited for"
+            text = f"runs after action {busy} ({program[busy]})"
+            remedy = "all-gather all stages before the first computation or wait"
             yield PlanProblem("collective", rank, position, action, text, remedy)
         if action.type is ActionType.REDUCE_TIED and position < done:
-            text = f"comes before action {done} ({program[done]})"
-            remedy = "exchange gradients of tied weights when all is computed"
+            text = f"runs before action {done} ({program[done]})"
+            remedy = "exchange gradients of tied weights after all computation"
             yield PlanProblem("collective", rank, position, action, text, remedy)
     for (_, before), (position, action) in pairwise(meetings):
         if _turn(before, book) > _turn(action, book):
-            text = f"comes after {before}, replicas of this rank have it before"
+            text = f"runs after {before}, but replicas of this rank run it before"
             remedy = (
                 "keep UNSHARD and REDUCE_TIED each in the order of the stages, REDUCE_GRAD in that "
                 "of `reduction_turns`"
@@ -162,8 +164,9 @@ def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[Pla
     stages = {turn: stage for stage, turn in book.turns.items()}
     for rank, (_, _, position), reached in played.crossed:
         text = (
-            f"comes after what needs a rank that has reduced stage {stages[reached - 1]}: of two "
-            "replicas, each may wait for the other one in these reductions"
+            "runs after an action that requires a rank that has reduced stage "
+            f"{stages[reached - 1]}; two replicas could wait for each other in these "
+            "reductions"
         )
         remedy = "place reductions with lower_plan"
         action = plan.actions[rank][position]
@@ -190,8 +193,8 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
             at = next((i for i, ((_, a), b) in pairs if a != b), -1)
             position = own[at][0] if at >= 0 else -1
             found_there = plan.actions[rank][position] if at >= 0 else None
-            text = f"rank {first}, which runs the same layers, runs other actions or orders"
-            remedy = "give all mirrors the actions of the first"
+            text = f"rank {first} runs the same layers, but different actions or another order"
+            remedy = "use the actions of the first replica for all replicas"
             yield PlanProblem("collective", rank, position, found_there, text, remedy)
 
 
@@ -229,16 +232,16 @@ def _deadlocks(
     for rank, (counter, needed, position) in stuck.items():
         peer = book.counters[counter][0]
         posts = scan.posts[counter]
-        text = f"waits for ever for rank {peer}, which "
+        text = f"waits for rank {peer} and never continues, because rank {peer} "
         if len(posts) < needed:
-            text += f"posts {len(posts)} of the {needed} tensors that this takes"
+            text += f"posts {len(posts)} of {needed} required tensors"
         else:
             at = scan.position(peer, counter, needed - 1)
-            text += f"does not come to action {at} ({plan.actions[peer][at]})"
+            text += f"does not reach action {at} ({plan.actions[peer][at]})"
         if peer in stuck:
             _, _, at = stuck[peer]
-            text += f" but is stuck in action {at} ({plan.actions[peer][at]})"
-        remedy = "let one of them go on without the other: see the order of their actions"
+            text += f" but is blocked in action {at} ({plan.actions[peer][at]})"
+        remedy = "change the order of these actions so that one rank can continue"
         action = plan.actions[rank][position]
         yield PlanProblem("deadlock", rank, position, action, text, remedy)
 
@@ -246,20 +249,22 @@ def _deadlocks(
 def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Choices for tasks that have no backward, or for other layers than a stage has."""
     layout = plan.graph.layout
-    remedy = "tune the layers of the plan that is to run"
+    remedy = "tune the layers of the plan that will run"
     known = set(plan.graph.tasks()) if plan.recompute else set()
     for task, modes in plan.recompute.items():
         if task not in known:
-            yield PlanProblem("recompute", 0, -1, None, f"a choice for {task}, no task", remedy)
+            yield PlanProblem(
+                "recompute", 0, -1, None, f"{task} has a choice but is not a task", remedy
+            )
             continue
         stage = layout.stages[task.stage]
         text = ""
         if not plan.training or not plan.graph.needs_backward(task.stage, task.microbatch):
-            text = "has no backward to recompute in"
+            text = "has no backward pass for recomputation"
         elif len(modes) != stage.stop - stage.start:
-            text = f"{len(modes)} modes of recomputation for {stage.stop - stage.start} layers"
+            text = f"{len(modes)} recomputation modes for {stage.stop - stage.start} layers"
         elif unknown := set(modes) - set(get_args(LayerMode)):
-            text = f"no such modes of recomputation: {sorted(unknown)}"
+            text = f"unknown recomputation modes: {sorted(unknown)}"
         if text:
             rank = plan.graph.rank(task)
             action = Action(ActionType.F, *task)

@@ -99,14 +99,16 @@ class StageLayout:
         for source, destination in self.edges:
             if not 0 <= source < destination < count:
                 raise ValueError(
-                    f"edge {source} -> {destination}: must lead to a later one of {count} stages"
+                    f"edge {source} -> {destination}: the destination must be a later one of "
+                    f"{count} stages"
                 )
             parts = {self.stages[s].module in self.sub_microbatched for s in (source, destination)}
             modules = {self.stages[s].module for s in (source, destination)}
             if parts == {True} and len(modules) == 2:
                 raise ValueError(
-                    f"edge {source} -> {destination}: joins {sorted(modules)}, which both have "
-                    "sub-microbatches; put a module without them in between"
+                    f"edge {source} -> {destination}: connects {sorted(modules)}, which both "
+                    "have sub-microbatches; put a module without sub-microbatches between "
+                    "them"
                 )
 
     @cached_property
@@ -233,14 +235,14 @@ class StageGraph:
     def __post_init__(self) -> None:
         if set(self.sub_microbatches) != set(self.layout.sub_microbatched):
             raise ValueError(
-                f"sub-microbatch counts of {sorted(self.sub_microbatches)} given, those of "
-                f"{sorted(self.layout.sub_microbatched)} needed"
+                f"sub-microbatch counts were passed for {sorted(self.sub_microbatches)}, but "
+                f"are required for {sorted(self.layout.sub_microbatched)}"
             )
         for module, counts in self.sub_microbatches.items():
             if len(counts) != self.microbatches or min(counts, default=0) < 0:
                 raise ValueError(
                     f"{module}: sub-microbatch counts {list(counts)} for {self.microbatches} "
-                    "microbatches; give one count >= 0 for each"
+                    "microbatches; pass one count >= 0 per microbatch"
                 )
 
     def parts(self, stage: int, microbatch: int) -> int:

@@ -83,8 +83,8 @@ def lower_plan(
     """
     if len(order) != graph.layout.rank_count:
         raise ValueError(
-            f"the order has {len(order)} ranks, the stages lie on {graph.layout.rank_count}; "
-            "make the order from the same layout"
+            f"the order has {len(order)} ranks, but the stages are on "
+            f"{graph.layout.rank_count}; build the order from the same layout"
         )
     if receives_ahead < 0:
         raise ValueError(f"receives_ahead = {receives_ahead}: must be 0 or more")

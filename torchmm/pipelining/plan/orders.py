@@ -89,7 +89,7 @@ def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
         for action in actions:
             task = action.task
             if action.type not in COMPUTE:
-                problems.append(f"rank {rank}: {action} is none of F, B, I, W")
+                problems.append(f"rank {rank}: {action} is not one of F, B, I, W")
             elif task not in tasks:
                 problems.append(f"rank {rank}: {action} is not a task of this step")
             elif graph.rank(task) != rank:
@@ -115,10 +115,10 @@ def _task_problems(graph: StageGraph, task: Task, types: list[ActionType]) -> It
         return
     has = ", ".join(str(Action(t, *task)) for t in COMPUTE if t in backward) or "no backward"
     if not legal[0]:
-        yield f"{has} given, but nothing at or before it is trained: leave it out"
+        yield f"{has} is set, but neither it nor an earlier stage is trained; remove it"
         return
     wanted = " or ".join(
         " and ".join(str(Action(t, *task)) for t in COMPUTE if t in kinds)
         for kinds in (legal if legal[0] != legal[1] else legal[:1])
     )
-    yield f"{has} given, {wanted} needed"
+    yield f"{has} is set, but {wanted} is required"

@@ -117,14 +117,14 @@ def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
     for a, b in sorted(pairs):
         if b >= len(stages) or len(stages[a].ranks) != len(stages[b].ranks):
             raise ValueError(
-                f"stages {a} and {b} are tied, but one does not exist or has more replicas than "
-                "the other; give both the same number of replicas or untie the weight"
+                f"stages {a} and {b} are tied, but one does not exist or has more replicas "
+                "than the other; use the same number of replicas or untie the weight"
             )
         if set(stages[a].ranks) & set(stages[b].ranks):
             raise ValueError(
                 f"stages {a} and {b} are tied and share rank(s) "
-                f"{sorted(set(stages[a].ranks) & set(stages[b].ranks))}; let both use one "
-                "parameter there instead of two copies"
+                f"{sorted(set(stages[a].ranks) & set(stages[b].ranks))}; use one parameter on "
+                "these ranks instead of two replicas"
             )
     return sorted(p for p in pairs if all(stages[stage].trainable for stage in p))
 

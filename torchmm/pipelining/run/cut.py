@@ -27,14 +27,16 @@ def cut_for_rank(
     sizes = {module.name: len(module.layer_sizes()) for module in model.modality_modules()}
     names = {stage.module for stage in layout.stages}
     if names != set(sizes):
-        raise ValueError(f"the layout has modules {sorted(names)}, the model {sorted(sizes)}")
+        raise ValueError(
+            f"the layout has modules {sorted(names)}, but the model has {sorted(sizes)}"
+        )
     kept: dict[str, list[StageRange]] = {}
     indices: dict[str, list[int]] = {}
     for name, layers in sizes.items():
         stages = [stage for stage in layout.stages if stage.module == name]
         ranges = stage_ranges([(s.start, s.stop) for s in stages if not s.mirror])
         if ranges[-1].stop != layers:
-            raise ValueError(f"{name}: stages end at layer {ranges[-1].stop} of {layers}")
+            raise ValueError(f"{name}: the stages contain {ranges[-1].stop} of {layers} layers")
         local = [i for i, stage in enumerate(stages) if rank in stage.ranks]
         kept[name] = [ranges[i % len(ranges)] for i in local]  # mirrors are consecutive
         indices[name] = [stages[i].index for i in local]

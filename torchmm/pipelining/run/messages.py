@@ -83,7 +83,7 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
             generator_shapes=module.message_shapes(),
             without_gradients=module.messages_without_gradients(),
         )
-    raise TypeError(f"{module.name}: messages of a {type(module).__name__} are not known")
+    raise TypeError(f"{module.name}: messages of {type(module).__name__} are not supported")
 
 
 def message_specs(
@@ -121,7 +121,8 @@ def message_specs(
     """
     if len(microbatches) != graph.microbatches:
         raise ValueError(
-            f"metadata of {len(microbatches)} microbatches for a graph of {graph.microbatches}"
+            f"metadata of {len(microbatches)} microbatches for a graph of "
+            f"{graph.microbatches} microbatches"
         )
     sizes = {n: m if isinstance(m, MessageSizes) else message_sizes(m) for n, m in modules.items()}
     specs: dict[Message, tuple[TensorSpec, ...]] = {}

@@ -188,13 +188,15 @@ class PipelineRuntime:
         missing = set(layout.stages_of(self.plan_rank)) - self.stages.keys()
         if missing:
             raise ValueError(
-                f"the plan puts stages {sorted(missing)} on rank {self.plan_rank}, which has "
-                f"{sorted(self.stages)}; build the stages from the plan's layout"
+                f"the plan has stages {sorted(missing)} on rank {self.plan_rank}, but the "
+                f"rank has {sorted(self.stages)}; build the stages from the layout of the plan"
             )
         if microbatches != plan.graph.microbatches:
-            raise ValueError(f"{microbatches} microbatches for a plan of {plan.graph.microbatches}")
+            raise ValueError(
+                f"{microbatches} microbatches for a plan of {plan.graph.microbatches} microbatches"
+            )
         if self.channels is None and layout.rank_count > 1:
-            raise ValueError(f"a plan of {layout.rank_count} ranks needs P2PChannels")
+            raise ValueError(f"a plan of {layout.rank_count} ranks requires P2PChannels")
 
 
 def channel_pairs(layout: StageLayout) -> list[tuple[int, int]]:

@@ -141,8 +141,8 @@ class PipelineStage(ABC):
             set_layer_modes(module, modes or ("none",) * len(module.layer_modes))
         elif modes is not None and set(modes) != {"none"}:
             raise ValueError(
-                f"a plan that chooses what layers recompute, for a {type(module).__name__} that "
-                'cannot; set [activation_checkpoint] mode = "auto"'
+                f"the plan selects recomputation per layer, which {type(module).__name__} "
+                'does not support; set [activation_checkpoint] mode = "auto"'
             )
         if modes is None or "offload" not in modes:
             return None
@@ -267,7 +267,9 @@ class LlmStage(PipelineStage):
     def tied_parameter(self) -> nn.Parameter:
         module = self.module
         if module.is_first == module.is_last:
-            raise ValueError(f"{module.name}: only the first and the last of several stages tie")
+            raise ValueError(
+                f"{module.name}: only the first and the last of several stages can be tied"
+            )
         holder = module.embedding if module.is_first else module.head
         return holder.weight
 
@@ -375,8 +377,8 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
     if isinstance(module, GeneratorModule):
         return GeneratorStage(module, sharding)
     raise TypeError(
-        f"no pipeline stage for a {type(module).__name__}; there are some for encoders, LLMs and "
-        "generators"
+        f"{type(module).__name__} is not supported as a pipeline stage; use an encoder, an "
+        "LLM or a generator"
     )
 
 

@@ -200,8 +200,8 @@ class StepState:
                 left += [f"{message} was not sent, waited for or used" for message in box]
         if left:
             raise ValueError(
-                f"the plan of rank {self._rank} is incomplete: {'; '.join(left[:5])}; "
-                "validate_plan tells what is missing"
+                f"the plan of rank {self._rank} is incomplete: {'; '.join(left[:5])}; run "
+                "validate_plan to find the missing action"
             )
         for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
             stage = self._stages[index]
@@ -431,8 +431,8 @@ class StepState:
         for task in (*self._kept, *self._split):
             if task.stage == action.stage:
                 raise ValueError(
-                    f"{action} comes before the backward of {task}; validate_plan tells which "
-                    "action is missing or comes too late"
+                    f"{action} runs before the backward of {task}; run validate_plan to find "
+                    "the missing or misplaced action"
                 )
         return self._drive(StepSharding.start_reducing, action)
 
@@ -490,6 +490,6 @@ def _take(box: dict[K, V], key: K, action: Action) -> V:
         return box.pop(key)
     except KeyError:
         raise ValueError(
-            f"action {action} needs {key}, which is not there; validate_plan tells which action "
-            "is missing or comes too late"
+            f"action {action} requires {key}, which is not available; run validate_plan to "
+            "find the missing or misplaced action"
         ) from None

@@ -249,7 +249,7 @@ def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
         ranks += used
     if len(set(ranks[:count])) < count or ranks != ranks[:count] * (len(ranks) // count):
         raise ValueError(
-            f"the virtual stages are on ranks {ranks}; assign them to the {count} ranks in "
-            "round-robin order, or use the schedule separated or gpipe"
+            f"the virtual stages are on ranks {ranks}; assign them to the {count} ranks "
+            "round-robin, or use the schedule separated or gpipe"
         )
     return [list(units[position::count]) for position in range(count)]

@@ -74,7 +74,7 @@ def colocated_layout(
     encoders = [module for module in modules if module.kind == "encoder"]
     given = {**dict(pipelines or {}), **dict(slices or {}), **dict(encoder_mirrors or {})}
     if unknown := sorted(set(given) - {encoder.name for encoder in encoders}):
-        raise ValueError(f"sizes of {unknown}, which are no encoders")
+        raise ValueError(f"degrees of {unknown}, which are not encoders")
     cuts: dict[str, list[Cut]] = {}
     count = 0
     for encoder in encoders:
@@ -82,18 +82,18 @@ def colocated_layout(
         pieces = (slices or {}).get(encoder.name, 1)
         if size < 1 or ranks % size:
             raise ValueError(
-                f"{encoder.name}: pipelines of {size} ranks on the {ranks} of the LLM; give a "
-                f"divisor of {ranks}"
+                f"{encoder.name}: pipelines of {size} ranks on the {ranks} ranks of the LLM; "
+                f"use a divisor of {ranks}"
             )
         if not 1 <= pieces * size <= len(encoder.costs):
             raise ValueError(
-                f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} slices; "
-                "use fewer of either"
+                f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} "
+                "slices; use fewer ranks or slices"
             )
         together = (encoder_mirrors or {}).get(encoder.name, 1)
         if together < 1 or mirrors % together:
             raise ValueError(
-                f"{encoder.name}: {together} mirrors where the LLM has {mirrors}; give a divisor"
+                f"{encoder.name}: {together} replicas, but the LLM has {mirrors}; use a divisor"
             )
         for index, layers in enumerate(balanced_cuts(encoder.costs_with_ends, size * pieces)):
             blocks = range(index // pieces, ranks, size)
@@ -161,7 +161,7 @@ def encoder_names(layout: StageLayout) -> list[str]:
     """
     names = list(dict.fromkeys(stage.module for stage in layout.stages))
     if LLM not in names:
-        raise ValueError(f"modules {names}: none is called {LLM!r}")
+        raise ValueError(f"modules {names}: no module is named {LLM!r}")
     return names[: names.index(LLM)]
 
 
@@ -191,7 +191,7 @@ def backbone_order(
     taken = list(range(graph.microbatches) if sequence is None else sequence)
     if sorted(taken) != list(range(graph.microbatches)):
         raise ValueError(
-            f"sequence {taken}: give each of the {graph.microbatches} microbatches once"
+            f"sequence {taken}: list each of the {graph.microbatches} microbatches once"
         )
     backbone, offset = _backbone(graph, taken)
     rows: list[tuple[Action, ...]] = []

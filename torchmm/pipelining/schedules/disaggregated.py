@@ -72,7 +72,7 @@ def disaggregated_layout(
     """
     if sorted(units) != sorted(module.name for module in modules):
         raise ValueError(
-            f"sizes of {sorted(units)}, the modules are {sorted(m.name for m in modules)}"
+            f"degrees of {sorted(units)}, but the modules are {sorted(m.name for m in modules)}"
         )
     cuts: dict[str, list[Cut]] = {}
     first = 0
@@ -82,9 +82,9 @@ def disaggregated_layout(
         stages = size.pipeline * count
         if size.replicas < 1 or not 1 <= stages <= len(module.costs):
             raise ValueError(
-                f"{module.name}: {len(module.costs)} layers for {size.pipeline} ranks x {count} "
-                f"stages per rank in {size.replicas} replicas; use fewer ranks or stages, and "
-                "replicas from 1 on"
+                f"{module.name}: {len(module.costs)} layers for {size.pipeline} ranks x "
+                f"{count} stages per rank in {size.replicas} replicas; use fewer ranks or "
+                "stages, and at least one replica"
             )
         starts = [first + replica * size.pipeline for replica in range(size.replicas)]
         cuts[module.name] = [
@@ -210,7 +210,7 @@ def _around_llm(
     after = [stage for stage in graph.layout.stages if stage.index > last.index]
     for modules in (before, after):
         if len({stage.ranks for stage in modules}) < len(modules):
-            raise ValueError("several stages per rank: only the LLM may have them here")
+            raise ValueError("several stages per rank are supported only for the LLM")
     replicas = len(first.ranks)
     ranks = len({stage.ranks for stage in llm})
     per_rank = len(llm) // ranks

@@ -51,7 +51,9 @@ def balanced_cuts(
     """
     layers = len(costs)
     if not 1 <= parts <= layers:
-        raise ValueError(f"{layers} layers cannot form {parts} parts of at least one layer")
+        raise ValueError(
+            f"{layers} layers cannot be split into {parts} parts of at least one layer"
+        )
     if min(costs) < 0:
         raise ValueError(f"negative cost {min(costs)} of a layer")
     if not any(costs):  # the typical microbatch does not use this module
@@ -112,7 +114,7 @@ class ModuleLayers:
 
     def __post_init__(self) -> None:
         if not self.costs:
-            raise ValueError(f"{self.name}: has no layers")
+            raise ValueError(f"{self.name} has no layers")
         if self.trainable is not None and len(self.trainable) != len(self.costs):
             raise ValueError(
                 f"{self.name}: {len(self.trainable)} trainable flags for {len(self.costs)} layers"
@@ -164,7 +166,7 @@ def build_layout(modules: Sequence[ModuleLayers], cuts: Mapping[str, Sequence[Cu
     names = [module.name for module in modules]
     trunk = _llm(modules)
     if sorted(cuts) != sorted(names):
-        raise ValueError(f"cuts for {sorted(cuts)} given, the modules are {names}")
+        raise ValueError(f"splits are set for {sorted(cuts)}, but the modules are {names}")
     stages: list[StageSpec] = []
     edges: list[tuple[int, int]] = []
     ends: list[tuple[int, int]] = []
@@ -186,8 +188,8 @@ def _llm(modules: Sequence[ModuleLayers]) -> int:
     if kinds != ordered or kinds.count("llm") != 1 or len({m.name for m in modules}) < len(modules):
         found = ", ".join(f"{m.name} ({m.kind})" for m in modules)
         raise ValueError(
-            f"modules are {found or 'none'}; list encoders, one LLM and generators in this order, "
-            "under different names"
+            f"modules are {found or 'none'}; list encoders, one LLM and generators in this "
+            "order, with different names"
         )
     return kinds.index("llm")
 
@@ -196,8 +198,8 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
     sizes = [cut.layers for cut in cuts]
     if sum(sizes) != len(module.costs) or min(sizes, default=0) < 1:
         raise ValueError(
-            f"{module.name}: stages of {sizes} layers; each needs at least one, and they must add "
-            f"up to {len(module.costs)}"
+            f"{module.name}: stages of {sizes} layers; each stage requires at least one "
+            f"layer, and the sum must be {len(module.costs)}"
         )
     last = first + len(cuts) - 1
     ties: dict[int, int] = {}
@@ -205,9 +207,9 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
         shared = set(cuts[0].ranks) & set(cuts[-1].ranks)
         if shared:
             raise ValueError(
-                f"{module.name}: its input and output embeddings are tied, and stages {first} and "
-                f"{last}, which hold them, are different stages on rank {min(shared)}; use more "
-                "pipeline ranks, one stage per rank, or untie them"
+                f"{module.name}: its input and output embeddings are tied, but stages {first} "
+                f"and {last}, which contain them, are different stages on rank {min(shared)}; "
+                "use more pipeline ranks, one stage per rank, or untie them"
             )
         if module.pre_trainable or module.post_trainable:  # frozen embeddings need no reduction
             ties = {first: last, last: first}
@@ -250,7 +252,7 @@ def separated_layout(
     given = dict(segments or {})
     unknown = set(given) - {m.name for m in modules}
     if unknown:
-        raise ValueError(f"segments of {sorted(unknown)}, which are no modules")
+        raise ValueError(f"segments of {sorted(unknown)}, which are not modules")
     loads = [0.0] * ranks
     cuts: dict[str, list[Cut]] = {}
     for module in modules:
@@ -336,9 +338,9 @@ def megatron_balanced_layout(
 
 def _check_count(what: str, layers: int, ranks: int, per_rank: int, name: str) -> None:
     if ranks < 1 or per_rank < 1:
-        raise ValueError(f"{what}: {ranks} pipeline ranks and {per_rank} {name}: need at least 1")
+        raise ValueError(f"{what}: {ranks} pipeline ranks and {per_rank} {name} must be at least 1")
     if layers < ranks * per_rank:
         raise ValueError(
-            f"{what}: {layers} layers cannot fill {ranks} pipeline ranks x {per_rank} {name}; use "
-            "fewer of either"
+            f"{what}: {layers} layers are fewer than {ranks} pipeline ranks x {per_rank} "
+            f"{name}; use fewer ranks or stages"
         )

@@ -56,7 +56,7 @@ def order_named(name: str) -> Order:
     if name.startswith(CSV_PREFIX):
         return _fixed(partial(read_order, Path(name.removeprefix(CSV_PREFIX))))
     if name not in ORDERS:
-        raise ValueError(f"no schedule {name!r}; there are {', '.join(ORDERS)} and csv:PATH")
+        raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(ORDERS)}, or csv:PATH")
     return ORDERS[name]
 
 
@@ -84,7 +84,8 @@ def schedule_layout(
     assert schedule is not None
     if virtual_stages != 1 and not schedule.virtual_stages:
         raise ValueError(
-            f"{name} with {virtual_stages} virtual stages per rank; it has 1, use interleaved_1f1b"
+            f"{name} with {virtual_stages} virtual stages per rank supports only 1; use "
+            "interleaved_1f1b"
         )
     if schedule.cut == "megatron":
         return megatron_layout(modules, ranks, virtual_stages)

@@ -80,7 +80,7 @@ def timelines_svg(
         ValueError: no panel given, or a record does not fit its layout.
     """
     if not panels:
-        raise ValueError("no step to draw: give at least one panel")
+        raise ValueError("no step to plot; pass at least one panel")
     if join:
         panels = [panel._replace(records=list(_joined(panel))) for panel in panels]
     timelines = [analyze_timeline(panel.records, panel.layout) for panel in panels]

@@ -53,7 +53,7 @@ def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
             raise ValueError("must be stage, F, B, I or W, and chunk, such as 2F0")
         stage, chunk = int(match[1]), int(match[3])
         if stage >= len(chunks):
-            raise ValueError(f"there are {len(chunks)} stages")
+            raise ValueError(f"the layout has {len(chunks)} stages")
         if chunk >= len(chunks[stage]):
             raise ValueError(f"stage {stage} has {len(chunks[stage])} chunks in this step")
         return Action(ActionType(match[2]), *chunks[stage][chunk])

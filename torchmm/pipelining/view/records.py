@@ -88,14 +88,14 @@ def read_records(path: Path) -> tuple[list[ActionRecord], StageGraph]:
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f'no "format": "{_FORMAT}"')
+            raise ValueError(f'"format" is not "{_FORMAT}"')
         if content["columns"] != _COLUMNS:
-            raise ValueError(f"columns are {content['columns']}, {_COLUMNS} expected")
+            raise ValueError(f"columns are {content['columns']}, but {_COLUMNS} is expected")
         return [_record(row) for row in content["records"]], _graph(content)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"{path}: not a recorded step ({reason}); give a file that write_records wrote"
+            f"{path}: not a recorded step ({reason}); use a file that write_records wrote"
         ) from error
 
 
@@ -112,7 +112,7 @@ def read_content(path: Path) -> StepContent | None:
         metas = tuple(_meta(tokens, samples) for tokens, samples, _ in rows)
         return StepContent(metas, tuple(int(targets) for *_, targets in rows))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: content of microbatches is damaged ({error})") from error
+        raise ValueError(f"{path}: content of microbatches is corrupt ({error})") from error
 
 
 def _meta_row(meta: MicrobatchMeta) -> list[Any]:
@@ -149,12 +149,16 @@ def _meta(tokens: int, rows: Sequence[Any]) -> MicrobatchMeta:
 
 def _record(row: Sequence[Any]) -> ActionRecord:
     if len(row) != len(_COLUMNS):
-        raise ValueError(f"record {list(row)} has {len(row)} values, {len(_COLUMNS)} expected")
+        raise ValueError(
+            f"record {list(row)} has {len(row)} values, but {len(_COLUMNS)} are expected"
+        )
     rank, kind, *fields, start_ms, end_ms = row
     if not all(isinstance(v, int) for v in (rank, *fields)):
-        raise ValueError(f"record {list(row)} needs whole numbers for all but type and times")
+        raise ValueError(
+            f"record {list(row)} requires integers for all columns except type and times"
+        )
     if not all(isinstance(v, int | float) for v in (start_ms, end_ms)):
-        raise ValueError(f"record {list(row)} needs numbers as times")
+        raise ValueError(f"record {list(row)} requires numbers as times")
     return ActionRecord(rank, Action(ActionType(kind), *fields), start_ms, end_ms)
 
 

@@ -125,7 +125,7 @@ def _check_record(record: ActionRecord, layout: StageLayout) -> None:
     elif not 0 <= record.action.stage < len(layout.stages):
         remedy = f"the layout has {len(layout.stages)} stages; use the layout of the same step"
     elif not 0 <= record.start_ms <= record.end_ms < float("inf"):
-        remedy = "times count from the start of the step, and an action ends after it starts"
+        remedy = "use times since the start of the step, with end times after start times"
     else:
         return
     raise ValueError(
@@ -226,8 +226,8 @@ def uniform_timeline(
                 if position[rank] < len(queue)
             ]
             raise ValueError(
-                f"no rank can go on; next would be {', '.join(waiting)}: what they need comes "
-                "later in the order or is missing from it"
+                f"no rank can continue; next would be {', '.join(waiting)}, whose inputs come "
+                "later in the order or are missing"
             )
     return sorted(records, key=lambda r: (r.rank, r.start_ms))
 

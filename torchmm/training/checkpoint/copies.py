@@ -134,6 +134,6 @@ def step_of_folder(folder: str) -> int:
     match = _FOLDER.fullmatch(folder)
     if match is None:
         raise CheckpointError(
-            f"{folder} is no folder of a checkpoint; they are called step-N-DIGITS"
+            f"{folder} is not a checkpoint folder; use a folder named step-N-DIGITS"
         )
     return int(match[1])

@@ -87,12 +87,12 @@ class CheckpointDirectory:
         while not self.try_claim():
             if time.monotonic() > deadline:
                 raise InUseError(
-                    f"{self.path} is in use by another run ({self._holder()}); stop it, or set "
-                    "another name"
+                    f"{self.path} is in use by another run ({self._holder()}); stop that run, "
+                    "or set another name"
                 )
             time.sleep(_CLAIM_RETRY_S)
         for stale in self.path.glob("step-*.tmp-*"):
-            self._logger.warning("removing %s, left by a save that did not finish", stale)
+            self._logger.warning("removing %s from an incomplete save", stale)
             shutil.rmtree(stale)
 
     def is_of_this_run(self) -> bool:
@@ -121,7 +121,7 @@ class CheckpointDirectory:
         """Commit a temporary directory, and set an existing checkpoint of its name aside."""
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         if final.exists():
-            self._set_aside(final, "a whole copy came in its place")
+            self._set_aside(final, "replaced by a complete copy")
         return self.commit(temporary)
 
     def best(self, of: BestConfig | None) -> list[int]:
@@ -164,7 +164,7 @@ class CheckpointDirectory:
         """Rename checkpoints of later steps, so that they are neither resumed nor counted."""
         for path in self.path.glob("step-*"):
             if (found := step_of(path)) is not None and found > step:
-                self._set_aside(path, "training goes on before it")
+                self._set_aside(path, "training continues from an earlier step")
         sync_directory(self.path)
 
     def _set_aside(self, path: Path, why: str) -> None:
@@ -183,7 +183,7 @@ class CheckpointDirectory:
             except CheckpointError as error:
                 problems = [str(error)]
         if problems:
-            self._logger.error("damaged checkpoint %s: %s", path, "; ".join(problems))
+            self._logger.error("corrupt checkpoint %s: %s", path, "; ".join(problems))
             return False
         self._known_valid.add(path)
         return True
@@ -215,7 +215,7 @@ def _meeting_place() -> str:
     """Return the rendezvous address of this run, if there are several ranks."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
-    return f", ranks meet at {address}:{port}" if address and port else ""
+    return f", rendezvous at {address}:{port}" if address and port else ""
 
 
 def _is_of_newer_format(path: Path) -> bool:

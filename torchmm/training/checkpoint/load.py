@@ -44,8 +44,8 @@ PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", 
 IMAGE_KERNELS = "attention of images"
 """Entry for the attention kernels of encoders with images of one size, a part of torchmm."""
 _SHOWN_PROBLEMS = 20
-_LEFT_OUT = "averages of weights, which are left out: training.ema_decay is not set"
-_BEGUN = "no averages of weights; they begin as the weights after the next step"
+_LEFT_OUT = "averaged weights, which are not loaded because training.ema_decay is not set"
+_BEGUN = "no averaged weights; they are initialized from the weights after the next step"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def load_verified(
     if not isinstance(saved, dict) or any(
         not isinstance(saved.get(key), kind) for key, kind in kinds.items()
     ):
-        raise CheckpointError(f"{path / STATE_NAME} is not the state of a run")
+        raise CheckpointError(f"{path / STATE_NAME} is not a valid run state")
     tensors = model_tensors(model)
     optimizer_state: OptimizerState = {}
     trainable: list[str] | None = None
@@ -111,9 +111,9 @@ def load_verified(
     problems = find_misfits(index, saved["trainable"], tensors, trainable, with_averages, group)
     if problems:
         raise CheckpointError(
-            f"{path} does not fit the model or what of it is trained:\n{bullets(problems)}\n"
-            "Restore [model] and [freeze] of the recipe, or start another run: with another "
-            'name, or checkpoint.resume = "none"'
+            f"{path} does not match the model or its trainable "
+            f"modules:\n{bullets(problems)}\nRestore [model] and [freeze] of the recipe, or "
+            'start a new run with another name or checkpoint.resume = "none"'
         )
     same_layout = _sizes(manifest["layout"]) == _sizes(facts["layout"])
     rng = {
@@ -169,13 +169,15 @@ def _log_differences(
         recipe = manifest.get("recipe")  # checkpoints of older versions have only the digest
         changed = changes(upgraded(recipe or {}), facts["recipe"])
         if not recipe:
-            logger.warning("%s was saved under another recipe, which it does not hold", path)
+            logger.warning(
+                "%s was saved with a different recipe, which the checkpoint does not contain", path
+            )
         elif changed:  # otherwise only the order of keys is different
-            logger.warning("%s was saved under another recipe: %s", path, "; ".join(changed))
+            logger.warning("%s was saved with a different recipe: %s", path, "; ".join(changed))
     if not has_rng:
         logger.warning(
-            "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
-            "start anew",
+            "%s was saved by %s ranks with layout %s, and this run has %s ranks with layout "
+            "%s: random number generators are seeded again",
             path,
             manifest["world_size"],
             _sizes(manifest["layout"]),
@@ -196,8 +198,9 @@ def _log_differences(
     pairs = ((name, saved[name], now.get(name, "not installed")) for name in sorted(saved))
     if others := [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]:
         logger.warning(
-            "%s was saved with other versions of packages (%s): samples and results may differ "
-            "from those of an uninterrupted run. Install the saved versions to get the same bits",
+            "%s was saved with different package versions (%s): samples and results may "
+            "differ from an uninterrupted run. Install the saved versions for bitwise "
+            "identical results",
             path,
             ", ".join(others),
         )

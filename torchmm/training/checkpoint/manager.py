@@ -226,7 +226,7 @@ class CheckpointManager:
         copying = self._uploads is not None and self._uploads.in_use is not None
         known = self._group.gather((exists, copying))
         if known[0][0]:
-            self._logger.info("%s exists already, not saved again", target)
+            self._logger.info("%s already exists; not saving it again", target)
             return
         if torch.cuda.is_available():
             # Optimizer states in host memory may still be copied there after the update. Only the
@@ -317,7 +317,7 @@ class CheckpointManager:
             step_of_folder(folder)  # raises CheckpointError
             path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
             if problems:
-                raise CheckpointError(f"{choice} is not usable:\n{bullets(problems)}")
+                raise CheckpointError(f"{choice} cannot be loaded:\n{bullets(problems)}")
             restored = self._load_verified(path, model, optimizer, average)
         elif choice != "none":
             restored = self.load(local_path(choice), model, optimizer, average)
@@ -366,11 +366,11 @@ class CheckpointManager:
                 path, problems = self._fetch(self._remote, candidate)
             if not problems:
                 return path
-            self._logger.error("SKIPPING DAMAGED CHECKPOINT %s: %s", candidate, "; ".join(problems))
+            self._logger.error("SKIPPING CORRUPT CHECKPOINT %s: %s", candidate, "; ".join(problems))
         if candidates:
             raise CheckpointError(
-                f"all {len(candidates)} checkpoints in {self._directory.path} are damaged; "
-                'set checkpoint.resume = "none" to start afresh'
+                f"all {len(candidates)} checkpoints in {self._directory.path} are corrupt; "
+                'set checkpoint.resume = "none" to start a new run'
             )
         return None
 
@@ -398,7 +398,7 @@ class CheckpointManager:
         """
         problems = self._find_problems(path)
         if problems:
-            raise CheckpointError(f"{path} is not usable:\n{bullets(problems)}")
+            raise CheckpointError(f"{path} cannot be loaded:\n{bullets(problems)}")
         return self._load_verified(path, model, optimizer, average)
 
     def _find_problems(self, path: Path) -> list[str]:
@@ -440,7 +440,7 @@ class CheckpointManager:
             if self._site.is_leader:
                 writer.discard()
             raise as_checkpoint_error(
-                f"cannot save {target} (older ones are intact)", error
+                f"cannot save {target} (earlier checkpoints are intact)", error
             ) from error
         except RuntimeError as error:
             if not is_peer_trouble(error):
@@ -471,7 +471,9 @@ class CheckpointManager:
     ) -> None:
         """Commit a checkpoint on rank 0, after all ranks have written and synced their files."""
         if len({note["state_sha256"] for note in notes}) > 1:
-            raise CheckpointError("`state` differs between ranks; only rank 0's would be kept")
+            raise CheckpointError(
+                "`state` differs between ranks, but only the state of rank 0 would be saved"
+            )
         trainable = sorted({name for note in notes for name in note["trainable"]})
         state = canonical_json({"state": notes[0]["state"], "trainable": trainable})
         write_synced(temporary / STATE_NAME, state)

@@ -88,7 +88,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: {error.strerror}: not a complete checkpoint") from None
     manifest = parse_manifest(data, str(file))
     if step_of(path) != manifest["step"]:
-        raise CheckpointError(f"{path} holds step {manifest['step']}: was it renamed?")
+        raise CheckpointError(
+            f"{path} contains step {manifest['step']}; the directory may have been renamed"
+        )
     return manifest
 
 
@@ -110,18 +112,19 @@ def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
         digest = manifest.pop(_SELF_KEY)
         content = canonical_json(manifest)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a manifest: {error!r}") from None
+        raise CheckpointError(f"{file} is not a valid manifest: {error!r}") from None
     whole = canonical_json({**manifest, _SELF_KEY: digest})
     if data != whole or hashlib.sha256(content).hexdigest() != digest:
-        raise CheckpointError(f"{file} was altered: its SHA-256 does not match")
+        raise CheckpointError(f"{file} was modified: its SHA-256 does not match")
     found = manifest.get("format")
     if isinstance(found, int) and found > FORMAT:
         raise NewerFormatError(
-            f"{file} has format {found}, this version of torchmm reads {FORMAT}: a newer one saved "
-            "it. Go on with that version, or name an older checkpoint in checkpoint.resume"
+            f"{file} has format {found}, but this version of torchmm reads format {FORMAT}: a "
+            "newer version saved it. Continue with that version, or set checkpoint.resume to "
+            "an older checkpoint"
         )
     if found != FORMAT:
-        raise CheckpointError(f"{file} has format {found}, this version reads {FORMAT}")
+        raise CheckpointError(f"{file} has format {found}, but this version reads format {FORMAT}")
     _validate_content(manifest, file)
     return manifest
 
@@ -129,7 +132,7 @@ def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
 def _validate_content(manifest: dict[str, Any], file: str) -> None:
     """Raise CheckpointError if a fact is missing, has another type, or names an unsafe file."""
     if missing := [k for k, kind in _FACTS.items() if type(manifest.get(k)) is not kind]:
-        raise CheckpointError(f"{file} is incomplete: it does not say {', '.join(missing)}")
+        raise CheckpointError(f"{file} is incomplete: {', '.join(missing)} is missing")
     if manifest["step"] < 0:
         raise CheckpointError(f"{file}: step = {manifest['step']} is negative")
     for name, entry in manifest["files"].items():
@@ -149,7 +152,7 @@ def _validate_entry(name: str, entry: Any, file: str) -> None:
     except UnsafeNameError as error:
         raise CheckpointError(f"{error}. Do not use this checkpoint") from None
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
-        raise CheckpointError(f"{file}: {name!a} is not the name of a file of a checkpoint")
+        raise CheckpointError(f"{file}: {name!a} is not a valid file name of a checkpoint")
     try:
         size = entry["bytes"]
         digest = entry["sha256"]
@@ -158,8 +161,8 @@ def _validate_entry(name: str, entry: Any, file: str) -> None:
         valid = False
     if not valid:
         raise CheckpointError(
-            f"{file}: the entry of {name} is {str(entry)[:200]!a}; it must consist of bytes "
-            "(an integer >= 0) and sha256 (64 hexadecimal digits)"
+            f"{file}: the entry of {name} is {str(entry)[:200]!a}; it must contain bytes (an "
+            "integer >= 0) and sha256 (64 hexadecimal digits)"
         )
 
 
@@ -235,13 +238,13 @@ def file_problem(file: Path, entry: dict[str, Any]) -> str | None:
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry["bytes"]:
-            return f"{file} has {size_bytes} bytes, the manifest says {entry['bytes']}"
+            return f"{file} has {size_bytes} bytes, but the manifest lists {entry['bytes']}"
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         return f"{file}: {error.strerror}"
     if digest != entry["sha256"]:
-        return f"{file} was altered: SHA-256 {digest[:16]}..., expected {entry['sha256'][:16]}..."
+        return f"{file} was modified: SHA-256 {digest[:16]}..., expected {entry['sha256'][:16]}..."
     if file.suffix == ".json":
         try:
             read_json(file)

@@ -129,9 +129,12 @@ def find_misfits(
         if entry is None:
             local.add(f"missing from the checkpoint: {name}")
         elif list(tensor.shape) != entry["shape"]:
-            local.add(f"{name}: shape {entry['shape']} saved, {list(tensor.shape)} wanted")
+            local.add(
+                f"{name}: shape {entry['shape']} in the checkpoint, {list(tensor.shape)} in the "
+                "model"
+            )
         elif tensor.dtype != (saved := dtype_named(entry["dtype"])):
-            local.add(f"{name}: {saved} saved, {tensor.dtype} wanted")
+            local.add(f"{name}: {saved} in the checkpoint, {tensor.dtype} in the model")
     of_ranks = group.gather((local, set(tensors), set(trainable or ())))
     problems = {problem for found, _, _ in of_ranks for problem in found}
     wanted = {name for _, names, _ in of_ranks for name in names}
@@ -140,8 +143,14 @@ def find_misfits(
         kinds.append("optimizer.")
         now = {name for _, _, names in of_ranks for name in names}
         before = set(saved_trainable)
-        problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
-        problems |= {f"frozen when saved, trained now: {name}" for name in now - before}
+        problems |= {
+            f"trainable in the checkpoint, but frozen in the recipe: {name}"
+            for name in before - now
+        }
+        problems |= {
+            f"frozen in the checkpoint, but trainable in the recipe: {name}"
+            for name in now - before
+        }
     if averages:
         kinds.append(AVERAGE_PREFIX)
     extra = {name for name in index if name.startswith(tuple(kinds))} - wanted

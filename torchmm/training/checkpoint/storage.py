@@ -254,14 +254,14 @@ def read_index(path: Path) -> dict[str, Any]:
             for chunk in entry["chunks"]:
                 if chunk["file"] not in files:
                     raise CheckpointError(
-                        f"{file}: {name} is in {chunk['file']!a}, which {MANIFEST_NAME} does not "
-                        "list; use another checkpoint"
+                        f"{file}: {name} is in {chunk['file']!a}, which {MANIFEST_NAME} does "
+                        "not list; use another checkpoint"
                     )
                 valid = valid and _are_sizes(chunk["offsets"]) and _are_sizes(chunk["sizes"])
             if not valid:
-                raise CheckpointError(f"{file}: the entry of {name} is not that of a tensor")
+                raise CheckpointError(f"{file}: the entry of {name} does not describe a tensor")
     except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is not the index of a checkpoint: {error!r}") from None
+        raise CheckpointError(f"{file} is not a valid checkpoint index: {error!r}") from None
     return index
 
 

@@ -90,7 +90,7 @@ def export_checkpoint(
     """
     refuse_existing(directory)
     if problems := find_problems(path):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
+        raise CheckpointError(f"{path} is corrupt: {'; '.join(problems[:3])}")
     recipe = recipe_of(path)
     model = recipe_model(recipe, dtype or DTYPES[recipe.training.parameter_dtype])
     tokenizer = load_tokenizer(recipe.model)
@@ -108,8 +108,8 @@ def export_checkpoint(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"cannot write {directory}: {reason}; exporting needs room for the "
-            "model's weights twice"
+            f"cannot write {directory}: {reason}; an export requires free space for two "
+            "copies of the model weights"
         ) from error
 
 
@@ -133,8 +133,9 @@ def push(directory: Path, name: str, private: bool) -> str:
     except HUB_ERRORS as error:
         text = str(error).strip().partition("\n")[0]
         raise UploadError(
-            f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
-            f"token that may write there, and run `hf upload {name} {shlex.quote(str(directory))}`"
+            f"{directory} was not uploaded to {name}: {text}. The local directory is "
+            f"complete; set HF_TOKEN to a token with write access, and run `hf upload {name} "
+            f"{shlex.quote(str(directory))}`"
         ) from error
     return str(repository)
 
@@ -147,15 +148,17 @@ def recipe_of(path: Path) -> Recipe:
     """
     table = read_manifest(path).get("recipe")
     if not table:
-        raise CheckpointError(f"{path} holds no recipe, as those of older versions do not")
+        raise CheckpointError(
+            f"{path} contains no recipe, because an older version of torchmm saved it"
+        )
     try:
         return Recipe.model_validate(upgraded(table))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path} was saved under a recipe of another version: {key}: {first['msg']}; export it "
-            "with the version that saved it"
+            f"{path} was saved with a recipe of another version: {key}: {first['msg']}; "
+            "export it with that version"
         ) from error
 
 
@@ -188,7 +191,7 @@ class CheckpointWeights:
         self._places = cache(lambda name: _places_in(path / name))
         if averaged and not any(name.startswith(AVERAGE_PREFIX) for name in self._index):
             raise CheckpointError(
-                f"{path} has no averages of weights: it was saved without training.ema_decay"
+                f"{path} has no averaged weights, because training.ema_decay was not set"
             )
 
     def __call__(
@@ -213,7 +216,8 @@ class CheckpointWeights:
         if entry is None or entry["shape"] != list(shape):
             has = "lacks it" if entry is None else f"has it as {entry['shape']}"
             raise CheckpointError(
-                f"{self._path} {has}: {name} of shape {list(shape)}; its recipe is of another model"
+                f"{self._path} {has}: {name} of shape {list(shape)}; its recipe describes a "
+                "different model"
             )
         stored = dtype_named(entry["dtype"])
         room, whole = self._mapped(shape, like.dtype if stored.is_floating_point else stored)
@@ -271,7 +275,7 @@ def _fill(target: Tensor, file: BinaryIO, place: _Place, name: str) -> None:
         if not data:
             continue
         if file.readinto(data) < len(data):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{file.name} is cut off: verify the checkpoint")
+            raise CheckpointError(f"{file.name} is truncated; verify the checkpoint")
         values = torch.frombuffer(data, dtype=place.dtype).view(part.shape)
         part.copy_(values)
         if part.dtype != values.dtype:
@@ -288,7 +292,9 @@ def _places_in(file: Path) -> dict[str, _Place]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
-            raise CheckpointError(f"{file} has a header of {length} bytes, more than the file")
+            raise CheckpointError(
+                f"{file} has a header of {length} bytes, which is larger than the file"
+            )
         text = stream.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
@@ -300,4 +306,4 @@ def _places_in(file: Path) -> dict[str, _Place]:
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CheckpointError(f"{file} has no header of safetensors: {error!r}") from None
+        raise CheckpointError(f"{file} has no valid safetensors header: {error!r}") from None

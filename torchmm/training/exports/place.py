@@ -83,7 +83,7 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
 def refuse_existing(directory: Path) -> None:
     """Raise ConfigError if a directory exists."""
     if directory.exists():
-        raise ConfigError(f"{directory} exists; name another directory, or remove it")
+        raise ConfigError(f"{directory} already exists; use another directory, or remove it")
 
 
 def clear_unfinished(parent: Path) -> None:
@@ -115,8 +115,8 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     while (lock := _try_lock(directory)) is None:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{directory} is being written by another process; wait for it, or name another "
-                "directory"
+                f"{directory} is being written by another process; wait for it, or use "
+                "another directory"
             )
         time.sleep(_RETRY_S)
     partial = _beside(directory, _PARTIAL)

@@ -193,7 +193,7 @@ def card(
         with torch.device("meta"):
             count = sum(p.numel() for p in module.rebuild().parameters())
         source = module.weights.source
-        begin = f"began as `{source}`" if source else "began with random weights"
+        begin = f"initialized from `{source}`" if source else "initialized randomly"
         lines.append(f"- `{module.name}`: {count:,} parameters, {begin}")
 
     lines += ["", "## Data", ""]
@@ -206,21 +206,21 @@ def card(
             license = prepared.get(folder.name, {}).get("licence", license)
         revision = f" at {data.revision}" if data.revision else ""
         name = f"`{without_secrets(data.path)}`{revision}"
-        lines.append(f"- {name}, weight {data.weight:g}; licence: {license}")
+        lines.append(f"- {name}, weight {data.weight:g}; license: {license}")
 
     training = recipe.training
     lines += ["", "## Training", ""]
     lines.append(
-        f"- step {step:,} of {training.steps:,}, {training.global_batch_size} sequences of "
-        f"up to {training.sequence_length:,} tokens a step, {training.dtype}"
+        f"- step {step:,} of {training.steps:,}, {training.global_batch_size} sequences of up "
+        f"to {training.sequence_length:,} tokens per step, {training.dtype}"
     )
     text = metrics.read_text() if metrics.exists() else ""
     records = [record for record in map(json.loads, text.splitlines()) if record["step"] <= step]
-    for key, name in (("loss", "loss"), ("validation_loss", "held-out loss")):
+    for key, name in (("loss", "loss"), ("validation_loss", "validation loss")):
         measured = [record for record in records if record.get(key) is not None]
         if measured:
             last = measured[-1]
-            lines.append(f"- {name} {last[key]:.4f} nats a token at step {last['step']:,}")
+            lines.append(f"- {name} {last[key]:.4f} nats per token at step {last['step']:,}")
 
     settings = what_was_trained(recipe).strip()
     lines += ["", "```toml", settings, "```"] if settings else []
@@ -229,8 +229,9 @@ def card(
     lines += _use(model, directory, tokenizer, prompt, chats)
     lines += [
         "",
-        f"Written by transformers {transformers.__version__}. Use transformers 5.0 or later. Older "
-        "versions are not supported: some model types compute other values there.",
+        f"Written with transformers {transformers.__version__}. Use transformers 5.0 or "
+        "later. Older versions are not supported, because some model types compute different "
+        "values.",
         "",
     ]
     return "\n".join(lines)
@@ -265,7 +266,8 @@ def _use(
     if model.generator is not None:
         lines += [
             "",
-            f"`scripts/generate.py --generate-images` of torchmm draws with `{GENERATOR}/`.",
+            f"`scripts/generate.py --generate-images` of torchmm generates images with "
+            f"`{GENERATOR}/`.",
         ]
     return lines
 

@@ -112,9 +112,9 @@ class SharedPlans:
             if other:
                 more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
                 found.append(
-                    f"step {step}: ranks {other[:SHOWN]}{more} have other microbatches or stages "
-                    f"than rank {members[0]}, with which they share a plan: they do not read the "
-                    "same data, or not the same recipe. Compare the data of their machines "
-                    "(data.index_cache_dir) and the versions of torchmm"
+                    f"step {step}: ranks {other[:SHOWN]}{more} have different microbatches or "
+                    f"stages than rank {members[0]} of the same pipeline, because they read "
+                    "different data or a different recipe. Compare the data "
+                    "(data.index_cache_dir) and the torchmm versions of their nodes"
                 )
         return found

@@ -63,4 +63,4 @@ def parse_evaluation(line: str) -> Evaluation:
         scores = {name: float(value) for name, value in found.scores.items()}
         return Evaluation(str(found.export), found.step, scores, dict(found.samples))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"a line of {RESULTS} is not an evaluation: {error!r}") from None
+        raise ValueError(f"a line of {RESULTS} is not a valid evaluation: {error!r}") from None

@@ -94,7 +94,7 @@ class MetricsRecorder:
         for tracker in self._trackers:
             tracker.emit({"step": self._last["step"], "scores": scores})
 
-    @working("finishing records and trackers")
+    @working("closing metrics and trackers")
     def close(self) -> None:
         """Finish all sinks and plot loss.png. A run does not fail because of the plot."""
         self._sources.clear()  # they may reference the run, which references this recorder
@@ -107,4 +107,4 @@ class MetricsRecorder:
         try:
             plot_loss(self._run_dir / "metrics.jsonl", picture)
         except (OSError, ImportError) as error:
-            self._log.warning("cannot draw %s: %s", picture, error)
+            self._log.warning("cannot plot %s: %s", picture, error)

@@ -126,7 +126,7 @@ class RunDirectory:
     def skip(self, what: str, why: object) -> None:
         """Add a note on a file or a value that is skipped."""
         if len(self.skipped) < MAX_SKIPPED:
-            self.skipped.append(f"{what} is left out: {why!r}"[:500])
+            self.skipped.append(f"{what} is skipped: {why!r}"[:500])
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file; None if there is none or it cannot be read."""

@@ -118,7 +118,7 @@ class BackgroundSink:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._switch_off(f"does not keep up ({QUEUE_LENGTH} records behind)")
+            self._switch_off(f"is too slow ({QUEUE_LENGTH} records are queued)")
 
     def close(self) -> None:
         """Let the sink finish, but wait no longer than `close_s`."""
@@ -128,7 +128,7 @@ class BackgroundSink:
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            self._switch_off("is stuck")
+            self._switch_off("does not respond")
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -147,6 +147,8 @@ class BackgroundSink:
         with self._switching:
             if not self._off.is_set():
                 self._log.warning(
-                    "%s %s; it is off from here on, metrics.jsonl goes on", self._label, reason
+                    "%s %s; it is disabled for the rest of the run, metrics.jsonl continues",
+                    self._label,
+                    reason,
                 )
                 self._off.set()  # last: a closing run does not wait for what is off already

@@ -75,7 +75,7 @@ class WandbTracker:
         mode = run.config.wandb
         if mode == "online" and not _answers(base_url):
             run.log.warning(
-                "Weights & Biases at %s cannot be reached; recording offline, upload later with "
+                "Weights & Biases at %s is unreachable; recording offline, upload later with "
                 "wandb sync %s",
                 base_url,
                 run.run_dir / "wandb" / "offline-run-*",
@@ -129,7 +129,7 @@ class WandbTracker:
             try:
                 artifact.add_dir(str(path))
             except (OSError, ValueError) as error:  # already removed (`checkpoint.keep_latest`)
-                self._log.warning("%s becomes no artifact: %s", path, error)
+                self._log.warning("cannot upload %s as an artifact: %s", path, error)
                 continue
             self._run.log_artifact(artifact, aliases=["latest", path.name])
 

@@ -254,5 +254,5 @@ def test_a_step_of_another_model_is_refused() -> None:
     action = next(a for a in step.costs().compute_ms if a not in other.costs().compute_ms)
     content = StepContent(tuple(other.metas), tuple(other.targets))
     recorded = RecordedStep([ActionRecord(0, action, 0.0, 1.0)], other.graph, content)
-    with pytest.raises(ValueError, match="recorded with"):
+    with pytest.raises(ValueError, match="recorded run"):
         observe(recorded, other.modules, CostModel(CPU, "float32"))

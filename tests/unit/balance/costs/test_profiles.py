@@ -66,12 +66,12 @@ def test_all_mistakes_are_listed_at_once(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("h1000", None, "no device or profile 'h1000'; devices: h100"),
-        ("gone.json", None, "no device or profile"),
+        ("h1000", None, "unknown device or profile 'h1000'; use one of h100"),
+        ("gone.json", None, "unknown device or profile"),
         ("broken.json", "{", "not readable as JSON"),
         ("broken.toml", "= 3", "not readable as TOML"),
         ("old.json", '{"format": "torchmm device profile 0", "base": "cpu"}', "this version reads"),
-        ("empty.json", "{}", "device lacks"),
+        ("empty.json", "{}", "device has no"),
     ],
 )
 def test_what_is_no_profile_is_refused(tmp_path, name, content, message) -> None:

@@ -267,10 +267,10 @@ def test_plan_counts_devices_in_use():
     [
         ([(1, 2, 1)], "1 sizes for 2 units"),
         ([(1, 1, 1), (1, 3, 1)], "llm: data = 3 .* step, 8"),
-        ([(1, 3, 1), (1, 4, 1)], "vision: data = 3 .* LLM's data size, 4"),
+        ([(1, 3, 1), (1, 4, 1)], "vision: data = 3 .* LLM data-parallel degree, 4"),
         ([(4, 1, 1), (1, 1, 1)], r"vision: tensor = 4; .*\[1, 2\]"),
         ([(1, 1, 5), (1, 1, 1)], "vision: pipeline = 5.* 1 and 4"),
-        ([(2, 2, 1), (2, 2, 2)], "12 devices, there are 8"),
+        ([(2, 2, 1), (2, 2, 2)], "12 devices, but 8 are available"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes, words):
@@ -297,7 +297,7 @@ def test_problems_that_make_no_sense_are_refused(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seconds": {1: 1.0}}, r"\[1\] of seconds and \[1, 2\]"),
+        ({"seconds": {1: 1.0}}, r"degrees \[1\], but activation_bytes \[1, 2\]"),
         ({"virtual_stages": 5}, "5 virtual stages .* 4 layers"),
         ({"replica_bytes": -1.0}, "llm: .*>= 0"),
         ({"seconds": {1: 0.0, 2: 1.0}}, "llm: seconds .*> 0"),

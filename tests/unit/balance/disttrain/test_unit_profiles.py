@@ -114,6 +114,6 @@ def test_sizes_follow_heads_and_samples_are_needed() -> None:
     few = replace(LLM.layers[0], heads=12, kv_heads=2)
     assert fitting_tensor_sizes(replace(LLM, layers=(few,)), (1, 2, 4, 8)) == [1, 2, 4]
     with pytest.raises(
-        ValueError, match="none of 3 sampled sequences has anything for 'generator'"
+        ValueError, match="none of 3 sampled sequences contains data for 'generator'"
     ):
         units_of(batch=[pack(2)] * 3)

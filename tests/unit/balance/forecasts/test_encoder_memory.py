@@ -127,7 +127,7 @@ def test_what_cannot_fit_recomputes_all_and_is_refused_only_if_that_was_asked_fo
     assert set(least.plan.recompute) == set(trained)
     assert {mode for modes in least.plan.recompute.values() for mode in modes} == {"full"}
     refused = forecast(1 << 20, "auto")
-    assert refused.step is None and "even if all layers recompute what they can" in refused.problem
+    assert refused.step is None and "even with full recomputation of all layers" in refused.problem
 
 
 def test_other_modes_and_schedules_are_as_the_recipe_says():

@@ -84,7 +84,9 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
     text = recipe_file.read_text().replace("patches = 16\ntokens", "patches = [4, 16]\n# tokens")
-    with pytest.raises(ConfigError, match=r"simulation.images.vision: .* brings all images to one"):
+    with pytest.raises(
+        ConfigError, match=r"simulation.images.vision: .* resizes all images to one"
+    ):
         Forecaster(Recipe.model_validate(tomli.loads(text)), 8, load_profile("a100"))
 
 
@@ -237,7 +239,7 @@ def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
     small = tmp_path / "small.toml"
     small.write_text('base = "a100"\n[device]\nmemory_bytes = 1e6\n')
     recipe.simulation.__dict__["device"] = str(small)
-    with pytest.raises(ConfigError, match=r"would need .* GiB"):
+    with pytest.raises(ConfigError, match=r"would require .* GiB"):
         describe_run(recipe, 8)
     recipe.simulation.__dict__["device"] = "abacus"
     with pytest.raises(ConfigError, match="abacus"):
@@ -315,7 +317,7 @@ def test_dry_run_plans_with_the_data_of_a_recipe(real_data, tmp_path):
     )
     lines = describe_run(given, 8)
     assert "first step of [[data.sources]]" in lines
-    assert "assumed, as [simulation] says" in describe_run(assumed, 8)
+    assert "described in [simulation]" in describe_run(assumed, 8)
     microbatches = first_microbatches(given, recipe_model(given), 2)
     sources = {s.source for share in microbatches for meta in share for s in meta.samples}
     assert sources == {"tuxpaint_stamps/train"}

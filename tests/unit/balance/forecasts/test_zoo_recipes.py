@@ -107,9 +107,9 @@ def test_eight_billion_parameters_are_trained_on_one_device() -> None:
     full = "--activation_checkpoint.mode=full"
     on_device = described(full, "--optimizer.offload=false")
     assert "weights 16.33, gradients 32.66, optimizer 17.35" in on_device
-    with pytest.raises(ConfigError, match=r"would need [\d.]+ GiB, h100 has 74.5"):
+    with pytest.raises(ConfigError, match=r"would require [\d.]+ GiB, but h100 has 74.5"):
         described(full, "--optimizer.offload=false", "--optimizer.state_dtype=float32")
-    with pytest.raises(ConfigError, match=r"would need [\d.]+ GiB, h100 has 74.5"):
+    with pytest.raises(ConfigError, match=r"would require [\d.]+ GiB, but h100 has 74.5"):
         described(full, "--optimizer.offload=false", "--training.parameter_dtype=float32")
 
 

@@ -90,7 +90,7 @@ def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
     save_profile(base, load_profile("cpu"))
     step = str(recorded(tmp_path, False))
     assert script.main(["--out", out, "--fit-from-timeline", step]) == 2
-    assert "--fit-from-timeline needs --profile" in capsys.readouterr().err
+    assert "--fit-from-timeline requires --profile" in capsys.readouterr().err
     given = [
         "--out",
         out,
@@ -102,7 +102,7 @@ def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
         step,
     ]
     assert script.main(given) == 2
-    assert "does not say what its microbatches contained" in capsys.readouterr().err
+    assert "does not describe its microbatches" in capsys.readouterr().err
     assert script.main([*given[:3], str(tmp_path / "gone.json"), *given[4:]]) == 2
-    assert "no device or profile" in capsys.readouterr().err
+    assert "unknown device or profile" in capsys.readouterr().err
     assert not Path(out).exists()

@@ -318,7 +318,7 @@ def test_bad_works_are_refused():
     tasks, one = tuple((m, 0) for m in range(4)), np.ones((4, 1, 2))
     devices = np.arange(4, dtype=np.int32).reshape(4, 1)
     work = EncoderWork("vision", tasks, devices, one, one)
-    with pytest.raises(ValueError, match=r"devices \[0, 1\]; put them on all 4"):
+    with pytest.raises(ValueError, match=r"devices \[0, 1\]; assign them to all 4"):
         fill_bubbles(timeline, [replace(work, devices_MS=devices[:2])])
     with pytest.raises(ValueError, match=r"count \[1, 2\] devices per rank"):
         eight = np.arange(8, dtype=np.int32).reshape(8, 1)

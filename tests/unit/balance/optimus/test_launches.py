@@ -176,7 +176,7 @@ def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("mistake", ["skipped", "by an encoder", "negative", "not there"])
+@pytest.mark.parametrize("mistake", ["skipped", "by an encoder", "negative", "not available"])
 def test_wrong_launches_are_found(mistake):
     plan = launched(planned(2))
     rank, llm, launch = first_launch(plan)
@@ -186,7 +186,7 @@ def test_wrong_launches_are_found(mistake):
         "skipped": {llm: launch._replace(begins=(row[row.index(launch.begins[0]) + 1],))},
         "by an encoder": {row[0]: launch},
         "negative": {llm: launch._replace(pieces=(-1,))},
-        "not there": {llm._replace(microbatch=99): launch},
+        "not available": {llm._replace(microbatch=99): launch},
     }
     wrong = replace(plan, launches=changed[mistake])
     problems = validate_plan(wrong).problems
@@ -211,7 +211,7 @@ def test_what_is_not_there_yet_does_not_begin():
                 launches = {program[position]: Launch((program[place],), (1,))}
                 problems = validate_plan(replace(plan, launches=launches)).problems
                 if position <= max(gives):
-                    assert ["which needs" in p.text for p in problems] == [True]
+                    assert ["which requires" in p.text for p in problems] == [True]
                     refused += 1
                 else:
                     assert not problems

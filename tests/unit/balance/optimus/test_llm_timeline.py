@@ -139,7 +139,7 @@ def test_what_cannot_be_timed_is_refused():
         llm_timeline(graph, order, costs, pieces)
     with pytest.raises(ValueError, match=r"ranks \[1\] run nothing"):
         llm_timeline(graph, (order[0], ()), PlanCosts(compute), pieces)
-    with pytest.raises(SimulationError, match="needs what is not in the order"):
+    with pytest.raises(SimulationError, match="requires an action that is not in the order"):
         llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute), pieces)
     with pytest.raises(SimulationError, match="circle"):
         llm_timeline(graph, (order[0][::-1], order[1]), PlanCosts(compute), pieces)

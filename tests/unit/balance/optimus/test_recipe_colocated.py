@@ -66,9 +66,9 @@ def test_own_sizes(own, layout):
     [
         ({"pipeline": 3}, "use one of 1, 2, 4"),
         ({"tensor": 4}, "use one of 1, 2"),
-        ({"replicate": 5}, "does not make the LLM's 48 ranks"),
-        ({"shard": 7}, "does not make the LLM's 48 ranks"),
-        ({"replicate": 0}, "does not make the LLM's 48 ranks"),
+        ({"replicate": 5}, "is not equal to the 48 ranks of the LLM"),
+        ({"shard": 7}, "is not equal to the 48 ranks of the LLM"),
+        ({"replicate": 0}, "is not equal to the 48 ranks of the LLM"),
         ({"replicate": 4, "shard": 4}, "replicate 4 x shard 4"),
     ],
 )
@@ -102,7 +102,7 @@ def test_valid_recipes(recipe, arguments):
         ("--parallel.schedule separated", "parallel.placement", '"optimus"'),
         ("--parallel.vision.pipeline 3", "parallel.vision.pipeline", "use one of 1, 2, 4"),
         ("--parallel.vision.tensor 2", "parallel.vision.tensor", "use one of 1"),
-        ("--parallel.vision.replicate 3", "parallel.vision", "what is left"),
+        ("--parallel.vision.replicate 3", "parallel.vision", "remaining ranks"),
         ("--parallel.tp_comm_fraction 0.2", "parallel.tp_comm_fraction", "tensor > 1"),
         ("--parallel.bubble_pieces false", "parallel.bubble_pieces", "delete the key"),
         (
@@ -117,7 +117,11 @@ def test_valid_recipes(recipe, arguments):
             "parallel.tp_comm_fraction",
             "async_tensor_parallel = false",
         ),
-        ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
+        (
+            "--parallel.llm.pipeline 2",
+            "parallel.llm.pipeline",
+            "the parallelism degrees of [parallel]",
+        ),
         ("--parallel.vision.segments 6", "parallel.vision.segments", "has 5 layers"),
         (
             "--parallel.vision.pipeline 2 --parallel.vision.segments 3",
@@ -165,7 +169,9 @@ def test_encoders_of_different_tensor_sizes(two_encoders):
     pieces = "--parallel.tp_comm_fraction 0.2"
     given = f"{sizes} --parallel.audio.tensor 1 {pieces}"
     found = problems_of(two_encoders, *given.split(), world_size=8)
-    assert [p for p in found if "parallel.vision.tensor = 2" in p and "run it together" in p]
+    assert [
+        p for p in found if "parallel.vision.tensor = 2" in p and "run the same encoder action" in p
+    ]
     alike = [*sizes.split(), "--parallel.audio.tensor=2", *pieces.split()]
     assert load_recipe(two_encoders, alike, 8).recipe.parallel.mirrors == 2
 

@@ -216,7 +216,9 @@ def test_memory_that_cannot_do_is_a_result_with_reasons():
     costs = even_costs(graph, kept_bytes=kept, static_bytes=(5, 2), memory_limit_bytes=10)
     done = Dispatcher(graph, costs).dispatch()
     assert done.blocked and done.makespan_ms == math.inf
-    assert done.blocked == ("rank 0: 2F0 needs 7 bytes, 5 of 5 are left, and no backward can run",)
+    assert done.blocked == (
+        "rank 0: 2F0 requires 7 bytes, but only 5 of 5 are free, and no backward pass can run",
+    )
     assert not Dispatcher(graph, replace(costs, memory_limit_bytes=12)).dispatch().blocked
 
 

@@ -121,7 +121,7 @@ def test_what_cannot_fit_is_no_solution():
 
 def test_tables_that_do_not_fit_are_refused():
     problem = random_problem(1, 6, 3, 0.5)
-    with pytest.raises(ValueError, match="order candidates by rising time"):
+    with pytest.raises(ValueError, match="sort candidates by increasing time"):
         replace(problem, kept_bytes_NC=problem.kept_bytes_NC[:, ::-1])
     with pytest.raises(ValueError, match="sorted by start"):
         replace(problem, start_N=problem.middle_N + 1)

@@ -47,7 +47,7 @@ def test_smallest_efficient_size(times_ms, size):
 
 @pytest.mark.parametrize("times_ms", [[], [1.0, 0.0]])
 def test_times_are_checked(times_ms):
-    with pytest.raises(ValueError, match="give positive ones"):
+    with pytest.raises(ValueError, match="must be positive times"):
         smallest_efficient(times_ms)
 
 

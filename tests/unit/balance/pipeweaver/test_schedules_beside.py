@@ -119,7 +119,7 @@ class Fake:
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "gone":
-            raise StepProcessError("ended with code -9")
+            raise StepProcessError("exited with code -9")
         request = self.asked[-1] if self.asked else None
         if self.mood == "late" or request is None or request.step != step:
             return None
@@ -194,7 +194,7 @@ def test_a_step_that_became_another_one_is_planned_again(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     led = Led(monkeypatch)
     assert [led.step(announced=2) for _ in range(5)] == [False] * 5
-    assert "step 4: has other samples than planned; it is planned again" in caplog.text
+    assert "step 4: the samples differ from the planned samples; it is planned again" in caplog.text
 
 
 def test_times_that_drifted_meanwhile_are_planned_with(monkeypatch):
@@ -209,7 +209,7 @@ def test_process_without_cores_is_replaced(monkeypatch, caplog):
     led.made[0].mood = "late"
     assert not any(led.step() for _ in range(STARVED_STEPS))
     assert [fake.priority for fake in led.made] == ["idle", "low"]
-    assert led.made[0].closed and caplog.text.count("finds no free core") == 1
+    assert led.made[0].closed and caplog.text.count("has no free core") == 1
     assert led.step() and led.step()
 
 
@@ -219,4 +219,4 @@ def test_process_that_is_late_sometimes_is_not_replaced(monkeypatch, caplog):
         for fake in led.made:
             fake.mood = mood
         led.step()
-    assert len(led.made) == 1 and "finds no free core" not in caplog.text
+    assert len(led.made) == 1 and "has no free core" not in caplog.text

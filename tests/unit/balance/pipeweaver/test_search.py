@@ -135,7 +135,7 @@ def test_seconds_end_a_search():
 
 @pytest.mark.parametrize("arguments", [{}, {"evaluations": 0}, {"seconds": -1.0}])
 def test_budgets_are_checked(arguments):
-    with pytest.raises(ValueError, match="give at least one"):
+    with pytest.raises(ValueError, match="set at least one of them"):
         Budget(**arguments)
 
 
@@ -177,7 +177,7 @@ def test_orders_of_other_steps_are_refused():
     order = separated(dispatcher.graph)
     with pytest.raises(ValueError, match="for a step of"):
         time_order(dispatcher, [row[1:] for row in order])
-    with pytest.raises(ValueError, match="wait for each other"):
+    with pytest.raises(ValueError, match="form"):
         time_order(dispatcher, [row[::-1] for row in order])
 
 

@@ -58,7 +58,7 @@ def test_auto_chooses_the_fastest_forecast(sample):
     own_ms = times_ms[chosen(found.run)]
     assert found.forecast().iteration_ms == own_ms == min(times_ms.values())
     without_ms = times_ms[found.run.recipe.data.reorder, "none"]
-    text = f"images (forecast with it {own_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
+    text = f"images (simulated step with it {own_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
     assert found.run.choices["data.balance"] == text
     # Any rank chooses the same, with the model that it has built.
     run = with_arrangement(resolve(read(), GPUS), sample.model)
@@ -119,13 +119,13 @@ def test_auto_needs_a_forecast(sample, monkeypatch):
     monkeypatch.setattr(Forecaster, "forecast", fail)
     run = with_arrangement(resolve(read(), GPUS), sample.model)
     assert chosen(run) == ("none", "none")
-    assert "no forecast: data.sources: no sizes" in run.choices["data.balance"]
+    assert "no simulation: data.sources: no sizes" in run.choices["data.balance"]
 
 
 def test_dry_run_shows_the_choice():
     lines = describe_run(read(), GPUS).splitlines()
     [line] = [line for line in lines if line.startswith("data.balance")]
-    assert "auto: images (forecast with it" in line
+    assert "auto: images (simulated step with it" in line
 
 
 def test_search_compares_both_values(sample):

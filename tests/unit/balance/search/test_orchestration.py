@@ -151,7 +151,7 @@ def test_layers_are_tuned_to_what_counts_as_fitting(recipe):
     ("arguments", "words"),
     [
         (["--gpus", "0"], "--gpus = 0"),
-        (["--device", "abacus"], "--device: no device or profile 'abacus'"),
+        (["--device", "abacus"], "--device: unknown device or profile 'abacus'"),
         (["--training.microbatch_size", "5"], "must be a multiple"),
         (["--training.dtype", "float64"], "training.dtype"),
         (

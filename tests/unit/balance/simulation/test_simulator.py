@@ -261,11 +261,11 @@ def test_all_problems_of_costs_are_named_at_once():
         "1B0: its exposed communication has a duration of -1.0 ms",
         "(1REDUCE_GRAD on rank 1) has a duration of inf ms",
         "(transfer of 0SEND_F0>1@1 from rank 0) has a duration of -0.5 ms",
-        "keeps 4 bytes, -5 between",
+        "saves 4 bytes, -5 between",
         "keeps -4 bytes",
         "static_bytes of 3 ranks for a plan of 2",
         "rank 2 has -3 static bytes",
-        "a memory limit of 0 bytes",
+        "memory limit 0 bytes",
     ):
         assert part in text, (part, text)
     assert len(caught.value.problems) == 12
@@ -289,7 +289,7 @@ def test_a_plan_that_lacks_a_send_is_refused():
     plan = llm_plan("1f1b", 2, 2)
     sends = [a for a in plan.actions[0] if a.type is T.SEND_F]
     actions = tuple(a for a in plan.actions[0] if a != sends[0])
-    with pytest.raises(SimulationError, match="nobody sends that"):
+    with pytest.raises(SimulationError, match="no rank sends this message"):
         simulate(replace(plan, actions=(actions, plan.actions[1])), flat_costs(plan))
 
 

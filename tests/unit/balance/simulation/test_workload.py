@@ -174,17 +174,25 @@ def test_drawn_images_differ_as_the_mixture_says() -> None:
     [
         ({"tokens": 3}, "images.vision", "add rows and columns, or patches"),
         ({"rows": 4}, "images.vision", "add columns"),
-        ({"rows": 4, "columns": 4, "patches": 16}, "vision.rows", "beside patches"),
-        ({"patches": [9, 4]}, "vision.patches = [9, 4]", "least and most"),
-        ({"patches": 0}, "vision.patches = [0, 0]", "from 1 on"),
+        (
+            {"rows": 4, "columns": 4, "patches": 16},
+            "vision.rows",
+            "cannot be combined with patches",
+        ),
+        ({"patches": [9, 4]}, "vision.patches = [9, 4]", "[minimum, maximum]"),
+        ({"patches": 0}, "vision.patches = [0, 0]", "a minimum of at least 1"),
         ({"patches": [4, 8], "tokens": 2}, "vision.tokens", "set patches_per_token"),
         (
             {"rows": [3, 6], "columns": 4, "patches_per_token": 4},
             "vision.rows = [3, 6]",
             "multiples of 2",
         ),
-        ({"rows": 6, "columns": 4, "patches_per_token": 6}, "patches_per_token = 6", "no square"),
-        ({"patches": 4, "sizes": [{"patches": 9}]}, "vision.sizes", "remove one of both"),
+        (
+            {"rows": 6, "columns": 4, "patches_per_token": 6},
+            "patches_per_token = 6",
+            "not a square number",
+        ),
+        ({"patches": 4, "sizes": [{"patches": 9}]}, "vision.sizes", "remove one of them"),
         ({"sizes": [{"patches": 4}, {"rows": 9}]}, "vision.sizes[1]", "add columns"),
         ({"sizes": [{"patches": 4}, {"patches": [5, 60]}]}, "[0].images", "up to 120 tokens"),
     ],
@@ -201,9 +209,9 @@ def test_sizes_that_cannot_be_are_refused(images: dict, key: str, text: str) -> 
     [
         ({"rows": 4}, "simulation.generated", "add columns"),
         ({}, "simulation.generated", "add rows and columns"),
-        ({"rows": 4, "columns": [0, 2]}, "generated.columns = [0, 2]", "from 1 on"),
+        ({"rows": 4, "columns": [0, 2]}, "generated.columns = [0, 2]", "a minimum of at least 1"),
         ({"rows": 4, "columns": 4, "sizes": [{"rows": 1, "columns": 1}]}, "sizes", "remove one"),
-        ({"sizes": [{"rows": [2, 1], "columns": 1}]}, "sizes[0].rows", "least and most"),
+        ({"sizes": [{"rows": [2, 1], "columns": 1}]}, "sizes[0].rows", "[minimum, maximum]"),
     ],
 )
 def test_drawn_sizes_that_cannot_be_are_refused(drawn: dict, key: str, text: str) -> None:
@@ -217,12 +225,12 @@ def test_drawn_sizes_that_cannot_be_are_refused(drawn: dict, key: str, text: str
     ("changes", "key", "text"),
     [
         ({"sequences": [{"images": [1, 26]}]}, "sequences[0].images", "up to 104 tokens"),
-        ({"sequences": [{"images": [3, 1]}]}, "sequences[0].images", "least and most"),
-        ({"sequences": [{"images": [3]}]}, "sequences[0].images", "two numbers"),
+        ({"sequences": [{"images": [3, 1]}]}, "sequences[0].images", "[minimum, maximum]"),
+        ({"sequences": [{"images": [3]}]}, "sequences[0].images", "[minimum, maximum]"),
         (
             {"generated": {"rows": 1, "columns": 1, "frames": [0, 4]}},
             "simulation.generated.frames = [0, 4]",
-            "from 1 on",
+            "a minimum of at least 1",
         ),
         ({"sequences": [{"encoder": "ear", "images": [1, 1]}]}, "images", "images.ear]"),
         ({"images": {}, "sequences": [{"images": [1, 1]}]}, "images", "[simulation.images.NAME]"),

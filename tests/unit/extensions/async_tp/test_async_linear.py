@@ -153,7 +153,7 @@ def test_backend_choice_follows_trial_and_transport(monkeypatch, trouble, transp
     monkeypatch.setattr(overlap_choice, "symmetric_memory_trouble", lambda *_: trouble)
     monkeypatch.setattr(overlap_choice.dist, "get_backend", lambda _: transport)
     backend, reason = overlap_choice.choose_backend(None, torch.device("cpu"))
-    assert backend == expected and (trouble or "right numbers") in reason
+    assert backend == expected and (trouble or "correct values") in reason
     if trouble:
         with pytest.raises(ConfigError, match='async_tensor_backend = "symmetric_memory": no pee'):
             overlap_choice.choose_backend(None, torch.device("cpu"), "symmetric_memory")

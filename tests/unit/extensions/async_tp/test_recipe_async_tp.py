@@ -23,7 +23,7 @@ path = "."
             "--adapters.a.modules ['llm'] --parallel.async_tensor_parallel true "
             "--parallel.sequence_parallel true --parallel.tensor 2",
             "parallel.async_tensor_parallel",
-            "not implemented with adapters",
+            "not supported with adapters",
         ),
         (
             "--parallel.async_tensor_parallel true --parallel.tensor 2",
@@ -46,7 +46,7 @@ path = "."
             "--parallel.tensor 2 --training.device cpu "
             "--parallel.async_tensor_backend symmetric_memory",
             "parallel.async_tensor_backend",
-            "needs CUDA",
+            "requires CUDA",
         ),
     ],
 )

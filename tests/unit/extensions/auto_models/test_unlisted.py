@@ -76,7 +76,7 @@ def test_a_copy_shows_every_kind_of_layer() -> None:
     assert (small.hidden_size, small.sliding_window) == (32, 4)
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=30, layer_types=late)
-    with pytest.raises(ConfigError, match=r"24 small layers does not show .*full_attention"):
+    with pytest.raises(ConfigError, match=r"24 layers does not contain .*full_attention"):
         copy_config(config)
 
 
@@ -94,10 +94,10 @@ def test_sizes_make_no_kinds_of_layers() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gpt2", "parts with weights besides embeddings, layers, one norm and head: wpe"),
-        ("bert", "are not beside its embeddings"),
+        ("gpt2", "weights outside of embeddings, layers, one norm and head: wpe"),
+        ("bert", "are not in the same module as its embeddings"),
         ("stablelm", "of samples packed, whole differs by"),  # attention ignores the segments
-        ("nanochat", "a stage per layer differs by"),  # norms what enters its first layer
+        ("nanochat", "in one stage per layer"),  # norms what enters its first layer
         ("gemma3n_text", "altup_projections"),
         ("mamba", "num_attention_heads"),
     ],
@@ -113,7 +113,7 @@ def test_a_recipe_with_such_a_type_hears_what_it_has_and_what_is_near() -> None:
     (problem,) = caught.value.problems
     assert "'jamba' is not listed" in problem
     assert "state-space (Mamba) layers" in problem
-    assert "nearest listed one is" in problem
+    assert "most similar registered type is" in problem
 
 
 @pytest.mark.parametrize("broken", ["segments", "window"])
@@ -128,7 +128,7 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
         return right(query, key, value, s, scale, rules)
 
     monkeypatch.setattr(attention, "_attend_segments", wrong)
-    assert "comparisons with Hugging Face's own model fail" in refusal("olmo3")
+    assert "comparisons with the Hugging Face model fail" in refusal("olmo3")
 
 
 def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:

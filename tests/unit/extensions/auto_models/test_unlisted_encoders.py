@@ -106,13 +106,13 @@ def test_parts_are_found_by_what_a_forward_does(
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("beit", {}, "layers are given more than hidden states: ['resolution']"),
+        ("beit", {}, "layers have inputs besides hidden states: ['resolution']"),
         ("vit_mae", {}, "for 2 images of 16 patches"),  # leaves patches out
-        ("yolos", {"image_size": [64, 64]}, "layer 1 is given something else"),
+        ("yolos", {"image_size": [64, 64]}, "the input of layer 1"),
         ("yolos", {}, "is not a square"),
-        ("sam_vision_model", {}, "no module of its own is before the layers"),
-        ("mobilevit", {}, "no list of layers"),
-        ("timm_wrapper", {}, "no images of a fixed size"),
+        ("sam_vision_model", {}, "an operation that is not a separate module is before the layers"),
+        ("mobilevit", {}, "list of layers is unknown"),
+        ("timm_wrapper", {}, "images have no fixed size"),
     ],
 )
 def test_what_is_not_proven_is_refused_by_name(model_type: str, settings, reason: str) -> None:
@@ -157,7 +157,7 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
         monkeypatch.setattr(StructuralFamily, "run_layer", skipping)
     else:
         monkeypatch.setattr(StructuralFamily, "finish", turned if broken == "order" else early)
-    assert "comparisons with Hugging Face's own model fail" in refusal("vit")
+    assert "comparisons with the Hugging Face model fail" in refusal("vit")
 
 
 def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
@@ -208,7 +208,7 @@ def test_a_type_without_a_processor_is_told_to_name_one() -> None:
     [
         ("swin", "biases by distance, stages of several widths, attention in windows"),
         ("convnext", "stages of several widths, convolutional stages"),
-        ("timm_wrapper", "a network of another library (timm)"),
+        ("timm_wrapper", "a backbone of another library (timm)"),
     ],
 )
 def test_a_recipe_hears_what_such_a_type_has_and_what_was_found(
@@ -220,14 +220,17 @@ def test_a_recipe_hears_what_such_a_type_has_and_what_was_found(
         build_model(config, FreezeConfig())
     problem = caught.value.problems[-1]
     assert f"model_type {model_type!r} is not supported; it has {mechanism}" in problem
-    assert "did not pass for a tower of ViT's form" in problem
+    assert "does not match the structure of a ViT encoder" in problem
 
 
 def test_a_recipe_hears_what_a_composite_has_and_what_is_near() -> None:
     with pytest.raises(ConfigError) as caught:
         build_model(ModelConfig(config={"model_type": "blip-2"}), FreezeConfig())
     (problem,) = caught.value.problems
-    assert "it has a Q-Former, attention to an encoder; nearest by its parts: 'llava'" in problem
+    assert (
+        "it has a Q-Former, attention to an encoder; the most similar registered type is 'llava'"
+        in problem
+    )
 
 
 @pytest.mark.campaign

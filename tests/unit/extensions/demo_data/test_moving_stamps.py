@@ -95,5 +95,5 @@ def test_a_generator_sees_all_frames(prepared):
 
 
 def test_stamps_come_first(tmp_path):
-    with pytest.raises(DataError, match="prepare tuxpaint_stamps too"):
+    with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         moving_stamps.prepare(tmp_path, tmp_path, OPTIONS)

@@ -85,7 +85,7 @@ def test_a_wheel_member_goes_where_we_say(tmp_path):
 
 def test_a_missing_tool_is_an_error_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"apt-get not found.*hub data set"):
+    with pytest.raises(DataError, match=r"apt-get not found.*Hub data set"):
         packages.debian_package("tuxpaint-stamps-default", tmp_path)
 
 

@@ -48,5 +48,5 @@ def test_it_is_trained_and_a_generator_takes_it(tmp_path, monkeypatch):
 
 
 def test_it_needs_the_pictures(tmp_path):
-    with pytest.raises(DataError, match="prepare tuxpaint_stamps too"):
+    with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         stamp_vae.prepare(tmp_path, tmp_path, stamp_vae.OPTIONS)

@@ -30,5 +30,5 @@ def test_what_was_prepared_is_a_model_of_every_weight(tmp_path) -> None:
 
 
 def test_without_a_tokenizer_there_is_no_model(tmp_path) -> None:
-    with pytest.raises(DataError, match="prepare tuxpaint_stamps too"):
+    with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         tiny_qwen.prepare(tmp_path, tmp_path, {})

@@ -169,11 +169,11 @@ def test_until_the_first_word_it_says_that_what_was_asked_is_read(
     words = ["--max-new-tokens", "4"]
     for arguments in (["--prompt", "one", "--stream"], ["--chat"]):
         run(*arguments, *words, said=["one"])
-        assert "reading what was asked: 0 s" in told.getvalue()
+        assert "reading prompts: 0 s" in told.getvalue()
         assert "writing" not in told.getvalue()
         told.truncate(0)
     run("--prompt", "one", *words)
-    assert "writing: " in told.getvalue() and "reading what" not in told.getvalue()
+    assert "writing: " in told.getvalue() and "reading prompts" not in told.getvalue()
 
 
 def test_chats_are_asked_as_a_user_asks_and_as_one_talks(run: Run, tmp_path: Path) -> None:
@@ -287,21 +287,18 @@ def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["nothing.png"], "no such file: nothing.png"),
-        ([], "nothing is asked"),
+        ([], "no prompt; pass"),
         (["--chats", "absent.json"], "absent.json"),
         (
             ["--prompt", "word " * 60, "--max-prompt-tokens", "16"],
-            "nothing to predict in its first 16 tokens",
+            "no text in the loss in the first 16 tokens",
         ),
-        (["--prompt", "one", "--ema"], "is an export, whose weights are what they are"),
-        (
-            ["--prompt", "one", "--generate-images", "pictures"],
-            "this model has no generator to draw with",
-        ),
-        (["--chat", "--generate-images", "pictures"], "draws from words"),
+        (["--prompt", "one", "--ema"], "is an export with fixed weights"),
+        (["--prompt", "one", "--generate-images", "pictures"], "this model has no generator"),
+        (["--chat", "--generate-images", "pictures"], "requires text prompts"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run: Run, arguments: list[str], problem: str) -> None:
-    unreadable = ("nothing to predict in its first 16", "no such file", "absent.json")
+    unreadable = ("no text in the loss in the first 16", "no such file", "absent.json")
     code = 3 if problem.startswith(unreadable) else 2
     assert problem in "\n".join(run(*arguments, code=code))

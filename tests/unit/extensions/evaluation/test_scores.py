@@ -44,9 +44,9 @@ def test_the_nearest_reference_counts():
 
 
 def test_scores_need_answers_and_words():
-    with pytest.raises(ValueError, match="no words in the references of 1 answers"):
+    with pytest.raises(ValueError, match="the references of 1 samples contain no words"):
         score("word_error_rate", [Answer("a", ("...",))])
-    with pytest.raises(ValueError, match="cider of no answers"):
+    with pytest.raises(ValueError, match="cider requires at least one sample"):
         score("cider", [])
 
 

@@ -76,14 +76,14 @@ def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
     benchmarks = started(program("print('no such task'); sys.exit(0)"), tmp_path)
     finish(benchmarks)
     assert benchmarks.failed == 1 and read_evaluations(tmp_path) == []
-    assert "benchmarks of step 4 ended with 0 and without scores (1 failed so far)" in caplog.text
+    assert "benchmarks of step 4 exited with 0 and without scores (1 failed so far)" in caplog.text
     assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
 
 
 def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
     benchmarks = started(program("time.sleep(600)"), tmp_path, timeout_s=0.1)
     benchmarks.start(5, snapshot(tmp_path, 5))
-    assert "no benchmarks of step 5: those of step 4 are not through" in caplog.text
+    assert "skipping benchmarks of step 5, because those of step 4 are still running" in caplog.text
     assert not (tmp_path / "benchmarks/step-5").exists()
     begin = time.monotonic()
     finish(benchmarks)

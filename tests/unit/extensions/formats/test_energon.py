@@ -99,9 +99,7 @@ def test_splits_braces_and_exclusions(tmp_path):
     write_meta(tmp_path, "TextSample", {"text": "txt"}, split)
     texts = [[row["text"] for row in columns(tmp_path, split=s)] for s in ("train", "validation")]
     assert texts == [["0a", "0b", "2b"], ["3a", "3b", "4a", "4b"]]
-    with pytest.raises(
-        DataError, match=r"no shards for split 'test'; set `split` to one of train, val"
-    ):
+    with pytest.raises(DataError, match=r"no shards for split 'test'; use one of train, val"):
         columns(tmp_path, split="test")
     kind, files = resolve_files(SourceConfig(path=str(tmp_path)))
     assert kind == "energon" and [f.name for f in files[-2:]] == ["s_000.tar", "s_002.tar"]
@@ -122,7 +120,7 @@ def test_code_next_to_the_data_is_never_run(tmp_path):
     [
         ("MyOwnSample", {"text": "txt"}, "MyOwnSample.* not known; known are Captioning"),
         ("TextSample", None, "no field_map"),
-        ("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}, "'jpgs', which is pickled"),
+        ("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}, "'jpgs', which is a pickle"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, kind, fields, reason):
@@ -168,5 +166,5 @@ def test_missing_shards_and_broken_files_are_named(tmp_path):
     (tmp_path / ".nv-meta" / "split.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"split\.yaml cannot be read"):
         columns(tmp_path)
-    with pytest.raises(DataError, match=r"no directory with \.nv-meta"):
+    with pytest.raises(DataError, match=r"not a directory with \.nv-meta"):
         columns(tmp_path / "shards", format="energon")

@@ -43,7 +43,7 @@ def test_splits_of_a_table_select_rows_or_are_rejected(table):
     whole = open_map_source(SourceConfig(path=table))
     some = open_map_source(SourceConfig(path=table, split="train[3:5]"))
     assert [some.read(i) for i in range(len(some))] == [whole.read(3), whole.read(4)]
-    with pytest.raises(DataError, match='a Lance table has the split "train" only'):
+    with pytest.raises(DataError, match='a Lance table has only the split "train"'):
         open_map_source(SourceConfig(path=table, split="validation"))
 
 
@@ -76,7 +76,7 @@ def test_mistakes_are_named(table, tmp_path):
         open_map_source(SourceConfig(path=str(tmp_path / "none.lance")))
     with pytest.raises(DataError, match="revision"):
         open_map_source(SourceConfig(path=table, revision="99"))
-    with pytest.raises(ConfigError, match="write its number"):
+    with pytest.raises(ConfigError, match="use its number"):
         open_map_source(SourceConfig(path=table, revision="main"))
 
 

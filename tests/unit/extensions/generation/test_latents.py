@@ -244,9 +244,9 @@ def test_random_autoencoders_are_the_same_for_every_seed_of_theirs():
     [
         ({"block_channels": [8]}, "did you mean 'block_out_channels'"),
         ({"_class_name": "AutoencoderTiny"}, "'AutoencoderTiny' is not supported"),
-        ({"in_channels": 4}, "in_channels = 4, but it must be 3"),
-        ({"norm_num_groups": 5}, "norm_num_groups = 5 does not divide"),
-        ({"block_out_channels": [8]}, "not as many as down_block_types"),
+        ({"in_channels": 4}, "in_channels = 4 is not supported; use 3"),
+        ({"norm_num_groups": 5}, "norm_num_groups = 5 must divide"),
+        ({"block_out_channels": [8]}, "must have the same length as down_block_types"),
         ({"scaling_factor": 0.0}, "must be above 0"),
         ({"latents_mean": [0.0, 0.0]}, "latents_mean"),
     ],

@@ -55,11 +55,11 @@ def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
         ("--model.generator.context_tokens=0", "context_tokens", ">= 1"),
         ("--data.sources=[{path = '.'}]", "data.sources", 'target_image_column = "COLUMN"'),
         ("--parallel.generator.segments=2", "segments", "parallel.pipeline > 1"),
-        ("--parallel.pipeline=8", "parallel", "does not make 4 ranks"),
+        ("--parallel.pipeline=8", "parallel", "is not equal to 4 ranks"),
         (
             '--freeze.modules=["llm", "generator", "generator.connector"]',
             "freeze",
-            "nothing to train",
+            "no module to train",
         ),
         ('--freeze.modules=["generators"]', "freeze", 'did you mean "generator"'),
     ],
@@ -76,7 +76,7 @@ def test_a_config_names_its_class(recipe: Path) -> None:
 
 def test_both_weights_zero_learn_nothing(recipe: Path) -> None:
     weights = [f"--model.generator.{name}=0" for name in ("loss_weight", "text_loss_weight")]
-    assert "nothing is learned" in problems_of(recipe, *weights, world_size=4)[0]
+    assert "there is no loss" in problems_of(recipe, *weights, world_size=4)[0]
 
 
 def test_stages_need_layers(recipe: Path) -> None:
@@ -84,7 +84,7 @@ def test_stages_need_layers(recipe: Path) -> None:
         recipe, "--parallel.pipeline=4", "--parallel.generator.segments=2", world_size=4
     )
     assert any(
-        "generator has 4 layers, fewer than 4 pipeline ranks x 2" in problem for problem in problems
+        "generator has 4 layers, but 4 pipeline ranks x 2" in problem for problem in problems
     )
 
 

@@ -49,24 +49,24 @@ def test_valid(recipe: Path, arguments: str) -> None:
         (
             "--parallel.tensor 2 --float8.scaling tensorwise",
             "parallel.tensor",
-            "ranks divide what is scaled together in 'llm'",
+            "ranks share one scale in 'llm'",
         ),
         (
             "--parallel.tensor 2 --parallel.sequence_parallel true "
             "--parallel.async_tensor_parallel true",
             "parallel.async_tensor_parallel",
-            "some of 'llm', are not implemented in float8",
+            "linear layers of 'llm' in this case",
         ),
         (
             "--parallel.llm.context 2 --float8.scaling tensorwise",
             "parallel.llm.context",
-            "rows that are scaled together",
+            "sequences of one scale",
         ),
         ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.scaling", "zero_bubble"),
         ("--float8.emulate false", "float8.scaling", 'training.dtype = "bfloat16"'),
         ("--float8.modules ['visoin']", "float8.modules", 'did you mean "vision"'),
         (VISION + "--parallel.pipeline 2", "float8.modules", "which images of 'vision'"),
-        ("--freeze.modules ['llm']", "float8.modules", "weights' gradients all the same"),
+        ("--freeze.modules ['llm']", "float8.modules", "compute its weight gradients"),
     ],
 )
 def test_refused(recipe: Path, arguments: str, key: str, text: str) -> None:

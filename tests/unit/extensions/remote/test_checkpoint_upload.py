@@ -200,7 +200,7 @@ def test_damaged_copies_are_found_and_an_older_one_is_taken(machines, store, see
 def test_all_damaged_stops_the_start(machines, store):
     machines().save(1)
     (folder(store, 1) / "index.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged"):
+    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are corrupt"):
         machines().resume()
 
 
@@ -352,8 +352,10 @@ def test_a_full_store_is_told_and_training_goes_on(
     model, optimizer = build()
     saved(manager, 2, model=model, optimizer=optimizer)
     manager._uploads.wait()
-    assert "step-2 is not at" in manager.complaint and "No space left" in manager.complaint
-    assert "Training goes on without that copy" in caplog.text
+    assert (
+        "step-2 was not uploaded to" in manager.complaint and "No space left" in manager.complaint
+    )
+    assert "Training continues without this upload" in caplog.text
     assert manager.take_figures()["checkpoint_upload_failures"] == 1
     assert committed(store) == [1]
     assert not list((store / "run").glob("step-2-*/*")), "what was copied takes no room"

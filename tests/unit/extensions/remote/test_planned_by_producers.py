@@ -142,7 +142,7 @@ def test_other_recipes_are_refused_by_key(site, sizes, why):
 
 
 def test_what_has_to_be_there_is_named(site):
-    with pytest.raises(DataError, match=r"does not say data\.producers\.plan = true"):
+    with pytest.raises(DataError, match=r"does not set data\.producers\.plan = true"):
         site.loader(site.start(plan=False), retry_timeout_s=0.2)
     assert take(site.loader(site.start(plan=False), site.start()), 1) == take(site.loader(), 1)
     state = take(site.loader(), 1)[0][2]
@@ -185,7 +185,7 @@ def test_nonsense_is_not_taken_for_a_step(site, answer):
     described = site.opened[0]._plans.answer("describe", b'{"held_out": false}')
     liar = Liar({"describe": described, "plan": answer})
     try:
-        with pytest.raises(DataError, match="malformed answer"):
+        with pytest.raises(DataError, match="malformed response"):
             site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=0.2)
         # Another one is asked instead.
         assert take(site.loader(f"127.0.0.1:{liar.port}", address)) == take(site.loader())
@@ -270,7 +270,7 @@ def test_wrong_description_leaves_producer_out(site, changes):
     described = json.loads(site.opened[0]._plans.answer("describe", b'{"held_out": false}'))
     liar = Liar({"describe": json.dumps(described | changes).encode()})
     try:
-        with pytest.raises(DataError, match="malformed answer"):
+        with pytest.raises(DataError, match="malformed response"):
             site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=60)
         both = site.loader(f"127.0.0.1:{liar.port}", address)
         assert take(both, 1) == take(site.loader(), 1)

@@ -202,7 +202,7 @@ def test_nobody_answers(site):
 
 
 def test_a_producer_of_other_data_is_refused(site):
-    with pytest.raises(DataError, match="prepares other data"):
+    with pytest.raises(DataError, match="uses different data"):
         take(site.loader(site.producer(seed=4)), 1)
 
 
@@ -218,7 +218,7 @@ def test_a_wrong_token_is_refused(site, monkeypatch):
 
 
 def test_a_message_above_the_limit_names_it(site):
-    with pytest.raises(DataError, match=r"too large to be sent.*max_message_mb = 0.001"):
+    with pytest.raises(DataError, match=r"too large for one message.*max_message_mb = 0.001"):
         take(site.loader(site.producer(), max_message_mb=0.001), 1)
 
 
@@ -247,7 +247,9 @@ def test_key_pair_needs_both_files(tmp_path):
     assert key_pair(None, None) is None
     assert key_pair(str(certificate), str(key)) == (b"certificate", b"key")
     for half in ((str(certificate), None), (None, str(key))):
-        with pytest.raises(ConfigError, match="--tls-certificate and --tls-key need each other"):
+        with pytest.raises(
+            ConfigError, match="--tls-certificate and --tls-key must be used together"
+        ):
             key_pair(*half)
     with pytest.raises(ConfigError, match=r"absent\.key: No such file"):
         key_pair(str(certificate), str(tmp_path / "absent.key"))
@@ -286,7 +288,7 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_what_is_no_request_is_said(data):
-    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 6|column"):
+    with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 6|column"):
         unpack_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
     for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
@@ -297,10 +299,10 @@ def test_what_is_no_request_is_said(data):
 @pytest.mark.parametrize(
     ("samples", "why"),
     [
-        ([[[[0, 0, -1]]]], "not a request for samples"),
-        ([[[[0, 0, 10**30]]]], "not a request for samples"),
-        ([[[[0, 0, 99]]]], "no sample 99 of source 0"),
-        ([[[[7, 0, 0]]]], "no sample 0 of source 7"),
+        ([[[[0, 0, -1]]]], "invalid request for samples"),
+        ([[[[0, 0, 10**30]]]], "invalid request for samples"),
+        ([[[[0, 0, 99]]]], "source 0 has no sample 99"),
+        ([[[[7, 0, 0]]]], "source 7 has no sample 0"),
         ([[[[0, 0, 0]] * 50]], "a sequence of .* tokens, but training.sequence_length = 64"),
         ([[[]] * 99], "99 sequences, but training.global_batch_size"),
         ([[[[0, 0, 1]] * 200_000] * 4], "a request of .* bytes"),
@@ -432,5 +434,5 @@ def test_what_nobody_waits_for_is_not_decoded(site):
 
 def test_nothing_is_said_to_other_machines_unencrypted(site, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    with pytest.raises(DataError, match="nothing goes unencrypted"):
+    with pytest.raises(DataError, match="requires encryption"):
         take(site.loader("192.0.2.1:7", retry_timeout_s=0.1), 1)

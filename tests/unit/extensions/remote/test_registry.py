@@ -125,7 +125,7 @@ def test_a_run_goes_on_without_its_registry(reporting, site):
 
 def test_producers_of_other_data_are_not_asked(reporting, site):
     reporting.add(seed=4)
-    with pytest.raises(DataError, match="knows 0 producers of these data and 1 of others"):
+    with pytest.raises(DataError, match="lists 0 producers of the same data and 1 of other data"):
         take(site.loader(registry=reporting.address, retry_timeout_s=0.5), 1)
     reporting.add()
     assert take(site.loader(registry=reporting.address), 2) == take(site.loader(), 2)
@@ -180,7 +180,7 @@ def report(client, kind="report", **changes):
 def test_registry_rejects_wrong_report(reporting, wrong, caplog):
     caplog.set_level("INFO")
     client = connect(reporting.address, None, 10**6)
-    with pytest.raises(flight.FlightServerError, match="not a producer's report") as caught:
+    with pytest.raises(flight.FlightServerError, match="invalid report of a producer") as caught:
         report(client, **wrong)
     assert said(caught.value).isprintable()
     assert reporting.known() == [] and not caplog.records
@@ -210,7 +210,7 @@ def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
     registry._hear("report", right, "ipv4:10.0.0.1")
     for number in range(MAX_PRODUCERS_PER_HOST):
         registry._hear("report", Reported(f"wrong{number}:1", "f", 1, 0), "ipv4:10.0.0.9")
-    with pytest.raises(ValueError, match=r"10\.0\.0\.9 has 256 producers; at most 256"):
+    with pytest.raises(ValueError, match=r"10\.0\.0\.9 has 256 producers, but the limit is 256"):
         registry._hear("report", Reported("wrong:1", "f", 1, 0), "ipv4:10.0.0.9")
     registry._hear("report", right, "ipv4:10.0.0.1")
     registry._hear("report", Reported("second:1", "f", 1, 0), "ipv4:10.0.0.2")
@@ -220,7 +220,7 @@ def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
     assert right in registry.listed()
     monkeypatch.setattr(registry_module, "MOST_PRODUCERS", len(registry._last))
     registry._hear("report", right, "ipv4:10.0.0.1")  # known producers can always report
-    with pytest.raises(ValueError, match="there are 258 producers; at most 258"):
+    with pytest.raises(ValueError, match="258 producers are registered"):
         registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
     now_s[0] += FORGOTTEN_S  # the made-up addresses expire, though no trainer lists producers
     registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
@@ -255,13 +255,13 @@ def test_serve_rejects_wrong_arguments(wrong):
 def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
     half = [given, "file.pem"]
     arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *half])
-    with pytest.raises(ConfigError, match="need each other"):
+    with pytest.raises(ConfigError, match="must be used together"):
         serve(arguments, overrides)
     monkeypatch.setattr("sys.argv", ["registry", "--bind", "127.0.0.1:0", *half])
     with pytest.raises(SystemExit) as stopped:
         registry_program()
     assert stopped.value.code == ConfigError.exit_code
-    assert "--tls-certificate and --tls-key need each other" in capsys.readouterr().err
+    assert "--tls-certificate and --tls-key must be used together" in capsys.readouterr().err
 
 
 def test_nothing_is_reported_unencrypted_to_other_machines():

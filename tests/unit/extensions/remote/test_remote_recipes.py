@@ -56,13 +56,13 @@ def test_producer_address_without_port_is_rejected(valid, address):
 def test_producers_are_listed_or_registered(valid):
     both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
     given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
-    assert "remove one of them" in one_problem(valid, *given, world_size=1)
+    assert "remove one of the two keys" in one_problem(valid, *given, world_size=1)
     by_ray = ["--data.producers.engine", "ray"]
-    assert "needs data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
+    assert "requires data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
     by_ray += ["--data.producers.registry", "node1:7410", "--data.producers.ca_certificate", "ca"]
     by_ray += ["--data.producers.tls_certificate", "producer.pem"]
     problem = one_problem(valid, *by_ray, world_size=1)
-    assert "data.producers.tls_key" in problem and "on another machine" in problem
+    assert "data.producers.tls_key" in problem and "on another host" in problem
 
 
 @pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
@@ -71,7 +71,7 @@ def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
     half = [*local, f"--data.producers.tls_{given}", "file.pem"]
     problem = one_problem(valid, *half, world_size=1)
     assert f"data.producers.tls_{missing}" in problem
-    assert f"is needed with data.producers.tls_{given}" in problem
+    assert f"is required with data.producers.tls_{given}" in problem
     load_recipe(valid, local, 1)
     load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
 
@@ -99,4 +99,4 @@ def test_staging_at_address_is_rejected(valid):
 def test_producers_that_plan_reject_epochs(valid):
     planned = ["--data.producers.plan", "true", "--data.producers.addresses", '["localhost:7411"]']
     problem = one_problem(valid, "--training.epochs", "1", *planned, world_size=1)
-    assert "only producers know the number of samples" in problem
+    assert "only the producers read the sources and count samples" in problem

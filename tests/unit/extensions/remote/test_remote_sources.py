@@ -128,7 +128,7 @@ def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tm
     write_split(["shards/c.tar"])
     with pytest.raises(DataError, match=r"shards/c\.tar, which does not exist"):
         open_at(tmp_path, config.path)
-    with pytest.raises(DataError, match=r"no directory with \.nv-meta"):
+    with pytest.raises(DataError, match=r"not a directory with \.nv-meta"):
         open_at(tmp_path, f"{config.path}/shards", format="energon")
 
 
@@ -290,7 +290,7 @@ def test_splits_of_remote_files_are_selected_or_rejected(object_server, tmp_path
     assert read("set", "train[3:]") == ["train 3"]
     assert read("set/validation-0.jsonl", "train[:1]") == ["validation 0"]
     for path in ("set/validation-0.jsonl", "set/*.jsonl"):
-        with pytest.raises(DataError, match='a file or glob has the split "train" only'):
+        with pytest.raises(DataError, match='a file or glob has only the split "train"'):
             read(path, "validation")
 
 
@@ -300,7 +300,7 @@ def test_a_revision_goes_into_addresses_of_the_hub():
     for path in ("hf://datasets/owner/name@main/x", "hf://datasets/owner"):
         with pytest.raises(ConfigError, match="revision"):
             pinned(SourceConfig(path=path, revision="abc"))
-    with pytest.raises(ConfigError, match="revision = 'abc' pins a hub data set"):
+    with pytest.raises(ConfigError, match="revision = 'abc' applies only to Hub data sets"):
         resolve_files(SourceConfig(path="data", revision="abc", format="json"))
 
 

@@ -113,7 +113,7 @@ def test_a_store_that_is_away_for_a_while_costs_only_time(store, tmp_path, caplo
             assert stream.read(10) == CONTENT[:10]
     finally:
         timer.join()
-    assert "s3://first/x/a.bin: " in caplog.text and "asking again" in caplog.text
+    assert "s3://first/x/a.bin: " in caplog.text and "retrying" in caplog.text
 
 
 def test_a_store_that_stays_away_ends_the_run_in_time(store, tmp_path):
@@ -173,7 +173,7 @@ def test_wrong_bytes_are_asked_for_again(store, tmp_path, caplog):
     wrong_until = len(store.requests) + 2
     store.faults.spoil = lambda path, number: number < wrong_until
     assert storage.read(file, 0, BLOCK_BYTES) == CONTENT[:BLOCK_BYTES]
-    assert "checksum of bytes from 0 is wrong" in caplog.text
+    assert "checksum of bytes from 0 does not match" in caplog.text
 
 
 def test_a_store_that_stays_wrong_ends_the_run(store, tmp_path):
@@ -182,7 +182,9 @@ def test_a_store_that_stays_wrong_ends_the_run(store, tmp_path):
     storage.read(file, 0, 10)
     forget(tmp_path)
     store.faults.spoil = lambda path, number: True
-    with pytest.raises(DataError, match=r"s3://first/x/a\.bin: bytes from 0 have another checksum"):
+    with pytest.raises(
+        DataError, match=r"s3://first/x/a\.bin: bytes from 0 have a different checksum"
+    ):
         storage.read(file, 0, 10)
 
 
@@ -197,7 +199,7 @@ def test_damage_on_the_own_disk_is_found_and_mended(store, tmp_path, caplog):
     cut.write_bytes(cut.read_bytes()[:5000])
     assert storage.read(file, 0, 2 * BLOCK_BYTES) == CONTENT[: 2 * BLOCK_BYTES]
     assert storage.cache.damaged == 2
-    assert caplog.text.count("is damaged") == 2
+    assert caplog.text.count("is corrupt") == 2
 
 
 def test_the_cache_stays_within_its_limit_and_drops_what_is_old(tmp_path):
@@ -221,7 +223,7 @@ def test_a_full_disk_costs_the_cache_and_not_the_run(store, tmp_path, caplog):
     entries.rmdir()
     entries.write_bytes(b"")  # nothing can be made in it, whoever asks
     assert storage.read(file, 5, 10) == CONTENT[5:10]
-    assert "cannot keep" in caplog.text
+    assert "cannot cache" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_a_mistake_of_the_recipe(tmp_path):

@@ -118,7 +118,7 @@ def test_counts_are_those_of_the_samples(inspect, tmp_path, tokenizer, capsys):
     said = len(tokenizer("a red dog").input_ids) + 1  # and the end token
     read = 1 + 16  # <s> and the placeholders of the quickstart's encoder
     assert f"{said / (said + read):.1%}" in printed and f"most {said + read}" in printed
-    assert "mean 1.00, most 1, 16 tokens each" in printed
+    assert "mean 1.00, max 1, 16 tokens each" in printed
 
 
 def test_inspection_counts_filtered_and_dropped_content(inspect, tmp_path, capsys):
@@ -140,7 +140,7 @@ def test_inspection_estimates_passes_as_runs_count_them(inspect, tmp_path, capsy
     many = rows(tmp_path, 60)
     code, _ = inspect(many, "--training.steps=2000", "--training.global_batch_size=4")
     told = " ".join(capsys.readouterr().out.split())
-    assert code == 0 and "one pass over the training data is about 15 steps" in told
+    assert code == 0 and "one epoch of the training data is about 15 steps" in told
     assert "warning: the run reads its training data 133 times" in told
     inspect(many, "--training.epochs=2", "--training.global_batch_size=4")
     assert "training.epochs = 2: about 30 steps" in capsys.readouterr().out
@@ -154,7 +154,9 @@ def test_inspection_names_records_and_lengths_once(inspect, tmp_path, capsys):
     assert out.count("rows.jsonl:4") == 1 and "mine[3]" not in out
 
 
-@pytest.mark.parametrize(("fraction", "answer"), [("0.5", "allow that"), ("0.1", "end a run")])
+@pytest.mark.parametrize(
+    ("fraction", "answer"), [("0.5", "allow this number"), ("0.1", "end a run")]
+)
 def test_decoding_names_damaged_files_and_checks_limits(
     fraction, answer, inspect, tmp_path, capsys
 ):

@@ -33,7 +33,7 @@ def test_diagnostics_hook_runs_first_if_used(key):
 
 def test_snapshot_after_last_step_is_rejected():
     assert (
-        "comes after training.steps = 5"
+        "is after the last step, training.steps = 5"
         in problems_of({"memory_snapshot_step": 6})["metrics.memory_snapshot_step"]
     )
     assert "metrics.memory_snapshot_step" not in problems_of({"memory_snapshot_step": 5})

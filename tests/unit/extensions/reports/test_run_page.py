@@ -119,7 +119,7 @@ def test_page_includes_no_file_outside(run_dir: Path, tmp_path: Path, name: str)
     place = str(secret) if name == "/{}" else name.format(secret.name)
     (run_dir / "samples.json").write_text(json.dumps([sample | {"picture": place}]))
     page = run_page(read_run(run_dir))
-    assert "data:image/png" not in page and "is left out" in page
+    assert "data:image/png" not in page and "is skipped" in page
     for text in (SECRET.encode(), secret.read_bytes()):
         assert base64.b64encode(text).decode() not in page
 
@@ -285,7 +285,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert recipe_differences(runs) == {"name": ["a", "b"], "optimizer.lr": ["0.01", "0.02"]}
     figures = comparison(runs)
     assert (
-        figures["last loss"] == ["0.2500"] * 2 and figures["best held-out loss"] == ["1.5000"] * 2
+        figures["last loss"] == ["0.2500"] * 2 and figures["best validation loss"] == ["1.5000"] * 2
     )
     assert figures["peak memory"] == ["1.00 GiB"] * 2 and "MFU (median)" not in figures
     page = comparison_page(runs)

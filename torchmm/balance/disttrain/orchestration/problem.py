@@ -72,13 +72,13 @@ class UnitCosts:
         others = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
         if not sizes or sizes != kept or sizes[0] < 1 or not others <= set(kept):
             raise ValueError(
-                f"{self.name}: tensor-parallel sizes {sizes} of seconds and {kept} of "
-                "activation_bytes; give the same ones >= 1 for both"
+                f"{self.name}: seconds have tensor-parallel degrees {sizes}, but "
+                f"activation_bytes {kept}; use the same degrees >= 1 for both"
             )
         if not 1 <= self.virtual_stages <= self.layers:
             raise ValueError(
                 f"{self.name}: {self.virtual_stages} virtual stages per rank of {self.layers} "
-                "layers; use between 1 and the number of layers"
+                "layers; use 1 to the number of layers"
             )
         numbers = [*self.seconds.values(), *self.activation_bytes.values()]
         numbers += [*self.workspace_bytes.values(), *self.surge_bytes.values()]
@@ -116,15 +116,15 @@ class OrchestrationProblem:
                 f"units are {kinds}; list encoders, one LLM and generators in this order"
             )
         if len({unit.name for unit in self.units}) < len(self.units):
-            raise ValueError(f"units {[u.name for u in self.units]}: give each another name")
+            raise ValueError(f"units {[u.name for u in self.units]}: use a different name for each")
         if self.devices < len(self.units):
             raise ValueError(
-                f"{self.devices} devices for {len(self.units)} units; each needs at least one"
+                f"{self.devices} devices for {len(self.units)} units; each requires at least one"
             )
         if self.microbatch_size < 1 or self.global_batch_size % self.microbatch_size:
             raise ValueError(
-                f"a global batch of {self.global_batch_size} samples is not a whole number of "
-                f"microbatches of {self.microbatch_size}"
+                f"a global batch of {self.global_batch_size} samples is not a multiple of the "
+                f"microbatch size {self.microbatch_size}"
             )
         if self.global_batch_size < 1 or not self.memory_bytes > 0:
             raise ValueError(

@@ -176,26 +176,27 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
 
 def _check_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> None:
     if len(sizes) != len(problem.units):
-        raise ValueError(f"{len(sizes)} sizes for {len(problem.units)} units; give one for each")
+        raise ValueError(f"{len(sizes)} sizes for {len(problem.units)} units; pass one per unit")
     batch = problem.global_batch_size // problem.microbatch_size
     data = sizes[problem.llm].data
     for unit, own in zip(problem.units, sizes, strict=True):
         whole = batch if unit.kind == "llm" else data
         if own.data < 1 or whole % own.data:
-            what = "microbatches of a step" if unit.kind == "llm" else "LLM's data size"
-            raise ValueError(f"{unit.name}: data = {own.data} does not divide the {what}, {whole}")
+            what = "microbatches of a step" if unit.kind == "llm" else "LLM data-parallel degree"
+            raise ValueError(f"{unit.name}: data = {own.data} must divide the {what}, {whole}")
         if own.tensor not in unit.seconds:
             raise ValueError(
-                f"{unit.name}: tensor = {own.tensor}; costs are known for {sorted(unit.seconds)}"
+                f"{unit.name}: tensor = {own.tensor}, but costs exist only for "
+                f"{sorted(unit.seconds)}"
             )
         most = unit.layers // unit.virtual_stages
         if not 1 <= own.pipeline <= most:
-            raise ValueError(
-                f"{unit.name}: pipeline = {own.pipeline}; must be between 1 and {most}"
-            )
+            raise ValueError(f"{unit.name}: pipeline = {own.pipeline}; must be 1 to {most}")
     total = sum(own.devices for own in sizes)
     if total > problem.devices:
-        raise ValueError(f"sizes take {total} devices, there are {problem.devices}")
+        raise ValueError(
+            f"the degrees require {total} devices, but {problem.devices} are available"
+        )
 
 
 def _why_nothing_fits(problem: OrchestrationProblem, tables: UnitTables) -> str:
@@ -212,7 +213,7 @@ def _why_nothing_fits(problem: OrchestrationProblem, tables: UnitTables) -> str:
                 least = min(least, own)
         texts.append(f"{unit.name} {least / 2**30:.1f} GiB")
     return (
-        f"no plan fits on {problem.devices} devices of {problem.memory_bytes / 2**30:.1f} GiB; "
-        f"ranks of a unit that had all of them would need about {', '.join(texts)}: use more "
-        "devices, recompute activations, or freeze modules"
+        f"no plan fits on {problem.devices} devices of {problem.memory_bytes / 2**30:.1f} "
+        f"GiB. Even with all devices, ranks of a unit would require about {', '.join(texts)}; "
+        "use more devices, recompute activations, or freeze modules"
     )

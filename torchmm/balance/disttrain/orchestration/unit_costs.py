@@ -198,8 +198,8 @@ def _profile_module(
     at, sizes = pack_sizes(module, packs)
     if sizes is None:
         raise ValueError(
-            f"none of {len(packs)} sampled sequences has anything for {module.name!r}; "
-            "give data with images for it, or leave it out of the model"
+            f"none of {len(packs)} sampled sequences contains data for {module.name!r}; use "
+            "data with images for it, or remove it from the model"
         )
     rising = np.sort(sizes.units_N)
     units_X = np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])

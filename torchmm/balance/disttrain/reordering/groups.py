@@ -73,8 +73,8 @@ def _checked(sizes_N: ArrayLike, groups: int) -> Float64s:
     sizes = np.ascontiguousarray(sizes_N, dtype=np.float64)
     if sizes.ndim != 1 or groups < 1 or len(sizes) % groups or not len(sizes):
         raise ValueError(
-            f"sizes of shape {sizes.shape} for {groups} groups: give one size per item, and a "
-            "number of items that the number of groups divides"
+            f"sizes of shape {sizes.shape} for {groups} groups: pass one size per item, and a "
+            "multiple of the number of groups"
         )
     if not (np.isfinite(sizes).all() and sizes.min() >= 0):
         bad = int(np.flatnonzero(~(np.isfinite(sizes) & (sizes >= 0)))[0])

@@ -96,7 +96,7 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     split = {a.type for row in rows for a in row} - {ActionType.F, ActionType.B}
     if split:
         names = ", ".join(sorted(kind.value for kind in split))
-        raise ValueError(f"actions of kind {names}: only F and B have durations here")
+        raise ValueError(f"actions of type {names} are not supported; only F and B have durations")
     count = len(graph.layout.stages)
     zero_row = 2 * count * graph.microbatches
     operators = OperatorGraph()

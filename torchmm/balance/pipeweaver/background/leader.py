@@ -82,9 +82,11 @@ class PlanLeader:
             logger,
             task="planning a step",
             fallback=(
-                "orders are natural" if self._searches else "steps are planned before they begin"
+                "the original order is used"
+                if self._searches
+                else "steps are planned synchronously"
             ),
-            final_fallback="each step is planned before it begins, which takes its time",
+            final_fallback="each step is planned synchronously, which delays training",
             max_deaths=MAX_DEATHS if in_background else 0,
         )
         if in_background and self._searches:
@@ -158,15 +160,16 @@ class PlanLeader:
             return  # The search may have had too little time, because no step was measured.
         self._missed += 1
         meanwhile = (
-            "the natural order is used" if self._searches else "it is planned before it begins"
+            "the original order is used" if self._searches else "it is planned synchronously"
         )
-        self._logger.info("step %d: no plan in time; %s", requested.step, meanwhile)
+        self._logger.info("step %d: the plan is late; %s", requested.step, meanwhile)
         if self._missed % STARVED_STEPS:
             return
         self._logger.warning(
-            "no plan was in time for %d steps: the planning process finds no free core, or hangs. "
-            "Another one is started, which gets a share of the cores; if this goes on, give ranks "
-            "fewer threads or data workers, or set parallel.search.background = false",
+            "no plan was ready in time for %d steps, because the planning process has no "
+            "free core, or hangs. It is restarted with a fraction of the cores. If this "
+            "continues, use fewer threads or data workers per rank, or set "
+            "parallel.search.background = false",
             self._missed,
         )
         self._priority = "low"
@@ -175,15 +178,18 @@ class PlanLeader:
     def _fits(self, planned: PlannedStep, requested: PlanRequest | None, own: PlanRequest) -> bool:
         """Return True if the process planned the step as it is now."""
         if requested is None or requested.microbatches != own.microbatches:
-            instead = "the natural order is used" if self._searches else "it is planned again"
-            self._logger.info("step %d: has other samples than planned; %s", own.step, instead)
+            instead = "the original order is used" if self._searches else "it is planned again"
+            self._logger.info(
+                "step %d: the samples differ from the planned samples; %s", own.step, instead
+            )
             return False
         # A search uses the rates that were known at the time of the request.
         if not self._searches and requested.rates != own.rates:
             return False
         if not planned.finished:
             self._logger.info(
-                "step %d: planning time was over; the best of %d schedules is used",
+                ("step %d: the time limit of planning is reached; the best of %d schedules is "
+                "used"),
                 own.step, planned.statistics["planner_evaluations"],
             )  # fmt: skip
         return True

@@ -73,7 +73,7 @@ class StepWork:
         """Costs of the schedule search."""
         setup = self.setup
         request = self.request
-        assert setup.model is not None, "nothing is searched"
+        assert setup.model is not None, "no search is required"
         return searched_costs(
             self.graph,
             setup.modules,

@@ -152,7 +152,7 @@ class StepSearch:
         else:
             blocked = "; ".join(dispatcher.dispatch(segments).blocked)
             raise ValueError(
-                "no order of the step fits into memory, not even one microbatch at a time: "
+                "no schedule of the step fits in memory, even with one microbatch in flight: "
                 + blocked
             )
         if natural_ms == inf:

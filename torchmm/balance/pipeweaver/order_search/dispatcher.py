@@ -215,7 +215,7 @@ def _check(
             back = "gradient of " if transfer.backward else ""
             problems.append(f"the {back}{transfer.message} has {text}")
     problems += [
-        f"{task} keeps {costs.kept_bytes[task]} bytes; give 0 or more"
+        f"{task} saves {costs.kept_bytes[task]} bytes; must be 0 or more"
         for task in graph.tasks()
         if not 0 <= costs.kept_bytes.get(task, 0) < UNLIMITED_BYTES
     ]
@@ -337,8 +337,8 @@ class Dispatcher:
         given = np.ascontiguousarray(order, np.uint32)
         if not is_permutation(given, len(self.segments)):
             raise ValueError(
-                f"an order of {len(given)} segments; give each of 0 to {len(self.segments) - 1} "
-                "once"
+                f"an order of {len(given)} segments; list each of 0 to "
+                f"{len(self.segments) - 1} once"
             )
         return given
 
@@ -358,8 +358,8 @@ class Dispatcher:
             if place[tables.unit[action]] < place[tables.unit[other]]:
                 wanted[rank] = action
         return tuple(
-            f"rank {rank}: {self.actions[action]} needs {tables.takes_bytes[action]} bytes, "
-            f"{tables.limit_bytes[rank] - self._used_bytes[rank]} of {tables.limit_bytes[rank]} "
-            "are left, and no backward can run"
+            f"rank {rank}: {self.actions[action]} requires {tables.takes_bytes[action]} "
+            f"bytes, but only {tables.limit_bytes[rank] - self._used_bytes[rank]} of "
+            f"{tables.limit_bytes[rank]} are free, and no backward pass can run"
             for rank, action in sorted(wanted.items())
         )

@@ -43,12 +43,14 @@ def time_order(dispatcher: Dispatcher, order: ComputeOrder) -> OrderTime:
     rows = [[number.get(action, -1) for action in row] for row in order]
     flat = np.array([index for row in rows for index in row], np.int32)
     if sorted(flat.tolist()) != list(range(len(number))):
-        raise ValueError(f"an order of {len(flat)} actions for a step of {len(number)} others")
+        raise ValueError(
+            f"an order of {len(flat)} actions for a step of {len(number)} different actions"
+        )
     tables = dispatcher.tables
     try:
         graph = CompiledGraph.build(*step_operators(tables, flat))
     except SimulationError:
-        raise ValueError("ranks wait for each other; the order is not legal") from None
+        raise ValueError("ranks wait for each other in this order") from None
     end_ps = graph.times_ps()[1][: len(flat)].max(initial=0)
     costs = dispatcher.costs
     peaks = list(costs.static_bytes or (0,) * len(rows))

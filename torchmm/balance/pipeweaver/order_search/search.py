@@ -57,8 +57,8 @@ class Budget:
         given = [value for value in (self.evaluations, self.seconds) if value is not None]
         if not given or min(given) <= 0:
             raise ValueError(
-                f"a budget of {self.evaluations} evaluations and {self.seconds} seconds; give at "
-                "least one of them, more than 0"
+                f"a budget of {self.evaluations} evaluations and {self.seconds} seconds; set "
+                "at least one of them above 0"
             )
 
     def spent_share(self, evaluations: int, seconds: float) -> float:
@@ -143,7 +143,7 @@ def search(
         ValueError: workers is less than 1.
     """
     if workers < 1:
-        raise ValueError(f"workers = {workers}; give 1 or more")
+        raise ValueError(f"workers = {workers}; must be 1 or more")
     run = _Run(dispatcher, budget, bound_ms)
     count = min(workers, max(1, (os.cpu_count() or 1) // 2))
     evaluators = [Evaluator(dispatcher) for _ in range(count)]

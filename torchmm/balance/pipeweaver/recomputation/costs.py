@@ -420,7 +420,10 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
         ValueError: `most` is less than 2.
     """
     if most < 2:
-        raise ValueError(f"{most} candidates: the fastest and the leanest are 2")
+        raise ValueError(
+            f"{most} candidates; at least 2 are required, the fastest and the one with the least "
+            "memory"
+        )
     front = [_Point(0.0, 0.0, ())]
     kinds = len(choices.again_ms_KMN)
     extra_ms_KMN = choices.forward_ms_KMN + choices.again_ms_KMN

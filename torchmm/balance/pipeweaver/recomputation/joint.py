@@ -103,9 +103,7 @@ class TunedSearch:
             ValueError: none fits.
         """
         if self._static is None:
-            raise ValueError(
-                "no order fits into memory, even if all layers recompute what they can"
-            )
+            raise ValueError("no order fits in memory, even with full recomputation of all layers")
         return self._static
 
     def search(self, budget: Budget, settings: Settings, seen: Seen | None = None) -> SearchedOrder:

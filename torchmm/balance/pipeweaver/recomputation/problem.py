@@ -59,7 +59,9 @@ class TuningProblem:
         if not len(self):
             return
         if shape[1] == 0:
-            raise ValueError("pairs without candidates; give at least what keeps everything")
+            raise ValueError(
+                "pairs without candidates; pass at least the candidate that saves all activations"
+            )
         rising = (self.start_N <= self.middle_N) & (self.middle_N <= self.end_N)
         sorted_ = (np.diff(self.start_N) >= 0).all() and self.start_N[0] >= 0
         if not rising.all() or not sorted_ or self.end_N.max() >= self.positions:
@@ -68,7 +70,7 @@ class TuningProblem:
                 f"within {self.positions} positions"
             )
         if (np.diff(self.extra_ms_NC) < 0).any() or (np.diff(self.kept_bytes_NC) > 0).any():
-            raise ValueError("order candidates by rising time and falling kept bytes")
+            raise ValueError("sort candidates by increasing time and decreasing saved bytes")
 
     def __len__(self) -> int:
         return len(self.start_N)

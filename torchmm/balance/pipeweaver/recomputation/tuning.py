@@ -349,8 +349,9 @@ def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:
     needed = limit_bytes + int(over_T[position])
     gib = 1 / 2**30
     return (
-        f"rank {rank}, {where}: needs {needed * gib:.3f} GiB ({needed} bytes) even if all layers "
-        f"recompute what they can; {limit_bytes * gib:.3f} GiB ({limit_bytes} bytes) are "
-        "available; raise activation_checkpoint.memory_limit, let fewer microbatches be in flight, "
-        "make them smaller, or use more ranks (shard, tensor, pipeline)"
+        f"rank {rank}, {where}: requires {needed * gib:.3f} GiB ({needed} bytes) even with "
+        f"full recomputation of all layers, but {limit_bytes * gib:.3f} GiB ({limit_bytes} "
+        "bytes) are available; raise activation_checkpoint.memory_limit, use fewer "
+        "microbatches in flight, smaller microbatches, or more ranks (shard, tensor, "
+        "pipeline)"
     )

@@ -89,7 +89,7 @@ class Building:
         if index is None:
             self.prepare()
             lock = Lock(self.directory / LOCK)
-            waiting = Work(f"waiting for sizes of source {self.name}")
+            waiting = Work(f"waiting for the index of source {self.name}")
             with naming_the_cache(self.directory.parent):
                 while (index := read_index(self.directory)) is None:
                     if lock.take():
@@ -97,14 +97,14 @@ class Building:
                             self.measure(range(len(self.ranges)))
                             self.finish()
                         continue
-                    waiting.tell(f"{lock.owner()} measures it")
+                    waiting.tell(f"{lock.owner()} is indexing it")
                     time.sleep(POLL_S)
             waiting.end("measured")
         if len(index) != len(self.source):
             raise DataError(
-                f"source {self.name!r} has {len(self.source)} records, its index {self.directory} "
-                f"{len(index)}: its files changed while they were read. Remove the index and start "
-                "again"
+                f"source {self.name!r} has {len(self.source)} records, but its index "
+                f"{self.directory} has {len(index)}, because files changed during indexing. "
+                "Remove the index and start again"
             )
         return index
 
@@ -113,7 +113,7 @@ class Building:
         missing = [n for n in numbers if read_shard(self.directory, n, self.ranges[n]) is None]
         samples = sum(self.ranges[n].samples for n in missing)
         done = 0
-        with working(f"measuring source {self.name}", samples, "samples") as work:
+        with working(f"indexing source {self.name}", samples, "samples") as work:
             if self.workers and len(missing) > 1 and samples >= WORKERS_FROM:
                 measured = self._measure_in_workers(missing)
             else:
@@ -158,8 +158,8 @@ class Building:
                 yield futures[future]
         except BrokenProcessPool as error:
             raise DataError(
-                f"source {self.name!r}: a process that measured its records died. If memory ran "
-                "out, lower data.workers; shards that are finished stay"
+                f"source {self.name!r}: an indexing process exited unexpectedly. If memory "
+                "ran out, lower data.workers; finished shards are kept"
             ) from error
         except BaseException:
             end_workers(list(pool._processes.values()))  # the exit would wait for their shards

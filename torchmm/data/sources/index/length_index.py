@@ -288,13 +288,13 @@ def read_index(directory: Path) -> LengthIndex | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is unreadable (%s) and is made again", directory / MANIFEST, error)
+        logger.warning("%s is unreadable (%s); indexing again", directory / MANIFEST, error)
         return None
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
     for number, shard in enumerate(shards):
         file = shard_file(directory, number, "sizes")
         if sizes.get(file.name) != shard.size_bytes:
-            logger.warning("%s is missing or torn: its shard is measured again", file)
+            logger.warning("%s is missing or corrupt; indexing its shard again", file)
             return None
 
     files = _ShardFiles(directory, shards)
@@ -320,12 +320,12 @@ class _ShardFiles:
                 data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{file} cannot be read ({error}). The next start measures its shard again"
+                f"{file} cannot be read ({error}). The next start indexes its shard again"
             ) from error
         if number not in self._checked and hashlib.sha256(data).hexdigest() != shard.sha256:
             raise DataError(
-                f"{file} is damaged: its SHA-256 is not the manifest's. Remove this file: the next "
-                "start measures its shard again"
+                f"{file} is corrupt: its SHA-256 differs from the manifest. Remove this file; "
+                "the next start indexes its shard again"
             )
         self._checked.add(number)
         return ShardSizes(
@@ -386,26 +386,28 @@ def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
     usable_count = sum(shard.usable for shard in index.shards)
     parts = [
         f"{index.corrupt_count} are corrupt",
-        f"{usable_count - kept} are outside of its `filter`",
+        f"{usable_count - kept} are removed by its `filter`",
     ]
     counts = ", ".join([*parts, *describe_filtered(index.filtered, total)])
     if not kept:
         usable = [shard for shard in index.shards if shard.shortest]
         found = (
-            f" (the others have {min(s.shortest for s in usable)} to "
+            f" (the remaining samples have {min(s.shortest for s in usable)} to "
             f"{max(s.longest for s in usable)} tokens)"
             if usable
             else ""
         )
         skipped = [*index.beyond_limits(), *index.corrupt()]
         messages = [f"{name}[{i}]: {reason}" for i, reason in skipped]
-        raise nothing_usable(name, f"none of its {total} samples: {counts}{found}", messages)
+        raise nothing_usable(
+            name, f"none of its {total} samples are usable: {counts}{found}", messages
+        )
     if kept < total:
         # Not a warning: every rank would write it to its own log file.
-        logger.info("source %r gives %d of its %d samples: %s", name, kept, total, counts)
+        logger.info("source %r: %d of %d samples are used: %s", name, kept, total, counts)
     if index.dropped:
         logger.info(
-            "source %r: dropped from samples in use: %s",
+            "source %r: truncated samples: %s",
             name,
             ", ".join(describe_dropped(index.dropped, usable_count)),
         )
@@ -440,7 +442,7 @@ def describe_dropped(dropped: Mapping[str, tuple[int, int]], samples: int) -> li
 def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:
     """The error of a source that gives nothing."""
     return DataError(
-        f"source {name!r} gives {found}{first_of(messages)}\nCorrect the source in the recipe "
-        "(`columns` maps names of columns, `filter` limits lengths), repair its samples, or leave "
-        "it out"
+        f"source {name!r}: {found}{first_of(messages)}\nCorrect the source in the recipe "
+        "(`columns` maps column names, `filter` limits lengths), repair its samples, or "
+        "remove the source"
     )

@@ -106,7 +106,7 @@ def generate_tokens(
     unfinished = set(range(len(prompts)))
     steps: Iterable[int] = range(sampling.max_new_tokens)
     if on_tokens is None:
-        steps = worked("writing", steps, sampling.max_new_tokens, "tokens at most")
+        steps = worked("writing", steps, sampling.max_new_tokens, "tokens")
     with pipeline.writing():
         for step in steps:
             # Inference mode saves time, but FSDP2 and DTensor do not support it. In the first step,
@@ -164,7 +164,9 @@ def join_prompts(prompts: Sequence[Microbatch]) -> Microbatch:
 
 def _join_inputs(parts: Sequence[EncoderInputs]) -> EncoderInputs:
     """Return the inputs of one encoder with the images of all parts."""
-    assert all(part.held is None for part in parts), "prompts have the pixels of all their images"
+    assert all(part.held is None for part in parts), (
+        "prompts require the pixels of all their images"
+    )
     first = parts[0]
     firsts = accumulate((len(part.grids_thw) for part in parts), initial=0)
     return replace(

@@ -62,8 +62,9 @@ class Export:
         config = directory / "config.json"
         if not config.is_file():
             raise ConfigError(
-                f"{directory} is no export: it has neither config.json nor {PARTS_FILE}; a run "
-                "writes one at its end, `torchmm export` writes one of a checkpoint"
+                f"{directory} is not an export: it has neither config.json nor {PARTS_FILE}. "
+                "A run exports its model at the end, and `torchmm export` exports a "
+                "checkpoint"
             )
         settings = json.loads(config.read_text())
         (kind,) = settings["architectures"]
@@ -162,8 +163,8 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
         directory = exported[0]
         if averaged:
             raise ConfigError(
-                f"{directory} is an export, whose weights are what they are; name a checkpoint, "
-                "or an export of averaged weights"
+                f"{directory} is an export with fixed weights; use a checkpoint, or an export "
+                "of averaged weights"
             )
         export = Export.read(directory)
         tokenizer = export.read_tokenizer()
@@ -180,7 +181,7 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
                 ) from error
     else:
         raise ConfigError(
-            f"{path} is no run, checkpoint or export: it has neither config.json nor checkpoints"
+            f"{path} is not a run, checkpoint or export: it has neither config.json nor checkpoints"
         )
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
@@ -212,7 +213,7 @@ def _from_checkpoint(
         CheckpointError: The checkpoint is damaged.
     """
     if problems := find_problems(path):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
+        raise CheckpointError(f"{path} is corrupt: {'; '.join(problems[:3])}")
     recipe = recipe_of(path)
     model = recipe_model(recipe, dtype)
     tokenizer = load_tokenizer(recipe.model)

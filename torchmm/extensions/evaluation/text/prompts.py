@@ -133,7 +133,7 @@ def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> R
     """
     label = " ".join([*map(str, files), *([words] if words else [])])
     if not label:
-        raise ConfigError("nothing is asked: name a file or words (--prompt)")
+        raise ConfigError("no prompt; pass a file or text (--prompt)")
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
     if as_chat:
@@ -209,7 +209,7 @@ def read_chats(file: Path) -> list[Request]:
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise ConfigError(f'{label}: no messages; give "messages" with "role" and "content"')
+            raise ConfigError(f'{label}: no messages; use "messages" with "role" and "content"')
         requests.append(chat_request(label, messages, file.parent, columns))
     return requests
 

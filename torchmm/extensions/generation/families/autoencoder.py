@@ -96,8 +96,8 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
         found = reader.load_config(str(Path(section.source).expanduser()), local_files_only=True)
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
-            f"{SECTION} source = {section.source!r} has no readable config.json; name a directory "
-            f"with an autoencoder of diffusers ({describe_refusal(error)})"
+            f"{SECTION} source = {section.source!r} has no readable config.json; use a "
+            f"directory with a diffusers autoencoder ({describe_refusal(error)})"
         ) from error
     return {**found, **(section.config or {})}
 
@@ -110,7 +110,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     """
     name = config.get("_class_name", CLASS)
     if name != CLASS:
-        raise ConfigError(f"{SECTION} _class_name = {name!r} is not supported; supported: {CLASS}")
+        raise ConfigError(f"{SECTION} _class_name = {name!r} is not supported; use {CLASS}")
     known = inspect.signature(AutoencoderKL.__init__).parameters
     written = {key: value for key, value in config.items() if not key.startswith("_")}
     problems = []
@@ -121,18 +121,16 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     full = {key: p.default for key, p in known.items() if key != "self"} | written
     for key, value in {"in_channels": 3, "out_channels": 3, "latents_mean": None}.items():
         if full[key] != value:
-            problems.append(
-                f"{key} = {full[key]}, but it must be {value}: others are not supported"
-            )
+            problems.append(f"{key} = {full[key]} is not supported; use {value}")
     blocks = [len(full[f"{way}_block_types"]) for way in ("down", "up")]
     if blocks != [len(full["block_out_channels"])] * 2:
         problems.append(
-            f"block_out_channels = {full['block_out_channels']} are not as many as "
+            f"block_out_channels = {full['block_out_channels']} must have the same length as "
             f"down_block_types ({blocks[0]}) and up_block_types ({blocks[1]})"
         )
     groups = full["norm_num_groups"]
     if any(channels % groups for channels in full["block_out_channels"]):
-        problems.append(f"norm_num_groups = {groups} does not divide block_out_channels; lower it")
+        problems.append(f"norm_num_groups = {groups} must divide block_out_channels; lower it")
     if not full["scaling_factor"] > 0:
         problems.append(f"scaling_factor = {full['scaling_factor']}: must be above 0")
     if problems:

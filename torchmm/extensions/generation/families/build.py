@@ -14,7 +14,7 @@ try:
     from diffusers import PixArtTransformer2DModel
 except ModuleNotFoundError as error:
     raise ConfigError(
-        "[model.generator] needs diffusers, which is not installed; "
+        "[model.generator] requires diffusers, which is not installed; "
         f"{install_command('generation')}"
     ) from error
 
@@ -28,7 +28,7 @@ from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig
 
 UNET = (
-    ". A U-Net has no layers that stages could be cut between "
+    ". A U-Net has no layers that can be split into stages "
     "(docs/reference/supported_combinations.md)"
 )
 GENERATOR_FILES = WeightFiles(
@@ -63,7 +63,7 @@ def build_generator(
     family = GENERATOR_FAMILIES.get(name)
     if family is None:
         raise ConfigError(
-            f"[model.generator] _class_name = {name!r} is not supported; supported: "
+            f"[model.generator] _class_name = {name!r} is not supported; use one of: "
             f"{', '.join(GENERATOR_FAMILIES)}" + (UNET if name.startswith("UNet") else "")
         )
     latents = _latents(section, config)
@@ -107,7 +107,7 @@ def _load(section: GeneratorConfig) -> dict[str, Any]:
         found = reader.load_config(section.source, revision=section.revision)
     except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
-            f"[model.generator] source = {section.source!r} has no readable config.json; name a "
-            f"local directory or a model of the hub ({describe_refusal(error)})"
+            f"[model.generator] source = {section.source!r} has no readable config.json; use "
+            f"a local directory or a model of the Hub ({describe_refusal(error)})"
         ) from error
     return {**found, **(section.config or {})}

@@ -106,9 +106,11 @@ class PixArtFamily:
                 f"{full['patch_size']}"
             )
         if not isinstance(size := full.get(FFN_SIZE, 1), int) or size < 1:
-            problems.append(f"{FFN_SIZE} = {size!r}: must be a number of features, 1 or more")
+            problems.append(f"{FFN_SIZE} = {size!r}: must be an integer >= 1")
         if width % 4:
-            problems.append(f"num_attention_heads x attention_head_dim = {width}: must divide by 4")
+            problems.append(
+                f"num_attention_heads x attention_head_dim = {width}: must be a multiple of 4"
+            )
         if problems:
             raise ConfigError([f"[model.generator] config: {p}" for p in problems])
         return full | following

@@ -93,7 +93,9 @@ class RemoteCheckpoints:
                 raise CheckpointError(f"{name} is missing") from None
         manifest = parse_manifest(data, name)
         if folder_of(manifest) != folder:
-            raise CheckpointError(f"{name} is that of {folder_of(manifest)}: was it moved?")
+            raise CheckpointError(
+                f"{name} belongs to {folder_of(manifest)}; the folder may have been renamed"
+            )
         return data, manifest
 
     def fetch(self, folder: str, entry: dict[str, Any], target: Path, present: Path) -> str | None:
@@ -119,7 +121,7 @@ class RemoteCheckpoints:
             try:
                 found = self._client.stat(place)
                 if found.size != entry["bytes"]:
-                    return f"{name} has {found.size} bytes, the manifest says {entry['bytes']}"
+                    return f"{name} has {found.size} bytes, but the manifest lists {entry['bytes']}"
                 with naming_the_file(target, found.size), target.open("xb") as file:
                     for start in range(0, found.size, _REQUEST_BYTES):
                         end = min(start + _REQUEST_BYTES, found.size)
@@ -129,7 +131,7 @@ class RemoteCheckpoints:
             except MissingError:
                 return f"{name} is missing"
         problem = file_problem(target, entry)
-        return None if problem is None else f"{name}, as it came here: {problem}"
+        return None if problem is None else f"{name} after download: {problem}"
 
     def put(self, folder: str, file: Path) -> int:
         """Copy a file of a checkpoint to the store, and return its size in bytes.
@@ -159,7 +161,7 @@ class RemoteCheckpoints:
             if there.get(name) != entry["bytes"]:
                 raise StoreError(
                     f"{self.address}/{folder}/{name} has {there.get(name, 'no')} bytes after "
-                    f"{entry['bytes']} were put"
+                    f"an upload of {entry['bytes']}"
                 )
         place = self._object(folder, MANIFEST_NAME)
         with _store_errors():
@@ -215,9 +217,7 @@ class RemoteCheckpoints:
             whole += is_whole
         for folder in set(folders) - set(newest_first) - {own}:
             if not any(_SET_ASIDE in name for name in folders[folder]):
-                self._logger.warning(
-                    "removing %s/%s, an upload that was not finished", self.address, folder
-                )
+                self._logger.warning("removing %s/%s, an incomplete upload", self.address, folder)
                 self.discard(folder, folders)
 
     def set_aside_after(self, step: int, but: str | None) -> None:
@@ -236,7 +236,7 @@ class RemoteCheckpoints:
                 self._client.write(self._object(folder, name), data)
                 self._client.remove(self._object(folder, MANIFEST_NAME))
             self._logger.warning(
-                "renamed %s of %s/%s to %s: training goes on before it",
+                "renamed %s of %s/%s to %s, because training continues from an earlier step",
                 MANIFEST_NAME,
                 self.address,
                 folder,
@@ -256,7 +256,7 @@ class RemoteCheckpoints:
         except (NewerFormatError, StoreError):
             raise
         except CheckpointError as error:
-            self._logger.error("damaged checkpoint: %s", error)
+            self._logger.error("corrupt checkpoint: %s", error)
             return False
         return all(there.get(name) == entry["bytes"] for name, entry in manifest["files"].items())
 

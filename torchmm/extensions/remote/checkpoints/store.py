@@ -69,7 +69,7 @@ class StoredCheckpoints(RemoteCheckpoints):
         if failure is not None or problems:
             site.on_leaders(lambda: shutil.rmtree(temporary, ignore_errors=True))
             if failure is not None:
-                raise CheckpointError(f"cannot fetch {self.address}/{folder}: {failure}")
+                raise CheckpointError(f"cannot download {self.address}/{folder}: {failure}")
             return final, problems
 
         def commit() -> None:

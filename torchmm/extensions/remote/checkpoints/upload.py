@@ -127,16 +127,16 @@ class BackgroundUploads:
             self.complaint = ""
             self._meter.note(checkpoint_upload_ms=took_s * 1e3, checkpoint_upload_bytes=size_bytes)
             if self._group.rank == 0:
-                said = "copied %s to %s (%d bytes in %.1f s)"
+                said = "uploaded %s to %s (%d bytes in %.1f s)"
                 self._logger.info(said, path, self._remote.address, size_bytes, took_s)
             return
         self._failed += 1
         self._meter.note(checkpoint_upload_failures=self._failed)
-        self.complaint = f"{path.name} is not at {self._remote.address}: {problem}"
+        self.complaint = f"{path.name} was not uploaded to {self._remote.address}: {problem}"
         if self._group.rank == 0:
             self._logger.warning(
-                "%s. Training goes on without that copy; the next checkpoint is tried again "
-                "(%d failed so far)",
+                "%s. Training continues without this upload; the next checkpoint is uploaded "
+                "again (%d failed so far)",
                 self.complaint,
                 self._failed,
             )
@@ -170,7 +170,7 @@ class BackgroundUploads:
         problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(outcomes) if found]
         missing = sorted(set(names) - {name for part in parts for name in part})
         if missing:
-            problems.append(f"{missing[0]} is on no node")
+            problems.append(f"no node has {missing[0]}")
         problem = self._group.on_rank_0(lambda: self._commit(folder, data, problems))
         return sum(sent for sent, _ in outcomes), problem
 

@@ -186,7 +186,7 @@ class _Expected:
         samples = [s for s in self._form.meta.samples for _ in s.images_read_by(name)]
         images = self._form.meta.images_read_by(name)
         if not isinstance(values, list) or len(values) != len(images):
-            text = f"part {name!r}: kept = {_short(values)} is not a rectangle for each image"
+            text = f"part {name!r}: kept = {_short(values)} does not have one rectangle per image"
             raise ValueError(text)
         found = []
         for value, image, sample in zip(values, images, samples, strict=True):
@@ -202,7 +202,7 @@ class _Expected:
         size = self._decoder.reader.text_spec.vocab_size
         ids_T = found.input_ids_T
         if not ((ids_T >= 0) & (ids_T < size)).all():
-            raise ValueError(f"part '': input_ids_T is outside of the {size} ids of the vocabulary")
+            raise ValueError(f"part '': input_ids_T is out of range for a vocabulary of {size} ids")
         next_T = torch.cat([ids_T[1:], ids_T.new_full([1], IGNORE_TARGET)])
         next_T[torch.tensor(self._form.cu_seqlens[1:]) - 1] = IGNORE_TARGET
         targets_T = found.targets_T
@@ -222,16 +222,16 @@ class _Expected:
             positions_K = inputs.positions_K
             _require_inside(name, positions_K, np.repeat(firsts, tokens), np.repeat(stops, tokens))
             if not torch.isin(found.input_ids_T[positions_K], placeholders).all():
-                raise ValueError(f"part {name!r}: places are not placeholders of images")
+                raise ValueError(f"part {name!r}: positions are not image placeholders")
             each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
             if any(len(own.unique()) != len(own) for own in each):
-                raise ValueError(f"part {name!r}: an image uses places twice")
+                raise ValueError(f"part {name!r}: an image uses a position twice")
             # Tiles that are shrunk together share tokens with their neighbors.
             shared = self._decoder.reader.media[name].spec.ends_lines
             exclusive.append(positions_K.unique() if shared else positions_K)
         every = torch.cat(exclusive) if exclusive else torch.zeros(0)
         if len(every.unique()) != len(every):
-            raise ValueError(f"parts {sorted(found.encoders)}: images use the same places")
+            raise ValueError(f"parts {sorted(found.encoders)}: images use the same positions")
         if found.generator is not None:
             counts = [sum(g.context for g in s.generated) for s in meta.samples]
             positions_K = found.generator.context_positions_K
@@ -317,7 +317,7 @@ def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: n
     """Raise ValueError if a position is outside of its sample."""
     inside = (positions_K.numpy() >= firsts) & (positions_K.numpy() < stops)
     if not inside.all():
-        raise ValueError(f"part {name!r}: places are outside of their samples")
+        raise ValueError(f"part {name!r}: positions are outside of their samples")
 
 
 def _require_equal(what: str, found: Any, expected: Any) -> None:

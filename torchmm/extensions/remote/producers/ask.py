@@ -129,14 +129,14 @@ class Asking:
     def _explain(self, address: str, error: Exception) -> str:
         if _info(error) == TOO_LARGE:
             return (
-                f"producer {address}: what a module reads of a microbatch is too large to be sent "
+                f"producer {address}: the data of a microbatch is too large for one message "
                 f"({said(error)}); raise data.producers.max_message_mb = "
                 f"{self._config.max_message_mb:g}, or lower training.microbatch_size"
             )
         if isinstance(error, flight.FlightUnauthenticatedError):
             return (
-                f"producer {address} refuses this run's token: {said(error)}. Set "
-                f"{TOKEN_VARIABLE} to the same secret on both sides"
+                f"producer {address} rejects the token of this run: {said(error)}. Set "
+                f"{TOKEN_VARIABLE} to the same secret on both hosts"
             )
         return f"producer {address}: {said(error)}"
 
@@ -145,9 +145,9 @@ class Asking:
         answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
         limit = f"within data.producers.retry_timeout_s = {self._config.retry_timeout_s:g} s "
         return (
-            f"no producer has answered {'' if hopeless else limit}({answers}). Start them with "
-            "python -m torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
-            f"data.producers.{'registry' if self._config.registry else 'addresses'}"
+            f"no producer has responded {'' if hopeless else limit}({answers}). Start "
+            "producers with python -m torchmm.data.serve --config RECIPE --bind HOST:PORT, "
+            f"or correct data.producers.{'registry' if self._config.registry else 'addresses'}"
         )
 
 

@@ -65,7 +65,7 @@ class Server(flight.FlightServerBase):
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
         if not is_host_port(bind, lowest_port=0):
-            raise ConfigError(f"--bind {printable(bind)}: is not an address; use HOST:PORT")
+            raise ConfigError(f"--bind {printable(bind)}: is not a valid address; use HOST:PORT")
         try:
             super().__init__(
                 f"{'grpc+tls' if certificate else 'grpc+tcp'}://{bind}",
@@ -73,7 +73,9 @@ class Server(flight.FlightServerBase):
                 middleware={"token": TokenCheck(token)} if token else {},
             )
         except IN_VAIN as error:
-            raise ConfigError(f"cannot listen on {bind}: {error}; is another process?") from error
+            raise ConfigError(
+                f"cannot listen on {bind}: {error}; check for another process on this port"
+            ) from error
         self.watch = ConnectionWatch(self.port)
 
     def respond(self, context: flight.ServerCallContext, body: bytes) -> Iterator[flight.Result]:
@@ -98,7 +100,7 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
         ConnectionError: that is another machine, and there is no certificate.
     """
     if certificate is None and not is_local(address):
-        raise ConnectionError("on another machine, to which nothing goes unencrypted")
+        raise ConnectionError("on another host, which requires encryption")
     options = [
         ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_WAIT_S)),
@@ -116,7 +118,7 @@ def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
         if found:
             raise ValueError("more than one response")
         if (size := result.body.size) > most_bytes:
-            raise ValueError(f"a response of {size} bytes; at most {most_bytes}")
+            raise ValueError(f"a response of {size} bytes is above the limit of {most_bytes}")
         found.append(result.body.to_pybytes())
     if not found:
         raise ValueError("no response")
@@ -133,7 +135,7 @@ def within(timeout_s: float) -> flight.FlightCallOptions:
 def describe(error: Exception) -> str:
     """What happened to a call, in a few words."""
     if isinstance(error, ValueError):
-        return f"malformed answer: {said(error)}"
+        return f"malformed response: {said(error)}"
     return f"{type(error).__name__.removeprefix('Flight').removesuffix('Error')}: {said(error)}"
 
 
@@ -178,7 +180,7 @@ def key_pair(certificate: str | None, key: str | None) -> Certificate | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("--tls-certificate and --tls-key need each other")
+        raise ConfigError("--tls-certificate and --tls-key must be used together")
     try:
         return Path(certificate).read_bytes(), Path(key).read_bytes()
     except OSError as error:
@@ -193,6 +195,6 @@ def check_exposure(bind: str, encrypted: bool, token: str | None) -> None:
     """
     if not is_local(bind) and not (encrypted and token):
         raise ConfigError(
-            f"--bind {bind}: other machines could read the data; give --tls-certificate, --tls-key "
-            f"and a secret in {TOKEN_VARIABLE}, or bind 127.0.0.1"
+            f"--bind {bind}: other hosts could read the data; set --tls-certificate, "
+            f"--tls-key and a secret in {TOKEN_VARIABLE}, or bind to 127.0.0.1"
         )

@@ -71,8 +71,8 @@ class Choice:
         """Log a wrong response and stop asking this producer."""
         self.left_out[address] = why
         logger.warning(
-            "producer %s sent a wrong response and is not asked again in this run: %s. Use the "
-            "same torchmm and transformers on both sides (wrong_producers=%d)",
+            "producer %s sent a wrong response and is not used any more in this run: %s. Use "
+            "the same versions of torchmm and transformers on both hosts (wrong_producers=%d)",
             address,
             why,
             len(self.left_out),
@@ -91,8 +91,8 @@ class Choice:
         self._known = [each for each in listed if self._fingerprint in (None, each.fingerprint)]
         others = len(listed) - len(self._known)
         self.complaint = (
-            f"registry {registry} knows {len(self._known)} producers"
-            + f" of these data and {others} of others" * bool(others)
+            f"registry {registry} lists {len(self._known)} producers"
+            + f" of the same data and {others} of other data" * bool(others)
         )
 
 

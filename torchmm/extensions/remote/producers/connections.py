@@ -105,7 +105,7 @@ class ConnectionWatch:
             if received - bases[peer] > MAX_REQUEST_BYTES:
                 self._cut(connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes")
             elif peer in late:
-                self._cut(connection, peer, "the response is not read")
+                self._cut(connection, peer, "the client does not read the response")
         self._bases = bases
 
     def _cut(self, connection: socket.socket, peer: str, why: str) -> None:

@@ -100,8 +100,8 @@ def unpack_request(data: bytes) -> Request:
     try:
         request = json.loads(data)
         if request["version"] != VERSION:
-            text = f"it speaks version {request['version']} of the protocol, not {VERSION}"
-            raise ValueError(f"{text}; use the same torchmm on both sides")
+            text = f"the protocol version is {request['version']}, but {VERSION} is expected"
+            raise ValueError(f"{text}; use the same version of torchmm on both hosts")
         samples = [
             [[_sample(*sample) for sample in pack] for pack in packs]
             for packs in request["samples"]
@@ -109,7 +109,9 @@ def unpack_request(data: bytes) -> Request:
         most_bytes = int(request["most_bytes"])
         return Request(str(request["fingerprint"]), samples, _reads(request["reads"]), most_bytes)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a request for samples ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"invalid request for samples ({type(error).__name__}: {error})"
+        ) from error
 
 
 def messages_of(step: DecodedStep) -> list[Message]:
@@ -157,9 +159,11 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
     """
     batch = chunk.data
     if batch is None or chunk.app_metadata is None or batch.schema != SCHEMA:
-        raise ValueError("a message of another form")
+        raise ValueError("a message of unknown format")
     if (size := chunk.app_metadata.size) > MAX_VALUES_BYTES:
-        raise ValueError(f"a message with {size} bytes of JSON; at most {MAX_VALUES_BYTES}")
+        raise ValueError(
+            f"a message with {size} bytes of JSON, above the limit of {MAX_VALUES_BYTES}"
+        )
     batch.validate(full=True)
     try:
         values = json.loads(chunk.app_metadata.to_pybytes())
@@ -170,7 +174,9 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
         }
         return Message(values, tensors)
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"a message of another form ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"a message of unknown format ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
@@ -184,7 +190,7 @@ def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
 def _sample(feed: int, epoch: int, index: int) -> tuple[int, int, int]:
     for value in (feed, epoch, index):
         if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError(f"not a request for samples (sample {[feed, epoch, index]!r})")
+            raise ValueError(f"invalid request for samples (sample {[feed, epoch, index]!r})")
     return feed, epoch, index
 
 
@@ -197,5 +203,5 @@ def _reads(values: list[Any] | None) -> Reads | None:
 
 def _share(part: int, of: int) -> Share:
     if type(part) is not int or type(of) is not int or not 0 <= part < of <= MOST_RANKS:
-        raise ValueError(f"not a request for samples (share {[part, of]!r})")
+        raise ValueError(f"invalid request for samples (share {[part, of]!r})")
     return Share(part, of)

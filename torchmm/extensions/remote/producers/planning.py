@@ -104,7 +104,7 @@ class Plans:
             asked = json.loads(body)
             held_out = asked["held_out"]
             if held_out not in self._samples:
-                raise ValueError("there are no held-out samples in its recipe")
+                raise ValueError("its recipe has no validation data")
             if kind == "describe":
                 return json.dumps(self._describe(held_out)._asdict()).encode()
             if kind == "plan":
@@ -112,7 +112,7 @@ class Plans:
             if kind in ("pictures", "references"):
                 return json.dumps(self._shown(kind, held_out, asked)).encode()
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"not a question ({type(error).__name__}: {error})") from error
+            raise ValueError(f"invalid request ({type(error).__name__}: {error})") from error
         raise ValueError(f"cannot {kind[:20]!r}")
 
     def _describe(self, held_out: bool) -> Described:
@@ -130,7 +130,7 @@ class Plans:
         asked = Asked(**{key: values[key] for key in Asked._fields})
         count = self._training.global_batch_size
         if asked.packs is not None and not set(asked.packs) <= set(range(count)):
-            raise ValueError(f"a step has {count} packs")
+            raise ValueError(f"a step has {count} packed sequences")
         try:
             part = self._steps[held_out].part(asked)
         except UnknownStateError:
@@ -148,7 +148,7 @@ class Plans:
         index = int(asked["index"])
         source = self._samples[held_out].sources[feed : feed + 1]
         if feed < 0 or not source or source[0].index is None or not source[0].index.has(index):
-            raise ValueError(f"there is no sample {index} of source {feed}")
+            raise ValueError(f"source {feed} has no sample {index}")
         decoder = self._samples[held_out].decoder
         if kind == "references":
             return list(decoder.references(feed, index))
@@ -223,7 +223,7 @@ class ProducersPlans:
             raise ValueError(f"identity: {type(error).__name__}: {error}") from error
         if other:
             raise OtherDataError(
-                f"it prepares other data than this run: {'; '.join(other)}; start it with "
+                f"it uses different data than this run: {'; '.join(other)}; start it with "
                 "outputs/NAME/recipe.toml of the run"
             )
         return found
@@ -240,7 +240,9 @@ class ProducersPlans:
         every = range(self.described.global_batch_size)
         packs = {_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]}
         if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
-            raise ValueError(f"packs {printable(str(sorted(packs)), 200)} were not requested")
+            raise ValueError(
+                f"packed sequences {printable(str(sorted(packs)), 200)} were not requested"
+            )
         return StepPart(
             {number: self._read_pack(number, pack) for number, pack in packs.items()},
             [printable(str(each)) for each in values["skipped"]],
@@ -256,7 +258,10 @@ class ProducersPlans:
             self._check_images(item.meta)
         tokens = sum(item.meta.tokens for item in pack)
         if tokens > (most := self._sequence_length):
-            text = f"pack {number} has {tokens} tokens, but training.sequence_length = {most}"
+            text = (
+                f"packed sequence {number} has {tokens} tokens, but training.sequence_length = "
+                f"{most}"
+            )
             raise ValueError(text)
         return pack
 
@@ -277,9 +282,9 @@ class ProducersPlans:
         for drawn in meta.generated:
             frames = drawn.grid_thw[0]
             if drawings is None or frames < 1 or drawn.grid_thw != drawings.spec.grid(frames):
-                raise ValueError(f"{name} has an image to generate of a wrong size")
+                raise ValueError(f"{name} has a target image of a wrong size")
             if not 1 <= drawn.context <= min(meta.tokens, drawings.spec.context_tokens):
-                raise ValueError(f"{name} has an image to generate with a wrong context")
+                raise ValueError(f"{name} has a target image with a wrong context")
 
 
 def _call(
@@ -304,7 +309,7 @@ def _read_description(values: Mapping[str, Any]) -> Described:
         if type(getattr(found, key)) is not kind:
             raise ValueError(f"{key} is not of type {kind.__name__}")
     if not all(isinstance(text, str) for text in (*found.names, *found.digest)):
-        raise ValueError("names or digest are not texts")
+        raise ValueError("names or digest are not strings")
     if len(set(found.names)) != len(found.names) or len(found.digest) != 2:
         raise ValueError("names are not unique, or digest does not have two parts")
     first, second = map(printable, found.digest)

@@ -98,7 +98,7 @@ class RayProducers:
         self.actors: list[Any] = []
         for _ in range(count):
             self.add()
-        logger.info("Ray starts %d producers of %d workers", count, workers)
+        logger.info("Ray starts %d producers with %d workers", count, workers)
 
     def add(self) -> Any:
         """Starts one more, as soon as the cluster has cores for it."""

@@ -83,7 +83,7 @@ class Reported(NamedTuple):
         except (TypeError, ValueError) as error:
             why = printable(str(error), 200)
             raise ValueError(
-                f"not a producer's report: {printable(repr(values), 200)}: {why}"
+                f"invalid report of a producer: {printable(repr(values), 200)}: {why}"
             ) from error
         return found
 
@@ -170,10 +170,10 @@ class Registry(Server):
                 self._forget(now_s)
                 own = sum(each.host == host for each in self._last.values())
                 if own >= MAX_PRODUCERS_PER_HOST:
-                    text = f"{host} has {own} producers; at most {MAX_PRODUCERS_PER_HOST}"
+                    text = f"{host} has {own} producers, but the limit is {MAX_PRODUCERS_PER_HOST}"
                     raise ValueError(text)
                 if len(self._last) >= MOST_PRODUCERS:
-                    text = f"there are {len(self._last)} producers; at most {MOST_PRODUCERS}"
+                    text = f"{len(self._last)} producers are registered, the maximum"
                     raise ValueError(text)
                 logger.info("producer %s with %d workers", said.address, said.workers)
             self._last[said.address] = _Known(now_s, host, said)
@@ -233,7 +233,9 @@ class Reporter:
                 self._silent = False
             except IN_VAIN as error:
                 if not self._silent:  # once, however long it lasts
-                    logger.warning("registry %s: %s; goes on", self._registry, describe(error))
+                    logger.warning(
+                        "registry %s: %s; reporting continues", self._registry, describe(error)
+                    )
                 self._silent = True
             if self._closing.wait(REPORT_S):
                 return

@@ -114,7 +114,7 @@ class Producer(Server):
         """Questions about steps (`torchmm.extensions.remote.producers.planning`)."""
         self.watch.accept(context.peer())
         if self._plans is None:  # another one may
-            raise flight.FlightServerError("its recipe does not say data.producers.plan = true")
+            raise flight.FlightServerError("its recipe does not set data.producers.plan = true")
         try:
             body = action.body.to_pybytes()
             _check_size(body)
@@ -138,7 +138,7 @@ class Producer(Server):
         except (ValueError, TorchmmError) as error:
             raise flight.FlightServerError(str(error), REFUSED) from error
         if not self._room.acquire(blocking=False):
-            raise flight.FlightUnavailableError("it has no room for more requests", BUSY)
+            raise flight.FlightUnavailableError("its queue of requests is full", BUSY)
         jobs: deque[Job] = deque()
         samples = self._samples[asked.fingerprint]
         wanted = samples.decoder.for_rank(asked.reads).images_to_decode(microbatches)
@@ -160,11 +160,13 @@ class Producer(Server):
     def _wait(self, job: Job, context: flight.ServerCallContext) -> list[Message]:
         while not wait([job.future], LOOK_S).done:
             if self._closing.is_set():
-                raise flight.FlightUnavailableError("it is ending")
+                raise flight.FlightUnavailableError("it is shutting down")
             if context.is_cancelled():
-                raise flight.FlightCancelledError("the trainer has gone")
+                raise flight.FlightCancelledError("the training run has disconnected")
         if job.future.cancelled() or isinstance(job.future.exception(), BrokenProcessPool):
-            raise flight.FlightUnavailableError("its worker died; it starts another")
+            raise flight.FlightUnavailableError(
+                "its worker exited unexpectedly; a new worker is starting"
+            )
         if (error := job.future.exception()) is not None:
             text = f"{type(error).__name__}: {error}"
             raise flight.FlightServerError(text, b"" if isinstance(error, OSError) else REFUSED)
@@ -176,8 +178,9 @@ class Producer(Server):
         asked = unpack_request(data)
         if asked.fingerprint not in self._samples:
             raise ValueError(
-                "it prepares other data: sources, tokenizer, model or limits differ between its "
-                "recipe and the run's; start it with outputs/NAME/recipe.toml of the run"
+                "it uses different data: sources, tokenizer, model or limits of its recipe "
+                "differ from those of the run; start it with outputs/NAME/recipe.toml of the "
+                "run"
             )
         packs = sum(map(len, asked.samples))
         if packs > (most := self._training.global_batch_size):
@@ -196,7 +199,7 @@ class Producer(Server):
         for feed, epoch, index in names:
             lengths = sources[feed].index if feed < len(sources) else None
             if lengths is None or not lengths.has(index):
-                raise ValueError(f"there is no sample {index} of source {feed}")
+                raise ValueError(f"source {feed} has no sample {index}")
             found.append(Item(feed, epoch, lengths.meta(sources[feed].name, index, encoders)))
         tokens = sum(item.meta.tokens for item in found)
         if tokens > (most := self._training.sequence_length):
@@ -240,7 +243,9 @@ def open_producer(
 
 def _check_size(data: bytes) -> None:
     if len(data) > MOST_REQUEST_BYTES:
-        raise ValueError(f"a request of {len(data)} bytes, at most {MOST_REQUEST_BYTES}")
+        raise ValueError(
+            f"a request of {len(data)} bytes is above the limit of {MOST_REQUEST_BYTES}"
+        )
 
 
 def _within(

@@ -135,7 +135,7 @@ class Work:
         try:
             return self._begin(*asked)
         except BrokenProcessPool:
-            logger.warning("a worker died; starting new ones")
+            logger.warning("a worker exited unexpectedly; starting new workers")
             self._pool = self._make_pool()
             return self._begin(*asked)
 

@@ -71,7 +71,7 @@ class BlockCache:
             except OSError as error:
                 raise ConfigError(
                     f"data.storage.cache_dir = {str(directory)!r}: cannot write "
-                    f"{error.filename}: {error.strerror}; name a directory on a local disk"
+                    f"{error.filename}: {error.strerror}; use a directory on a local disk"
                 ) from error
 
     def place(self, name: str) -> Path:
@@ -87,7 +87,7 @@ class BlockCache:
             with path.open("rb") as stream:
                 used = os.fstat(stream.fileno())
                 if used.st_size <= SUM_BYTES:
-                    raise ValueError("cut off")
+                    raise ValueError("truncated")
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
                 if time.time() - used.st_mtime > TOUCH_S:
                     os.utime(stream.fileno())
@@ -99,7 +99,7 @@ class BlockCache:
         whole = memoryview(mapped)
         content = whole[:-SUM_BYTES]
         if checksum(content) != whole[-SUM_BYTES:]:
-            self._drop(path, "its checksum is wrong")
+            self._drop(path, "its checksum does not match")
             return None
         return content
 
@@ -119,7 +119,7 @@ class BlockCache:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            logger.warning("cannot keep %s (%s): it is read again when needed", path, error)
+            logger.warning("cannot cache %s (%s); it is read again when required", path, error)
             self._unswept = self.limit_bytes  # a full disk: others' entries may be old
         if self._unswept >= self.limit_bytes / 32:
             self._unswept = 0
@@ -127,7 +127,7 @@ class BlockCache:
 
     def _drop(self, path: Path, reason: str) -> None:
         self.damaged += 1
-        logger.warning("%s is damaged (%s) and is read from its source again", path, reason)
+        logger.warning("%s is corrupt (%s); reading it again from its source", path, reason)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
@@ -181,5 +181,5 @@ class Sums:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            logger.warning("cannot note a checksum in %s: %s", self._path, error.strerror)
+            logger.warning("cannot store a checksum in %s: %s", self._path, error.strerror)
         return False

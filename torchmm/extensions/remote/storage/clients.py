@@ -143,7 +143,7 @@ class StoreClient:
         def read() -> bytes:
             data = self._store.read(path, start, end, version)
             if len(data) != end - start:
-                raise ConnectionError(f"{len(data)} bytes came instead of {end - start}")
+                raise ConnectionError(f"received {len(data)} bytes instead of {end - start}")
             return data
 
         if start == end:  # stores reject such a request
@@ -185,13 +185,13 @@ class StoreClient:
                 waited_s = time.monotonic() - began
                 if waited_s >= self._give_up_s:
                     raise DataError(
-                        f"{self._name(path)} did not answer for {waited_s:.0f} s "
-                        f"({_brief(error)}); see whether the store can be reached, or raise "
-                        "data.storage.retry_timeout_s"
+                        f"{self._name(path)} did not respond for {waited_s:.0f} s "
+                        f"({_brief(error)}); check that the object store is reachable, or "
+                        "raise data.storage.retry_timeout_s"
                     ) from error
                 if wait_s == FIRST_WAIT_S:
                     logger.warning(
-                        "%s: %s; asking again for up to %.0f s",
+                        "%s: %s; retrying for up to %.0f s",
                         self._name(path),
                         _brief(error),
                         self._give_up_s,
@@ -212,18 +212,21 @@ class StoreClient:
             raise MissingError(f"{name}: no such object (or bucket)") from None
         if kind == "PreconditionError":
             raise ReplacedError(
-                f"{name} was replaced while it was being read; start again, so that it is measured "
-                "anew"
+                f"{name} was replaced while it was being read; start again to index it again"
             ) from None
         denied = kind in ("PermissionDeniedError", "UnauthenticatedError", "GatedRepoError")
         denied = denied or isinstance(error, PermissionError) or _DENIED.search(text) is not None
         if denied or _NO_CREDENTIALS.search(text):
-            remedy = _REMEDIES.get(_SAME_AS.get(self._scheme, self._scheme), "see its manual")
+            remedy = _REMEDIES.get(
+                _SAME_AS.get(self._scheme, self._scheme), "see its documentation"
+            )
             raise DataError(
-                f"{name}: access refused, or no credentials found ({_brief(error)}); {remedy}"
+                f"{name}: access denied, or no credentials found ({_brief(error)}); {remedy}"
             ) from None
         if _REFUSED.search(text) or kind in ("InvalidPathError", "NotSupportedError"):
-            raise DataError(f"{name}: the store refuses: {_brief(error)}") from None
+            raise DataError(
+                f"{name}: the object store rejects the request: {_brief(error)}"
+            ) from None
 
     def _name(self, path: str) -> str:
         return without_secrets(f"{self._root}/{path}")
@@ -237,9 +240,7 @@ class _ObjectStore:
             import obstore  # noqa: PLC0415 - an extra
             import obstore.store  # noqa: PLC0415
         except ImportError as error:
-            raise ConfigError(
-                f"{root}: reading it needs obstore; {install_command('storage')}"
-            ) from error
+            raise ConfigError(f"{root}: requires obstore; {install_command('storage')}") from error
         self._obstore: Any = obstore
         # Encryption may only be left out where the user's own address of the server says so.
         endpoints = (os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))
@@ -291,12 +292,12 @@ class _Filesystem:
     def __init__(self, root: str) -> None:
         address = split_address(root)
         if (address.scheme in LOCAL and root != THIS_MACHINE) or "::" in root:
-            raise ConfigError(f"{root}: write files of this machine as plain paths")
+            raise ConfigError(f"{root}: use plain paths for local files")
         try:
             self._files: Any = fsspec.filesystem(address.scheme, skip_instance_cache=True)
         except (ValueError, ImportError) as error:
             raise ConfigError(
-                f"{root}: fsspec cannot open {address.scheme}:// here ({error})"
+                f"{root}: fsspec cannot open {address.scheme}:// ({error})"
             ) from error
         self._prefix = f"{address.store}/"
         self._is_local = root == THIS_MACHINE

@@ -172,11 +172,13 @@ class Storage:
             wrong = self._changed(file, blocks)
             if wrong is None:
                 break
-            logger.warning("%s: checksum of bytes from %d is wrong, asking again", file, wrong)
+            logger.warning(
+                "%s: checksum of bytes from %d does not match, reading them again", file, wrong
+            )
         else:
             raise DataError(
-                f"{file}: bytes from {wrong} have another checksum than when they were first read, "
-                f"{WRONG_ANSWERS} times; check the store, or, if it was the first answer that was "
+                f"{file}: bytes from {wrong} have a different checksum than in the first "
+                f"read, {WRONG_ANSWERS} times; check the object store. If the first read was "
                 f"wrong, remove {self._directory} and data.index_cache_dir"
             )
         if keep:

@@ -204,7 +204,7 @@ class Inspector:
         for index, record in records:
             self._look_at(found, index, record)
         if not found.samples:
-            counts = f"nothing: none of its {found.read} records that were read is usable"
+            counts = f"none of its {found.read} records that were read is usable"
             skipped = [*found.first_filtered.values(), *found.refused]
             raise nothing_usable(
                 name,

@@ -45,8 +45,8 @@ def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1><p>Sequences of "
         f"{recipe.training.sequence_length:,} tokens. "
-        '<span class="loss">Green</span> counts in the loss; '
-        '<span class="image">blue</span> stands for what an encoder reads.</p>'
+        '<span class="loss">Green</span> tokens are included in the loss. '
+        '<span class="image">Blue</span> placeholders are replaced by encoder output.</p>'
         f"{body}</html>\n",
         # A lone surrogate of some caption must not keep the page from being written.
         encoding="utf-8",
@@ -65,10 +65,10 @@ def _source(found: SourceFindings, length: int) -> str:
         _histogram(found.column("whole_tokens"), length),
         *_refused(found),
         "<h3>Packed sequences</h3>",
-        "<p>The first sequences if this source were packed alone: one box a sample, dark where "
-        "an encoder's tokens stand.</p>",
+        "<p>The first packed sequences of this source, with one box per sample. Tokens of encoders "
+        "are dark.</p>",
         *(_packed(pack, length) for pack in found.packs),
-        "<h3>Samples as the model sees them</h3>" if found.shown else "",
+        "<h3>Samples as the model receives them</h3>" if found.shown else "",
         *(_sample(sample) for sample in found.shown),
     ]
     return "".join(parts)
@@ -77,7 +77,7 @@ def _source(found: SourceFindings, length: int) -> str:
 def _refused(found: SourceFindings) -> Iterator[str]:
     if not found.refused:
         return
-    yield "<h3>Refused</h3><table><tr><th>records</th><th>the first</th><th>why</th></tr>"
+    yield "<h3>Rejected records</h3><table><tr><th>records</th><th>first</th><th>reason</th></tr>"
     for count, first in found.reasons():
         where = escape(first.where or first.name)
         why = escape(first.reason)
@@ -117,7 +117,7 @@ def _packed(pack: Sequence[SampleMeta], length: int) -> str:
     for sample in pack:
         images = sum(image.tokens for image in sample.images)
         what = escape(
-            f"{sample.source}[{sample.index}]: {sample.tokens} tokens, {images} of images"
+            f"{sample.source}[{sample.index}]: {sample.tokens} tokens, {images} for images"
         )
         box = sample.tokens * scale
         boxes.append(

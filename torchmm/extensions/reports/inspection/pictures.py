@@ -33,7 +33,7 @@ def file_pictures(
     if isinstance(file, ClipFrames):
         frames = file.images()
         if not frames:
-            raise CorruptSampleError("a clip without frames")
+            raise CorruptSampleError("a video without frames")
         original = frames[0]
     elif isinstance(file, Tile):
         original = file.of.image()

@@ -91,7 +91,7 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     if images.any():
         image_tokens = found.column("image_tokens").sum() / images.sum()
         image_figures = (
-            f"mean {images.mean():.2f}\nmost {images.max()}\n{image_tokens:.0f} tokens each"
+            f"mean {images.mean():.2f}\nmax {images.max()}\n{image_tokens:.0f} tokens each"
         )
     flops: Counter[str] = Counter()
     for sample in found.samples:
@@ -99,16 +99,16 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     work = (f"{name} {count / max(1, flops.total()):.1%}" for name, count in flops.items())
     dropped = describe_dropped(found.dropped, len(found.samples))
     return {
-        "read as": f"{found.kind}, {found.section}, {found.config.path}",
-        "layout": layouts,
-        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused",
+        "source": f"{found.kind}, {found.section}, {found.config.path}",
+        "record format": layouts,
+        "records read": f"{found.read:,} ({of_all}), {len(found.refused):,} rejected",
         "filtered": "\n".join(describe_filtered(found.filtered, found.read)) or "none",
         "tokens": "\n".join(describe_lengths(whole)),
-        "cut at the sequence length": cut,
-        "dropped from samples": "\n".join(dropped) or "none",
+        "truncated at the sequence length": cut,
+        "truncated content": "\n".join(dropped) or "none",
         "tokens in the loss": f"{found.column('loss_tokens').sum() / tokens.sum():.1%}",
-        "images, sounds, frames": image_figures,
-        "work (FLOPs of training)": "\n".join(work),
+        "images, audio clips, frames": image_figures,
+        "training FLOPs": "\n".join(work),
     }
 
 
@@ -145,5 +145,5 @@ def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> st
         f"about {corrupt:,.0f} of {total:,} samples are corrupt ({corrupt / total:.1%}). The "
         f"limits data.max_corrupt_samples = {data.max_corrupt_samples:,} per pass and "
         f"data.max_corrupt_fraction = {data.max_corrupt_fraction:g} "
-        + ("would end a run" if ends else "allow that")
+        + ("would end a run" if ends else "allow this number")
     )

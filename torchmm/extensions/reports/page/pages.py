@@ -60,16 +60,16 @@ def run_page(run: RunContents) -> str:
     parts = {
         "": headline(run),
         "Curves": charts_of([run]),
-        "Held-out samples": samples_of(run),
-        "Pictures": pictures_of(run),
+        "Validation samples": samples_of(run),
+        "Images and timelines": pictures_of(run),
         "Scores of exports": evaluations_of(run),
         "Ranks": ranks_of(run),
-        "Memory against prediction": memory_of(run),
+        "Memory, predicted and measured": memory_of(run),
         "Warnings": warnings_of(run),
-        "What the recipe sets": recipe_of(run),
-        "How to go on": commands_of(run),
+        "Recipe": recipe_of(run),
+        "Next steps": commands_of(run),
     }
-    parts["Left out"] = skipped_of(run)
+    parts["Skipped files"] = skipped_of(run)
     running = run.status is not None and run.status.state == "running"
     renews = running and run.status_age_s < SILENT_S
     return _page(run.name, parts, RENEWED_S if renews else 0)
@@ -147,7 +147,7 @@ class PageSink:
 
 def write_last_page(run_dir: Path) -> None:
     """Write the page of a run that has ended."""
-    with working("writing the run's page"):
+    with working("writing the report"):
         try_write_page(run_dir)
 
 

@@ -28,9 +28,9 @@ SHOWN_STEPS = 6
 """At which a sample's text is shown: the first and the newest."""
 GIB = 2.0**30
 RECIPE_WARNING = (
-    "If somebody else made this directory, read recipe.toml before you start it. A recipe names "
-    "files to read and to write, addresses that checkpoints are sent to, and the program of "
-    "validation.benchmarks."
+    "If you received this directory from another person, read recipe.toml before you start "
+    "it. A recipe contains files to read and to write, URLs that checkpoints are uploaded "
+    "to, and the program of validation.benchmarks."
 )
 
 
@@ -53,41 +53,42 @@ class Chart:
 
 LOSSES = {
     "loss": "training",
-    "validation_loss": "held out",
+    "validation_loss": "validation",
     "loss_text": "text",
-    "validation_loss_text": "text, held out",
-    "loss_image": "drawings",
-    "validation_loss_image": "drawings, held out",
+    "validation_loss_text": "text, validation",
+    "loss_image": "generated images",
+    "validation_loss_image": "generated images, validation",
 }
 CHARTS = (
-    Chart("Loss", "nats per target", LOSSES, from_zero=False),
+    Chart("Loss", "nats per target token", LOSSES, from_zero=False),
     Chart("Tokens", "per second", {"tokens_per_s": "tokens"}),
     Chart("Samples", "per second", {
-        "samples_per_s": "samples", "media_per_s": "images read", "generated_images_per_s": "drawn",
+        "samples_per_s": "samples", "media_per_s": "images read",
+        "generated_images_per_s": "generated",
     }),
-    Chart("Model FLOPs", "% of the devices' peak", {"mfu": "MFU"}, 100.0),
-    Chart("Time of a step, slowest rank", "ms", {
+    Chart("Model FLOPs", "% of peak FLOP/s", {"mfu": "MFU"}, 100.0),
+    Chart("Step time, slowest rank", "ms", {
         "step_ms": "step", "encoder_ms": "encoders", "llm_ms": "LLM", "generator_ms": "generator",
         "data_wait_ms": "waiting for data",
     }),
     Chart("Pipeline, predicted and measured", "ms", {
         "pipeline_ms": "measured", "predicted_step_ms": "predicted",
     }),
-    Chart("Idle time of ranks", "% of the pipeline's time", {"bubble_fraction": "bubbles"}, 100.0),
-    Chart("Gain of the planned order", "% over the natural one", {
+    Chart("Pipeline bubbles", "% of the pipeline time", {"bubble_fraction": "bubbles"}, 100.0),
+    Chart("Predicted speedup of the schedule", "% over the original order", {
         "speedup_over_default_order": "gain",
     }, 100.0),
-    Chart("Slowest rank over mean rank", "work, 1 is even", {
+    Chart("Work of the slowest rank relative to the mean rank", "1 means equal work", {
         "image_imbalance": "images", "image_imbalance_before": "images, not balanced",
         "sequence_imbalance": "sequences", "sequence_imbalance_before": "sequences, not reordered",
     }),
-    Chart("Time beyond the median rank's", "% of the slowest rank's", {
+    Chart("Time of the slowest rank above the median rank", "% of the time of the slowest rank", {
         "straggler_fraction": "slowest rank",
     }, 100.0),
-    Chart("Peak memory of the fullest rank", "GiB", {"peak_memory_bytes": "peak"}, 1 / GIB),
-    Chart("Norm of gradients", "before clipping", {"grad_norm": "norm"}),
+    Chart("Peak memory, rank with the highest use", "GiB", {"peak_memory_bytes": "peak"}, 1 / GIB),
+    Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
     Chart("Learning rate", "", {"lr": "rate"}),
-    Chart("Busiest expert", "of the mean", {"max_expert_load_ratio": "load"}),
+    Chart("Most loaded expert", "relative to the mean", {"max_expert_load_ratio": "load"}),
 )  # fmt: skip
 """In the order in which a reader needs them; those without values are left out."""
 
@@ -95,7 +96,7 @@ CHARTS = (
 def charts_of(runs: Sequence[RunContents]) -> str:
     """All charts that have values, for `charts.js`; with several runs, a curve of each."""
     scores = sorted({name for run in runs for name in run.score_names})
-    of_scores = Chart("Scores of held-out texts", "", {f"scores/{name}": name for name in scores})
+    of_scores = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
     parts = []
     for chart in (CHARTS[0], of_scores, *CHARTS[1:]):
         curves = list(_curves(chart, runs))
@@ -135,10 +136,10 @@ def headline(run: RunContents) -> str:
     shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
     left = _time_left(run, step) if state == "running" else None
     if left:
-        shown["time left"] = left
+        shown["time remaining"] = left
     for label, key, form, scale in (
         ("loss", "loss", "{:.4f}", 1.0),
-        ("held-out loss", "validation_loss", "{:.4f}", 1.0),
+        ("validation loss", "validation_loss", "{:.4f}", 1.0),
         ("tokens/s", "tokens_per_s", "{:,.0f}", 1.0),
         ("MFU", "mfu", "{:.1f} %", 100.0),
         ("peak memory", "peak_memory_bytes", "{:.2f} GiB", 1 / GIB),
@@ -168,12 +169,13 @@ def samples_of(run: RunContents) -> str:
     """Held-out samples with what was written for them over time."""
     cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
     if not cards:
-        return _nothing("no held-out samples: validation.num_samples, validation.interval")
+        return _nothing("no validation samples; set validation.num_samples and validation.interval")
     last = max(entries[-1].step for entries in run.samples.values())
     newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
     right = sum(sample.is_right for sample in newest)
     told = (
-        f"<p>After step {last:,}: {right} of {len(newest)} are written exactly as they should.</p>"
+        f"<p>After step {last:,}: {right} of {len(newest)} generated texts match the reference "
+        "exactly.</p>"
     )
     more = len(run.samples) - SHOWN_SAMPLES
     rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
@@ -209,7 +211,7 @@ def pictures_of(run: RunContents) -> str:
         for file in run.drawings()[-1:]
     ]
     for name, svg in run.timelines():
-        what = "the searched order and the static one" if "schedules" in name else "a step"
+        what = "the searched schedule and the static schedule" if "schedules" in name else "a step"
         data = base64.b64encode(svg.encode(errors="replace")).decode()
         parts.append(
             f"<figure><figcaption>{escape(name)}: {what}<small>wheel: zoom, drag: move, "
@@ -226,13 +228,13 @@ def ranks_of(run: RunContents) -> str:
         return ""
     head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
     rows = {str(rank): shares for rank, shares in found.shares.items()}
-    rows["its time beyond the median's"] = found.beyond_median
+    rows["time above the median rank"] = found.beyond_median
     body = "".join(
         f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
         for label, shares in rows.items()
     )
     return (
-        "<p>Share of steps in which a rank was the slowest:</p>"
+        "<p>Fraction of steps in which a rank was the slowest:</p>"
         f"<table class='figures'><tr><th>rank</th>{head}</tr>{body}</table>"
     )
 
@@ -254,10 +256,11 @@ def memory_of(run: RunContents) -> str:
         rows += f"<tr><th>{rank}</th>{cells}</tr>"
     what = "allocated on the device"
     if found.device == "cpu":
-        what = "of the whole process, with its libraries, which the prediction leaves out"
+        what = "of the complete process, including libraries that the prediction does not contain"
     return (
-        f"<p>Peak up to step {found.step:,} ({what}), and what the plan of that step was simulated "
-        "to need:</p><table class='figures'><tr><th>rank</th><th>measured</th><th>predicted</th>"
+        f"<p>Peak up to step {found.step:,} ({what}), and the simulated peak of the plan "
+        "of that step:</p><table class='figures'><tr><th>rank</th><th>measured</th>"
+        "<th>predicted</th>"
         f"<th>measured of predicted</th></tr>{rows}</table>"
     )
 
@@ -306,14 +309,14 @@ def commands_of(run: RunContents) -> str:
     directory = str(run.directory)
     place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
-        "go on from the newest checkpoint, with the same command or": (
+        "Resume from the newest checkpoint, with the same command or": (
             f"torchrun --nproc-per-node N -m torchmm train {place}/recipe.toml"
         ),
-        "let it write": f"torchmm generate {place} PICTURE --prompt TEXT",
-        "export its newest checkpoint": f"torchmm export {place}",
-        "score its export": f"torchmm evaluate {place}",
-        "lay it beside another run": f"torchmm compare {place} OTHER",
-        "make this page again": f"torchmm show {place} --page",
+        "Generate text": f"torchmm generate {place} IMAGE --prompt TEXT",
+        "Export the newest checkpoint": f"torchmm export {place}",
+        "Evaluate the export": f"torchmm evaluate {place}",
+        "Compare with another run": f"torchmm compare {place} OTHER_RUN",
+        "Write this page again": f"torchmm show {place} --page",
     }
     return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
         f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
@@ -332,7 +335,9 @@ def compared(runs: Sequence[RunContents]) -> str:
         for key, values in recipe_differences(runs).items()
     )
     return f'<table class="figures">{head}{figures}</table><h2>Recipes</h2>' + (
-        f'<table class="recipe">{head}{differing}</table>' if differing else _nothing("alike")
+        f'<table class="recipe">{head}{differing}</table>'
+        if differing
+        else _nothing("no differences")
     )
 
 
@@ -347,7 +352,7 @@ def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
 
     wanted = (
         ("last loss", "loss", newest, "{:.4f}", 1.0),
-        ("best held-out loss", "validation_loss", best, "{:.4f}", 1.0),
+        ("best validation loss", "validation_loss", best, "{:.4f}", 1.0),
         ("tokens/s (median)", "tokens_per_s", median, "{:,.0f}", 1.0),
         ("step (median)", "step_ms", median, "{:,.0f} ms", 1.0),
         ("encoders (median)", "encoder_ms", median, "{:,.0f} ms", 1.0),

@@ -32,8 +32,8 @@ def take_paligemma(config: Any) -> CompositeParts:
     problems = part_problems(config)
     if config.projection_dim != text.hidden_size:
         problems.append(
-            f"projection_dim = {config.projection_dim} differs from the LLM's hidden_size = "
-            f"{text.hidden_size}; make them equal"
+            f"projection_dim = {config.projection_dim} differs from hidden_size = "
+            f"{text.hidden_size} of the LLM; set them to the same value"
         )
     refuse(config, problems)
     return one_encoder(
@@ -57,8 +57,8 @@ def take_gemma3(config: Any) -> CompositeParts:
     tokens = isqrt(config.mm_tokens_per_image)
     if tokens**2 != config.mm_tokens_per_image or rows % tokens:
         problems.append(
-            f"mm_tokens_per_image = {config.mm_tokens_per_image} is not a square whose side "
-            f"divides the {rows} patches per row of an image"
+            f"mm_tokens_per_image = {config.mm_tokens_per_image} is not a square number whose "
+            f"root divides the {rows} patches per row of an image"
         )
     refuse(config, problems)
     family = LLM_FAMILIES[text.model_type]

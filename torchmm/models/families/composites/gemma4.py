@@ -45,8 +45,8 @@ def take_gemma4(config: Any) -> CompositeParts:
     problems = part_problems(config, towers=("gemma4_vision",))
     if config.audio_config is not None:
         problems.append(
-            "audio_config (Gemma 4 E2B, E4B): its audio tower is not implemented; only models "
-            "without are supported (31B, 26B-A4B)"
+            "audio_config (Gemma 4 E2B, E4B): the audio encoder is not supported; use a "
+            "model without it (31B, 26B-A4B)"
         )
     refuse(config, problems)
     refuse_clipping(vision)

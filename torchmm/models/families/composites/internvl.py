@@ -39,11 +39,12 @@ def take_internvl(config: Any) -> CompositeParts:
     vision, layer = config.vision_config, config.vision_feature_layer
     problems = part_problems(config)
     if not isinstance(layer, int):
-        problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
+        problems.append(f"vision_feature_layer = {layer} is a list; use a single number")
     if config.vision_feature_select_strategy != "default":
         problems.append(
-            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r} keeps the "
-            "class token, which no square of patches has room for; set it to 'default'"
+            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r} "
+            "keeps the class token, which does not fit into a square of patches; set it to "
+            "'default'"
         )
     refuse(config, problems)
     return one_encoder(

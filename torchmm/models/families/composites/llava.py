@@ -47,12 +47,12 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
     problems = part_problems(config, also=any_size, unlisted=unlisted)
     layer = config.vision_feature_layer
     if not isinstance(layer, int):
-        problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
+        problems.append(f"vision_feature_layer = {layer} is a list; use a single number")
         layer = -1
     drops_first = config.vision_feature_select_strategy == "default"
     if drops_first and family is not None and not family.has_class_token:
         problems.append(
-            f"vision_feature_select_strategy = 'default' drops the first patch of "
+            "vision_feature_select_strategy = 'default' drops the first patch of "
             f"{vision.model_type!r}, which has no class token; set it to 'full'"
         )
     refuse(config, problems)
@@ -85,13 +85,13 @@ def take_llava_next(config: Any) -> CompositeParts:
     problems = []
     if seen.family.has_class_token and not seen.settings["drop_class_token"]:
         problems.append(
-            "vision_feature_select_strategy = 'full' keeps the class token, which no line of "
-            "patches has room for; set it to 'default'"
+            "vision_feature_select_strategy = 'full' keeps the class token, which does not "
+            "fit into a grid of patches; set it to 'default'"
         )
     size = side(tower.image_size)
     if any(length % size for pinpoint in config.image_grid_pinpoints for length in pinpoint):
         problems.append(
-            f"image_grid_pinpoints = {config.image_grid_pinpoints} are not whole tiles of "
+            f"image_grid_pinpoints = {config.image_grid_pinpoints} are not multiples of "
             f"image_size = {size}"
         )
     tiling = LLAVA_NEXT_TILES
@@ -100,8 +100,8 @@ def take_llava_next(config: Any) -> CompositeParts:
         most = ratio.removeprefix("anyres_max_")
         if not most.isdecimal():
             problems.append(
-                f"vision_aspect_ratio = {ratio!r} is not supported; supported: 'anyres_max_N', N "
-                "the tiles whose tokens a picture may have"
+                f"vision_aspect_ratio = {ratio!r} is not supported; use 'anyres_max_N', where "
+                "N is the maximum number of tiles whose tokens an image may have"
             )
         tiling = replace(ONEVISION_TILES, most_tiles=int(most) if most.isdecimal() else 0)
     refuse(config, problems)

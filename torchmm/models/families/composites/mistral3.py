@@ -25,8 +25,8 @@ def take_mistral3(config: Any) -> CompositeParts:
     problems = part_problems(config, towers=("pixtral",))
     if config.vision_feature_layer != -1:
         problems.append(
-            f"vision_feature_layer = {config.vision_feature_layer}: only the last layer's features "
-            "are supported; set it to -1"
+            f"vision_feature_layer = {config.vision_feature_layer}: only features of the last "
+            "layer are supported; set it to -1"
         )
     refuse(config, problems)
     return one_encoder(

@@ -128,16 +128,16 @@ def _check(config: Any, problems: list[str]) -> None:
     """
     if not hasattr(modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel"):  # Qwen3's came with it
         raise ConfigError(
-            f"[model] {config.model_type}: transformers {transformers.__version__} builds thinkers "
-            "in another way; install 5.23"
+            f"[model] {config.model_type}: transformers {transformers.__version__} builds "
+            "this model differently; install 5.23"
         )
     problems = width_problems(config, "out_hidden_size") + problems
     given = config.audio_config.output_dim
     wanted = config.text_config.hidden_size
     if given != wanted:
         problems.append(
-            f"audio_config.output_dim = {given} differs from text_config.hidden_size = {wanted}; "
-            "make them equal"
+            f"audio_config.output_dim = {given} differs from text_config.hidden_size = "
+            f"{wanted}; set them to the same value"
         )
     refuse(config, problems)
 

@@ -138,7 +138,9 @@ def part_problems(
     fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
     known = (*(towers or fixed), *also)
     if vision not in known and (unlisted.tower is None or not unlisted.tower.in_composites):
-        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
+        problems.append(
+            f"vision encoder {vision!r} is not supported; use one of: {', '.join(known)}"
+        )
     return problems
 
 
@@ -148,11 +150,12 @@ def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
     problems = []
     family = unlisted.llm or LLM_FAMILIES.get(text)
     if family is None:
-        problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
+        problems.append(f"LLM {text!r} is not supported; use one of: {', '.join(LLM_FAMILIES)}")
     elif change := own_logits(config.text_config, family, caps=config.model_type in _CAPS):
         problems.append(
-            f"LLM {text!r} {change}, which the composite class of Hugging Face omits; override the "
-            "setting, or specify encoder and LLM as [model.encoders.NAME] and [model.llm]"
+            f"LLM {text!r} {change}, which the multimodal class of Hugging Face omits; "
+            "override the setting, or set encoder and LLM separately as "
+            "[model.encoders.NAME] and [model.llm]"
         )
     return problems
 

@@ -86,12 +86,12 @@ def tap_problems(config: Any) -> list[str]:
     rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
     if not rises:
         found.append(
-            f"vision_config.deepstack_visual_indexes = {taps} are not rising numbers of the "
-            f"tower's {vision.depth} layers, counted from 0; correct them"
+            f"vision_config.deepstack_visual_indexes = {taps} must be increasing indices of "
+            f"the {vision.depth} encoder layers, counted from 0; correct them"
         )
     if len(taps) > text.num_hidden_layers:
         found.append(
-            f"vision_config.deepstack_visual_indexes = {taps} are more than the LLM's "
-            f"{text.num_hidden_layers} layers; name fewer"
+            f"vision_config.deepstack_visual_indexes = {taps} has more entries than the "
+            f"{text.num_hidden_layers} layers of the LLM; remove entries"
         )
     return found

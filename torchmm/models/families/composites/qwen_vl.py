@@ -57,8 +57,8 @@ def width_problems(config: Any, key: str) -> list[str]:
     if given == wanted:
         return []
     return [
-        f"vision_config.{key} = {given} differs from text_config.hidden_size = {wanted}; make "
-        "them equal"
+        f"vision_config.{key} = {given} differs from text_config.hidden_size = {wanted}; set "
+        "them to the same value"
     ]
 
 

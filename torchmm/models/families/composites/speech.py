@@ -56,17 +56,19 @@ def take_voxtral(config: Any) -> CompositeParts:
     problems = []
     if audio.intermediate_size != _GROUP * audio.hidden_size:
         problems.append(
-            f"audio_config.intermediate_size = {audio.intermediate_size} is what Hugging Face's "
-            f"model takes for the features of {_GROUP} positions; make it {_GROUP} times "
+            f"audio_config.intermediate_size = {audio.intermediate_size} must be the size of "
+            f"the features of {_GROUP} positions; set it to {_GROUP} times "
             f"audio_config.hidden_size = {audio.hidden_size}"
         )
     if audio.max_source_positions % _GROUP:
         problems.append(
-            f"audio_config.max_source_positions = {audio.max_source_positions} is no multiple of "
-            f"the {_GROUP} positions that become one token"
+            f"audio_config.max_source_positions = {audio.max_source_positions} is not a "
+            f"multiple of {_GROUP}, the number of positions per token"
         )
     if config.audio_token_id is None:
-        problems.append("audio_token_id is missing; name the id of [AUDIO], which is 24 in Voxtral")
+        problems.append(
+            "audio_token_id is missing; set it to the id of [AUDIO], which is 24 in Voxtral"
+        )
     settings = {
         "shuffle": 2,
         "final_norm": True,
@@ -111,7 +113,7 @@ def _take(
 ) -> CompositeParts:
     audio = config.audio_config
     if audio.model_type != tower:
-        problems.append(f"audio tower {audio.model_type!r} is not supported; supported: {tower}")
+        problems.append(f"audio encoder {audio.model_type!r} is not supported; use {tower}")
     refuse(config, problems + llm_problems(config))
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False

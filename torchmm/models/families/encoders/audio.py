@@ -173,8 +173,8 @@ class Wav2Vec2Family(SoundFamily):
     def variant(self, config: Any) -> EncoderFamily:
         if config.adapter_attn_dim is not None:
             raise ConfigError(
-                f"adapter_attn_dim = {config.adapter_attn_dim}: adapters of Wav2Vec2's layers are "
-                "not implemented; take a checkpoint without them"
+                f"adapter_attn_dim = {config.adapter_attn_dim}: adapter layers of Wav2Vec2 "
+                "are not supported; use a checkpoint without them"
             )
         return Wav2Vec2StableFamily() if config.do_stable_layer_norm else self
 

@@ -129,5 +129,5 @@ def refuse_clipping(config: Any) -> None:
     if config.use_clipped_linears:
         raise ConfigError(
             "[model] gemma4_vision: use_clipped_linears = true (Gemma 4 E2B, E4B) is not "
-            "implemented; only towers without are supported (31B, 26B-A4B)"
+            "supported; use an encoder without it (31B, 26B-A4B)"
         )

@@ -163,7 +163,7 @@ class Aimv2Family(EncoderFamily):
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         rows = patches_per_row(tower.config)
-        assert inputs.grids_thw[0][1:] == (rows, rows), "places are those of whole images"
+        assert inputs.grids_thw[0][1:] == (rows, rows), "positions of full images are required"
         return super().embed(tower, inputs, context)
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:

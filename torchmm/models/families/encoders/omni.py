@@ -194,8 +194,8 @@ class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face w
     def variant(self, config: Any) -> EncoderFamily:
         if config.n_window > config.max_source_positions:
             raise ConfigError(
-                f"n_window = {config.n_window} is more than the tower's max_source_positions = "
-                f"{config.max_source_positions}; make it smaller"
+                f"n_window = {config.n_window} is above max_source_positions = "
+                f"{config.max_source_positions} of the encoder; lower it"
             )
         return self
 
@@ -271,8 +271,9 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
     def variant(self, config: Any) -> EncoderFamily:
         if config.n_window != _CHUNK // 2:
             raise ConfigError(
-                f"n_window = {config.n_window}: Hugging Face's model counts 13 positions in every "
-                f"chunk, which only those of {_CHUNK} mel frames have; set it to {_CHUNK // 2}"
+                f"n_window = {config.n_window}: the Hugging Face model assumes 13 positions "
+                f"per chunk, which requires chunks of {_CHUNK} mel frames; set it to "
+                f"{_CHUNK // 2}"
             )
         return self
 

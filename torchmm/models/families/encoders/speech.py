@@ -68,9 +68,9 @@ class VoxtralSoundFamily(WhisperFamily):
         per_second = _RATE // SAMPLES_PER_POSITION
         if config.max_source_positions % per_second:
             raise ConfigError(
-                f"max_source_positions = {config.max_source_positions}: windows of "
-                f"{config.model_type} are whole seconds, as its feature extractor cuts them; make "
-                f"it a multiple of {per_second}"
+                f"max_source_positions = {config.max_source_positions}: the feature extractor "
+                f"of {config.model_type} requires chunks of full seconds; use a multiple of "
+                f"{per_second}"
             )
         return self
 

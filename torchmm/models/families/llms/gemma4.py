@@ -28,20 +28,19 @@ def _choose(family: LlmFamily, config: Any) -> LlmFamily:
     problems = []
     if config.hidden_size_per_layer_input:
         problems.append(
-            f"hidden_size_per_layer_input = {config.hidden_size_per_layer_input} (Gemma 4 E2B, E4B)"
-            ": a second embedding in every layer is not implemented; only models with 0 are "
-            "supported (31B, 26B-A4B)"
+            f"hidden_size_per_layer_input = {config.hidden_size_per_layer_input} (Gemma 4 "
+            "E2B, E4B): per-layer embeddings are not supported; use a model with 0 (31B, "
+            "26B-A4B)"
         )
     if config.num_kv_shared_layers:
         problems.append(
-            f"num_kv_shared_layers = {config.num_kv_shared_layers} (Gemma 4 E2B, E4B): layers that "
-            "read keys and values of earlier ones are not implemented; only models with 0 are "
-            "supported (31B, 26B-A4B)"
+            f"num_kv_shared_layers = {config.num_kv_shared_layers} (Gemma 4 E2B, E4B): layers "
+            "that share keys and values are not supported; use a model with 0 (31B, 26B-A4B)"
         )
     if config.use_bidirectional_attention == "all":
         problems.append(
-            "use_bidirectional_attention = 'all' is not implemented; override it with 'vision' "
-            "(images alone) or leave it out"
+            "use_bidirectional_attention = 'all' is not supported; override it with 'vision' "
+            "(images only) or remove it"
         )
     if problems:
         raise ConfigError([f"[model] gemma4_text: {problem}" for problem in problems])

@@ -33,8 +33,8 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _build_lfm2(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if "kwargs" not in signature(Lfm2ShortConv.forward).parameters:  # layers hand nothing on
         raise ConfigError(
-            f"[model] lfm2: layers of transformers {transformers.__version__} do not tell their "
-            "convolutions where samples begin; install 5.23"
+            f"[model] lfm2: layers of transformers {transformers.__version__} do not pass "
+            "sample boundaries to their convolutions; install 5.23"
         )
     return _build(config, dtype)
 
