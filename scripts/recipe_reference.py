@@ -1,9 +1,10 @@
-"""Write docs/reference/recipes.md, the reference of all recipe keys, from the docstrings.
+"""Write docs/reference/recipes.md, the reference of all recipe keys, from their docstrings.
 
 python scripts/recipe_reference.py
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,54 +17,62 @@ from torchmm.recipe.section import Section
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "recipes.md"
 
 INTRODUCTION = """\
-# Recipe reference
+# Recipe keys
 
 <!-- Written by scripts/recipe_reference.py from torchmm/recipe/; do not edit by hand. -->
 
-A recipe is a TOML file that describes a whole run. Every key below may be left out; its default
-then holds. Unknown keys, values of the wrong type and sizes that do not fit are reported all at
-once, with file, key and a remedy, before any process is connected; the exit code is then 2.
+A recipe is a TOML file that describes a run. This page lists all keys with their defaults.
+All keys are optional, except those with the default "required". Omitted keys use the default.
 
-## Inheritance
+torchmm checks a recipe before it creates a process group. It reports all unknown keys, wrong types
+and unsupported values at once, with file, key and how to fix them. The exit code is then 2.
 
-`base = "other.toml"` as the first line starts from another recipe; the path is relative to the
-file it stands in, and a base may have a base. Tables merge key by key; single values and lists
-replace those of the base. Inherited keys cannot be removed, so keep bases small.
+```bash
+python train.py --config recipes/quickstart.toml --print-config    # the resolved recipe
+```
+
+A run saves its resolved recipe as `recipe.toml` in the run directory. You can use it as a recipe.
+
+## Inherit from a recipe
+
+Set `base` in the first line to start from another recipe. The path is relative to the file, or the
+name of a packaged recipe, such as "zoo/smolvlm". A base can have a base. Tables are merged by key.
+Single values and lists replace those of the base. Inherited keys cannot be removed.
 
 ```toml
 base = "quickstart.toml"
 
 [training]
-steps = 2000            # replaces the base's steps, leaves its other training keys
+steps = 2000            # replaces the value of the base
 
 [optimizer.module_lr]
-"vision.connector" = 1e-3   # a name with a dot needs quotes
+"vision.connector" = 1e-3   # quote names with a dot
 ```
 
-## Overrides
+## Override keys
 
-`--section.key value` or `--section.key=value` on the command line wins over all files. Values are
-written as in TOML; a string needs no quotes. Lists and tables need the shell's quotes:
+Set a key with `--section.key value` or `--section.key=value` on the command line. Command-line
+values have precedence over files. Write values as in TOML. Strings need no quotes, lists and tables
+need shell quotes.
 
 ```sh
 torchrun --nproc-per-node 2 train.py --config recipes/quickstart.toml \\
     --training.steps 50 --parallel.shard=-1 --freeze.modules '["llm"]' \\
     --optimizer.module_lr.vision.connector 1e-3
 ```
-
-`--print-config` shows the resolved recipe; a run saves it as `recipe.toml` in its directory, from
-where it can be used again.
 """
+PAGE = re.compile(r"\bdocs/([\w/]+?)(\w+)\.md\b")
+"""Mention of a page of the documentation in a docstring."""
 
 
 def main() -> None:
-    """Writes the file."""
+    """Write the page."""
     TARGET.write_text(render(), encoding="utf-8")
     print(f"wrote {TARGET}")
 
 
 def render() -> str:
-    """The whole reference as Markdown."""
+    """Return the page as Markdown."""
     tables: dict[type[Section], list[str]] = {}
     for heading, section in _sections("", Recipe):
         tables.setdefault(section, []).append(heading)
@@ -75,7 +84,7 @@ def render() -> str:
 
 
 def _sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """(heading, schema class) of a table and all tables below it."""
+    """Yield (heading, schema class) of a table and of all its nested tables."""
     yield (f"[{path}]" if path and "[" not in path else path), section
     for name, field in section.model_fields.items():
         key = f"{path}.{name}" if path else name
@@ -124,7 +133,8 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(json.dumps(a) for a in arguments)
     if get_origin(annotation) is list:
-        return f"list of {_type_name(arguments[0])}s"
+        plural = "" if get_origin(arguments[0]) is Literal else "s"
+        return f"list of {_type_name(arguments[0])}{plural}"
     if get_origin(annotation) is dict and not _is_section(arguments[1]):
         return "table" if arguments[1] is Any else f"table: name = {_type_name(arguments[1])}"
     return "table"
@@ -135,7 +145,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     default = field.get_default(call_default_factory=True)
     if default is None:
-        return "none"
+        return "None"
     return "see below" if isinstance(default, Section) else f"`{json.dumps(default)}`"
 
 
@@ -149,7 +159,12 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Return a docstring as one line, with links to the pages that it mentions."""
+    return PAGE.sub(_link, " ".join(text.split()))
+
+
+def _link(page: re.Match[str]) -> str:
+    return f"[{page[2].replace('_', ' ')}](../{page[1]}{page[2]}.md)"
 
 
 if __name__ == "__main__":

@@ -10,22 +10,21 @@ from torchmm.recipe.section import Section
 
 
 class SearchConfig(Section):
-    """Search for the order of each step (`schedule = "searched"`)."""
+    """Schedule search of `parallel.schedule` = "searched". See docs/concepts/schedule_search.md."""
 
     stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
-    """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
-    encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally
-    costly stages; "auto": the one with the fastest first step according to the cost model."""
+    """Split of the model into stages. "separated" splits each module over all ranks. "megatron"
+    puts the encoders into the first LLM stage. "balanced" splits all layers as one chain into
+    stages of equal cost. "auto" selects the one with the fastest simulated first step."""
     evaluations: int | None = Field(default=None, ge=1)
-    """Most orders tried for a step. Default: as many as `time_fraction` allows while the step
-    before trains; 4000 where a step is planned before it begins, and in forecasts."""
+    """Maximum number of schedules that are evaluated per step. If None, `time_fraction` limits the
+    search. Steps that are planned before they start, and simulations, then use 4000."""
     workers: int = Field(default=1, ge=1)
-    """Threads that search, on at most half of the machine's cores."""
+    """Number of search threads. At most half of the CPU cores are used."""
     background: bool = True
-    """Plan the next step, under any schedule, in a separate process while this one trains. If that
-    process has not finished in time, the best order so far is used; what is not searched is the
-    same wherever it is planned. If false, or where orders are searched with
-    `training.deterministic`, each step is planned before it begins, with all `evaluations`; runs
-    are then bit-identical."""
+    """Whether to plan the next step in a separate process during training, under any schedule. If
+    the search has not finished in time, the best schedule so far is used. If false, or for searched
+    schedules with `training.deterministic`, each step is planned before it starts with all
+    `evaluations`. Runs are then bitwise identical."""
     time_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Share of a measured step that planning the next one may take."""
+    """Maximum planning time of the next step, as a fraction of the measured step time."""

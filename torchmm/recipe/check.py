@@ -338,7 +338,7 @@ def _check_stages(recipe: Recipe) -> Problems:
     for index, (name, source) in enumerate(zip(names, data.sources, strict=True)):
         own = "weight" if source.weight != 1.0 else "epochs"
         if source.weight != 1.0 or source.epochs is not None:
-            text = "has no effect with data.mixture_schedule, which sets all sampling weights; remove it"
+            text = "has no effect with data.mixture_schedule, which sets all weights; remove it"
             key = f"data.sources[{index}].{own}"
             yield Problem(key, getattr(source, own), text, ("data.mixture_schedule",))
         if not any(stage.weights.get(name) for stage in data.mixture_schedule):

@@ -1,6 +1,4 @@
-"""`[data]`: samples and their order, which frames of clips are read, who prepares them
-elsewhere.
-"""
+"""The section `[data]`: sources, sample order, packing, video frames and remote data workers."""
 
 from __future__ import annotations
 
@@ -26,44 +24,46 @@ MAX_PRODUCER_WORKERS = 4096
 
 
 class ProducersConfig(Section):
-    """Processes started with `python -m torchmm.data.serve` that decode, resize, tokenise and pack
-    for this run. They share no state with it: any of them can prepare any step."""
+    """Remote data workers: processes started with `python -m torchmm.data.serve` that decode,
+    resize, tokenize and pack samples for this run. They are stateless, so each of them can prepare
+    any step. See docs/reference/data.md."""
 
     addresses: list[str] = Field(default=[])
-    """HOST:PORT of each; empty, without a registry: samples are prepared on the machine that
-    trains. They are asked for steps in turn, and for a step one after another until one
-    answers."""
+    """HOST:PORT of each remote data worker. Requests are distributed round-robin. A request that
+    fails is sent to the next worker. If empty and without `registry`, samples are prepared
+    locally."""
     registry: str | None = None
-    """HOST:PORT where producers report that they are there and how busy they are, in the place of
-    `addresses`: they come and go while the run goes on. If it is on this machine, rank 0 listens
-    there; elsewhere `python -m torchmm.data.registry` does."""
+    """HOST:PORT at which remote data workers register and report their load. It replaces
+    `addresses`. Workers can join and leave during training. If the host is local, rank 0 starts the
+    registry. Otherwise start `python -m torchmm.data.registry` on that host."""
     plan: bool = False
-    """Producers also plan the steps, so that machines that train need neither the data nor their
-    index; held-out samples come from there too. With true, the recipe that producers are started
-    with has to say so. Not for streams."""
+    """Whether remote data workers also select the samples of each step. Training nodes then need
+    neither the data nor the index, and held-out samples also come from the workers. The recipe of
+    the workers must set the same value. Streaming sources are not supported."""
     engine: Literal["embedded", "ray"] = "embedded"
-    """Who starts producers. embedded: nobody; the run's own workers prepare samples, or producers
-    that are there. ray: rank 0 starts Ray actors (`pip install -e '.[ray]'`), in the cluster of
-    the environment variable RAY_ADDRESS or one on this machine; Ray starts those again that die."""
+    """Process manager of the remote data workers. "embedded" starts none. "ray" starts Ray actors
+    from rank 0, in the cluster of the environment variable RAY_ADDRESS or on this host. Ray
+    restarts actors that fail. Requires `pip install -e '.[ray]'`."""
     count: int = Field(default=1, ge=1)
-    """Producers that the engine starts."""
+    """Number of remote data workers that `engine` starts."""
     workers: int = Field(default=1, ge=1, le=MAX_PRODUCER_WORKERS)
-    """Processes that decode, in each of these."""
+    """Number of decoding processes of each worker that `engine` starts."""
     tls_certificate: str | None = None
-    """PEM file with their certificate, on their machine, where others have to reach them."""
+    """PEM file of the server certificate, on the host of the worker."""
     tls_key: str | None = None
-    """PEM file with its private key, on their machine."""
+    """PEM file of the private key of the server, on the host of the worker."""
     ca_certificate: str | None = None
-    """PEM file with the certificate that signed theirs; without it nothing is encrypted, which is
-    only accepted where they are on this machine. Their token is in the environment variable
+    """PEM file of the certificate that signed the server certificate. If None, connections are not
+    encrypted, and only local workers are accepted. Set the access token in the environment variable
     TORCHMM_DATA_TOKEN, never in a recipe."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """If a producer has not prepared a step in this time, the next one is asked."""
+    """Time in seconds after which an unanswered request is sent to the next worker."""
     retry_timeout_s: float = Field(default=180.0, gt=0)
-    """The run ends (exit code 3) when no producer has answered for this long."""
+    """Time in seconds without a response of any worker after which the run stops with exit code
+    3."""
     max_message_mb: float = Field(default=1000.0, gt=0, le=2000)
-    """Largest message that is accepted, in units of 10^6 bytes: what one module reads of one
-    microbatch. 2000 can be sent."""
+    """Maximum size of a response in MB (10^6 bytes). A response has the input of one module for one
+    microbatch."""
 
     @property
     def is_used(self) -> bool:
@@ -72,32 +72,36 @@ class ProducersConfig(Section):
 
 
 class VideoConfig(Section):
-    """Frames of a clip are evenly spaced and depend only on its length: the same in every
-    epoch, on every rank. Needs `pip install -e '.[video]'`."""
+    """Frame sampling of videos.
+
+    Frames are evenly spaced and depend only on the video length, so they are the same in every
+    epoch and on every rank. Requires `pip install -e '.[video]'`. See docs/reference/data.md.
+    """
 
     fps: float = Field(default=2.0, gt=0)
-    """Frames per second that are read, within the limits below. Encoders whose patches span
-    several frames (Qwen's two) read whole groups of them."""
+    """Frames read per second of video, within the limits below. Encoders with temporal patches,
+    such as Qwen-VL, read complete groups of frames."""
     min_frames: int = Field(default=4, ge=1)
-    """Fewest frames of a clip, if it has that many: short ones are read at a higher rate."""
+    """Minimum number of frames of a video. Short videos are read at a higher frame rate. Videos
+    with fewer frames are read completely."""
     max_frames: int = Field(default=64, ge=1)
-    """Most frames of a clip: long ones are read at a lower rate."""
+    """Maximum number of frames of a video. Long videos are read at a lower frame rate."""
     max_pixels: int = Field(default=20_000_000, ge=1)
-    """Most pixels of all frames of a clip together after resizing: if sizes vary, frames become
-    smaller, down to the processor's own minimum; if the encoder has one size, fewer."""
+    """Maximum number of pixels of all frames of a video after resizing. Encoders with variable
+    resolution get smaller frames, down to the minimum of the processor. Encoders with a fixed
+    resolution get fewer frames."""
     timestamps: bool = True
-    """Write "<1.5 seconds>" before every frame, for encoders that read single frames and know no
-    time; otherwise frames follow one another directly."""
+    """Whether to write "<1.5 seconds>" before each frame, for encoders without temporal patches."""
 
 
 class LengthFilter(Section):
-    """Which samples of a source take part, by their length in tokens (files and text together,
-    after a sample was cut at `training.sequence_length`); the others are left out."""
+    """Limits on the sample length in tokens, media included, after truncation to
+    `training.sequence_length`. Other samples are skipped."""
 
     min_tokens: int = Field(default=1, ge=1)
-    """Shorter samples are left out."""
+    """Minimum number of tokens of a sample."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longer samples are left out; none: no limit."""
+    """Maximum number of tokens of a sample. If None, there is no limit."""
 
     def keeps(self, tokens: int) -> bool:
         """Whether a sample of so many tokens takes part."""
@@ -108,11 +112,11 @@ Score = Literal["exact_match", "vqa_accuracy", "cider", "word_error_rate"]
 
 
 class SourceConfig(Section):
-    """One data source of a mixture."""
+    """A data source of the training mixture, or a held-out source. See docs/reference/data.md."""
 
     path: str
-    """Local file, directory or glob; an address of the same (`s3://bucket/shards/*.tar`, `gs://`,
-    `hf://datasets/OWNER/NAME`, `https://HOST/FILE`); or a Hugging Face data set id."""
+    """Local file, directory or glob, a URL (`s3://bucket/shards/*.tar`, `gs://`,
+    `hf://datasets/OWNER/NAME`, `https://HOST/FILE`), or a Hugging Face data set id."""
     format: Literal[
         "auto",
         "parquet",
@@ -126,48 +130,49 @@ class SourceConfig(Section):
         "videofolder",
         "hub",
     ] = "auto"
-    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".csv",
-    ".tar", ...); "energon" is a directory with `.nv-meta`, "lance" a table (`NAME.lance`), "hub"
-    a Hugging Face data set id."""
+    """Storage format. "auto" selects it by file name (".parquet", ".arrow", ".jsonl", ".csv",
+    ".tar" and others). "energon" is a directory with `.nv-meta`, "lance" a Lance table, and "hub" a
+    Hugging Face data set id."""
     name: str | None = None
-    """Name in logs and errors, and in `data.mixture_schedule`; default: derived from the path."""
+    """Name in logs, errors and `data.mixture_schedule`. If None, it is derived from `path`."""
     split: str = "train"
-    """Split of a hub data set or directory, and a slice of its rows: "train[:90%]". Single files
-    have the split "train" only."""
+    """Split of a Hub data set or directory, optionally with a slice, such as "train[:90%]". Single
+    files only have the split "train"."""
     config: str | None = None
-    """Subset (configuration) of a hub data set."""
+    """Configuration (subset) of a Hub data set."""
     revision: str | None = None
-    """Commit, tag or branch of a hub data set or `hf://` address; a commit never changes. Of a
-    Lance table: number of its version."""
+    """Commit, tag or branch of a Hub data set or `hf://` URL, or version number of a Lance table.
+    Use a commit for reproducible runs."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of samples drawn from this source, relative to the other sources' weights."""
+    """Sampling weight of this source, relative to the other sources."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over this source, relative to the `epochs` of the other sources; replaces `weight`.
-    The weight of the source is `epochs` times its number of samples."""
+    """Number of passes over this source, relative to the other sources. It replaces `weight`: the
+    sampling weight is `epochs` times the number of samples. Set it for all sources or for none."""
     streaming: bool = False
-    """Read in order without random access (for sources too large to index)."""
+    """Whether to read samples sequentially without an index. Use it for sources that are too large
+    to index."""
     files: str | None = None
-    """Local directory of the images, videos and audio files that records name, as `image_folder` of
-    LLaVA; default: the directory of the source. Paths cannot leave it."""
+    """Local directory of the image, video and audio files that records reference, such as
+    `image_folder` of LLaVA. If None, the directory of the source is used. Paths outside of it are
+    rejected."""
     columns: dict[str, str] = Field(default={})
-    """Names of columns where they differ from those expected: expected name = name in the source,
-    as in { image = "pic", text = "alt" }."""
+    """Mapping of expected column names to names in the source, such as { image = "pic", text =
+    "alt" }."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Only the source's first records, in its own order, take part; none: all."""
+    """Number of records to use, from the start of the source. If None, all records are used."""
     filter: LengthFilter = Field(default=LengthFilter())
-    """Limits on the length of samples."""
+    """Limits on the sample length."""
     prompt: str = ""
-    """Text put between the image and the caption of caption samples; not part of the loss."""
+    """Text between the image and the caption of caption samples. It is not included in the loss."""
     target_image_column: str | None = None
-    """Column whose image or clip the generator has to draw from the sample's text (and images),
-    instead of an encoder reading it; for example "image"."""
+    """Name of the column with the target image or video of the generator, for example "image". No
+    encoder reads this column."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
-    text, the template's own included. A message's own `loss` or `train` comes first."""
+    """Chat text that is included in the loss: all assistant messages, only the last one, or all
+    text with the chat template. A `loss` or `train` field of a message has precedence."""
     metrics: list[Score] = Field(default=[])
-    """Of held-out sources: how the texts are judged that the model writes for their samples
-    (`validation.num_samples`), against all that the data have as answers; see
-    docs/guides/evaluation.md."""
+    """Metrics of the text that the model generates for `validation.num_samples` held-out samples.
+    Only for [[data.validation]]. See docs/guides/evaluation.md."""
 
 
 def is_host_port(address: str, lowest_port: int = 1) -> bool:
@@ -238,88 +243,96 @@ def unique_names(configs: Sequence[SourceConfig]) -> list[str]:
 
 
 class StageConfig(Section):
-    """A part of training with weights of its own; parts follow one another."""
+    """A phase of training with its own sampling weights.
+
+    Phases follow in the order of the tables.
+    """
 
     until_step: int | None = Field(default=None, ge=1)
-    """Last optimizer step whose samples are drawn by these weights; none in the last stage."""
+    """Last optimizer step of this phase. Omit it in the last phase."""
     weights: dict[str, float]
-    """Weights of sources by their names; those not named give no samples in this stage."""
+    """Sampling weights by source name. Sources without a weight are not used in this phase."""
 
 
 @with_extensions
 class DataConfig(Section):
-    """Samples, their order and how they are read."""
+    """Training and held-out data, packing and sample order.
+
+    See docs/get_started/own_data.md and docs/reference/data.md.
+    """
 
     sources: list[SourceConfig] = Field(default=[])
-    """Training mixture: one [[data.sources]] table per source."""
+    """Training mixture. Add one [[data.sources]] table per source."""
     mixture_schedule: list[StageConfig] = Field(default=[])
-    """Weights that change on the way: one [[data.mixture_schedule]] table per part of training, in
-    the place of the sources' own weights."""
+    """Sampling weights that change during training. Add one [[data.mixture_schedule]] table per
+    phase. They replace the weights of the sources."""
     validation: list[SourceConfig] = Field(default=[])
-    """Held-out sources: one [[data.validation]] table per source."""
+    """Held-out sources. Add one [[data.validation]] table per source."""
     workers: int = Field(default=2, ge=0)
-    """Worker processes per rank that decode images; 0 decodes in the training process."""
+    """Number of processes per rank that decode media. 0 decodes in the training process."""
     prefetch: int = Field(default=2, ge=1)
-    """Steps each worker prepares ahead."""
+    """Number of steps that each worker prepares in advance."""
     timeout_s: float = Field(default=240.0, gt=0)
-    """The run ends (exit code 3), naming worker and samples, when a step's samples have not arrived
-    after this many seconds; with producers: after `data.producers.retry_timeout_s` more. Keep it
-    below `parallel.timeout_s`, so that this rank reports before its peers give up on it."""
+    """Time in seconds after which the run stops with exit code 3 if the samples of a step have not
+    arrived. The error names the worker and the samples. With remote data workers,
+    `data.producers.retry_timeout_s` is added. Keep it below `parallel.timeout_s`, so that this rank
+    reports the error first."""
     shuffle: bool = True
-    """Shuffle samples in every epoch (a pure function of seed, epoch and index)."""
+    """Whether to shuffle samples in every epoch. The order depends only on seed, epoch and
+    index."""
     shuffle_window: int = Field(default=1024, ge=1)
-    """Samples shuffled together when streaming."""
+    """Number of samples in the shuffle buffer of a streaming source."""
     packing: Literal["best_fit", "balanced"] = "best_fit"
-    """Packing of samples into sequences. "best_fit": into the fullest open sequence that has room.
-    "balanced": fill 64 sequences together so that they have similar encoder work, attention and
-    number of tokens. A sample is in one of the first 128 sequences after it was drawn."""
+    """Algorithm that packs samples into sequences. "best_fit" adds a sample to the open sequence
+    with the least sufficient free space. "balanced" fills 64 sequences at once, so that their
+    encoder work, attention cost and number of tokens are similar."""
     packing_buffer_size: int = Field(default=16, ge=1)
-    """Partly filled sequences kept open for best-fit packing."""
+    """Number of open sequences of best-fit packing."""
     packing_max_wait_steps: int = Field(default=32, ge=1)
-    """Best-fit packing closes a sequence that nothing fits into, and trains on it, this many steps
-    after it was begun; more at a time than a global batch holds (of at most `packing_buffer_size`)
-    take turns."""
+    """Number of steps after which best-fit packing closes an open sequence, even if it has free
+    space. At most one global batch of such sequences is used per step."""
     reorder: Literal["auto", "none", "intra", "inter", "both"] = "auto"
-    """Rearrange the sequences of each global batch by their cost, vision and text together.
-    "intra": balance the work of data-parallel ranks. Ranks that synchronize in every layer (FSDP2
-    without a pipeline, experts on several ranks) run equally expensive microbatches at the same
-    time; other ranks get equal sums. "inter": order the microbatches of each rank so that its
-    pipeline has few gaps. "both": do both. "auto": "intra" without a pipeline if the forecast of
-    the first step is faster with it, else "none". Losses do not change, except the load-balancing
-    loss of experts with several sequences per microbatch: it depends on which sequences share a
-    microbatch. "auto" then means "none". Dropout masks depend on the rank."""
+    """Redistribution of the sequences of each global batch by their cost. "intra" balances
+    data-parallel ranks. "inter" orders the microbatches of each rank to reduce pipeline bubbles.
+    "both" does both. "auto" selects "intra" without a pipeline if the simulated first step is
+    faster, and "none" otherwise. Losses do not change, with two exceptions. The load-balancing loss
+    of experts depends on the sequences of a microbatch, and dropout masks depend on the rank. With
+    experts and more than one sequence per microbatch, "auto" is "none". See
+    docs/guides/balance_data.md."""
     balance: Literal["auto", "none", "images"] = "auto"
-    """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch
-    and the images that a generator learns, so that all ranks have equal work. Features return to
-    the rank that trains on the sample. Losses stay the same. Requires `parallel.pipeline` = 1, and
-    not `parallel.llm.context` or producers. "auto": "images" if it is supported and the forecast of
-    the first step is at least 1 % faster with it, else "none". See
-    docs/guides/balanced_encoders.md."""
+    """Distribution of encoder work. "images" distributes the images, videos and audio of a
+    microbatch, and target images of a generator, over all data-parallel ranks. Features are sent
+    back to the rank of the sample. Losses do not change. Requires `parallel.pipeline` = 1, no
+    `parallel.llm.context` and no remote data workers. "auto" selects "images" if the simulated
+    first step is at least 1 % faster. See docs/guides/balance_data.md."""
     max_images_per_sample: int = Field(default=64, ge=1)
-    """A sample is truncated before the first image or video beyond this number."""
+    """Maximum number of images and videos of a sample. The sample is truncated before the next
+    one."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
-    """Pictures that a checkpoint's processor cuts into tiles get lower resolutions, down to one
-    tile each, until those of a sample have no more tiles than this together; default: as many as
-    the processor makes."""
+    """Maximum number of image tiles of a sample, for processors that split images into tiles.
+    Images are processed at a lower resolution to meet the limit, down to one tile each. If None,
+    there is no limit."""
     max_tiles_per_sequence: int | None = Field(default=None, ge=1)
-    """Samples are packed so that a sequence has no more pictures and tiles than this, and a sample
-    with more is cut like one above `max_tiles_per_sample`; default: any number."""
+    """Maximum number of images and tiles of a packed sequence. Samples with more tiles are reduced
+    as with `max_tiles_per_sample`. If None, there is no limit."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
-    """Images with more pixels in their header count as corrupt and are never decoded."""
+    """Maximum number of pixels of an image, according to its header. Larger images are not decoded,
+    and their samples are corrupt."""
     max_file_mb: float = Field(default=1000.0, gt=0)
-    """Larger files (images, clips, sounds) count as corrupt and are never read, in units of 10^6
-    bytes."""
+    """Maximum size of a media file in MB (10^6 bytes). Larger files are not read, and their samples
+    are corrupt."""
     video: VideoConfig = Field(default=VideoConfig())
-    """Which frames of clips are read."""
+    """Frame sampling of videos."""
     max_corrupt_samples: int = Field(default=100, ge=0)
-    """Corrupt samples skipped (and logged) over all ranks before the run stops with exit code 3."""
+    """Number of corrupt samples of all ranks that are skipped and logged before the run stops with
+    exit code 3."""
     max_corrupt_fraction: float = Field(default=0.1, ge=0, le=1)
-    """The run also stops when more than this share of the samples seen (at least 100) is
-    corrupt."""
+    """Fraction of corrupt samples, of at least 100 samples, above which the run stops with exit
+    code 3."""
     index_cache_dir: str = "data/index"
-    """Directory for the sample-length index of map-style sources."""
+    """Directory of the index with the sample lengths of non-streaming sources."""
     producers: ProducersConfig = Field(default=ProducersConfig())
-    """Other processes that prepare training samples; default: this run's own workers do."""
+    """Remote data workers. By default, the workers of each rank prepare its samples."""
 
     @property
     def is_reordered(self) -> bool:

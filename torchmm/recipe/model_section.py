@@ -1,7 +1,4 @@
-"""The recipe's sections about the model: LLM, encoders, generator, what is frozen, and adapters.
-
-Part of the schema in `torchmm.recipe.recipe`, which imports everything.
-"""
+"""The sections of the model: LLM, encoders, generator, frozen modules and adapters."""
 
 from __future__ import annotations
 
@@ -70,16 +67,19 @@ def json_problems(directory: Path, names: Iterable[str]) -> list[str]:
 
 
 class LlmConfig(Section):
-    """The LLM backbone: either `source` (with weights) or `config` (random weights)."""
+    """The LLM backbone.
+
+    Set `source` to load weights, or `config` for random weights. See docs/get_started/own_model.md.
+    """
 
     source: str | None = None
-    """Hugging Face id or local directory of a causal LM; its weights are loaded."""
+    """Hugging Face id or local directory of a causal LM, with its weights."""
     revision: str | None = None
-    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
-    without it is logged."""
+    """Commit, tag or branch of `source` on the Hub. If None, the default branch is used, and the
+    log shows its commit."""
     config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
-    of its config."""
+    """Inline Hugging Face config. With `source`, it overrides keys of the source config. Otherwise,
+    it must have `model_type`, and weights are random."""
 
     @property
     def place(self) -> str | None:
@@ -88,33 +88,36 @@ class LlmConfig(Section):
 
 
 class EncoderConfig(Section):
-    """One modality encoder and the connector from its outputs into the LLM's embeddings."""
+    """A modality encoder, and the connector that maps its outputs to LLM embeddings.
+
+    See docs/get_started/own_model.md.
+    """
 
     source: str | None = None
-    """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
+    """Hugging Face id or local directory of an encoder, or of a dual model such as CLIP."""
     revision: str | None = None
-    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
-    without it is logged."""
+    """Commit, tag or branch of `source` on the Hub. If None, the default branch is used, and the
+    log shows its commit."""
     config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
-    of its config."""
+    """Inline Hugging Face config. With `source`, it overrides keys of the source config. Otherwise,
+    it must have `model_type`, and weights are random."""
     processor: dict[str, Any] | None = None
-    """Settings of the image processor or feature extractor; default: the source's, or those of the
-    model type."""
+    """Settings of the image processor or feature extractor. If None, those of the source or of the
+    model type are used."""
     modality: Literal["image", "audio"] = "image"
-    """What the encoder reads. Every image of a sample goes to all image encoders, every sound
-    to all audio encoders; what no encoder reads is left out."""
+    """Input modality. Each image of a sample is passed to all image encoders, and each audio file
+    to all audio encoders. Media without an encoder are skipped."""
     connector: Literal["mlp", "pixel_shuffle_mlp", "pixel_shuffle_norm_mlp"] = "mlp"
-    """"mlp" maps each encoder output to one LLM token through two linear layers;
-    "pixel_shuffle_mlp" first folds `pixel_shuffle_factor` x `pixel_shuffle_factor` neighbouring
-    patches into one token; "pixel_shuffle_norm_mlp" does so with a LayerNorm between, as InternVL
-    has it."""
+    """Type of the connector. "mlp" maps each encoder output to one LLM token with two linear
+    layers. "pixel_shuffle_mlp" first merges `pixel_shuffle_factor` x `pixel_shuffle_factor`
+    adjacent patches into one token. "pixel_shuffle_norm_mlp" also adds a LayerNorm, as in
+    InternVL."""
     pixel_shuffle_factor: int = Field(default=2, ge=2)
-    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp" and
-    "pixel_shuffle_norm_mlp"; for sounds, `pixel_shuffle_factor`**2 consecutive positions."""
+    """Number of rows and of columns of patches that pixel shuffle merges into one token. For audio,
+    pixel_shuffle_factor² consecutive positions are merged."""
     feature_layer: int = Field(default=-1, le=-1)
-    """Which hidden state feeds the connector: -1 the last layer's output, -2 the previous one.
-    Layers after it are not built."""
+    """Index of the hidden state that is passed to the connector. -1 is the output of the last
+    layer, -2 the output of the layer before it. Later layers are not built."""
 
     @property
     def place(self) -> str | None:
@@ -128,53 +131,55 @@ class EncoderConfig(Section):
 
 
 class AutoencoderConfig(Section):
-    """A given autoencoder, which is not trained: the generator draws its latents, not pixels."""
+    """A frozen autoencoder (VAE).
 
-    source: str | None = None
-    """Local directory of a diffusers `AutoencoderKL`, such as the `vae` of a published model, with
-    weights as safetensors."""
-    config: dict[str, Any] | None = None
-    """Inline diffusers config; weights are random. With `source`: overrides of its config, such as
-    `scaling_factor`."""
-    latent_mode: Literal["mean", "sampled"] = "mean"
-    """What of the distribution that it encodes an image to is learned: its mean, or latents drawn
-    from it, by the run's seed anew in every epoch."""
-    encode_batch_size: int = Field(default=8, ge=1)
-    """Images (or frames of clips) of one size that are encoded together, at most; more take more
-    memory."""
-
-
-class GeneratorConfig(Section):
-    """A diffusion transformer after the LLM, which draws images (or clips) from its hidden states.
-
-    It works on pixels, or on latents of an autoencoder, and learns by flow matching. Needs
-    `pip install -e '.[generation]'`.
+    The generator is trained on its latents instead of pixels. See docs/guides/generation.md.
     """
 
     source: str | None = None
-    """Hugging Face id or local directory of a diffusers transformer for what it draws, such as the
-    `hf/generator` of another run; its weights are loaded."""
-    revision: str | None = None
-    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
-    without it is logged."""
+    """Local directory of a diffusers `AutoencoderKL` with safetensors weights, such as the `vae`
+    folder of a published model."""
     config: dict[str, Any] | None = None
-    """Inline diffusers config with `_class_name` ("PixArtTransformer2DModel"); `sample_size` is
-    the side of an image in pixels, or in latents; `ffn_size`, a key of ours, is the width of
-    feed-forward parts (4 x that of the layers otherwise). Weights are random. With `source`:
-    overrides of its config."""
+    """Inline diffusers config. Without `source`, weights are random. With `source`, it overrides
+    keys of the source config, such as `scaling_factor`."""
+    latent_mode: Literal["mean", "sampled"] = "mean"
+    """Latents that the generator is trained on. "mean" is the mean of the encoded distribution.
+    "sampled" draws new latents from the distribution in each epoch, seeded by `training.seed`."""
+    encode_batch_size: int = Field(default=8, ge=1)
+    """Maximum number of images or video frames of one size that are encoded in one batch. Higher
+    values use more memory."""
+
+
+class GeneratorConfig(Section):
+    """A diffusion transformer (diffusion decoder) that generates images or videos from LLM hidden
+    states. It is trained with flow matching. Requires `pip install -e '.[generation]'`. See
+    docs/guides/generation.md."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of a diffusers transformer with its weights, such as
+    `hf/generator` of another run."""
+    revision: str | None = None
+    """Commit, tag or branch of `source` on the Hub. If None, the default branch is used, and the
+    log shows its commit."""
+    config: dict[str, Any] | None = None
+    """Inline diffusers config with `_class_name`, for example "PixArtTransformer2DModel".
+    `sample_size` is the height and width of an image in pixels or latents. `ffn_size` is a key of
+    torchmm: the MLP width, by default 4 x the hidden size. Without `source`, weights are random.
+    With `source`, it overrides keys of the source config."""
     vae: AutoencoderConfig | None = None
-    """The autoencoder whose latents it draws; default: it draws pixels."""
+    """Autoencoder of the latents. If None, the generator is trained on pixels."""
     frames: int = Field(default=1, ge=1)
-    """Most frames of a clip; 1: only images."""
+    """Maximum number of frames of a generated video. 1 means images only."""
     context_tokens: int = Field(default=128, ge=1)
-    """An image is drawn from the hidden states of at most this many tokens before it."""
+    """Maximum number of preceding tokens whose hidden states condition an image."""
     loss_weight: float = Field(default=1.0, ge=0)
-    """Factor of the image loss (mean squared error of the velocity, averaged over images) in the
-    loss."""
+    """Coefficient of the image loss, which is the mean squared error of the velocity, averaged over
+    images."""
     text_loss_weight: float = Field(default=1.0, ge=0)
-    """Factor of the text loss (mean over target tokens) in the loss."""
+    """Coefficient of the text loss, which is the mean over target tokens."""
     timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
-    """Distribution of the noise levels in training; "logit_normal" prefers those in the middle."""
+    """Distribution of noise levels in training. "logit_normal" samples medium noise levels more
+    often."""
 
     @property
     def place(self) -> str | None:
@@ -183,44 +188,45 @@ class GeneratorConfig(Section):
 
 
 class ModelConfig(Section):
-    """What is trained: a composite Hugging Face model, or an LLM with encoders put before it."""
+    """The model: either one multimodal Hugging Face model, or an LLM with separate encoders.
+
+    See docs/get_started/own_model.md.
+    """
 
     source: str | None = None
-    """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
-    `llm` and `encoders`. Its vision tower is the encoder named "vision", its audio tower
-    "audio". Or the directory of an export in parts, whose `torchmm.json` says what the parts
-    are, and their names."""
+    """Hugging Face id or local directory of a multimodal model, such as LLaVA or Qwen2.5-VL.
+    Excludes `llm` and `encoders`. Its encoders are named "vision" and "audio". A torchmm export of
+    separate modules is also accepted. Its `torchmm.json` lists the modules."""
     revision: str | None = None
-    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
-    without it is logged."""
+    """Commit, tag or branch of `source` on the Hub. If None, the default branch is used, and the
+    log shows its commit."""
     config: dict[str, Any] | None = None
-    """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
+    """Inline Hugging Face config of a multimodal model. Without `source`, it must have
+    `model_type`, and weights are random."""
     modalities: list[Literal["vision", "audio"]] | None = None
-    """Composite models: the encoders it has. Default: what its config says, inline or in a local
-    directory; "vision" for a model of a hub."""
+    """Encoders of a multimodal model. If None, they are read from the inline or local config. For a
+    model on the Hub, the default is "vision"."""
     processor: dict[str, Any] | None = None
-    """Composite models: settings of the image processor that override the source's, such as its
+    """Settings of a multimodal model that override those of its image processor, such as image
     sizes."""
     llm: LlmConfig | None = None
-    """The LLM backbone."""
+    """LLM backbone."""
     encoders: dict[str, EncoderConfig] = Field(default={})
-    """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
+    """Encoders by name. [freeze], [parallel] and metrics use these names."""
     generator: GeneratorConfig | None = None
-    """After the LLM (or composite); its name in [freeze], [parallel] and metrics is
-    "generator"."""
+    """Generator after the LLM. [freeze], [parallel] and metrics use the name "generator"."""
     tokenizer: str | None = None
-    """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
-    composite."""
+    """Hugging Face id or local directory of the tokenizer. If None, the source of the LLM or of the
+    multimodal model is used."""
     tokenizer_revision: str | None = None
-    """Commit, tag or branch of a `tokenizer` on the hub; without that key its source's `revision`
-    holds."""
+    """Commit, tag or branch of `tokenizer` on the Hub. Without `tokenizer`, the `revision` of the
+    model applies."""
     image_token: str = "<image>"
-    """Token whose id marks image positions. It must exist in the tokenizer; any token that never
-    occurs in text will do."""
+    """Token that marks image positions. It must be in the tokenizer and must not occur in text."""
     chunked_loss: bool | None = None
-    """Whether to compute logits and their gradients one chunk of targets at a time, so that they
-    need little memory. The loss is the same. Default: true with tensor parallelism in bfloat16 if
-    the vocabulary has at least 32,768 words and the head is a linear without a bias; else false."""
+    """Whether to compute logits and their gradients in chunks of targets, which reduces memory use.
+    The loss does not change. If None, it is enabled with tensor parallelism in bfloat16, if the
+    vocabulary has at least 32,768 entries and the LM head has no bias."""
 
     @model_validator(mode="before")
     @classmethod
@@ -312,33 +318,35 @@ def _below(directory: Path, value: Any) -> Any:
 
 
 class FreezeConfig(Section):
-    """Which parts are not trained."""
+    """Modules that are not trained. See docs/get_started/own_model.md."""
 
     modules: list[str] = Field(default=[])
-    """Module names: "llm", an encoder's name (its tower without the connector), "generator", or
-    "NAME.connector". Frozen modules get no gradients and no optimizer state."""
+    """Names of frozen modules: "llm", an encoder name (without its connector), "generator", or
+    "NAME.connector". Frozen modules have no gradients and no optimizer state."""
 
 
 class AdapterConfig(Section):
-    """A low-rank adapter (LoRA) of one or more modules, whose own weights are frozen.
+    """A low-rank adapter (LoRA) of one or more modules.
 
-    NAME is free; files have it. Each of the linears gets two small matrices, whose product is added
-    to its weight.
+    The weights of these modules are frozen. You choose NAME, and exported files contain it. See
+    docs/get_started/lora.md.
     """
 
     modules: list[str] = Field(min_length=1)
-    """Module names: "llm", encoders' names, and a composite's "NAME.connector", which is no part of
-    its encoder. All of their own weights are frozen, as by [freeze]."""
+    """Names of adapted modules: "llm", encoder names, and "NAME.connector" of a multimodal model.
+    An encoder name does not include its connector."""
     targets: list[str] = Field(default=[ALL_LINEAR], min_length=1)
-    """Linears in the modules' layers, or in connectors, by name or the end of it ("q_proj",
-    "mlp.down_proj"), with patterns as for file names ("layers.1?.self_attn.[qv]_proj");
-    "all-linear": all of them. Experts, whose weights are stacked, embeddings and heads never."""
+    """Names or name endings of linear layers that get an adapter, such as "q_proj" or
+    "mlp.down_proj". Wildcards are supported ("layers.1?.self_attn.[qv]_proj"). "all-linear" selects
+    all linear layers. Stacked experts, embeddings and LM heads are never adapted."""
     rank: int = Field(default=16, ge=1)
-    """Rows of the first matrix and columns of the second."""
+    """Rank of the adapter matrices."""
     alpha: float = Field(default=32.0, gt=0)
-    """The product is multiplied by alpha / rank ("rslora": by alpha / sqrt(rank))."""
+    """Scaling numerator. The update is multiplied by alpha / rank, or by alpha / sqrt(rank) with
+    "rslora"."""
     source: str | None = None
-    """Directory of an adapter to start from, as PEFT or an earlier run wrote it."""
+    """Directory of a PEFT adapter to start from, or of an adapter of an earlier run. If None, the
+    adapter is new."""
     method: Literal["lora", "rslora", "dora"] = "lora"
-    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly; "dora": with a
-    trained magnitude for each output beside the product."""
+    """Type of the adapter. "rslora" uses a scaling that suits large ranks. "dora" also trains a
+    magnitude for each output."""

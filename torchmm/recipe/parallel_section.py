@@ -1,4 +1,4 @@
-"""`[parallel]`: how ranks share the work, and sizes of single modules."""
+"""The section `[parallel]`: parallelism of the run and of single modules."""
 
 from __future__ import annotations
 
@@ -14,121 +14,129 @@ from torchmm.recipe.sizes import AXES
 
 
 class ModuleParallelConfig(Section):
-    """One module in the pipeline; NAME is "llm", "generator" or the name of an encoder."""
+    """Parallelism of one module.
+
+    NAME is "llm", "generator" or an encoder name. `pipeline`, `replicate`, `shard` and `tensor`
+    require `parallel.placement` = "colocated" (encoders only) or "disaggregated". See
+    docs/guides/choose_placement.md.
+    """
 
     pipeline: int | None = Field(default=None, ge=1)
-    """Pipeline ranks of this module, if `parallel.placement` gives it separate sizes. All four
-    sizes default to those of [parallel] for the LLM and to 1 for other modules, except that
-    colocated encoders have the LLM's `tensor`, with all other ranks as replicas and shards."""
+    """Pipeline-parallel size of this module. If None, it is `parallel.pipeline` for the LLM and 1
+    for other modules."""
     replicate: int | None = Field(default=None, ge=-1)
-    """Data-parallel replicas of this module; -1: the remaining ranks."""
+    """Number of data-parallel replicas of this module. -1 uses the remaining ranks. If None, it is
+    `parallel.replicate` for the LLM and 1 for other modules. Colocated encoders use all remaining
+    ranks."""
     shard: int | None = Field(default=None, ge=-1)
-    """Ranks over which FSDP2 shards this module; -1: the remaining ranks."""
+    """Number of ranks over which FSDP2 shards this module. -1 uses the remaining ranks. If None,
+    see `replicate`."""
     tensor: int | None = Field(default=None, ge=1)
-    """Tensor-parallel ranks of this module."""
+    """Tensor-parallel size of this module. If None, it is `parallel.tensor` for the LLM and
+    colocated encoders, and 1 for other modules."""
     context: int | None = Field(default=None, ge=1)
-    """LLM: ranks out of the `shard` ranks that divide the tokens of every microbatch among
-    themselves, and its images among their encoders; in attention, or what layers have in its place,
-    they divide heads. For long sequences. Default: 1, each has microbatches of its own."""
+    """Context-parallel size of the LLM, for long sequences. These ranks are part of `shard`. They
+    split the tokens of each microbatch, and its images in the encoders. Attention splits heads. If
+    None, it is 1. See docs/guides/context_parallelism.md."""
     segments: int | None = Field(default=None, ge=1)
-    """Stages of this module per rank, for colocated encoders and for the schedules "separated",
-    "searched" and "csv:...". Default: `parallel.virtual_stages` for the LLM and 1 for encoders.
-    Colocated encoders have one stage per layer by default, so that stages fit into bubbles.
-    "searched" chooses the number with the fastest simulated first step."""
+    """Number of stages of this module per rank. Supported for colocated encoders and for the
+    schedules "separated", "searched" and "csv:...". If None, it is `parallel.virtual_stages` for
+    the LLM and 1 for encoders. "searched" selects the value with the fastest simulated first step.
+    Colocated encoders have one stage per layer."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
-    """Encoders and generator: most images processed together; a microbatch is cut into groups of
-    nearly equal size. Smaller groups fill gaps in the pipeline better, larger ones keep the device
-    busier. Without a pipeline, all images of a microbatch are processed together. Default: 4 under
-    a schedule with separated modules, all images of a microbatch under others; under "searched"
-    what makes the first step fastest in simulation."""
+    """Maximum number of images that an encoder or the generator processes at once in a pipeline. A
+    microbatch is split into groups of similar size. Small groups fill pipeline bubbles better,
+    large groups use the GPU better. If None, it is 4 with separated modules, and all images
+    otherwise. "searched" selects the value with the fastest simulated first step."""
 
 
 @with_extensions
 class ParallelConfig(Section):
-    """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
+    """Distribution of the model and the data over ranks. pipeline x replicate x shard x tensor =
+    number of ranks. See docs/guides/one_node.md and docs/guides/choose_placement.md."""
 
     model_config = ConfigDict(extra="allow")
     named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig
     __pydantic_extra__: dict[str, ModuleParallelConfig] = Field(init=False)
 
     pipeline: int = Field(default=1, ge=1)
-    """Pipeline ranks, among which every module's layers are divided."""
+    """Pipeline-parallel size. The layers of every module are split over these ranks."""
     schedule: str = "separated"
-    """Order of forwards and backwards in a pipeline, and how modules are cut for it. "gpipe",
-    "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
-    equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
-    "separated": every module in separate segments over all ranks; "searched": the same in an
-    order that is searched for each step ([parallel.search]); "csv:PATH": an order from a file, for
-    separated modules; "optimus": colocated encoders in the LLM's bubbles."""
+    """Pipeline schedule. "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble" and "megatron_balanced"
+    split all layers as one chain into stages of equal cost. "megatron" puts the encoders into the
+    first LLM stage. "separated" splits each module over all ranks. "searched" does the same and
+    searches a schedule for each step. "csv:PATH" reads a schedule from a file. "optimus" runs
+    colocated encoders in the LLM bubbles. See docs/concepts/pipelining.md."""
     placement: Placement = "interleaved"
-    """Which ranks run which module. "interleaved": all ranks run all modules; "colocated": the
-    same, but encoders have separate sizes ([parallel.NAME]), with several shorter pipelines;
-    "disaggregated": each module has separate ranks and sizes, with the LLM's in [parallel],
-    under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
+    """Assignment of modules to ranks. "interleaved": all modules on all ranks, with the same
+    parallelism. "colocated": all modules on all ranks, with separate [parallel.NAME] settings for
+    encoders. "disaggregated": separate ranks for each module, with [parallel] for the LLM and
+    [parallel.NAME] for the others. "disaggregated" supports the schedules "separated", "1f1b",
+    "interleaved_1f1b", "gpipe" and "zero_bubble". See docs/guides/choose_placement.md."""
     auto_sizes: bool = False
-    """Choose sizes for `simulation.device`, by simulating the first step. With colocated encoders:
-    what is not given of pipeline and tensor-parallel sizes, images at once and stages of encoders;
-    with disaggregated modules: all sizes of
-    all modules for exactly the ranks there are, schedule and recomputation, whatever is given
-    (`scripts/plan.py` shows them)."""
+    """Whether to choose the parallelism by simulating the first step on `simulation.device`. With
+    colocated encoders, it chooses omitted sizes, `segments` and `sub_microbatch_images` of
+    encoders. With disaggregated modules, it replaces all sizes, the schedule and the recomputation
+    for the given number of ranks. See docs/guides/plan_cluster.md."""
     llm_schedule: LlmSchedule = "interleaved_1f1b"
-    """Order of the LLM's own forwards and backwards under "optimus". "searched": interleaved 1F1B,
-    or what a search of the LLM alone finds, whichever makes the step shorter."""
+    """LLM schedule under "optimus". "searched" uses interleaved 1F1B or a searched LLM schedule,
+    whichever gives the shorter step."""
     bubble_granularity: Literal["fine", "coarse"] = "fine"
-    """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": only
-    before its first action and after its last."""
+    """Bubbles that "optimus" fills with encoder work. "fine" uses all idle time of the LLM ranks.
+    "coarse" only uses the time before the first and after the last LLM action. See
+    docs/concepts/optimus.md."""
     tp_comm_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the LLM's actions in which tensor-parallel communication leaves ranks idle.
-    "optimus" runs encoder layers in pieces (groups of kernels) during this communication, if the
-    simulated step becomes shorter. Layers are then not compiled. 0: encoders never run there."""
+    """Fraction of LLM time in which tensor-parallel communication leaves ranks idle. "optimus" runs
+    groups of encoder kernels in this time, if the simulated step becomes shorter. Layers are then
+    not compiled. 0 disables it."""
     replan_threshold: float = Field(default=0.0, ge=0)
-    """With a pipeline: relative difference between measured and planned times above which the next
-    steps are planned with measured times, for example 0.1 for 10 %. Before that, plans use FLOPs,
-    and "optimus" uses all costs of the device profile. With 0, plans use FLOPs only and a resumed
-    run is bit-identical; "optimus" then uses [parallel.search]."""
+    """Relative difference between measured and planned times above which later steps are planned
+    with measured times, for example 0.1. Until then, plans use FLOPs, and "optimus" uses the device
+    profile. 0 disables measurements, and resumed runs are then bitwise identical."""
     virtual_stages: int = Field(default=1, ge=1)
-    """Stages per rank; with separated modules: of the LLM."""
+    """Number of stages per rank. With separated modules, number of LLM stages per rank."""
     replicate: int = Field(default=1, ge=-1)
-    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: the remaining
-    ranks."""
+    """Number of data-parallel replicas (HSDP). -1 uses the remaining ranks."""
     shard: int = Field(default=-1, ge=-1)
-    """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: the remaining
-    ranks."""
+    """Number of ranks over which FSDP2 shards parameters, gradients and optimizer state. -1 uses
+    the remaining ranks."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP2 frees gathered parameters after each forward and gathers them again for
-    backward; "default": only without a pipeline, which gathers them once per step."""
+    """FSDP2 policy that frees unsharded parameters after each forward pass. "default" does so
+    without a pipeline. With a pipeline, parameters are all-gathered once per step. "always"
+    requires `pipeline` = 1 and colocated or interleaved modules."""
     gradient_reduction: Literal["step", "microbatch"] = "step"
-    """When FSDP2 reduces gradients. "step": once per step, in the last backward; until then every
-    rank accumulates unsharded gradients, 4 bytes per trained parameter (gradient accumulation with
-    `no_sync`). "microbatch": in every backward, into sharded gradients (gradient accumulation
-    without `no_sync`), which uses less memory and sends more; replicas are all-reduced once per
-    step in both cases. Requires `pipeline` = 1 and float32 parameters."""
+    """Time at which FSDP2 reduces gradients. "step" reduces once per step and accumulates unsharded
+    gradients, 4 bytes per trained parameter (as with `no_sync`). "microbatch" reduces in every
+    backward pass, which uses less memory and more communication. It requires `pipeline` = 1,
+    interleaved modules and float32 parameters. Replicas are all-reduced once per step in both
+    cases."""
     tensor: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks that split every layer."""
+    """Tensor-parallel size."""
     expert: int = Field(default=1, ge=1)
-    """Ranks out of the `shard` ranks that divide the LLM's experts among themselves and exchange
-    tokens; 1: every rank computes all experts (those of its tensor-parallel part), whose weights
-    FSDP2 gathers."""
+    """Expert-parallel size of the LLM. These ranks are part of `shard` and exchange tokens. 1
+    computes all experts on every rank. FSDP2 then all-gathers their weights."""
     sequence_parallel: bool = False
-    """Also split activations between the tensor-parallel regions along the sequence. Ranks then
-    send each other slices of messages, too."""
+    """Whether to also split activations along the sequence between tensor-parallel regions.
+    Pipeline messages are split, too."""
     async_tensor_parallel: bool = False
-    """Gather and scatter these activations in blocks, overlapped with the matrix products that
-    produce and consume them; needs `tensor` > 1 and `sequence_parallel`."""
+    """Whether to overlap the tensor-parallel communication of these activations with matmuls, in
+    chunks. Requires `tensor` > 1 and `sequence_parallel`. See docs/guides/async_tp.md."""
     async_tensor_backend: Literal["auto", "symmetric_memory", "ring", "collective"] = "auto"
-    """How: "symmetric_memory" (CUDA, one host: copies without multiprocessors), "ring" (sends and
-    receives), "collective" (overlap in backward only); "auto": the first that works."""
+    """Implementation of this overlap. "symmetric_memory" copies without SMs (CUDA, one host).
+    "ring" uses send and receive. "collective" overlaps in the backward pass only. "auto" uses the
+    first that is available."""
     async_tensor_chunks: int = Field(default=0, ge=0)
-    """Blocks into which "ring" cuts a rank's slice of the sequence; 0: the fastest in a short
-    measurement at the start."""
+    """Number of chunks of the "ring" backend per rank. 0 selects the fastest in a short measurement
+    at the start."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collective backend; "auto": NCCL on CUDA, gloo on CPU. Several ranks' tensors travel by no
-    other, which is refused."""
+    """Backend of torch.distributed. "auto" uses NCCL on CUDA and gloo on CPU. Other combinations
+    are not supported."""
     timeout_s: int = Field(default=300, ge=1)
-    """Seconds a rank waits for a peer before the run stops with exit code 6."""
+    """Time in seconds a rank waits for another rank before the run stops with exit code 6."""
     slow_rank_threshold: float = Field(default=2.0, ge=0)
-    """Before the first step all ranks time a matrix product, a copy and a gather in each of their
-    groups; the log names ranks that are so many times slower than usual. 0: nothing is timed."""
+    """Factor above which a rank is logged as slow before the first step. All ranks time a matmul, a
+    memory copy and an all-gather in each process group, and compare with the median. 0 disables
+    this check."""
 
     @property
     def modules(self) -> dict[str, ModuleParallelConfig]:

@@ -1,9 +1,8 @@
-"""A whole recipe: its sections under one roof. Every key, type, default and meaning is in theirs.
+"""The schema of a recipe: one section class per TOML table, with keys, types and defaults.
 
-A recipe is data: nothing here knows torch or a mesh. It is strict (an unknown key or a value of the
-wrong type is an error) and frozen. `torchmm.recipe.read` reads TOML files into it and collects all
-problems; `scripts/recipe_reference.py` writes `docs/reference/recipes.md` from the sections'
-docstrings.
+The schema is strict (unknown keys and wrong types are errors) and frozen, and does not import
+torch. `torchmm.recipe.read` reads TOML files and collects all problems.
+`scripts/recipe_reference.py` writes `docs/reference/recipes.md` from the docstrings of sections.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from torchmm.recipe.training_section import (
 
 @with_extensions
 class Recipe(Section):
-    """A whole run."""
+    """A complete training run."""
 
     name: str = "run"
-    """Name of the run; its files are in `output_dir`/`name`."""
+    """Name of the run. Its files are written to `output_dir`/`name`."""
     output_dir: str = "outputs"
-    """Parent of the run directory."""
+    """Parent directory of all run directories."""
     model: ModelConfig = ModelConfig()
     freeze: FreezeConfig = FreezeConfig()
     adapters: dict[str, AdapterConfig] = Field(default={})
-    """Low-rank adapters by name."""
+    """Low-rank adapters (LoRA) by name."""
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -53,18 +52,18 @@ class Recipe(Section):
 
     @property
     def adapted_modules(self) -> set[str]:
-        """Names of the modules with adapters, of which nothing else is trained."""
+        """Return the names of the modules with adapters, whose weights are frozen."""
         return {module for adapter in self.adapters.values() for module in adapter.modules}
 
     @property
     def describes_samples(self) -> bool:
-        """Whether a section describes samples, so that the recipe needs no data and tokenizer."""
+        """Return True if a section describes samples, so that data and tokenizer are optional."""
         sections = (value for value in vars(self).values() if isinstance(value, Section))
         return any(section.describes_samples for section in sections)
 
     @property
     def tuned_modules(self) -> frozenset[str]:
-        """Names of the modules for which plans select the layers that recompute."""
+        """Return the names of the modules whose recomputed layers are chosen by plans."""
         bounded = self.model.encoder_names if self.parallel.bounds_encoders else []
         modes = {
             name: self.activation_checkpoint.mode_of(

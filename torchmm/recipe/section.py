@@ -21,11 +21,11 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     named_tables: ClassVar[type[Section] | None] = None
-    """Schema of freely named tables in addition to the section's own keys; None: there are none."""
+    """Schema of additional tables with user-defined names. If None, they are rejected."""
 
     @property
     def describes_samples(self) -> bool:
-        """Whether the section describes samples, so that a recipe needs no data and tokenizer."""
+        """Return True if the section describes samples, so that data and tokenizer are optional."""
         return False
 
     @classmethod

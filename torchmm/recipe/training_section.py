@@ -1,6 +1,4 @@
-"""`[training]` and its neighbours: optimizer, validation, checkpoints, metrics, compilation and
-recomputation.
-"""
+"""The sections of training: optimizer, validation, checkpoints, metrics and compilation."""
 
 from __future__ import annotations
 
@@ -25,27 +23,29 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
 
 
 class ActivationCheckpointConfig(Section):
-    """What backward recomputes instead of keeping."""
+    """Activation checkpointing: which activations are recomputed in the backward pass.
+
+    See docs/guides/memory.md.
+    """
 
     mode: Mode = "none"
-    """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
-    of matrix products and attention and recomputes the rest. It is "full" for layers that run on
-    CUDA without torch.compile (`compile.enabled`), where it would take longer. "auto" chooses one
-    of these for every layer and microbatch, anew in every step, so as to use memory up to
-    `memory_limit` and recompute as little as possible. Under schedule "optimus" encoders with
-    "none" are tuned too where a step would not fit into `memory_limit`; it is not refused if it
-    still does not."""
+    """Activation checkpointing mode. "none" saves all activations. "full" saves only layer inputs.
+    "selective" saves the outputs of matmuls and attention. On CUDA without torch.compile,
+    "selective" is "full", which is then faster. "auto" chooses a mode for every layer and
+    microbatch in each step, to recompute as little as `memory_limit` allows. Under schedule
+    "optimus", encoders with "none" use "auto" if a step would exceed `memory_limit`. See
+    docs/concepts/layer_tuning.md."""
     modules: dict[str, Mode] = Field(default={})
     """Mode by module name, instead of `mode`."""
     memory_limit: str = "85%"
-    """With mode "auto", and of encoders under "optimus": what a rank may use, as a share of the
-    device's memory ("85%"; on a CPU, of that of `simulation.device`) or as an amount ("60 GiB",
-    "512 MiB"). It includes weights, gradients, optimizer state, messages and activations; leave
-    room for temporaries inside layers and fragmentation. An "auto" step that does not fit with
-    everything recomputed is refused."""
+    """Memory limit per rank of mode "auto" and of encoders under "optimus". It is a percentage of
+    device memory ("85%") or an amount ("60 GiB", "512 MiB"). On a CPU, the percentage is of
+    `simulation.device`. It includes weights, gradients, optimizer state, messages and activations.
+    Reserve memory for temporary tensors and fragmentation. If an "auto" step exceeds the limit with
+    full recomputation, the run fails."""
     offload: bool = True
-    """With mode "auto", on devices with separate memory: whether inputs of recomputed layers may
-    be kept in the host's memory where that costs the least time."""
+    """Whether mode "auto" may keep inputs of recomputed layers in host memory if this saves time.
+    Only on devices with separate memory."""
 
     def fixed_mode(self, module: str, *, is_eager_on_cuda: bool) -> FixedMode:
         """Return the mode of all tasks of a module, or "none" if plans choose the modes.
@@ -113,44 +113,46 @@ else:
 
 
 class OptimizerConfig(Section):
-    """The optimizer, how its states rest, and the learning rate schedule."""
+    """The optimizer, the storage of its state, and the learning rate schedule.
+
+    See docs/guides/memory.md.
+    """
 
     name: OptimizerName = "adamw"
-    """"adamw"; "muon": matrices of layers move by their momentum, made orthogonal (scaled so that
-    AdamW's learning rates and weight decay fit), all else by AdamW."""
+    """Optimizer. "muon" updates matrices of layers with orthogonalized momentum, scaled so that
+    AdamW learning rates apply. Other parameters use AdamW."""
     lr: float = Field(default=3e-4, ge=0)
     """Peak learning rate."""
     module_lr: dict[str, float] = Field(default={})
-    """Peak learning rate by module name ("llm", "NAME", "generator", "NAME.connector"), instead of
-    `lr`."""
+    """Peak learning rate by module name ("llm", an encoder name, "generator", "NAME.connector"),
+    instead of `lr`."""
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
-    """AdamW decay rates of the first and second moment."""
+    """AdamW betas."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon's (Nesterov) momentum."""
+    """Nesterov momentum of Muon."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """How moments rest between steps; updates are computed in float32. "bfloat16" is rounded at
-    random, right in the mean; "int8" has a float32 scale for every 64 values, and leaves vectors in
-    float32."""
+    """Storage dtype of optimizer moments. Updates are computed in float32. "bfloat16" uses
+    stochastic rounding. "int8" has a float32 scale per 64 values, and stores vectors in float32."""
     stochastic_rounding: bool = True
-    """Whether updated bfloat16 parameters (`training.parameter_dtype`) are rounded at random, so
-    that steps smaller than their resolution count in the mean, or to the nearest."""
+    """Whether to round updated bfloat16 parameters stochastically, so that small updates are not
+    lost. Only with `training.parameter_dtype` = "bfloat16"."""
     offload: bool = False
-    """Keep the states in the host's memory; they visit the device for the update, a portion at a
-    time, copied while others are computed with."""
+    """Whether to store the optimizer state in host memory. It is copied to the GPU for the update
+    in chunks, overlapped with the computation."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay; not applied to vectors (norms, biases) and embeddings."""
+    """Decoupled weight decay. It is not applied to vectors (norms, biases) and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Maximum global gradient norm. Larger gradients are scaled down."""
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Shape after warmup: cosine, warmup-stable-decay (linear decay at the end), constant."""
+    """Learning rate schedule after the warmup. "wsd" is constant with a linear decay at the end."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warmup."""
+    """Number of linear warmup steps."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Share of all steps spent decaying ("wsd")."""
+    """Fraction of all steps in which "wsd" decays the learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end, relative to the peak ("cosine", "wsd")."""
+    """Final learning rate relative to the peak, for "cosine" and "wsd"."""
 
 
 def optimizer_entry(config: OptimizerConfig, *, is_narrow: bool) -> Entry | None:
@@ -167,62 +169,68 @@ def optimizer_entry(config: OptimizerConfig, *, is_narrow: bool) -> Entry | None
 
 
 class TrainingConfig(Section):
-    """Length of the run, batch sizes, numerics."""
+    """Duration, batch sizes and numerics of the run."""
 
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps. Set either `steps` or `epochs`; it replaces the other one of a base."""
+    """Number of optimizer steps. Set either `steps` or `epochs`. The key you set replaces the other
+    one in a base recipe."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training data instead of `steps`, as the metric `epoch` counts them. Needs
-    data with random access (not `streaming`). The run counts the steps before it starts, and the
-    learning rate schedule uses them. Above 1,000 steps the count is extrapolated from the first
-    1,000."""
+    """Number of passes over the training data, instead of `steps`. Streaming sources and
+    `data.mixture_schedule` are not supported. The number of steps is counted before training. Above
+    1,000 steps, it is extrapolated from the first 1,000."""
     global_batch_size: int = Field(default=8, ge=1)
-    """Packed sequences per optimizer step over all ranks."""
+    """Number of packed sequences per optimizer step, over all ranks. It must be a multiple of the
+    data-parallel size times `microbatch_size`."""
     microbatch_size: int = Field(default=1, ge=1)
-    """Packed sequences per forward and backward on one rank; the rest is gradient accumulation."""
+    """Number of packed sequences per forward pass on one rank. The remaining sequences are
+    accumulated."""
     sequence_length: int = Field(default=1024, ge=8)
-    """Tokens per packed sequence; longer samples are truncated."""
+    """Number of tokens of a packed sequence. Longer samples are truncated."""
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, sample order and dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. With bfloat16, reductions and sums of gradients stay float32; so do parameters
-    and optimizer state, unless `parameter_dtype` and `optimizer.state_dtype` say otherwise."""
+    """Compute dtype. With bfloat16, gradients are reduced and accumulated in float32. Parameters
+    and optimizer state stay in float32, unless `parameter_dtype` or `optimizer.state_dtype` are
+    set."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How parameters rest, frozen ones too. "bfloat16" needs `dtype` = "bfloat16"; the optimizer
-    then gets gradients in bfloat16, and `optimizer.stochastic_rounding` says how it rounds."""
+    """Storage dtype of parameters, including frozen parameters. "bfloat16" requires `dtype` =
+    "bfloat16". The optimizer then receives bfloat16 gradients."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Keep an exponential moving average of the trained weights, in float32: after each step
-    `ema_decay` of what it was, and the rest of what the weights are. It begins as the weights after
-    the first step, is saved in checkpoints and exported beside the weights (`hf-ema/`)."""
+    """Decay of an exponential moving average (EMA) of the trained weights, in float32. The average
+    starts with the weights after the first step. It is saved in checkpoints and exported to
+    `hf-ema/`. If None, there is no average."""
     deterministic: bool = False
-    """Deterministic kernels only (slower); runs are then bit-identical."""
+    """Whether to use deterministic kernels only. Runs are then bitwise identical, and slower."""
     attention: Literal["default", "fa3", "fa4"] = "default"
-    """Kernels of attention on CUDA: torch's own, or those of FlashAttention 3 or 4, where their
-    packages are installed."""
+    """Attention kernels on CUDA. "default" uses PyTorch. "fa3" and "fa4" use FlashAttention 3 or 4,
+    whose packages must be installed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; "auto": CUDA if there is a device."""
+    """Device type. "auto" uses CUDA if available."""
 
 
 @with_extensions
 class ValidationConfig(Section):
-    """Loss and captions on held-out samples during the run."""
+    """Evaluation on held-out samples during training. See docs/guides/evaluation.md."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between validations; also done after the last step; 0: never."""
+    """Number of steps between validations. Validation also runs after the last step. 0 disables
+    it."""
     ema: bool = False
-    """Validate the averaged weights (`training.ema_decay`) instead of those that are trained; then
-    `hf-best/` has these, too."""
+    """Whether to validate the averaged weights (`training.ema_decay`). `hf-best/` then also has
+    these weights."""
     batches: int = Field(default=4, ge=1)
-    """Global batches of held-out samples per validation (always the same ones)."""
+    """Number of held-out global batches per validation. They are the same each time."""
     num_samples: int = Field(default=0, ge=0)
-    """Held-out samples for which the model generates text, saved in samples.json and judged by the
-    sources' `metrics`; of sources without, samples with images or sounds."""
+    """Number of held-out samples for which the model generates text. The text is saved in
+    `samples.json` and evaluated with `data.validation[].metrics`. For sources without metrics, only
+    samples with media are used."""
     max_new_tokens: int = Field(default=32, ge=1)
-    """Longest generated text, in tokens."""
+    """Maximum number of generated tokens per sample."""
     generated_images: int = Field(default=0, ge=0)
-    """Held-out texts for which the generator draws images, saved in `generated_images/`."""
+    """Number of held-out prompts for which the generator generates images. They are saved in
+    `generated_images/`."""
     denoising_steps: int = Field(default=25, ge=1)
-    """Steps from noise to image; each is a forward of the whole model."""
+    """Number of denoising steps per image. Each step is a forward pass of the complete model."""
 
 
 Figure = Literal[
@@ -235,16 +243,16 @@ Figure = Literal[
 
 
 class BestConfig(Section):
-    """Which checkpoints are the best."""
+    """Selection of the best checkpoints. See docs/guides/checkpoints.md."""
 
     metric: str = "validation_loss"
-    """Figure of metrics.jsonl, of the step after which a checkpoint is saved: "validation_loss",
-    "validation_loss_text", "validation_loss_image", "word_error_rate", "loss", or a score of a
-    held-out source, as in "NAME/vqa_accuracy"."""
+    """Metric of `metrics.jsonl` at the step of the checkpoint: "validation_loss",
+    "validation_loss_text", "validation_loss_image", "word_error_rate", "loss", or a metric of a
+    held-out source, such as "NAME/vqa_accuracy"."""
     mode: Literal["min", "max"] = "min"
-    """Whether low or high values are good."""
+    """Whether the lowest or the highest value is the best."""
     count: int = Field(default=1, ge=1)
-    """How many of them are kept."""
+    """Number of best checkpoints to keep."""
 
     def badness(self, value: float) -> float:
         """The lower, the better."""
@@ -252,40 +260,43 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving, keeping and resuming."""
+    """Saving, retaining, uploading and resuming checkpoints. See docs/guides/checkpoints.md."""
 
     interval: int = Field(default=0, ge=0)
-    """Steps between checkpoints; also saved after the last step; 0: never."""
+    """Number of steps between checkpoints. A checkpoint is also saved after the last step. 0
+    disables checkpoints."""
     keep_latest: int = Field(default=2, ge=1)
-    """Newest valid checkpoints kept, here and at `remote_dir`; older ones are removed."""
+    """Number of latest valid checkpoints to keep, locally and in `remote_dir`. Older checkpoints
+    are deleted."""
     keep_best: BestConfig | None = None
-    """Older checkpoints that stay, as in { metric = "validation_loss", count = 2 }. Whenever the
-    metric is better than ever before, the model is exported to `hf-best/` too."""
+    """Selection of older checkpoints to keep, such as { metric = "validation_loss", count = 2 }.
+    Whenever the metric improves, the model is also exported to `hf-best/`."""
     async_save: bool = True
-    """Write in the background while training continues."""
+    """Whether to write checkpoints in the background while training continues."""
     remote_dir: str | None = None
-    """Address of a store (`s3://bucket/runs`, `gs://`, any that fsspec writes to) or directory
-    (a path, `~/...` or `file:///...`). Committed checkpoints are copied below it in the background,
-    into a folder with the name of the run. If the store is slower than checkpoints are saved, only
-    the newest is copied. "auto" also resumes from these copies, so machines need not share a disk.
-    A copy that fails is logged and counted, and training continues."""
+    """URL (`s3://bucket/runs`, `gs://` or any writable fsspec URL) or directory to which complete
+    checkpoints are uploaded in the background. They are stored in a folder with the run name. If
+    uploads are slower than `interval`, intermediate checkpoints are skipped. `resume` = "auto" also
+    uses the uploads, so nodes do not need a shared disk. Failed uploads are logged and counted, and
+    training continues."""
     staging_dir: str | None = None
-    """With `remote_dir`: directory where checkpoints are written (below it, in a folder of the
-    run's name), instead of the run directory. It may be on a disk of each node's own: every node
-    copies what its ranks have written, and what counts is the copy."""
+    """Directory in which checkpoints are written before the upload, instead of the run directory.
+    It can be on the local disk of each node. Each node uploads the files of its ranks. Requires
+    `remote_dir`."""
     resume: str = "auto"
-    """"auto": newest valid checkpoint of the run directory (or of `staging_dir`) and of
-    `remote_dir`, if any; "none": start afresh; otherwise the directory of a checkpoint, or its
-    address (`s3://bucket/runs/NAME/step-N-DIGITS`)."""
+    """Checkpoint to resume from. "auto" uses the latest valid checkpoint of the run directory (or
+    `staging_dir`) and of `remote_dir`, if any. "none" starts from scratch. Otherwise, set the
+    directory or URL of a checkpoint (`s3://bucket/runs/NAME/step-N-DIGITS`)."""
     allow_data_change: bool = False
-    """Resume although samples or their order have changed since the checkpoint. Sources with random
-    access continue at the number of samples drawn, changed streams start from their beginning;
-    samples of the current pass may be repeated or left out. If false: exit code 4."""
+    """Whether to resume although samples or their order have changed. Indexed sources continue at
+    the same number of samples. Changed streaming sources restart. Samples of the current epoch may
+    be repeated or skipped. If false, the run stops with exit code 4."""
     export_interval: int = Field(default=0, ge=0)
-    """Steps between exports to `hf-N/`, which stay; 0: none on the way."""
+    """Number of steps between exports to `hf-N/`, which are never deleted. 0 disables these
+    exports."""
     export_hf: bool = True
-    """Write a Hugging Face directory (`hf/`) after the last step, with adapters added to the
-    weights; adapters by themselves are in `adapters/`."""
+    """Whether to export a Hugging Face model to `hf/` after the last step. Adapters are merged into
+    the weights, and also saved in `adapters/`."""
 
 
 Artifact = Literal["checkpoints", "exports"]
@@ -293,45 +304,48 @@ Artifact = Literal["checkpoints", "exports"]
 
 @with_extensions
 class MetricsConfig(Section):
-    """What is recorded and where it is shown. metrics.jsonl is always written."""
+    """Metrics, trackers and profiles.
+
+    `metrics.jsonl` is always written. See docs/reference/metrics.md.
+    """
 
     log_interval: int = Field(default=1, ge=1)
-    """Steps between progress lines and tracker records."""
+    """Number of steps between log lines and tracker records."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases mode. If the service cannot be reached, training continues without it."""
+    """Weights & Biases mode. If the service is not available, training continues without it."""
     wandb_project: str = "torchmm"
-    """Project in Weights & Biases, and in Trackio."""
+    """Project name in Weights & Biases and Trackio."""
     artifacts: list[Artifact] = Field(default=[])
-    """What becomes artifacts in Weights & Biases as it appears: "checkpoints", "exports" (`hf/` and
-    its like, adapters). At its end the run waits until they are sent, for an hour at most."""
+    """Files that are uploaded to Weights & Biases as artifacts: "checkpoints", and "exports" (`hf/`
+    and other exports, adapters). At its end, the run waits at most one hour for these uploads."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
-    a short matrix-product measurement on CPU."""
+    """Peak TFLOP/s of one device, for the MFU. If None, the data sheet value of a known GPU is
+    used, or a short matmul measurement on CPU."""
     profile_step: int = Field(default=0, ge=0)
-    """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
+    """Step that the PyTorch profiler records as a trace in `profile/`. 0 disables it."""
 
 
 class CompileConfig(Section):
-    """torch.compile and CUDA graphs. Compiled code is kept in `~/.cache/torchmm/compile/`, or in
-    the directory that the environment variable TORCHINDUCTOR_CACHE_DIR names."""
+    """torch.compile and CUDA graphs.
+
+    Compiled code is cached in `~/.cache/torchmm/compile/`, or in the directory of the environment
+    variable TORCHINDUCTOR_CACHE_DIR. See docs/guides/speed.md.
+    """
 
     enabled: Literal["auto", True, False] = "auto"
-    """Whether to compile layers. "auto" compiles on CUDA the layers of LLMs and of encoders that
-    pack images and rotate queries and keys (Qwen-VL, Pixtral). Other layers are short: the host
-    needs more time for a compiled call than the GPU saves. "auto" does not compile LLMs with
-    experts or delta nets, and no layer on the CPU. If torch.compile fails under "auto", the layers
-    run without it and the log shows the reason; with true the run fails."""
+    """Whether to compile layers. "auto" compiles, on CUDA, LLM layers without experts or delta
+    nets, and layers of encoders that pack images and use rotary embeddings (Qwen-VL, Pixtral). If
+    compilation fails under "auto", the layers run uncompiled and the log shows the reason. With
+    true, the run fails."""
     modules: list[str] = Field(default=[])
-    """Names of the modules to compile. Default: all that `enabled` selects."""
+    """Names of the modules to compile. If empty, all modules that `enabled` selects."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """Backend of torch.compile. The others only trace (and differentiate), to find the cause of
-    an error."""
+    """Backend of torch.compile. "aot_eager" and "eager" are for debugging."""
     cuda_graphs: bool = False
-    """Whether encoders whose images all have one size (SigLIP, CLIP) launch their layers as CUDA
-    graphs, on one GPU. This saves host time. The number of images is rounded up to 1, 2, 3, 4, 6,
-    8, 12 and so on. Layers that are compiled or recomputed run without graphs, and so do all
-    layers of runs on several ranks. If CUDA cannot capture a graph, the log shows the reason and
-    the layers run without it."""
+    """Whether to run encoders with a fixed image size (SigLIP, CLIP) as CUDA graphs, on one GPU.
+    The number of images is rounded up to 1, 2, 3, 4, 6, 8, 12 and so on. Graphs are not used on
+    several ranks, nor for compiled or recomputed layers. If CUDA cannot capture a graph, the log
+    shows the reason."""
 
     def forces(self, module: str) -> bool:
         """Return True if the recipe requires compiled layers for the module of this name."""

@@ -26,3 +26,15 @@ def test_every_key_of_a_record_has_a_row(script):
     rows = [f"| `{name}` | " for name in METRICS]
     assert all(page.count(row) == 1 for row in rows)
     assert "| `validation_loss` | number or null | nats | validation |" in page
+
+
+def test_recipe_tables_are_up_to_date():
+    script = runpy.run_path(str(ROOT / "scripts" / "recipe_tables.py"))
+    for name, text in script["pages"]().items():
+        assert (script["TARGET"] / name).read_text() == text, "run python scripts/recipe_tables.py"
+
+
+def test_recipe_summary_omits_verb_and_hardware():
+    summary = runpy.run_path(str(ROOT / "scripts" / "recipe_tables.py"))["summary"]
+    assert summary("Train Qwen2.5-7B on v3.1 data. Hardware: 8 GPUs.") == "Qwen2.5-7B on v3.1 data"
+    assert summary("Train a model.") == "A model"

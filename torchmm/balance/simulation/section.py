@@ -25,106 +25,107 @@ def as_range(value: Any) -> Any:
 
 
 class SimulatedSize(Section):
-    """How large images are."""
+    """Size of images."""
 
     patches: Range | None = None
-    """Patches the encoder processes per image: a number, or least and most."""
+    """Number of patches per image, as a number or [min, max]."""
     tokens: int | None = Field(default=None, ge=0)
-    """Tokens an image takes in the LLM's sequence, where `patches` is a number; default: one for
-    every `patches_per_token`."""
+    """Number of LLM tokens per image, if `patches` is a number. If None, it is `patches` /
+    `patches_per_token`."""
     rows: Range | None = None
-    """Instead of `patches`: rows of patches, a number, or least and most."""
+    """Number of patch rows, as a number or [min, max], instead of `patches`."""
     columns: Range | None = None
-    """The same of columns; both are drawn apart."""
+    """Number of patch columns, as a number or [min, max], independent of the rows."""
 
     _numbers = field_validator("patches", "rows", "columns", mode="before")(as_range)
 
 
 class SimulatedImageSize(SimulatedSize):
-    """One of the sizes of a mixture."""
+    """One of several image sizes."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of images of this size, relative to the other sizes' weights."""
+    """Sampling weight of this size."""
 
 
 class SimulatedImages(SimulatedSize):
-    """Size of the images one encoder reads; NAME is the encoder's."""
+    """Size of the images of one encoder. NAME is the encoder name."""
 
     patches_per_token: int = Field(default=1, ge=1)
-    """Patches that become a token. Rows and columns are multiples of its root."""
+    """Number of patches per LLM token. Rows and columns are multiples of its square root."""
     sizes: list[SimulatedImageSize] = Field(default=[])
-    """Instead of one size: several, each for some of the images."""
+    """Several sizes with sampling weights, instead of one size."""
 
 
 class SimulatedGrid(Section):
-    """One of the sizes of a mixture."""
+    """One of several sizes of target images or videos."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of images or clips of this size, relative to the other sizes' weights."""
+    """Sampling weight of this size."""
     rows: Range
-    """Rows of patches of one frame: a number, or least and most."""
+    """Number of patch rows of a frame, as a number or [min, max]."""
     columns: Range
-    """The same of columns; both are drawn apart."""
+    """Number of patch columns of a frame, as a number or [min, max], independent of the rows."""
 
     _numbers = field_validator("rows", "columns", mode="before")(as_range)
 
 
 class SimulatedGeneration(Section):
-    """Size of the images or clips that the generator draws."""
+    """Size of the target images or videos of the generator."""
 
     rows: Range | None = None
-    """Rows of patches of one frame: a number, or least and most."""
+    """Number of patch rows of a frame, as a number or [min, max]."""
     columns: Range | None = None
-    """The same of columns; both are drawn apart."""
+    """Number of patch columns of a frame, as a number or [min, max], independent of the rows."""
     sizes: list[SimulatedGrid] = Field(default=[])
-    """Instead of one size: several, each for some of the images or clips."""
+    """Several sizes with sampling weights, instead of one size."""
     frames: Range = Field(default=[1, 1])
-    """Frames (as the generator sees them) of a clip: least and most; 1 is an image."""
+    """Number of latent frames of a video, as [min, max]. 1 is an image."""
     frames_per_sequence: int | None = Field(default=None, ge=1)
-    """Most frames of all clips of a sequence together; default: no limit."""
+    """Maximum number of frames of all videos of a sequence. If None, there is no limit."""
     context_tokens: int = Field(default=128, ge=1)
-    """Most tokens of the LLM that an image or clip is drawn from."""
+    """Maximum number of LLM tokens that condition an image or video."""
 
     _numbers = field_validator("rows", "columns", mode="before")(as_range)
 
 
 class SimulatedSequences(Section):
-    """One kind of packed sequences; a mixture has several [[simulation.sequences]] tables."""
+    """One type of packed sequences. Add several [[simulation.sequences]] tables for a mixture."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of sequences of this kind, relative to the other kinds' weights."""
+    """Sampling weight of this type."""
     samples: int = Field(default=1, ge=1)
-    """Samples of about equal length in a sequence; attention stays within each of them.
-    `data.packing` = "balanced" packs them into other sequences."""
+    """Number of samples of similar length in a sequence. Attention does not cross samples."""
     encoder: str | None = None
-    """Encoder that reads the images; default: the only one in [simulation.images]."""
+    """Encoder of the images. If None, the only one in [simulation.images]."""
     images: Range = Field(default=[0, 0])
-    """Images to be read per sequence: least and most."""
+    """Number of input images per sequence, as [min, max]."""
     generated: Range = Field(default=[0, 0])
-    """Images or clips to be drawn per sequence: least and most."""
+    """Number of target images or videos per sequence, as [min, max]."""
     tokens: Range | None = None
-    """Tokens per sequence, images included: least and most; default: all of
-    `training.sequence_length`. What images leave is text."""
+    """Number of tokens per sequence, as [min, max]. Image tokens are included, and the remaining
+    tokens are text. If None, it is `training.sequence_length`."""
 
 
 class SimulationConfig(Section):
-    """A step that is simulated, not run (`scripts/simulate.py`): on which devices, with which data.
+    """Device and data statistics of simulated steps.
 
-    A recipe that only describes statistics of its data needs no [data] and no tokenizer.
+    A recipe with [[simulation.sequences]] needs no [data] and no tokenizer. See
+    docs/guides/simulation.md.
     """
 
     device: str = "h100"
-    """Device of the table in `torchmm/costs/devices.py`."""
+    """Device name, such as "h100". `torchmm/costs/devices.py` lists all names."""
     gpus: int = Field(default=1, ge=1)
-    """Number of devices; pipeline x replicate x shard x tensor."""
+    """Number of devices."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the microbatches."""
+    """Seed of the sampled microbatches."""
     images: dict[str, SimulatedImages] = Field(default={})
-    """Size, or sizes, of images by encoder."""
+    """Image sizes by encoder."""
     generated: SimulatedGeneration | None = None
-    """Size, or sizes, of what the generator draws."""
+    """Sizes of target images or videos."""
     sequences: list[SimulatedSequences] = Field(default=[])
-    """Mixture of packed sequences; none: `training.sequence_length` tokens of text."""
+    """Mixture of packed sequences. If empty, sequences have `training.sequence_length` tokens of
+    text."""
 
     @property
     def describes_samples(self) -> bool:

@@ -8,30 +8,32 @@ from torchmm.recipe.section import Section
 
 
 class BenchmarksConfig(Section):
-    """Tasks of lmms-eval, answered by a process of its own with an exported snapshot while training
-    goes on. `scripts/lmms_eval.sh` makes what it needs."""
+    """Evaluation of exported snapshots with lmms-eval, in a separate process during training.
+
+    `scripts/lmms_eval.sh` installs lmms-eval. See docs/guides/evaluation.md.
+    """
 
     tasks: list[str] = Field(default=[])
-    """Names of tasks: lmms-eval's, or those in `folder`."""
+    """Names of lmms-eval tasks, or of tasks in `folder`."""
     interval: int = Field(default=0, ge=0)
-    """Steps between snapshots; also after the last step; 0: never."""
+    """Number of steps between evaluations. One also runs after the last step. 0 disables them."""
     folder: str | None = None
-    """Directory of further tasks (YAML files and what they use)."""
+    """Directory of additional tasks (YAML files)."""
     limit: int | None = Field(default=None, ge=1)
-    """Questions of each task that are answered; none: all."""
+    """Maximum number of questions per task. If None, all questions are used."""
     batch_size: int = Field(default=8, ge=1)
-    """Questions that are answered together."""
+    """Batch size of the evaluation."""
     gpu: int | None = Field(default=None, ge=0)
-    """Number of the GPU, on rank 0's machine, that answers; none: its CPUs. Leave one that no rank
-    uses."""
+    """Index of the GPU on the host of rank 0. Use a GPU without a training rank. If None, the
+    evaluation runs on the CPU."""
     python: str = ".lmms-eval/bin/python"
-    """Python in which lmms-eval is installed."""
+    """Python executable of the environment with lmms-eval."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a run waits at its end for answers under way."""
+    """Maximum time in seconds that the run waits at its end for evaluations in progress."""
 
 
 class EvaluationKeys(Section):
     """Keys of evaluations by other programs."""
 
     benchmarks: BenchmarksConfig = Field(default=BenchmarksConfig())
-    """Tasks of lmms-eval."""
+    """Evaluation with lmms-eval."""

@@ -11,22 +11,27 @@ from torchmm.recipe.section import Section
 
 
 class Float8Config(Section):
-    """Matrix products of transformer layers in float8 (torchao; GPUs from Ada and Hopper on)."""
+    """Float8 matmuls in transformer layers, with torchao.
+
+    Requires an Ada, Hopper or later GPU and `training.dtype` = "bfloat16". See
+    docs/guides/speed.md.
+    """
 
     scaling: Literal["none", "rowwise", "tensorwise"] = "none"
-    """How values are scaled before they are cast: each row and column for itself (more exact), or
-    the whole tensor (faster). "none": products are in `training.dtype`."""
+    """Scaling of float8 values. "rowwise" has a scale per row and column and is more accurate.
+    "tensorwise" has a scale per tensor and is faster. "none" disables float8."""
     modules: list[str] = Field(default=[LLM])
-    """Names of modules whose layers compute in float8."""
+    """Names of modules whose layers use float8."""
     first_layers: int = Field(default=1, ge=0)
-    """Layers at a module's beginning that stay in `training.dtype`."""
+    """Number of layers at the start of a module that stay in `training.dtype`."""
     last_layers: int = Field(default=1, ge=0)
-    """The same at its end."""
+    """Number of layers at the end of a module that stay in `training.dtype`."""
     exclude: list[str] = Field(default=["*.gate", "*router*"])
-    """Patterns of names of linears within a layer ("mlp.down_proj", "self_attn.*") that do, too.
-    So do those whose sizes are no multiples of 16."""
+    """Name patterns of linear layers that stay in `training.dtype`, such as "mlp.down_proj" or
+    "self_attn.*". Linear layers with sizes that are not multiples of 16 also stay."""
     emulate: bool = False
-    """Round as float8 does, but multiply in `training.dtype`: on any device, and slowly."""
+    """Whether to round to float8 but multiply in `training.dtype`. This works on any device and is
+    slow."""
 
     def concerns(self, module: str) -> bool:
         """Whether the module's layers compute in float8."""

@@ -11,15 +11,15 @@ class ReportKeys(Section):
     """Keys of the run page, of local trackers and of diagnostics."""
 
     html_report: bool = True
-    """Write `index.html` to the run directory: curves, held-out samples, pictures, the recipe;
-    renewed while the run trains."""
+    """Whether to write a report of the run to `index.html`, with curves, held-out samples, images
+    and the recipe. It is updated during training. See docs/guides/run_page.md."""
     tensorboard: bool = False
-    """Write TensorBoard events to `tensorboard/` in the run directory."""
+    """Whether to write TensorBoard events to `tensorboard/`."""
     trackio: bool = False
-    """Record figures with Trackio, on this machine; `trackio show` shows them."""
+    """Whether to record metrics with Trackio on this host. View them with `trackio show`."""
     timeline_step: int = Field(default=5, ge=0)
-    """Step for which a picture, a trace and records of the pipeline are saved in `timeline/` (the
-    last step if there are fewer); 0: none. Without a pipeline there is nothing to show. At
-    that step every rank's peak of memory is compared with the one predicted (`memory.json`)."""
+    """Step whose pipeline timeline is saved in `timeline/`, as a plot and a trace, or the last step
+    if there are fewer. At this step, the predicted and the measured peak memory of each rank are
+    saved in `memory.json`. 0 disables it. Requires a pipeline. See docs/guides/read_pipeline.md."""
     memory_snapshot_step: int = Field(default=0, ge=0)
-    """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
+    """Step after which a CUDA memory snapshot is written to `profile/`. 0 disables it."""

@@ -78,19 +78,20 @@ def test_zoo_recipes_save_and_validate_by_default() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_a_sibling_trains_here(path: Path) -> None:
-    named = re.search(r"^# Trains here as (recipes/\S+\.toml)\.$", path.read_text(), re.MULTILINE)
+def test_zoo_recipe_has_small_version(path: Path) -> None:
+    named = re.search(r"^# Small version: (recipes/\S+\.toml)\.$", path.read_text(), re.MULTILINE)
     assert named is not None
-    sibling, recipe = (load_recipe(p).recipe for p in (ZOO.parents[1] / named[1], path))
-    assert sibling.data.sources and sibling.data.validation and sibling.validation.interval
+    small, recipe = (load_recipe(p).recipe for p in (ZOO.parents[1] / named[1], path))
+    assert small.data.sources and small.data.validation and small.validation.interval
     ours, theirs = (
-        sorted(encoder.modality for encoder in r.model.encoders.values()) for r in (sibling, recipe)
+        sorted(encoder.modality for encoder in r.model.encoders.values()) for r in (small, recipe)
     )
-    assert ours == theirs or sibling.model.source is not None  # files, made before
+    assert ours == theirs or small.model.source is not None  # files, made before
 
 
 def test_the_tables_list_every_recipe() -> None:
-    table = (ZOO.parent / "README.md").read_text()
+    reference = ROOT / "docs" / "reference"
+    table = "".join((reference / f"{n}_recipes.md").read_text() for n in ("trained", "planned"))
     every = [p for p in ZOO.parent.rglob("*.toml") if "bases" not in p.parts]
     names = [f"tiny/{p.stem}" if p.parent.name == "tiny" else p.stem for p in every]
     assert not [n for n in names if not n.endswith("base") and f"`{n}`" not in table]
@@ -117,7 +118,7 @@ def test_goals_have_the_hours_and_memory_of_the_forecasts() -> None:
     """The table of recipes by goal: steps of the recipe times the simulated step."""
     rows = json.loads((ROOT / "benchmarks/results/recipe_forecasts.json").read_text())
     found = {(row["case"], row["metric"]): row["ours"] for row in rows}
-    table = (ROOT / "recipes" / "README.md").read_text().partition("## Trained on")[0]
+    table = (ROOT / "recipes" / "README.md").read_text()
     lines = re.findall(r"\| `(\w+)` \| [^|]+ \| (\d+) \| ([\d.]+) \| (\d+) GiB \|", table)
     assert len(lines) >= 12
     for name, gpus, hours, memory_gib in lines:
@@ -131,7 +132,7 @@ def test_goals_have_the_hours_and_memory_of_the_forecasts() -> None:
 def test_lora_page_matches_recipe_forecasts() -> None:
     rows = json.loads((ROOT / "benchmarks/results/recipe_forecasts.json").read_text())
     values = {(row["case"], row["metric"]): row["ours"] for row in rows}
-    page = (ROOT / "docs" / "start" / "lora.md").read_text()
+    page = (ROOT / "docs" / "get_started" / "lora.md").read_text()
     lines = re.findall(r"\| `(\w+)` \| [^|]+ \| (\d+) \| (\d+) GiB \| ([\d.]+) s \|", page)
     assert len(lines) == 3
     for name, gpus, memory_gib, step_s in lines:
