@@ -493,9 +493,8 @@ def test_every_family_is_among_the_cases() -> None:
     assert {config["model_type"] for config in towers} == set(ENCODER_FAMILIES)
 
 
-@pytest.mark.parametrize("page", ["reference/models.md", "get_started/own_model.md"])
-def test_documents_name_every_family(page: str) -> None:
-    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+def test_documents_name_every_family() -> None:
+    text = (Path(__file__).parents[3] / "docs/reference/models.md").read_text()
     names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_KINDS)
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
