@@ -1,17 +1,17 @@
-"""Async tensor parallelism against plain: layers behind a slow link, and products in blocks.
+"""Measure async tensor parallelism: layers on a slow link, and matmuls in blocks.
 
     python benchmarks/async_tensor_parallel.py [--quick] [--json FILE] [--picture FILE] [--cuda]
 
-    mlp       forward and backward of gated MLPs on two ranks behind a slow link. Transfers take as
-              long as on a link of stated speed (`slow_link`); on one machine, gloo's own take next
-              to nothing. At best a step takes max(compute, transfers) instead of their sum
-    layers    the same of whole Hugging Face Llama layers, through the tensor-parallel plan. Nothing
-              of the linears' transfers can be hidden below attention and norms
-    products  what cutting a product into blocks costs on this device, without any transfer
-              (--cuda: only this, at the shapes of Llama 3 8B and 70B)
+    mlp       forward and backward of gated MLPs on two ranks. Transfers take as long as on a link
+              of the stated speed (`slow_link`), because gloo on one machine takes almost no time.
+              The lower bound of a step is max(compute, transfers)
+    layers    the same for Hugging Face Llama layers with the tensor-parallel plan. Nothing overlaps
+              with attention and norms
+    products  cost of splitting a matmul into blocks, without transfers
+              (--cuda: only this case, with the shapes of Llama 3 8B and 70B)
 
-Every rank computes with one thread. Overlapped, a rank receives more, for it does not keep gathered
-inputs but gathers them again; the bound takes this into account.
+Every rank uses one thread. With overlap a rank receives more data, because it gathers inputs again
+instead of storing them. The lower bound includes this.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SETTINGS = {
 
 
 class Recorded(NamedTuple):
-    """One step of one rank."""
+    """Recorded times of one step on one rank."""
 
     name: str
     step: Interval
@@ -100,7 +100,7 @@ class OverlapTimes(NamedTuple):
     step_s: dict[str, float]
     disturbed: str
     steps: list[Recorded]
-    """One of each program, for a picture."""
+    """One step of each program, for the plot."""
 
     @property
     def bound(self) -> float:
@@ -141,7 +141,7 @@ class SplitProgram(ABC):
         return recorded.step.end_s - recorded.step.begin_s - waited_s
 
     def record(self) -> Recorded:
-        """A step and what the link did meanwhile."""
+        """A step and the transfers of the link during it."""
         self._link.take_records()
         begin_s = time.perf_counter()
         self.run()
@@ -150,7 +150,7 @@ class SplitProgram(ABC):
 
 
 class Mlps(SplitProgram):
-    """Gated MLPs one after the other, whose input and output are slices of the sequence."""
+    """A sequence of gated MLPs whose inputs and outputs are slices of the sequence dimension."""
 
     case = "MLPs"
 
@@ -291,18 +291,18 @@ def compare(
 
 def overlap_rows(found: OverlapTimes) -> list[Row]:
     """Rows of one speed of the link."""
-    case = f"{found.case}, {RANKS} ranks, transfers {found.ratio:g} x compute"
+    case = f"{found.case}, {RANKS} ranks, communication {found.ratio:g} x compute"
     ours_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]
     goal = round(found.bound * NEAR_BOUND, 3) if Mlps.case in found.case else None
     ratio, bound = ours_s / plain_s, found.bound
     return [
         Row(case, "step", "ms", ours_s * 1e3, plain_s * 1e3, better="lower"),
-        Row(case, "step / plain step", "", ratio, bound, goal=goal, better="lower"),
+        Row(case, "step / step without overlap", "", ratio, bound, goal=goal, better="lower"),
     ]
 
 
 def draw_overlap(steps: Sequence[Recorded], file: Path) -> None:
-    """One step of each program: when the rank computed and when its link was busy."""
+    """Plot computation and transfers of one step of each program."""
     figure = Figure(figsize=(9, 1.1 + 0.9 * len(steps)), layout="constrained")
     axes = figure.subplots()
     labels = []
@@ -327,9 +327,11 @@ def draw_overlap(steps: Sequence[Recorded], file: Path) -> None:
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw one step of each kind")
-    parser.add_argument("--cuda", action="store_true", help="only products, on the GPU")
+    parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="plot one step of each case to FILE"
+    )
+    parser.add_argument("--cuda", action="store_true", help="measure only matmuls, on the GPU")
     arguments = parser.parse_args()
     size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     setting, rows = SETTINGS[size], []

@@ -1,25 +1,24 @@
-"""Balanced data against plain FSDP2 and against pipelines with searched schedules.
+"""Compare balanced data with regular FSDP2 and with pipelines that have searched schedules.
 
     python benchmarks/balanced_encoders.py [--quick] [--json FILE] [--cases NAME ...]
     python benchmarks/balanced_encoders.py --picture docs/images/balanced_encoders.svg
 
     vlm_s, vlm_s_tail, vlm_m_tail, qwen3_vl_8b, video, alike
-             simulated arms on many batches (`support/cases/balance_streams.py` has the data)
-    sleep    FSDP2 and pipelines on eight ranks that sleep (`support/cases/balance_sleeping.py`)
-    images   plain and balanced FSDP2 on ranks that sleep or compute
-    host     processor time of the assignment of images for 1,024 ranks
+             simulated arms on many batches (data: `support/cases/balance_streams.py`)
+    sleep    FSDP2 and pipelines on eight sleeping ranks (`support/cases/balance_sleeping.py`)
+    images   regular and balanced FSDP2 on ranks that sleep or compute
+    host     CPU time of the assignment of images for 1,024 ranks
 
-Arms without a pipeline are plain FSDP2, A (`data.reorder` = "intra": equal work at the same index
-on all ranks), C (`data.balance` = "images") and D (`data.packing` = "balanced"). Pipelines have
-static 1F1B, separate segments with a static rule, or searched schedules, for sequences as drawn and
-for sequences of D with `data.reorder` = "both".
+Arms without a pipeline are FSDP2, "reordered" (`data.reorder` = "intra"), "balanced images"
+(`data.balance` = "images") and "balanced packing" (`data.packing` = "balanced"). Pipelines have
+static 1F1B, separated modules with a static rule, or searched schedules. They run on the original
+sequences, and on those of balanced packing with `data.reorder` = "both".
 
-In "images", ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the
-encoder of the slowest rank. Layers of a tiny model sleep for as long as they would compute, with
-0.7 of the work in the encoder as in VLM-S; processes, FSDP2 and messages over gloo are real. With
-computing ranks, "lockstep CPU" is the CPU time of the slowest rank, summed over microbatches, which
-other programs on the machine do not change. Programs take turns on each step; ratios are medians of
-runs.
+In "images", FSDP2 ranks synchronize in every layer, so the slowest encoder determines the time of a
+microbatch. Layers of a small model sleep for as long as they would compute, with 0.7 of the work in
+the encoder as in VLM-S. Processes, FSDP2 and messages over gloo are real. "lockstep CPU" is the CPU
+time of the slowest computing rank, summed over microbatches, which other programs do not change.
+Programs alternate on each step. Ratios are medians of runs.
 """
 
 from __future__ import annotations
@@ -289,7 +288,7 @@ def rows_of(case: str, found: Found) -> list[Row]:
     """Rows of one world."""
     times = found.comparison
     rows = [
-        Row(case, "speed ratio", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
+        Row(case, "speedup", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
         Row(
             case, "step time", "s", times.wall_s("balanced"), times.wall_s("plain"), better="lower"
         ),
@@ -448,7 +447,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--picture"]:
         print("steps in ms:", *(f"{ms:,.0f}" for ms in draw_lockstep(Path(sys.argv[2]))))
         return
-    run_cases("Balanced encoders", __doc__, CASES, f"seed {SEED}")
+    run_cases("Balanced data", __doc__, CASES, f"seed {SEED}")
 
 
 if __name__ == "__main__":

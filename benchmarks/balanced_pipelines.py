@@ -1,19 +1,18 @@
-"""Bound on the gain of images that are distributed over the replicas of a pipeline, simulated.
+"""Simulate an upper bound on the gain of balancing images over the replicas of a pipeline.
 
     python benchmarks/balanced_pipelines.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
 
-Pipelines do not support `data.balance = "images"`. This benchmark shows how much faster they could
-be with it. Replicas exchange images of microbatch i, the exchange is free, and replicas do not wait
-for each other. A runtime would therefore gain less. Arms:
+Pipelines do not support `data.balance = "images"`. In this simulation, replicas exchange images of
+microbatch i without cost and do not wait for each other, so a real run would gain less. Arms:
 
-- "own": every replica encodes its own images;
-- "replicas": the images of microbatch i of all replicas are distributed evenly;
+- "own": each replica encodes its own images.
+- "replicas": the images of microbatch i of all replicas are distributed evenly.
 - "even": the images of the complete step are distributed evenly over replicas and microbatches.
   Replicas that exchange images of one microbatch cannot reach this.
 
 The planner searches plans for "own" and "replicas", and all arms simulate the plans of both. The
-opponent is the best plan without a pipeline, whose images may be balanced. Nothing is fitted and no
-device is measured.
+baseline is the best plan without a pipeline, which may balance its images. No value is fitted and
+no device is measured.
 """
 
 from __future__ import annotations
@@ -183,16 +182,17 @@ def gain(record: Record, arm: str) -> float:
 
 def markdown(records: Sequence[Record]) -> str:
     """Return the table of the results page."""
-    head = ["workload", "search, s", "no pipeline", *(f"pipeline, {arm}" for arm in ARMS)]
-    head += ["replicas / own", "gain", "best plan with images of replicas distributed"]
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
+    head = ["workload", "search (CPU s)", "no pipeline (s)"]
+    head += [f"pipeline, {arm} (s)" for arm in ARMS]
+    head += ["own / replicas (x)", "gain (x)"]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for record in records:
         arms, plain = record["pipelines"], record["no pipeline"]
         cells = [record["workload"], f"{record['search_s']:g}"]
         cells += [f"{plain['step_s']:.3g}" if plain else "-"]
         cells += [f"{arms[arm]['step_s']:.3g}" for arm in ARMS]
         cells += [f"{arms['own']['step_s'] / arms['replicas']['step_s']:.3f}"]
-        cells += [f"{gain(record, 'replicas'):.3f}", arms["replicas"]["sizes"]]
+        cells += [f"{gain(record, 'replicas'):.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -230,7 +230,7 @@ def main() -> None:
         replace_table(arguments.page, markdown(shown))
     rows = [row for record in shown for row in table_rows(record)]
     machine = describe_machine(torch.device("cpu"))
-    report(f"Balanced images in pipelines, simulated; {machine}", rows, arguments.json)
+    report(f"Images balanced over pipeline replicas, simulated; {machine}", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
-"""Encoders in the LLM's bubbles on the wall clock.
+"""Measure encoder work in the bubbles of the LLM pipeline (Optimus).
 
     python benchmarks/bubble_runtime.py [--quick] [--json FILE] [--cases NAME ...]
 
     compute    `bubble_compute_case`: Hugging Face layers on two ranks of one thread each
-    sleep      eight ranks whose layers sleep: runtime, processes and messages are real
+    sleep      eight ranks whose layers sleep; runtime, processes and messages are real
 
-Compared are plans of the same work:
+Compared plans of the same work:
 
-    filled             Optimus: encoder work wherever the LLM leaves a rank idle
-    not filled         the same plan, but every rank's encoder work before and after its LLM work
-    tower in stage 0   Megatron-LM's placement
-    coarse             Optimus' best plan that fills no bubble between LLM actions (sleep)
-    balanced chain     all layers in one chain of equally costly stages (sleep)
+    filled                    Optimus: encoder work in all idle times of the LLM
+    not filled                the same plan, with encoder work before and after the LLM work
+    encoder in stage 0        Megatron-LM's placement
+    coarse                    the best Optimus plan that fills no bubble between LLM actions (sleep)
+    balanced single pipeline  all layers in stages of equal cost (sleep)
 
-Each may choose among sizes that are played through with known or measured times first; "not
-filled" has those of "filled". Numbers of images per microbatch are those of real documents, which
-are committed.
+Each plan is selected by simulation with known or measured times. "not filled" has the sizes of
+"filled". Image counts are those of real documents.
 
-Sleeping ranks run three cases. In the first, all may choose how many stages of the LLM a rank has,
-and the tower takes as much of the time as in SmolVLM-500M. With two stages per rank the bubbles
-between LLM actions are short, and the tower's work is many times as long as they are: there is
-nothing to be won over coarse placement. In the others the LLM runs under 1F1B, with bubbles of
-half its own time, and the tower's work is about as long as they are: trained, or frozen, as while a
-connector is trained. Forwards then go into bubbles in the LLM's warm-up, which coarse placement has
-in front of the step. What each ratio is when played through stands next to what was measured.
+Sleeping ranks run three cases. In the first, all plans may choose the number of LLM stages per
+rank. With two stages per rank, bubbles between LLM actions are short compared with encoder work, so
+filling them gains nothing over coarse plans. In the other cases, the LLM runs under 1F1B and the
+encoder (trained or frozen) needs about as long as the bubbles. Each measured speedup is reported
+with its simulated speedup.
 """
 
 from __future__ import annotations
@@ -72,12 +69,12 @@ from torchmm.pipelining.view.timeline import uniform_timeline
 from torchmm.recipe.parallel_section import ParallelConfig
 
 OPTIMUS, FLOAT = OPTIMUS_SCHEDULE, torch.float32
-CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"
-UNFILLED, FRONT = "not filled", "tower in stage 0"
+CHAIN, COARSE, FINE = "balanced single pipeline", "coarse", "filled"
+UNFILLED, FRONT = "not filled", "encoder in stage 0"
 PATIENCE_S = 20
 """How long to wait for other programs to end."""
 GOALS = {"compute": 1.15, "sleep": 1.3}
-"""For the speed against the tower in stage 0."""
+"""For the speed against the encoder in stage 0."""
 NAP_S = {"full": 4e-3, "quick": 2e-3, "tiny": 2e-4}
 """Forward of an LLM layer."""
 
@@ -97,7 +94,7 @@ class Nap(NamedTuple):
 NAPS = (
     Nap("any stages", 8, TOWER_SHARE, False, (1, 2)),
     Nap("1F1B", 16, 0.35, False, (1,)),
-    Nap("1F1B, frozen tower", 12, 0.25, True, (1,)),
+    Nap("1F1B, frozen encoder", 12, 0.25, True, (1,)),
 )
 
 
@@ -128,7 +125,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Front:
-    """The whole tower in front of the LLM's first stage.
+    """The full encoder before the first LLM stage.
 
     Attributes:
         virtual: stages of the LLM per rank.
@@ -146,7 +143,7 @@ class Front:
 
 @dataclass(frozen=True)
 class Colocated:
-    """The tower in pipelines of its own.
+    """Optimus: the encoder in separate pipelines.
 
     Attributes:
         bubbles: "coarse" or "fine".
@@ -218,7 +215,7 @@ class PlannedSleep(OurSleep):
 
 
 def played_s(work: Work, choice: Choice | Made) -> float:
-    """Makespan of all steps, played through."""
+    """Simulated makespan of all steps."""
     total = 0.0
     for index in range(len(work.images)):
         graph, order = choice.plan(work, index)
@@ -273,7 +270,7 @@ def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
 
 
 def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
-    """The plans that are the fastest when played through, by name."""
+    """Return the fastest plan of each method in the simulation, by name."""
     best = {}
     for name, every in candidates(nap.virtual).items():
         made = [Made.of(choice, work) for choice in every]
@@ -305,10 +302,10 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
 
 
 def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
-    """What ratios should be: of makespans played through."""
+    """Return speedups of simulated makespans."""
     times_s = {name: played_s(work, made) for name, made in plans.items()}
     return [
-        Row(case, f"ratio when played through, {name}", "x", time_s / times_s[FINE],
+        Row(case, f"simulated speedup, {name}", "x", time_s / times_s[FINE],
             kind="simulated")
         for name, time_s in times_s.items()
         if name != FINE
@@ -321,7 +318,7 @@ def run_compute(size: str) -> Iterator[list[Row]]:
         names = FINE, UNFILLED, FRONT
         found = run_ranks(compute_case.run_rank, compute_case.RANKS, setting, names)
         print_choices("compute", found)
-        print(f"compute: the tower takes {found['tower share']:.0%} of the computing time")
+        print(f"compute: the encoder takes {found['tower share']:.0%} of the compute time")
         case = (
             f"{compute_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
             f"layers, {setting.microbatches} microbatches"
@@ -337,7 +334,7 @@ def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
     """The filled plan against the others.
 
     Args:
-        goal: against the tower in stage 0.
+        goal: against the encoder in stage 0.
     """
     goals = {UNFILLED: 1.0, FRONT: goal, COARSE: None, CHAIN: None}
     present = {name: least for name, least in goals.items() if name in comparison.times}
@@ -350,7 +347,7 @@ CASES = {"compute": run_compute, "sleep": run_sleep}
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
-    run_cases("Bubbles filled on the wall clock", __doc__, CASES, conditions)
+    run_cases("Filled bubbles, measured", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

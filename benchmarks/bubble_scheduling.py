@@ -1,19 +1,17 @@
-"""Encoders in an LLM's bubbles: how fast the scheduler is, how much it hides, what a step takes.
+"""Simulate Optimus tables 5 to 7 and figures 15 to 17, and time its bubble scheduler.
 
     python benchmarks/bubble_scheduling.py [--quick] [--json FILE]
 
-Optimus' tables 5 and 7 (ViT-22B + GPT-175B on 1536, 2048 and 3072 GPUs), figure 15 (weak scaling),
-table 6 with figure 16 (two encoders) and figure 17 (memory), from the model in `bubble_model`.
-Scheduler times are measured, for all four encoder plans with whole tensor-parallel groups (1, 2, 4
-or 8 pipeline stages); all else is simulated. How many patches there are for each token of the LLM
-the paper does not say; results are given for several, the first of them fitted to one figure: the
-coarse efficiency on 1536 GPUs.
+The tables are 5 and 7 (ViT-22B + GPT-175B on 1536, 2048 and 3072 GPUs) and 6 (two encoders), the
+figures 15 (weak scaling), 16 and 17 (memory). `bubble_model` has the model. Scheduler times are
+measured for all four encoder plans with full tensor-parallel groups (1, 2, 4 or 8 pipeline stages).
+All other values are simulated. The paper does not report the number of patches per LLM token.
+Results use several values. The first one is fitted to the coarse efficiency on 1536 GPUs.
 
-The encoder plan is the fastest of those that fit and, before encoders keep anything, take at most
-12 % more memory than the leanest baseline, as the paper's do (figure 17); what the others would
-give stands next to it. Memory is that of the fullest device, all activations included, if nothing
-is recomputed: the paper gives neither patches nor recomputation. The paper's planner counts states
-and the LLM's activations alone. Steps that need more than the 80 GB of a device are marked.
+The chosen encoder plan is the fastest that fits and that uses at most 12 % more memory than the
+baseline with the lowest memory, without encoder activations (figure 17). Memory is that of the
+device with the highest use, with all activations and without recomputation. The paper includes only
+states and LLM activations. Steps that need more than 80 GB are marked.
 
 Small cases are compared with the best of all assignments of microbatches to pipelines.
 """
@@ -75,7 +73,7 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 GOAL_S = 0.5
 EVALUATIONS = 24
-"""Assignments tried per plan: microbatches are alike, so the first one is nearly the best."""
+"""Assignments tried per plan: microbatches are identical, so the first one is nearly the best."""
 OPTIMUS_ERROR = 0.15
 """Of table 5's cells."""
 FITTED = 1.75
@@ -91,14 +89,14 @@ class Filled(NamedTuple):
     coarse: BubbleSchedule
     fine: BubbleSchedule
     planned: float
-    """Memory on the fullest device beyond that of the leanest baseline, as a share of it, as the
+    """Peak memory above the baseline with the lowest memory use, as a fraction of it, as the
     paper's planner counts: states and the LLM's activations."""
     overhead: float
     """The same with encoders' activations, on both sides."""
     activations: float
     """Of encoders, on the device that keeps most of them, in bytes."""
     memory: float
-    """On the fullest device, in bytes."""
+    """Bytes on the device with the highest memory use."""
 
     @property
     def fits(self) -> bool:
@@ -177,12 +175,18 @@ def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
         case = f"{row.microbatches} microbatches, {gpus} GPUs"
         paper_s = row.runtime.value
         rows += [
-            Row(case, "costs and timeline of the LLM", "s", least_s[0], better="lower"),
+            Row(case, "LLM costs and timeline", "s", least_s[0], better="lower"),
             Row(case, f"{len(works)} encoder plans", "s", least_s[1], better="lower"),
             Row(
-                case, "scheduler, all", "s", least_s[2], paper=paper_s, goal=GOAL_S, better="lower"
+                case,
+                "scheduler, all plans",
+                "s",
+                least_s[2],
+                paper=paper_s,
+                goal=GOAL_S,
+                better="lower",
             ),
-            Row(case, "speed-up over the paper", "x", paper_s / least_s[2]),
+            Row(case, "speedup over the paper", "x", paper_s / least_s[2]),
         ]
     return rows
 
@@ -219,7 +223,7 @@ def strong_rows(speed: Speed, gpus: int) -> list[Row]:
                     baseline=balanced, paper=paper, better="lower",
                 )
             )  # fmt: skip
-            rows.append(simulated(f"Eff {name}", "", own.efficiency, paper=printed))
+            rows.append(simulated(f"bubble efficiency, {name}", "", own.efficiency, paper=printed))
         rows += memory_rows(case, found, f"{found.name}{chosen}", goal=index == 0)
     best = every[0]
     steps_s = [best.fine.total_ms / 1e3, best.coarse.total_ms / 1e3, balanced, megatron]
@@ -243,11 +247,11 @@ def weak_rows(speed: Speed) -> list[Row]:
         rows += [
             Row(case, name, "s", step_s, balanced, better="lower", kind="simulated"),
             Row(
-                case, "speed-up over balanced", "x", balanced / step_s,
+                case, "speedup over balanced", "x", balanced / step_s,
                 paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM balanced"].value, kind="simulated",
             ),
             Row(
-                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                case, "speedup over Megatron-LM", "x", megatron / step_s,
                 paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM"].value, kind="simulated",
             ),
             *memory_rows(case, found, found.name, goal=True),
@@ -265,7 +269,7 @@ def two_encoder_rows(speed: Speed) -> list[Row]:
         rows += [
             Row(case, name, "s", step_s, megatron, better="lower", kind="simulated"),
             Row(
-                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                case, "speedup over Megatron-LM", "x", megatron / step_s,
                 paper=OPTIMUS_TWO_ENCODERS[model.name].value, kind="simulated",
             ),
             *memory_rows(case, found, found.name, goal=True),
@@ -274,12 +278,12 @@ def two_encoder_rows(speed: Speed) -> list[Row]:
 
 
 def optimum_rows(cases: int) -> list[Row]:
-    """Ours over the best of all assignments: 4 to 8 microbatches, two pipelines."""
+    """torchmm / the best of all assignments: 4 to 8 microbatches, two pipelines."""
     rows = []
     kinds: tuple[Granularity, ...] = ("coarse", "fine")
     for alike, kind in product((True, False), kinds):
         ratios = [optimum_ratio(seed, alike, kind) for seed in range(cases)]
-        case = f"microbatches {'alike' if alike else 'different'}, {cases} seeds from 0"
+        case = f"{'identical' if alike else 'different'} microbatches, {cases} seeds from 0"
         for metric, ours, goal in (("worst", max(ratios), 1.01), ("mean", fmean(ratios), None)):
             name = f"{kind} / optimum, {metric}"
             rows.append(Row(case, name, "", ours, goal=goal, better="lower", kind="simulated"))
@@ -287,7 +291,7 @@ def optimum_rows(cases: int) -> list[Row]:
 
 
 def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
-    """One case. Where microbatches are alike, too few assignments are tried to see all."""
+    """Return one ratio. With identical microbatches, not all assignments are tried."""
     rng = random.Random(seed)
     microbatches = rng.choice((4, 6, 8))
     layers = ModuleLayers("llm", "llm", (1.0,) * 8)
@@ -339,7 +343,9 @@ CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {"scheduler": scheduler
 
 def main() -> None:
     """Print the tables."""
-    run_cases("Bubble scheduling", __doc__, CASES, "simulated but for the scheduler's times")
+    run_cases(
+        "Bubble scheduling", __doc__, CASES, "all values are simulated, except scheduler times"
+    )
 
 
 if __name__ == "__main__":

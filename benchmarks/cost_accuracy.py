@@ -1,19 +1,17 @@
-"""How well the cost model and the simulator predict real steps of training on this CPU.
+"""Compare predicted and measured step times on this CPU.
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as
-`scripts/calibrate.py` does), before, between and after the steps, because the machine's own speed
-changes within minutes. Models that calibration has never seen (`cost_cases`) are trained as the
-trainer does it, each in processes of its own (`cost_program`), twice, in both orders. A step's
-prediction is `simulate` of the very plan that the runtime executes, with `plan_costs` of that
-profile, and `update_ms` for the optimizer; nothing is learned from the steps.
+Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as in
+`scripts/calibrate.py`), before, between and after the steps, because the speed of the machine
+changes. The models (`cost_cases`) are not part of the calibration. Each one is trained twice in
+separate processes (`cost_program`). The prediction is `simulate` of the executed plan with
+`plan_costs` of the profile, and `update_ms` for the optimizer. No value is fitted to the steps.
 
-Accuracy is 1 - |predicted - measured| / measured, of the median over runs. The baseline is the
-noise floor: runs of the first half against those of the second. The paper's figure is the mean of
-PipeWeaver's simulator. One rank's time on a core is compared too: on an idle machine it is the time
-that passes, on others it still holds. Where a prediction is off shows in the printed sums over
-classes of actions.
+Accuracy is 1 - |predicted - measured| / measured, for the median over runs. Its baseline is the
+noise of the machine: runs of the first half compared with those of the second. The paper value is
+the mean of PipeWeaver's simulator. For one rank, CPU time is compared as well, because it is also
+valid on a busy machine. The printed sums by type of action show where a prediction is wrong.
 """
 
 from __future__ import annotations
@@ -151,15 +149,17 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[C
     first, last = (predictions(profile(m)) for m in (every[0], every[-1]))
     drift = median(b.step_ms / a.step_ms for a, b in zip(first, last, strict=True))
     taken_s = sum(seconds for _, _, seconds in calibrations)
-    print(f"{ranks} rank(s): calibrated in {taken_s:.0f} s, {len(every)} times around the steps,")
-    print(f"of whose predictions the last differs from the first by {drift - 1:+.1%}: {name};")
+    print(
+        f"{ranks} rank(s): {len(every)} calibrations in {taken_s:.0f} s, before, between and after the steps;"
+    )
+    print(f"predictions of the last one differ from the first by {drift - 1:+.1%}: {name};")
     times = [t for found in runs.values() for own in found for t in own.times]
     disturbed = sum(own.disturbed for found in runs.values() for own in found)
     print(
         f"{setting.passes} x {setting.runs} runs of a step, in which other programs took at most "
-        f"{max(t.others for t in times):.0%} of the CPU; {disturbed} more were left out"
+        f"{max(t.others for t in times):.0%} of the CPU; {disturbed} more were skipped"
     )
-    print("by class of action, all ranks together: predicted / measured ms")
+    print("by type of action, sum over ranks: predicted / measured ms")
     results = []
     for (case, found), own in zip(runs.items(), predicted, strict=True):
         print(f"  {case}: {_classes(own, found)}")
@@ -204,10 +204,10 @@ def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
             case = f"{own.case}; {ranks} rank{'s' * (ranks > 1)}"
             made += [
                 Row(case, "predicted step", "ms", own.predicted_ms, own.median_ms, better="lower"),
-                Row(case, "accuracy", "share", own.accuracy, own.floor),
+                Row(case, "accuracy", "fraction", own.accuracy, own.floor),
             ]
             if own.cpu_ms:
-                made.append(Row(case, "accuracy, CPU time", "share", own.cpu_accuracy))
+                made.append(Row(case, "accuracy, CPU time", "fraction", own.cpu_accuracy))
     case = f"all {len(every)} cases"
     for metric, combine, goal, paper in (
         ("mean accuracy", mean, PAPER, PAPER),
@@ -215,29 +215,29 @@ def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
     ):
         ours, floors = combine(own.accuracy for own in every), [own.floor for own in every]
         floor = combine(f for f in floors if f is not None) if any(floors) else None
-        made.append(Row(case, metric, "share", ours, floor, paper, goal))
+        made.append(Row(case, metric, "fraction", ours, floor, paper, goal))
     on_core = [own.cpu_accuracy for own in every if own.cpu_ms]
     for metric, combine in (("mean", mean), ("worst", min)):
         name = f"{metric} accuracy, CPU time, 1 rank"
-        made.append(Row(case, name, "share", combine(on_core)))
+        made.append(Row(case, name, "fraction", combine(on_core)))
     return made
 
 
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
+    parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
     arguments = parser.parse_args()
     name = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     setting = SETTINGS[name]
     torch.set_num_threads(1)
     print(f"machine: {describe_machine(CPU)}")
     print(f"documents: {load_documents().source}; seeds 0")
-    print("baseline: of predicted steps, the measured ones; of accuracy, runs against themselves")
+    print("baseline: the measured step for predicted steps, repeated runs for accuracy")
     found = {}
     for ranks, cases in enumerate(setting.cases, start=1):
         found[ranks] = run_cases(ranks, cases, setting)
-    report("Predicted against measured steps", rows(found), arguments.json)
+    report("Predicted and measured step times", rows(found), arguments.json)
 
 
 if __name__ == "__main__":

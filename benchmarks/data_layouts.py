@@ -1,11 +1,10 @@
-"""Samples per second in the layouts that data sets are published in, against our own.
+"""Measure samples per second of published record formats, compared with the native format.
 
-Every layout has the same content as our own (`messages` with parts, files in `images`): a picture,
-a question and its answer, or two of these. Reading is what measuring a source and every worker do
-first: parse the record, look at the file's header, write the chat template, tokenise. Pixels are
-not decoded, as that costs the same in all layouts and would hide what differs. Both are read in
-turns, pair by pair, and compared by CPU time; tokens, labels and files are compared first, and have
-to be the same.
+All formats have the same content as the native one (`messages` with content parts, files in
+`images`): an image, a question and its answer, or two of these. A sample is parsed, image headers
+are read, the chat template is applied and text is tokenized. Pixels are not decoded, because this
+costs the same in all formats. Both formats are read in interleaved pairs and compared by CPU time.
+Tokens, labels and files have to be identical.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Content(NamedTuple):
 
 
 def make_contents(count: int) -> list[Content]:
-    """Pictures of one size and random words."""
+    """Images of one size and random words."""
     draw = random.Random(SEED)
     contents = []
     for number in range(count):
@@ -90,7 +89,7 @@ def turn(role: str, content: Any) -> Message:
 
 
 def asked(text: str, **file: Any) -> Message:
-    """A question behind a picture."""
+    """A question after an image."""
     return turn("user", [{"type": "image", **file}, {"type": "text", "text": text}])
 
 
@@ -126,7 +125,7 @@ def named_parts(content: Content) -> dict[str, Any]:
 
 
 def openai(content: Content) -> dict[str, Any]:
-    """`messages` with pictures as base64."""
+    """`messages` with images as base64."""
     address = "data:image/jpeg;base64," + base64.b64encode(content.image).decode()
     part = {"type": "image_url", "image_url": {"url": address}}
     first = turn("user", [part, {"type": "text", "text": content.question}])
@@ -234,7 +233,7 @@ def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[R
     for one, other in zip(published, ours, strict=True):
         found, expected = reader.read(one), reader.read(other)
         if (found.text, found.files) != (expected.text, expected.files):
-            raise AssertionError(f"{name} is not the same sample as in our own layout")
+            raise AssertionError(f"{name}: the sample differs from the native format")
 
     def read_all(records: list[Record]) -> None:
         for record in records:
@@ -246,7 +245,7 @@ def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[R
     found_per_s, own_per_s = count / times.median_ours_s, count / times.median_baseline_s
     return [
         Row(name, "samples per second", "1/s", found_per_s, own_per_s),
-        Row(name, "speed against our own layout", "", times.cpu_ratio, 1, None, GOAL),
+        Row(name, "speed / native format", "", times.cpu_ratio, 1, None, GOAL),
     ]
 
 
@@ -260,7 +259,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in CASES:
         rows += case_rows(name, reader, *((50, 5) if arguments.quick else (200, 21)))
-    report("Reading samples, baseline: our own layout", rows, arguments.json)
+    report("Record formats, baseline: the native format", rows, arguments.json)
 
 
 if __name__ == "__main__":

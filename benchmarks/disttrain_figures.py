@@ -1,23 +1,21 @@
-"""DistTrain's figures 15 to 20, simulated: overall, orchestration, reordering, frozen modules.
+"""Simulate DistTrain figures 15 to 20: overall, orchestration, reordering, frozen modules.
 
-Models are the recipes of MLLM-9B, -15B and -72B on A800 devices, which nobody has measured here: no
-number is fitted. Every step is one that `train.py --dry-run` would show for the same recipe:
-planned as a run plans it and simulated action by action, for the replica group whose busiest rank
-has most to do. Megatron-LM is as in §8: tensor 8; LLM pipelines of 1, 2 and 10; one stage each for
-encoder and generator, which are copied to the eight devices of a stage and divide a microbatch's
-images among them; batches as sampled. "FLOP ratio" gets nodes in proportion to FLOPs, and the same
-search within them as ours.
+The models are the recipes of MLLM-9B, -15B and -72B on A800 devices. No value is fitted or
+measured. Every step is planned as in `train.py --dry-run` and simulated action by action, for the
+replica group with the most loaded rank. Megatron-LM is as in section 8: tensor 8, LLM pipelines of
+1, 2 and 10 stages, one stage each for encoder and generator, which are replicated on the eight
+devices of a stage and divide the images of a microbatch. "FLOP ratio" has nodes in proportion to
+FLOPs and the same search within them.
 
-All have the same freedom: Megatron-LM the best of 1F1B and interleaved 1F1B, the FLOP ratio every
-schedule and recomputation that ours has; and the same memory: each row says whether both keep to 90
-% of a device, by the simulated peak with messages. A baseline that does not fit is shown all the
-same, as the paper's ran. Ours is never slower than the FLOP ratio's plan by construction, for that
-is one of the plans it may choose.
+Megatron-LM uses the better of 1F1B and interleaved 1F1B. The FLOP ratio may use every schedule and
+recomputation that torchmm may use. Each row shows whether both fit into 90 % of a device, by
+simulated peak memory with messages. Baselines that do not fit are still shown. The torchmm plan is
+never slower than the FLOP ratio, because this plan is one of its candidates.
 
-The paper prints most bars only as pictures and gives ranges over models in the text: where a value
-is a range, its ends stand next to the least and the most of ours. Throughput is of the whole job,
-whose number of devices differs a little; MFU is of the devices in use. U-Net and LAION-400M have
-stand-ins, see recipes/papers/bases/disttrain.toml.
+The paper prints most bars only in figures, and ranges over models in the text. The minimum and
+maximum are compared with these ranges. Throughput is that of the full job, whose number of devices
+varies slightly. MFU is that of the devices in use. See recipes/papers/bases/disttrain.toml for the
+replacements of U-Net and LAION-400M.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ EFFORT = {LARGE[0]: 150_000, SMALL[0]: 100_000}
 
 
 class Step(NamedTuple):
-    """A simulated step of a whole job."""
+    """A simulated step of a complete job."""
 
     seconds: float
     mfu: float
@@ -131,7 +129,7 @@ def judged(case: Case, ratio: bool) -> SearchResult:
 
 
 def best_of(case: Case) -> Candidate:
-    """The best plan; one of the FLOP ratio's is as much ours as any."""
+    """The best plan, which may be one of the FLOP ratio."""
     found = [judged(case, ratio).best for ratio in ((False, True) if not case.frozen else (False,))]
     return min((each for each in found if each is not None), key=lambda each: each.step_ms)
 
@@ -170,8 +168,7 @@ def megatron(case: Case) -> Step:
 
 
 def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
-    """Encoder and generator whole on every device of their stages, image by image; batches as they
-    come."""
+    """Return a recipe with encoder and generator replicated on all devices of their stages."""
     table = recipe.model_dump(exclude_none=True)
     for unit in plan.units:
         if unit.name != "llm":
@@ -183,7 +180,7 @@ def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
 
 
 def run(case: Case, recipe: Recipe, devices: int) -> Step:
-    """A step of a recipe with modules on devices of their own."""
+    """A step of a recipe with modules on separate devices."""
     forecaster = Forecaster(recipe, devices, PROFILE, sample=sample_of(case))
     return Step.of(forecaster.forecast_parallel(recipe.parallel), devices)
 
@@ -272,16 +269,16 @@ def step_rows(title: str, found: Step, baseline: Step, paper_mfu: float | None) 
         Row(title, f"MFU, {devices}", "%", 100 * found.mfu, 100 * baseline.mfu, paper_mfu,
             kind="simulated"),
         Row(title, "step", "s", found.seconds, baseline.seconds, None, None, "lower", "simulated"),
-        Row(title, f"peak: ours {fit[0]}, baseline {fit[1]}", "GiB", found.peak_gib,
+        Row(title, f"peak: torchmm {fit[0]}, baseline {fit[1]}", "GiB", found.peak_gib,
             baseline.peak_gib, None, None, "lower", "simulated"),
     ]  # fmt: skip
 
 
 def certificate_row(title: str, case: Case) -> Row:
-    """How far from the best of all plans ours may be."""
+    """Return a bound on the distance of the torchmm plan from the best of all plans."""
     best, found = best_of(case), judged(case, False)
     gap = 100 * (best.step_ms / min(found.bound_ms, best.step_ms) - 1)
-    return Row(title, "ours slower than any plan, at most", "%", gap, better="lower",
+    return Row(title, "torchmm slower than any plan, at most", "%", gap, better="lower",
                kind="simulated")  # fmt: skip
 
 
@@ -297,8 +294,8 @@ def range_rows(
     if not gains:
         return []
     return [
-        row(title, f"{metric}, least", "x", min(gains), least),
-        row(title, f"{metric}, most", "x", max(gains), most),
+        row(title, f"{metric}, minimum", "x", min(gains), least),
+        row(title, f"{metric}, maximum", "x", max(gains), most),
     ]
 
 
@@ -327,7 +324,7 @@ CASES = {name: partial(figure, name) for name in FIGURES}
 
 def main() -> None:
     """Print the tables."""
-    run_cases("DistTrain's figures", __doc__, CASES, "simulated")
+    run_cases("DistTrain figures", __doc__, CASES, "simulated")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What microbatches of interleaved documents contain: image counts as in real data.
+"""Image counts and text lengths of real interleaved documents, for benchmarks without data.
 
-`gimp_help_documents.json` has, for every training page of the manual that
-`scripts/prepare_data.py gimp_help` prepares, its text runs and images in reading order; text and
-pixels are left out, so benchmarks need no data. It was written by
+`gimp_help_documents.json` has the text lengths and images of every training page of the manual that
+`scripts/prepare_data.py gimp_help` prepares, without text and pixels. It was written by
 
     python scripts/prepare_data.py gimp_help smollm2_135m
     python benchmarks/documents.py data
@@ -25,7 +24,7 @@ from torchmm.data.steps.packing import pack_all
 FILE = Path(__file__).with_name("gimp_help_documents.json")
 OPEN_PACKS = 32
 IMAGE = 0
-"""Stands in a document where an image is; other numbers are tokens of a run of text."""
+"""Marker of an image in a document; other numbers are tokens of a run of text."""
 
 
 class Sample(NamedTuple):
@@ -85,7 +84,7 @@ def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -
 def main() -> None:
     """Writes the file from prepared data."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", type=Path, help="where prepare_data.py has put its sets")
+    parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data
     manifest = json.loads((data / "MANIFEST.json").read_text())["gimp_help"]
     tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m", trust_remote_code=False)

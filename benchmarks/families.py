@@ -1,17 +1,14 @@
-"""One training step of every family, packed, against Hugging Face's own model on padded samples.
-
-Both sides begin with the same weights, see the same captions (composites: with their images; models
-that hear: with sounds of noise) and do a forward, a backward, clipping and AdamW in float32. Ours
-gets the samples packed into one row; Hugging Face's model gets them padded to the longest, with
-labels, and gives its own loss. Losses are compared before anything is timed. The models are small
-and have random weights: what is shown is that no family falls behind its own implementation, not
-how fast large models are. So that a table of embeddings does not outweigh all layers, token ids are
-numbered anew among those in use.
-Rows of families that were not run stay in the file: the whole takes minutes, and can be cut.
-The last rows ("patch embedding") compare Qwen's convolution over patches with the matrix product
-that takes its place.
+"""Compare a packed training step of every model type with Hugging Face on padded samples.
 
     python benchmarks/families.py [--quick] [--json FILE] [--families NAME ...]
+
+Both programs start with the same weights, use the same captions (with images, or noise as audio)
+and run forward, backward, gradient clipping and AdamW in float32. torchmm packs the samples into
+one sequence. Hugging Face pads them to the longest and computes its own loss. Losses are compared
+before timing. Models are small with random weights, so the results do not predict large models.
+Token ids are renumbered among those in use, so that embeddings do not dominate. Rows of model types
+that were not run stay in the JSON file. The last rows ("patch embedding") compare the convolution
+over patches of Qwen with the matmul that torchmm uses.
 """
 
 from __future__ import annotations
@@ -79,14 +76,16 @@ def main() -> int:
         if args.json is not None:
             cases = {row.case for row in found}
             write_rows(kept_rows(args.json, cases) + found, args.json)
-    report("A packed step against Hugging Face's padded one", rows, None)
+    report("Training step: packed torchmm and padded Hugging Face", rows, None)
     return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--pairs", type=int, help="timings of each side per family")
+    parser.add_argument(
+        "--families", nargs="+", metavar="NAME", help="model types to measure (default: all)"
+    )
+    parser.add_argument("--pairs", type=int, help="timed pairs per model type")
     return parser.parse_args()
 
 
@@ -102,7 +101,9 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
     loss = (ours(packed) / packed.target_count).item()
     expected = theirs(**padded).loss.item()
     if not abs(loss - expected) <= TOLERANCE * abs(expected):
-        raise LossMismatchError(f"{family.name}: ours {loss:.6f}, Hugging Face's {expected:.6f}")
+        raise LossMismatchError(
+            f"{family.name}: loss {loss:.6f} (torchmm), {expected:.6f} (Hugging Face)"
+        )
     step = _step(ours, lambda: ours(packed) / packed.target_count)
     plain = _step(theirs, lambda: theirs(**padded).loss)
     step(), plain()
@@ -110,9 +111,9 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
     positions = padded["input_ids"].numel()
     padding = 1 - len(packed.input_ids_T) / positions
     return [
-        Row(family.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=1.0),
+        Row(family.name, "speedup", "x", times.speed_ratio, baseline=1.0, goal=1.0),
         Row(family.name, "CPU time ratio", "x", times.cpu_ratio, baseline=1.0, goal=1.0),
-        Row(family.name, "padding", "share", 0.0, padding, better="lower"),
+        Row(family.name, "padding", "fraction", 0.0, padding, better="lower"),
     ]
 
 

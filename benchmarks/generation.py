@@ -1,16 +1,16 @@
-"""Tokens per second of text, with a cache and without, against Hugging Face's `generate`.
-
-Both sides have the same weights: Hugging Face's model is opened from our export. Prompts are random
-tokens, with pictures where the model sees; the likeliest token is chosen, nothing ends a text, and
-both sides have to write the same tokens. A run of either side includes the prompts. Sides are timed
-in turns, pair by pair; ratios are medians over pairs.
-
-    one prompt          64 tokens
-    eight prompts       16 to 128 tokens; Hugging Face pads them to the left
-    pictures            four prompts with a picture each
-    hybrid              one prompt for a model of delta nets and attention
+"""Measure text generation in tokens per second, compared with Hugging Face `generate`.
 
     python benchmarks/generation.py [--quick] [--json FILE] [--cases NAME ...]
+
+Both programs have the same weights: the Hugging Face model is loaded from the torchmm export.
+Prompts are random tokens. Decoding is greedy without an end token, and both programs have to
+generate the same tokens. A run includes the prompts. Pairs are interleaved; ratios are medians over
+pairs.
+
+    one prompt          64 tokens
+    eight prompts       16 to 128 tokens; Hugging Face pads on the left
+    images              four prompts with one image each
+    hybrid              one prompt for a model of delta nets and attention
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ GOAL = 1.0
 NEW_TOKENS = {"full": 256, "quick": 48, "tiny": 6}
 PAIRS = {"full": 7, "quick": 3, "tiny": 1}
 PAIRS_WITHOUT_CACHE = {"full": 3, "quick": 1, "tiny": 1}
-"""The whole text for every token takes long."""
+"""Without a cache, every token needs the full text, so fewer pairs are timed."""
 WIDTHS = {"full": 384, "quick": 192, "tiny": 32}
 LAYERS = {"full": 8, "quick": 4, "tiny": 2}
 VOCABULARY = 8192
 IMAGE_TOKEN = 8191
 PATCHES = 16
-"""Of a picture, each of which is a token."""
+"""Of an image, each of which is a token."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ _TOWER = {
 WORKLOADS = {
     "one prompt": Workload(_LLAMA, [64]),
     "eight prompts": Workload(_LLAMA, [16, 32, 48, 64, 80, 96, 112, 128]),
-    "pictures": Workload(_LLAMA, [8, 16, 24, 32], pictures=True),
+    "images": Workload(_LLAMA, [8, 16, 24, 32], pictures=True),
     "hybrid": Workload(_HYBRID, [64]),
 }
 
@@ -152,7 +152,7 @@ def case_rows(name: str, size: str, mesh: ParallelMesh) -> list[Row]:
 
     texts = {"cache": cached(), "no cache": uncached(), "Hugging Face": by_hugging_face()}
     if texts["cache"] != texts["Hugging Face"] or texts["cache"] != texts["no cache"]:
-        raise ValueError(f"{name}: the sides write different tokens: {texts}")
+        raise ValueError(f"{name}: torchmm and the baseline generate different tokens: {texts}")
     against = time_pairs(cached, by_hugging_face, PAIRS[size], CPU)
     without = time_pairs(cached, uncached, PAIRS_WITHOUT_CACHE[size], CPU)
     return _rows(f"{name}, {new} new tokens", new * len(prompts), against, without)
@@ -163,11 +163,11 @@ def _rows(case: str, tokens: int, against: PairedTimes, without: PairedTimes) ->
     theirs = tokens / against.median_baseline_s
     alone = tokens / without.median_baseline_s
     return [
-        Row(case, "against Hugging Face's generate", "tokens/s", ours, theirs),
-        Row(case, "speed ratio to Hugging Face's", "x", against.speed_ratio, goal=GOAL),
-        Row(case, "CPU time ratio to Hugging Face's", "x", against.cpu_ratio),
-        Row(case, "against no cache", "tokens/s", tokens / without.median_ours_s, alone),
-        Row(case, "speed ratio to no cache", "x", without.speed_ratio, goal=GOAL),
+        Row(case, "throughput, Hugging Face generate", "tokens/s", ours, theirs),
+        Row(case, "speedup over Hugging Face", "x", against.speed_ratio, goal=GOAL),
+        Row(case, "CPU time ratio to Hugging Face", "x", against.cpu_ratio),
+        Row(case, "throughput, no KV cache", "tokens/s", tokens / without.median_ours_s, alone),
+        Row(case, "speedup over no KV cache", "x", without.speed_ratio, goal=GOAL),
     ]
 
 
@@ -201,7 +201,7 @@ def make_model(workload: Workload, size: str) -> MultimodalModel:
 
 
 def make_prompt(workload: Workload, number: int) -> Microbatch:
-    """Random words, behind a picture if there is one."""
+    """Random tokens, after an image if there is one."""
     draw = torch.Generator().manual_seed(SEED + number)
     words = workload.lengths[number]
     shown = PATCHES if workload.pictures else 0
@@ -253,7 +253,7 @@ def padded(prompts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
 
 
 def written_by(model: Any, inputs: dict[str, torch.Tensor], new: int) -> list[list[int]]:
-    """The likeliest tokens by Hugging Face's `generate`."""
+    """The most probable tokens by Hugging Face's `generate`."""
     with torch.no_grad():
         ids_BT = model.generate(
             **inputs,

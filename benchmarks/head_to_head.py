@@ -1,4 +1,4 @@
-"""Ways of training a multimodal model, simulated on the same models, data and clusters.
+"""Simulate all training methods on the same models, data and clusters.
 
     python benchmarks/head_to_head.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
     python benchmarks/head_to_head.py --rows rows.jsonl --report [--pictures DIRECTORY]
@@ -6,17 +6,17 @@
 Without a pipeline: FSDP2, HSDP, the faster of both with sequences reordered over the ranks, and the
 plan of the planner, which may also balance images over the ranks.
 Pipelines: Megatron-LM (all encoder layers before the first LLM stage), Megatron-LM balanced (all
-layers in one chain), a static plan made for one representative batch (nnScaler* in PipeWeaver),
-Optimus (encoders in the bubbles of the LLM: whole actions as torchmm executes them, and kernels
-inside of LLM layers as in the paper, which is a bound), PipeWeaver (module segments in a searched
-order) and DistTrain (modules on separate GPUs, sequences reordered).
+layers in one pipeline), a static plan for one representative batch (nnScaler* in PipeWeaver),
+Optimus (encoders in the bubbles of the LLM, at action granularity as torchmm executes them, and at
+kernel granularity as in the paper, which is a bound), PipeWeaver (separated modules in a searched
+schedule) and DistTrain (modules on separate GPUs, sequences reordered).
 
-One simulator with one cost model times all methods. Nothing is fitted and no device is measured.
-Every pipeline method uses the faster of the sizes that the paper prints and the sizes that the
-planner chooses. FSDP2 and HSDP use their best sizes, microbatches and recomputation. All plans have
-to keep within the same part of the memory.
+One simulator with one cost model computes all methods. No value is fitted and no device is
+measured. Every pipeline method uses the faster of the sizes in the paper and the sizes of the
+planner. FSDP2 and HSDP use their best sizes, microbatches and recomputation. All plans have the
+same memory limit.
 
-`--rows` appends every finished workload to a file of JSON lines; a later call skips these.
+`--rows` appends each finished workload to a file of JSON lines. A later call skips these.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ from torchmm.pipelining.view.draw import Panel, timelines_svg
 METHODS = (
     FSDP2, HSDP, REORDERED, PLANNED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
 )  # fmt: skip
+HEADS = {WHOLE: "Optimus, action granularity"}
+"""Column heads of methods whose names in records differ."""
 NOT_DRAWN = (FSDP2, HSDP, REORDERED, PLANNED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
 BUDGET_S = 75.0
@@ -129,8 +131,9 @@ def record_rows(record: Record) -> list[Row]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return the table of steps in seconds, workloads by methods."""
-    lines = [f"| workload | {' | '.join(METHODS)} |", "|---|" + "--:|" * len(METHODS)]
+    """Return the table of step times in seconds, one line per workload."""
+    heads = [HEADS.get(name, name) for name in METHODS]
+    lines = [f"| workload | {' | '.join(heads)} |", "|---|" + "--:|" * len(METHODS)]
     for record in records:
         fastest = fastest_method(record)
         cells = []
@@ -163,7 +166,9 @@ def main() -> None:
     """Simulate the workloads and print the tables."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     add_options(parser, BUDGET_S)
-    parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="DIRECTORY", help="directory for plots of the steps"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else COMPARED)
@@ -184,7 +189,7 @@ def main() -> None:
         replace_table(arguments.page, summary(shown))
     rows = [row for record in shown for row in record_rows(record)]
     machine = describe_machine(torch.device("cpu"))
-    report(f"Head to head, simulated; {machine}", rows, arguments.json)
+    report(f"All methods, simulated; {machine}", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Layer tuning (PipeWeaver §6.3): how long a solve takes, how near to the optimum, what it gains.
+"""Measure per-layer activation checkpointing (PipeWeaver section 6.3): solve time and speedup.
 
-Solving: a solve is one rank's, whose memory no other rank's choices touch; a step has one for each
-rank. Every rank of VLM-L's step (8 ranks, 64 microbatches; paper's models and image sizes, our
-image counts) on separated modules, at limits between what full recomputation needs and what keeping
-everything takes. Times are the least CPU time of several runs, one thread; the gap is proven, not
-guessed. HiGHS gets the same problem of one rank of a smaller step, with the paper's 5 % gap.
+Solve time: each rank solves one problem per step, independent of other ranks. The step is VLM-L (8
+ranks, 64 microbatches, models and image sizes of the paper, image counts of torchmm) with separated
+modules. Limits are between the memory of full recomputation and that of saving all activations.
+Times are the minimum CPU time of several runs, one thread. The gap is proven. HiGHS solves the same
+problem of one rank of a smaller step, with the 5 % gap of the paper.
 
-Gains: simulated steps under a memory limit, tuned against the best of the nine ways to give each of
-the two modules one mode (keep all, selective, full) for all layers and microbatches. That best one
-is found with hindsight for every step; *fixed modes* are the best that fit into memory in all of
-many steps, as a recipe has to have them. The paper's figure is the last row of its table 5: 17.61 s
-against 16.05 s on 16 H800, of a searched schedule; its memory limit is not printed, nor what was
-recomputed before.
+Speedup: simulated steps under a memory limit, compared with the best of nine fixed modes (none,
+selective or full recomputation for each of two modules), selected separately for every step. "fixed
+modes" over many steps are the best that fit into memory in all of them, as in a recipe. The paper
+value is the last row of its table 5 (17.61 s and 16.05 s on 16 H800, searched schedule). Its memory
+limit and previous recomputation are not printed.
 
-Offloading: what a GiB costs that is copied to the host's memory and back, or recomputed; with how
-little memory a step runs.
+Offloading: cost per GiB of copying to host memory and back, or of recomputation, and the minimum
+memory of a step.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Step:
         return step.makespan_ms, max(step.peak_bytes)
 
     def needs(self, *, offloads: bool) -> tuple[int, int]:
-        """Bytes: the least that the fullest rank needs, and what it takes if all is kept."""
+        """Return the minimum and the maximum memory of the most loaded rank, in bytes."""
         tuning = self.tuning(0, offloads=offloads)
         ranks = memory_needs(self.plan, self.modules, self.metas, tuning)
         least, most = (max(each) for each in zip(*ranks, strict=True))
@@ -165,11 +164,11 @@ def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
         rows += [
             Row(name, "one solve, slowest rank", "ms", max(times), goal=GOAL_MS, better="lower"),
             Row(
-                name, f"all {len(times)} solves, one after the other", "ms", sum(times),
+                name, f"all {len(times)} solves, sequential", "ms", sum(times),
                 goal=GOAL_MS, better="lower",
             ),
             Row(
-                name, "proven gap", "share", (extra - bound) / extra if extra else 0.0,
+                name, "proven gap", "fraction", (extra - bound) / extra if extra else 0.0,
                 goal=GOAL_GAP, better="lower", kind="simulated",
             ),
         ]  # fmt: skip
@@ -186,7 +185,7 @@ def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
     assert quick is not None
     quick_ms = least_ms(partial(solve_quickly, problem), 3)
     name = f"{case}, rank 0, {len(problem)} pairs, limit at 30%"
-    rows = [Row(name, "prices against HiGHS (baseline)", "ms", quick_ms, exact_s * 1e3,
+    rows = [Row(name, "dual solver, HiGHS", "ms", quick_ms, exact_s * 1e3,
                 better="lower")]  # fmt: skip
     if exact is not None:
         rows.append(Row(name, "time added", "ms", quick.extra_ms, exact.extra_ms, better="lower",
@@ -205,17 +204,17 @@ def offload_rows(step: Step, case: str) -> list[Row]:
         extra_M = (own.forward_ms_KMN + own.again_ms_KMN)[0].mean(1)
         kept_M = own.kept_bytes_KMN[0].mean(1)
         rows += [
-            Row(f"{case}, {module}", f"{LAYER_MODES[mode]}, against copying", "ms/GiB",
+            Row(f"{case}, {module}", f"{LAYER_MODES[mode]} recomputation, offloading", "ms/GiB",
                 extra_M[mode] / (kept_M[0] - kept_M[mode]) * GIB, 2e3 * GIB / rate,
                 better="lower", kind="simulated")
             for mode in (1, 2)
         ]  # fmt: skip
     (least, _), (without, _) = (step.needs(offloads=offloads) for offloads in (True, False))
-    rows.append(Row(case, "least memory, against no offloading", "GiB", least / GIB, without / GIB,
+    rows.append(Row(case, "minimum memory, without offloading", "GiB", least / GIB, without / GIB,
                     better="lower", kind="simulated"))  # fmt: skip
     tuned_ms, _ = step.tuned(least)
     full_ms, _ = step.uniform(("full",) * len(step.modules))
-    rows.append(Row(case, "step with the least memory, against full recomputation", "ms", tuned_ms,
+    rows.append(Row(case, "step at minimum memory, full recomputation", "ms", tuned_ms,
                     full_ms, better="lower", kind="simulated"))  # fmt: skip
     return rows
 
@@ -238,25 +237,25 @@ def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
         rows += [
             Row(name, "step", "ms", tuned_ms, min(fitting.values(), default=None), better="lower",
                 kind="simulated"),
-            Row(name, "memory used of the limit", "share", peak / limit, better="higher",
+            Row(name, "memory / limit", "fraction", peak / limit, better="higher",
                 kind="simulated"),
         ]  # fmt: skip
         full: tuple[Recompute, ...] = ("full",) * len(step.modules)
         full_ms, full_peak = uniform[full]
         if fitting:
             rows.append(
-                Row(name, "gain over the best uniform modes", "x",
+                Row(name, "speedup over the best fixed modes", "x",
                     min(fitting.values()) / tuned_ms, 1.0, kind="simulated")
             )  # fmt: skip
         if full_peak <= limit:
-            rows.append(Row(name, "gain over full recomputation", "x", full_ms / tuned_ms, 1.0,
+            rows.append(Row(name, "speedup over full recomputation", "x", full_ms / tuned_ms, 1.0,
                             PAPER_GAIN if case.startswith("vlm_s") else None,
                             kind="simulated"))  # fmt: skip
     return rows
 
 
 def fixed_rows(name: str, case: str, limit_share: float, steps: int) -> list[Row]:
-    """Many steps: tuned against the modes of all steps that the heaviest of them needs."""
+    """Compare many tuned steps with the fixed modes that the largest step needs."""
     every = [Step(name, 32, seed) for seed in range(steps)]
     limit = round(limit_share * every[0].forecaster.profile.device.memory_bytes)
     fixed: dict[tuple[str, ...], float] = {}
@@ -270,11 +269,11 @@ def fixed_rows(name: str, case: str, limit_share: float, steps: int) -> list[Row
     rows = [
         Row(label, "mean step", "ms", mean_ms, min(fixed.values(), default=None), better="lower",
             kind="simulated"),
-        Row(label, "largest peak of the limit", "share", max(p for _, p in tuned) / limit, goal=1.0,
+        Row(label, "largest peak / limit", "fraction", max(p for _, p in tuned) / limit, goal=1.0,
             better="lower", kind="simulated"),
     ]  # fmt: skip
     if fixed:
-        rows.append(Row(label, "gain over the best fixed modes", "x",
+        rows.append(Row(label, "speedup over the best fixed modes", "x",
                         min(fixed.values()) / mean_ms, 1.0, kind="simulated"))  # fmt: skip
     return rows
 
@@ -310,7 +309,7 @@ CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {
 
 def main() -> None:
     """Print the tables."""
-    run_cases("Layer tuning", __doc__, CASES, "seed 0")
+    run_cases("Per-layer activation checkpointing", __doc__, CASES, "seed 0")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What a sample costs until it is tensors: our loader, and five others, on the same pictures.
-
-All yield the same pixels and token ids of the same JPEG files and captions; this is checked before
-anything is timed. Ranks are processes of one core each, without workers, so that their CPU time is
-all there is. Sides take turns, in rounds; ratios are medians over rounds.
-
-    CPU per sample     of all ranks, from the first batch to the last
-    samples per second of all ranks together: wall clock, which neighbours of this machine disturb
-    bytes read         by system calls; mapped files (Arrow tables) are not in it
-    memory             of a rank: its peak above what it began with
-    start-up           until the first batch, without imports, with everything prepared
-    prepared once      CPU for what each writes or measures before its first run
-
-The others' packages are not dependencies of torchmm; what is missing is left out and said:
+"""Compare the cost per sample of the torchmm data loader with five other loaders.
 
     pip install --no-deps --target DIR -r benchmarks/support/loader_packages.txt
     python benchmarks/loader.py [--quick] [--json FILE] [--packages DIR]
+
+All loaders return the same pixels and token ids of the same JPEG files and captions, which is
+checked before timing. Ranks are processes of one core without workers. Rounds of all loaders are
+interleaved. Ratios are medians over rounds.
+
+    CPU per sample     of all ranks, from the first batch to the last
+    samples per second of all ranks in total, wall-clock time
+    bytes read         by system calls, without memory-mapped files (Arrow tables)
+    memory             of a rank: its peak above the memory at start
+    start-up           until the first batch, without imports, with all data prepared
+    prepared once      CPU time of everything that is written or measured before the first run
+
+The other packages are not dependencies of torchmm. Missing packages are skipped with a message.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from support.harness import Row, describe_machine, make_parser, report
 
 SEED = 0
 SIZE_PX = (320, 240)
-OURS = "ours"
+OURS = "torchmm"
 EPOCHS = 6
-"""In which ours has given every sample."""
+"""Epochs in which torchmm returns every sample."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ METRICS = {
 def main() -> int:
     """Prepares, compares tensors, takes turns; 1 if tensors differ."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--packages", type=Path, help="directory with the others' packages")
+    parser.add_argument(
+        "--packages", type=Path, help="directory with the packages of the other loaders"
+    )
     parser.add_argument("--samples", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--ranks", type=int, nargs="+")
@@ -98,7 +100,7 @@ def main() -> int:
         except DifferentTensorsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    report("What a sample costs until it is tensors", rows, args.json)
+    report("Data loading: cost per sample", rows, args.json)
     return 0
 
 
@@ -137,7 +139,7 @@ def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int
     sides = {name: SIDES[name](task) for name in names}
     absent = [name for name, side in sides.items() if side.missing()]
     for name in absent:
-        print(f"{name} is not installed ({sides.pop(name).module}): left out")
+        print(f"{name} is not installed ({sides.pop(name).module}) and is skipped")
     prepared = {name: in_process(prepare, side) for name, side in sides.items()}
     for name, cpu_us in prepared.items():
         print(f"{name}: prepared once in {cpu_us:,.0f} us of CPU per sample")
@@ -149,7 +151,7 @@ def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int
             raise DifferentTensorsError(
                 f"{name} and {first} agree in {same} of {len(task.jpegs)} samples"
             )
-    print(f"{len(sides)} sides yield the same pixels and token ids of {len(task.jpegs)} samples")
+    print(f"{len(sides)} loaders return the same pixels and token ids of {len(task.jpegs)} samples")
     rows = []
     for count in counts:
         costs = measure(sides, count, rounds)
@@ -174,7 +176,7 @@ def measure(sides: dict[str, Side], ranks: int, rounds: int) -> dict[str, list[C
 
 
 def rows_of(costs: dict[str, list[Cost]], ranks: int) -> list[Row]:
-    """Ours against each of the others, and against the fastest of them."""
+    """Compare torchmm with each other loader, and with the fastest of them."""
     rows = []
     ours = costs[OURS]
     of_others = {name: found for name, found in costs.items() if not name.startswith(OURS)}
@@ -208,7 +210,7 @@ def prepare(side: Side) -> float:
 
 
 def fingerprints(side: Side) -> list[str]:
-    """Of every sample's tensors, sorted; ours is read for some epochs, as packs stay open."""
+    """Hash the tensors of every sample, sorted. torchmm needs several epochs to return all."""
     found: set[str] = set()
     wanted = len(set(zip(side.task.jpegs, side.task.captions, strict=True)))
     seen = 0
@@ -273,7 +275,7 @@ def _rank(side: Side, rank: int, ranks: int, share: int, start: Any, answers: An
 
 
 def in_process(function: Callable[[Side], Any], side: Side) -> Any:
-    """The function's result, from a process of its own: some start threads, which do not fork."""
+    """Return the result of a function from a separate process, because threads do not fork."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
 

@@ -1,12 +1,12 @@
-"""Planning at the size of clusters: steps of thousands of replicas, sources of 10^9 samples.
+"""Measure data planning for thousands of replicas and sources of 10^9 samples.
 
     python benchmarks/loader_scale.py --cases planning billion index --json FILE
 
-Sizes are fabricated: a manifest of as many lines as there would be shards, all of one file. What
-reads, orders, packs and resumes them is the run's own code; no record is read, except in "index",
-which measures synthetic texts. Times are CPU seconds of one process, so that neighbours on a shared
-machine do not count; memory is what the process grew by, mapped pages aside. Goals are those of a
-5 s step: planning at most 1 % of it, starting and resuming in 10 s.
+Sample lengths are synthetic: a manifest with one line per shard, all shards being one file. The
+code that reads, orders, packs and resumes is that of a run. No record is read, except in "index",
+which measures synthetic text. Times are CPU seconds of one process. Memory is the growth of the
+process, without memory-mapped pages. Goals are for steps of 5 s: planning takes at most 1 %, start
+and resume take 10 s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEED = 5
 
 
 def fabricate(directory: Path, samples: int) -> None:
-    """An index of so many samples, whose shards are all the same one."""
+    """An index of the given number of samples, whose shards are all the same one."""
     rng = np.random.default_rng(SEED)
     count = min(samples, measuring.MANY_SAMPLES)
     tokens = rng.gamma(2.0, MEAN_TOKENS / 2, count).clip(8, LENGTH).astype("<u4")
@@ -132,15 +132,15 @@ def planning(size: str) -> Iterator[list[Row]]:
                 used_s, step = cpu_s(lambda steps=steps: next(steps))
                 taken_s.append(used_s)
             share_s, _ = cpu_s(lambda step=step: step.ranks[0])
-            case = f"{replicas} replicas x {PACKS} packs"
+            case = f"{replicas} replicas x {PACKS} packed sequences"
             goal = 50.0 if replicas <= 1024 else None
             yield [
                 Row(case, "samples of a step", "", sample_count(step)),
                 Row(case, "planning a step", "ms CPU", min(taken_s) * 1e3, goal=goal,
                     better="lower"),
-                Row(case, "own share as objects", "ms CPU", share_s * 1e3, better="lower"),
-                Row(case, "a plan", "MB", plan_bytes(step) / 1e6, better="lower"),
-                Row(case, "state", "kB", len(json.dumps(step.state)) / 1e3, better="lower"),
+                Row(case, "local samples as objects", "ms CPU", share_s * 1e3, better="lower"),
+                Row(case, "plan size", "MB", plan_bytes(step) / 1e6, better="lower"),
+                Row(case, "data state", "kB", len(json.dumps(step.state)) / 1e3, better="lower"),
             ]  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def billion(size: str) -> Iterator[list[Row]]:
         assert int(resumed.state["feeds"]["s0"]["draws"]) > draws and steps is not None
         yield [
             Row(case, "start and first step", "s CPU", start_s, goal=10.0, better="lower"),
-            Row(case, "memory, mapped pages aside", "MB", grown / 1e6, goal=200.0, better="lower"),
+            Row(case, "memory without mapped pages", "MB", grown / 1e6, goal=200.0, better="lower"),
             Row(case, "resume at step 10^5", "s CPU", resume_s, goal=10.0, better="lower"),
             Row(case, "same order on 1, 8 and 1,024 ranks", "", float(same), goal=1.0),
         ]

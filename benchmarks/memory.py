@@ -1,17 +1,17 @@
-"""Memory of switches that save it: what is held at most, with and without them, and as planned.
+"""Compare measured memory of memory-saving settings with predictions.
 
-States (`[optimizer]`, `training.parameter_dtype`): what a small LLM's weights and moments take
-between steps, and with gradients during the update. Recomputation (`[activation_checkpoint]`): the
-peak of a whole step of it, forward and backward, with weights, gradients and moments. Both against
-what planners and `--dry-run` expect.
+States (`[optimizer]`, `training.parameter_dtype`): weights and optimizer states of a small LLM
+between steps, and with gradients during the update. Recomputation (`[activation_checkpoint]`): peak
+of a full step with weights, gradients and optimizer states. Both are compared with the predictions
+of planners and `--dry-run`.
 
-Loss in chunks (`[model] chunked_loss`): head and cross entropy, forward and backward, against
-Hugging Face's head with all logits and against what the planners expect. Every allocation is
-followed, so peaks are exact; what is there without a loss (the weight, its gradient, the rows) is
-not counted. Times are of pairs in turns, one thread.
+Chunked loss (`[model] chunked_loss`): LM head and cross entropy, forward and backward, compared
+with the Hugging Face head with full logits and with the prediction. Peaks are exact, because every
+allocation is counted. Memory that exists without a loss (weight, its gradient, hidden states) is
+not included. Times are from interleaved pairs, one thread.
 
-Whole runs (`--device`): the quickstart's recipe with one switch after the other, as the allocator
-of the device counts them, against `--dry-run`. Needs GPUs, or emulated ones: `--device --through
+Training runs (`--device`): the quickstart recipe with one setting at a time, as counted by the
+device allocator, compared with `--dry-run`. This needs GPUs, or emulated GPUs: `--device --through
 tests/cuda_emulation/emulate.py`.
 """
 
@@ -80,7 +80,9 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.targets:,} targets x {self.vocabulary:,} words of {self.hidden}, {kind}"
+        return (
+            f"{self.targets:,} targets, vocabulary {self.vocabulary:,}, width {self.hidden}, {kind}"
+        )
 
 
 SIZES = [
@@ -150,14 +152,14 @@ def loss_rows(size: Size, pairs: int) -> list[Row]:
     theirs = loss.peak_bytes(loss.at_once)
     chunks, whole = (partial(loss.run, f) for f in (loss.in_chunks, loss.at_once))
     times = time_pairs(chunks, whole, pairs, CPU)
-    case = f"loss in chunks, {size}"
+    case = f"chunked loss, {size}"
     return [
         Row(case, "peak", "MiB", ours / MIB, theirs / MIB, better="lower"),
-        Row(case, "peak of all logits'", "share", ours / theirs, 1.0, goal=GOAL_SHARE,
+        Row(case, "peak / peak with full logits", "fraction", ours / theirs, 1.0, goal=GOAL_SHARE,
             better="lower"),
-        Row(case, "peak over prediction", "x", ours / loss.planned_bytes(), better="lower"),
+        Row(case, "peak / prediction", "x", ours / loss.planned_bytes(), better="lower"),
         Row(case, "time", "s", times.median_ours_s, times.median_baseline_s, better="lower"),
-        Row(case, "speed ratio", "x", times.speed_ratio, 1.0, goal=GOAL_SPEED),
+        Row(case, "speedup", "x", times.speed_ratio, 1.0, goal=GOAL_SPEED),
     ]  # fmt: skip
 
 
@@ -211,10 +213,10 @@ def state_rows() -> list[Row]:
         between = planned.weight_bytes + planned.optimizer_bytes
         said = ", ".join([f"parameters {dtype}", *(f"{k} {v}" for k, v in keys.items())])
         case = f"states, {said}"
-        rows.append(Row(case, "held", "MiB", measured.between / MIB, better="lower"))
-        rows.append(Row(case, "held over prediction", "x", measured.between / between))
+        rows.append(Row(case, "between steps", "MiB", measured.between / MIB, better="lower"))
+        rows.append(Row(case, "between steps / prediction", "x", measured.between / between))
         rows.append(Row(case, "update", "MiB", measured.most / MIB, better="lower"))
-        rows.append(Row(case, "update over prediction", "x", measured.most / sum(expected)))
+        rows.append(Row(case, "update / prediction", "x", measured.most / sum(expected)))
     return rows
 
 
@@ -259,13 +261,13 @@ def update_bytes(
 
 
 def recompute_rows() -> list[Row]:
-    """Of whole steps of one microbatch, by what they recompute."""
+    """Return peaks of full steps of one microbatch, by recomputation mode."""
     rows = []
     for mode in MODES:
         measured, wanted = step_bytes(mode)
         case = f"recomputation {mode}, {TOKENS} tokens, {LLM['num_hidden_layers']} layers"
         rows.append(Row(case, "peak", "MiB", measured / MIB, better="lower"))
-        rows.append(Row(case, "peak over prediction", "x", measured / wanted))
+        rows.append(Row(case, "peak / prediction", "x", measured / wanted))
     return rows
 
 
@@ -300,23 +302,27 @@ def step_bytes(mode: Recompute) -> tuple[float, float]:
 
 
 def device_rows(through: Path | None) -> list[Row]:
-    """Of whole runs, as far as there are devices."""
+    """Return peaks of training runs, for the available devices."""
     rows = []
     devices = max(s.ranks for s in SWITCHES.values()) if through else torch.cuda.device_count()
     names = [name for name, switch in SWITCHES.items() if switch.ranks <= devices]
     for name, peak in device_peaks(through, names):
         case = f"run, {name}"
         rows.append(Row(case, "peak", "MiB", peak.measured / MIB, better="lower"))
-        rows.append(Row(case, "peak over prediction", "x", peak.measured / peak.predicted))
+        rows.append(Row(case, "peak / prediction", "x", peak.measured / peak.predicted))
     return rows
 
 
 def main() -> None:
     """Prints the table."""
-    parser = make_parser(__doc__ or "")
+    parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--device", action="store_true", help="whole runs instead")
-    parser.add_argument("--through", type=Path, help="script that starts them on other devices")
+    parser.add_argument(
+        "--device", action="store_true", help="measure complete training runs on the device instead"
+    )
+    parser.add_argument(
+        "--through", type=Path, help="script that starts the runs on emulated devices"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

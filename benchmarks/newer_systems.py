@@ -1,21 +1,21 @@
-"""What two newer systems claim of pipelines, played through by our simulator.
+"""Claims of Entrain and BigMac, compared with searched schedules in the simulator.
 
     python benchmarks/newer_systems.py [--quick] [--json FILE]
 
-Only their abstracts are known here, so neither is built; what they promise is compared with what
-searched orders do. Models and data are those of PipeWeaver's recipes; nothing is fitted.
+Only the abstracts of both papers were available, so neither system is implemented. Models and data
+are those of PipeWeaver recipes. No value is fitted.
 
-    Entrain (arXiv 2605.27918)   one static layout suffices, as excess work of a microbatch is
-                                 deferred inside of the iteration until all are alike
-    BigMac (arXiv 2605.25451)    with encoders nested into the LLM's pipeline they keep a constant
-                                 amount, whatever the batch, at the speed of unlimited memory
+    Entrain (arXiv 2605.27918)   A static schedule suffices, because samples are deferred within an
+                                 iteration until all microbatches have the same cost.
+    BigMac (arXiv 2605.25451)    Encoders nested into the LLM pipeline use constant activation
+                                 memory for any batch size, at the speed of unlimited memory.
 
-Entrain's *bound* is the balanced chain under (interleaved) 1F1B, with the number of stages per rank
-that suits it, on the batch's images dealt evenly to its microbatches: more than any deferral of
-whole samples can reach. BigMac's two halves are looked for in our orders: what encoders keep as the
-batch grows, and how much longer the step is than with unlimited memory. *Bounded* has at most twice
-as many microbatches in flight as there are ranks (the separated schedule); *searched within it* may
-use the memory that needs.
+The bound for Entrain is the balanced single pipeline under (interleaved) 1F1B with its best number
+of stages per rank. The images of the batch are distributed evenly over the microbatches, which no
+deferral of complete samples can exceed. For BigMac, the benchmark reports encoder activations for
+growing batches, and step time relative to unlimited memory. "Bounded" allows twice as many
+microbatches in flight as ranks (the separated schedule). "Searched within this memory" searches
+with the memory of "bounded" as its limit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STAGES = (1, 2, 4)
 """Per rank, tried for static chains."""
 SEGMENTS = ("--parallel.vision.segments=1", "--parallel.vision.sub_microbatch_images=12")
 FIRST, UNLIMITED, BOUNDED, WITHIN = (
-    "encoders first", "searched, unlimited", "bounded", "searched within it",
+    "encoders first", "searched, unlimited", "bounded", "searched within this memory",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def forecaster_of(
 
 
 def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
-    """The same images and tokens, dealt evenly to as many microbatches of one sample each."""
+    """Distribute the images and tokens evenly over the same number of microbatches."""
     samples = [sample for meta in metas for sample in meta.samples]
     images = (image for sample in samples for image in sample.images)
     encoder = next((sample.encoder for sample in samples if sample.images), None)
@@ -92,7 +92,7 @@ def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
 
 
 def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
-    """The balanced chain with the best number of stages per rank that fits."""
+    """The balanced single pipeline with the best number of stages per rank that fits."""
     forecaster.workload = Workload(list(metas), 1.0)
     found = []
     for stages in STAGES:
@@ -104,7 +104,7 @@ def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
 
 
 def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int) -> list[Row]:
-    """A static layout, as microbatches come and with all of them alike, and searched orders."""
+    """Compare a static schedule, also with identical microbatches, and searched schedules."""
     came, even, ours = [], [], []
     for seed in range(SEED, SEED + seeds):
         forecaster = forecaster_of(model, microbatches, evaluations, seed)
@@ -119,10 +119,10 @@ def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int)
 
     ratios = [theirs / own for theirs, own in zip(even, ours, strict=True)]
     return [
-        row("static layout / searched orders", np.divide(came, ours).tolist()),
-        row("static layout / the same, all alike", np.divide(came, even).tolist()),
-        row("static layout, all alike (bound of deferral) / searched orders", ratios),
-        row("the same, least of seeds", [min(ratios)]),
+        row("static schedule / searched", np.divide(came, ours).tolist()),
+        row("static schedule / the same, identical microbatches", np.divide(came, even).tolist()),
+        row("static schedule, identical microbatches (bound of deferral) / searched", ratios),
+        row("the same, minimum over seeds", [min(ratios)]),
     ]
 
 
@@ -162,7 +162,7 @@ def bounded_orders(forecaster: Forecaster, evaluations: int) -> Iterator[tuple[s
 
 
 def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Row]:
-    """What encoders keep, and the step's time, as the batch grows."""
+    """Return encoder activations and step time for growing batches."""
     rows = []
     kept: dict[str, list[float]] = {}
     for microbatches in sizes:
@@ -175,14 +175,14 @@ def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Ro
             kept_gib = max(step.kept_bytes(("vision",))) / 2**30
             kept.setdefault(name, []).append(kept_gib)
             rows += [
-                Row(case, f"encoders keep, {name}", "GiB", kept_gib, better="lower",
+                Row(case, f"encoder activations, {name}", "GiB", kept_gib, better="lower",
                     kind="simulated"),
                 Row(case, f"step / {UNLIMITED}, {name}", "x", step.makespan_ms / ideal_ms, 1.0,
                     better="lower", kind="simulated"),
             ]  # fmt: skip
     case = f"{model.name}, {sizes[-1]} microbatches / {sizes[0]}"
     rows += [
-        Row(case, f"encoders keep, {name}", "x", own[-1] / own[0], 1.0, better="lower",
+        Row(case, f"encoder activations, {name}", "x", own[-1] / own[0], 1.0, better="lower",
             kind="simulated")
         for name, own in kept.items()
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Ro
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     quick: bool = arguments.quick
     models, evaluations = (MODELS[:1], 100) if quick else (MODELS, 2000)

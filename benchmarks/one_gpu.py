@@ -164,7 +164,7 @@ def _parse() -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="directory of the results")
     add("--seconds", type=float, help=f"time limit of the program in s, default {SECONDS:.0f}")
     add("--parts", nargs="+", choices=PARTS, default=list(DEFAULT_PARTS), metavar="NAME")
-    add("--small", action="store_true", help="tiny sizes, to see that every part works")
+    add("--small", action="store_true", help="use tiny sizes, to test every part")
     add(
         "--save-kernels", action="store_true", help="store the faster attention kernels of the card"
     )

@@ -1,9 +1,9 @@
-"""Orchestration: how long the search takes, that it finds the optimum, and what the optimum gains.
+"""Measure the search for module sizes (DistTrain): time, optimality and speedup.
 
-Modules are those of DistTrain's MLLM-72B, -15B and -9B (§8): Llama3 with 8192 tokens, ViT-Huge and
-Stable Diffusion 2.1, on A800 devices of 312 TFLOP/s and 80 GB. Costs are not measured: they are
-FLOPs at an efficiency that falls from 60 to 48 % as the tensor-parallel size grows to 8. So what is
-said of steps is simulated; times of the search are the least CPU time of many repetitions.
+The modules are those of DistTrain's MLLM-72B, -15B and -9B (section 8): Llama3 with 8192 tokens,
+ViT-Huge and Stable Diffusion 2.1 on A800 devices with 312 TFLOP/s and 80 GB. Costs are FLOPs at an
+assumed efficiency, which falls from 60 to 48 % with the tensor-parallel size, so step times are
+simulated. Search times are the minimum CPU time of many repetitions.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def brute_force_row(devices: list[int]) -> Row:
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     rows = time_rows(10 if arguments.quick else 100)
     rows.append(brute_force_row([4, 5] if arguments.quick else [4, 5, 6, 7, 8]))

@@ -1,11 +1,11 @@
-"""The papers' tables, recomputed: each cell ours, the paper's, and the relative error.
+"""Recompute the tables of the papers: torchmm value, paper value and relative error per cell.
 
     python benchmarks/paper_tables.py [--quick] [--json FILE]
 
-Exact cells first (one partition, parameters, FLOPs; then identities: parallel sizes, MFU, the
-arithmetic that tables owe each other), then simulated steps (`paper_steps.py`), for which one
-factor is fitted on one cell. Where a figure does not follow from a paper's text, its note says so.
-Everything follows from recipes in recipes/papers; nothing is random, and no device is needed.
+Exact cells are first: one partition, parameters and FLOPs, and identities (parallel sizes, MFU, and
+values that follow from other tables). Simulated steps follow (`paper_steps.py`), with one factor
+fitted on one cell. A note explains each value that does not follow from the text of a paper. All
+values follow from recipes in recipes/papers. No random numbers and no device are used.
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ def _virtual_stages(idle_s: float) -> Comparison:
 
 
 def _scheduler_runtimes() -> Iterator[Comparison]:
-    """Enumerating all ways to deal N microbatches to 4 pipelines costs C(N - 1, 3) N."""
+    """Enumerating all assignments of N microbatches to 4 pipelines costs C(N - 1, 3) N."""
     first, *others = paper.OPTIMUS_SCHEDULER.values()
 
     def work(row: paper.Scheduler) -> int:
         return math.comb(row.microbatches - 1, 3) * row.microbatches
 
     for row in others:
-        note = "runtime at 1536 GPUs, scaled by C(N - 1, 3) N: N dealt to 4 pipelines in all ways"
+        note = "runtime at 1536 GPUs, scaled by C(N - 1, 3) N: all assignments to 4 pipelines"
         yield Comparison(row.runtime, first.runtime.value * work(row) / work(first), note, 10.0)
 
 
@@ -223,7 +223,7 @@ def exact_sections() -> list[Section]:
 
 def main() -> None:
     """Prints all tables."""
-    parser = make_parser("The papers' tables: ours, the paper's, the error.")
+    parser = make_parser("Tables of the papers: torchmm, paper, relative error.")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     found = [*exact_sections(), *paper_steps.sections(arguments.quick)]

@@ -1,10 +1,9 @@
-"""How long planning a step takes: compute order, lowering, validation.
+"""Measure the planning time of a step: scheduling, lowering and validation.
 
-Planning happens in every step, because the numbers of images change. The step is a large one: 8
-pipeline ranks, 32 microbatches, 7,000 actions or more. Reported is the least CPU time of many
-repetitions: all of it is one thread of Python, so on an idle core that is the time that passes.
-`planning_at_scale` adds what a rank spends on a step of 1,290 devices, planned in place and beside
-training.
+Every step is planned, because image counts change. The step has 8 pipeline ranks, 32 microbatches
+and at least 7,000 actions. Times are the minimum CPU time of many repetitions, one Python thread.
+`planning_at_scale` adds the time that a rank spends on a step of 1,290 devices, with planning on
+every rank and with background planning.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
         return Row(case, metric, "ms", ours, goal=goal, better="lower")
 
     return [
-        row("compute order", lambda: ORDERS[schedule](graph)),
+        row("schedule", lambda: ORDERS[schedule](graph)),
         row("lowering", lambda: lower_plan(order, graph, specs, sharding="step")),
         row("validation", lambda: validate_plan(plan), GOAL_MS),
     ]
@@ -85,7 +84,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     repetitions = 10 if arguments.quick else 100
     rows = [row for schedule in SEGMENTS for row in measure(schedule, repetitions)]

@@ -1,14 +1,14 @@
-"""Pipelines against torch's own: bookkeeping, real wall clock, and a depth that only sleeps.
+"""Compare torchmm pipelines with PyTorch schedules: overhead, computing and sleeping ranks.
 
     python benchmarks/pipeline_runtime.py [--quick] [--json FILE] [--cases NAME ...]
 
-    bookkeeping   `pipeline_bookkeeping`: what the runtime costs per compute action
+    bookkeeping   `pipeline_bookkeeping`: runtime overhead per compute action
     model         `pipeline_model_case`: an image-text model on two ranks
     sleep         `pipeline_sleep_case`: eight ranks whose layers sleep
 
-Numbers of images per microbatch are those of real documents (`documents`), which are committed.
-Every rank computes with one thread. "stock" is torch's `Schedule1F1B` or
-`ScheduleInterleaved1F1B`, whichever is faster, with its best split of the layers.
+Image counts are those of real documents (`documents`). Every rank uses one thread. "stock" is
+`Schedule1F1B` or `ScheduleInterleaved1F1B` of PyTorch, whichever is faster, with its best split of
+the layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_model(size: str) -> Iterator[list[Row]]:
     for setting in model_case.SETTINGS[size]:
         found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
         _describe("model", found)
-        print(f"model: the tower takes {found['tower share']:.0%} of the computing time")
+        print(f"model: the encoder takes {found['tower share']:.0%} of the compute time")
         yield model_case.rows(setting, found)
 
 
@@ -51,7 +51,7 @@ CASES = {"bookkeeping": run_bookkeeping, "model": run_model, "sleep": run_sleep}
 
 def _describe(case: str, found: dict) -> None:
     print(f"{case}: images per microbatch, by step: {found['images']}")
-    print(f"{case}: ours: {found['choice']}")
+    print(f"{case}: torchmm: {found['choice']}")
     for name, split in found["splits"].items():
         print(f"{case}: stock, {name}: layers per stage {split}")
     print(f"{case}: {found['comparison']}")
@@ -60,7 +60,7 @@ def _describe(case: str, found: dict) -> None:
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
-    run_cases("Pipelines against torch's schedules", __doc__, CASES, conditions)
+    run_cases("Separated pipelines and PyTorch schedules", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

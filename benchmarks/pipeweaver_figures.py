@@ -1,53 +1,50 @@
-"""PipeWeaver's ablation, iterations, sub-microbatches, sizes and large models, in simulation.
+"""Simulate PipeWeaver table 5 and figures 8, 9, 10, 11, 13 and 14.
 
     python benchmarks/pipeweaver_figures.py [--quick] [--json FILE] [--cases NAME ...]
 
-VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) on 32 microbatches of 8192 tokens; image counts are
-ours, sampled with the printed seed. Technique after technique, as in the paper:
+Table 5 is VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) with 32 microbatches of 8192 tokens.
+Image counts are sampled with the printed seed. The techniques are added one at a time:
 
-1. Vanilla Megatron-LM: all layers in one chain of virtual stages with equal numbers of parameters,
-   interleaved 1F1B; a microbatch's images together.
-2. Modality-aware partitioner: every module in segments of its own on all ranks, a stage takes a
-   microbatch's groups of images one after the other, still interleaved 1F1B.
-3. Stage interleaving: the dispatcher, segments in natural order.
+1. Megatron-LM: all layers in one pipeline of virtual stages with equal parameter counts,
+   interleaved 1F1B; all images of a microbatch in one batch.
+2. Modality-aware partitioner: separate segments of each module on all ranks; a stage processes
+   groups of images sequentially, still interleaved 1F1B.
+3. Stage interleaving: the dispatcher, segments in the default order.
 4. Ranking: the order of segments is searched.
-5. Layer tuning: recomputation chosen per layer and microbatch up to the memory limit.
+5. Layer tuning: per-layer and per-microbatch recomputation up to the memory limit.
 
-Rows 1 to 4 recompute everything, as the paper's baseline does not print what it recomputes; a
-second table has the best fixed mode of each module that fits instead. The paper prints neither
-virtual stages, microbatches nor memory limit; seconds are therefore compared as ratios to the first
-row. The cost model is not calibrated: nothing was measured on an H800.
+Rows 1 to 4 use full recomputation, because the paper does not print the recomputation of its
+baseline. A second table has the best fixed mode of each module that fits. The paper prints no
+virtual stages, microbatches or memory limit, so times are ratios to the first row. The cost model
+is not calibrated: nothing was measured on an H800.
 
-Figure 9b: every third of 40 iterations with rising and falling numbers of images, modules cut once
-for typical data. *static plan*: the chain cut into equally costly stages (the paper's nnScaler*);
-*module after module*: all encoder segments before the LLM's (its Optimus, coarse); *no search*: row
-2. Printed are: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations
-1 to 10, nnScaler 50.5 % in iterations 15 to 20. How image counts fall is not; here both bounds do
-so evenly.
+Figure 9b: every third of 40 iterations with rising and falling image counts, modules split once for
+typical data. "static plan": a single pipeline with stages of equal cost (nnScaler* of the paper).
+"sequential modules": all encoder segments before the LLM (Optimus, coarse). "no search": row 2. The
+paper prints: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations 1
+to 10, nnScaler 50.5 % in iterations 15 to 20. It does not print how image counts fall. Here both
+bounds fall evenly.
 
-Figure 10: for each size of sub-microbatches the best order that is found, and the worst: the
-longest of as many random orders as the search tries, which is less bad than the paper's worst, for
-which a search was inverted.
+Figure 10: the best and the worst schedule for each sub-microbatch size. The worst is the longest of
+as many random schedules as the search tries. The paper used an inverted search for it.
 
-Figure 9a: table 4's five models, on one step of their recipes' data and not on 100 of the paper's.
-Printed are the least and the most gain over any baseline; the paper has no *module after module*
-for T2V.
+Figure 9a: the five models of table 4, on one step of the data of their recipes instead of 100. The
+paper prints the minimum and maximum gain over any baseline. It has no "sequential modules" for T2V.
 
-Figure 11: memory of VLM-M's first rank. The paper does not say what a fluctuation is; here it is
-the least to the most in use in the middle half of a step.
+Figure 11: memory of the first rank of VLM-M. The paper does not define a fluctuation. Here it is
+the range of memory in use in the middle half of a step.
 
-Figure 8: the best order that is found for stages of a chain, and for those of each module alone.
-The text's model (ViT 2B + LM 5B) has no printed shape; here it is VLM-S.
+Figure 8: the best schedule for mixed stages and for separate stages of each module. The model of
+the text (ViT 2B + LM 5B) has no printed shape, so VLM-S replaces it.
 
-Figure 13: VLM-M on 64 devices, all sizes that are powers of two, on one global batch; how large the
-paper's is, is not printed. It is a picture but for the best sizes and their MFU; what was measured
-there, and so the accuracy of 97.6 %, needs its devices.
+Figure 13: VLM-M on 64 devices, all sizes that are powers of two, on one global batch. The paper
+does not print the size of its batch. It prints the best sizes and their MFU. The accuracy of 97.6 %
+needs the devices of the paper.
 
-Figure 14: table 6's models of 102 and 197 billion parameters on 3,072 to 16,384 H100, one pipeline
-of 32 microbatches, with gathers and reductions of data parallelism. Data-parallel ranks get their
-sequences by work (`data.reorder`); a row tells how uneven they are as they come. Printed are one
-MFU for each model, not for each size, and the most that any baseline is slower (82.8 %); the rest
-is a picture.
+Figure 14: models of table 6 with 102 and 197 billion parameters on 3,072 to 16,384 H100, one
+pipeline of 32 microbatches, with the collectives of data parallelism. Data-parallel ranks get their
+sequences by work (`data.reorder`). One row shows the imbalance without reordering. The paper prints
+one MFU for each model, and the maximum slowdown of a baseline (82.8 %).
 """
 
 from __future__ import annotations
@@ -114,7 +111,7 @@ def best_fixed(setting: Setting, evaluations: int) -> dict[str, Timed]:
 def ablation_rows(setting: Setting, evaluations: int, *, fixed: bool) -> list[Row]:
     """Table 5."""
     full = dict(ladder(setting, ("full",) * len(setting.modules), evaluations))
-    tables = {"everything recomputed": full}
+    tables = {"full recomputation": full}
     if fixed:
         tables["best fixed modes"] = best_fixed(setting, evaluations)
     rows = []
@@ -126,10 +123,10 @@ def ablation_rows(setting: Setting, evaluations: int, *, fixed: bool) -> list[Ro
             rows += [
                 Row(case, "step", "s", step.ms / 1e3, None, printed.seconds.value, better="lower",
                     kind="simulated"),
-                Row(case, "speed-up over Megatron-LM", "x", first.ms / step.ms, 1.0,
+                Row(case, "speedup over Megatron-LM", "x", first.ms / step.ms, 1.0,
                     1 + printed.gain.value, kind="simulated"),
-                Row(case, "bubbles", "share", step.bubbles, better="lower", kind="simulated"),
-                Row(case, "memory of the limit", "share", step.peak_bytes / setting.limit_bytes,
+                Row(case, "bubbles", "fraction", step.bubbles, better="lower", kind="simulated"),
+                Row(case, "memory / limit", "fraction", step.peak_bytes / setting.limit_bytes,
                     better="lower", kind="simulated"),
             ]  # fmt: skip
     return rows
@@ -156,9 +153,9 @@ def size_rows(microbatches: int, sizes: Sequence[int], evaluations: int) -> list
         case = f"figure 10, {size} images"
         rows += [
             Row(case, "best step", "s", best[size] / 1e3, better="lower", kind="simulated"),
-            Row(case, "against 12 images", "x", best[size] / best[12], 1.0,
+            Row(case, "step / step with 12 images", "x", best[size] / best[12], 1.0,
                 1.121 if size == 4 else None, better="lower", kind="simulated"),
-            Row(case, "worst order longer by", "share", worst[size] / best[size] - 1, None,
+            Row(case, "worst schedule longer by", "fraction", worst[size] / best[size] - 1, None,
                 printed.get(size), better="lower", kind="simulated"),
         ]  # fmt: skip
     return rows
@@ -195,7 +192,7 @@ def dynamic_rows(setting: Setting, every: int, evaluations: int) -> list[Row]:
             ratios = [step[name] / step["tuned"] for step in steps if name in step]
             if ratios:
                 rows.append(
-                    Row(f"figure 9b, {phase}: {name}", "mean step against tuned", "x",
+                    Row(f"figure 9b, {phase}: {name}", "mean step / tuned step", "x",
                         fmean(ratios), 1.0, printed.get((phase, name)), better="lower",
                         kind="simulated")
                 )  # fmt: skip
@@ -217,14 +214,14 @@ def average_rows(names: Sequence[str], microbatches: int, evaluations: int) -> l
                 gain = found[system].ms / found["tuned"].ms - 1
                 gains.setdefault(kind, []).append(gain)
                 case = f"figure 9a, {name}: {system}"
-                rows.append(Row(case, "ours faster by", "share", gain, kind="simulated"))
+                rows.append(Row(case, "torchmm faster by", "fraction", gain, kind="simulated"))
     for kind, own in gains.items():
         least, most = PIPEWEAVER_GAINS[kind]
         case = f"figure 9a, {kind}"
         rows += [
-            Row(case, "least over a baseline", "share", min(own), None, least.value,
+            Row(case, "minimum over a baseline", "fraction", min(own), None, least.value,
                 kind="simulated"),
-            Row(case, "most over a baseline", "share", max(own), None, most.value,
+            Row(case, "maximum over a baseline", "fraction", max(own), None, most.value,
                 kind="simulated"),
         ]  # fmt: skip
     return rows
@@ -243,16 +240,16 @@ def memory_rows(microbatches: int, evaluations: int) -> list[Row]:
         fewer = PIPEWEAVER_FLUCTUATION.value if name == "tuned" else None
         case = f"figure 11, {name}"
         rows += [
-            Row(case, "peak over Megatron-LM's", "share",
+            Row(case, "peak above Megatron-LM", "fraction",
                 own.first_peak_bytes / chain.first_peak_bytes - 1, None, over, better="lower",
                 kind="simulated"),
-            Row(case, "fewer fluctuations than Megatron-LM", "share",
+            Row(case, "fewer fluctuations than Megatron-LM", "fraction",
                 1 - own.fluctuation_bytes / chain.fluctuation_bytes, None, fewer,
                 kind="simulated"),
         ]  # fmt: skip
     if COARSE in found and "tuned" in found:
         gain = found[COARSE].ms / found["tuned"].ms - 1
-        rows.append(Row("figure 11, tuned", f"faster than {COARSE} by", "share", gain, None,
+        rows.append(Row("figure 11, tuned", f"faster than {COARSE} by", "fraction", gain, None,
                         PIPEWEAVER_COARSE_GAIN.value, kind="simulated"))  # fmt: skip
     return rows
 
@@ -267,8 +264,8 @@ def partition_rows(setting: Setting, evaluations: int) -> list[Row]:
 
     mixed_ms = min(best_ms(setting.static()), best_ms(setting.megatron()))
     longer = mixed_ms / best_ms(setting.separated()) - 1
-    return [Row("figure 8, VLM-S", "mixed stages longer than separated by", "share", longer, None,
-                PIPEWEAVER_MIXED.value, kind="simulated")]  # fmt: skip
+    metric, paper = "mixed stages longer than separated by", PIPEWEAVER_MIXED.value
+    return [Row("figure 8, VLM-S", metric, "fraction", longer, None, paper, kind="simulated")]
 
 
 def grid(devices: int, longest: int) -> list[Model]:
@@ -297,7 +294,7 @@ def grid_rows(models: Sequence[Model], sequences: int, evaluations: int) -> list
         paper = PIPEWEAVER_GRID_MFU.value if sizes == PIPEWEAVER_GRID_BEST else None
         best = " (best)" if mfu == max(found.values()) else ""
         case = f"figure 13, DP {model.data} TP {model.tensor} PP {model.pipeline}{best}"
-        rows.append(Row(case, "MFU", "share", mfu, None, paper, kind="simulated"))
+        rows.append(Row(case, "MFU", "fraction", mfu, None, paper, kind="simulated"))
     return rows
 
 
@@ -314,22 +311,22 @@ def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> li
         case = f"figure 14, {name}"
         as_they_come = Setting(microbatches, model=LARGE[name], dealt=False).mean_share
         rows += [
-            Row(case, "work of the mean pipeline", "share", setting.mean_share, as_they_come,
+            Row(case, "work of the mean pipeline", "fraction", setting.mean_share, as_they_come,
                 kind="simulated")
         ]  # fmt: skip
         for system, step in found.items():
             printed = PIPEWEAVER_LARGE_MFU[setting.sizes.recipe].value if step is ours else None
             case = f"figure 14, {name}: {system}"
             rows += [
-                Row(case, "MFU", "share", setting.mfu(step), None, printed, kind="simulated"),
-                Row(case, "memory of the limit", "share", step.peak_bytes / setting.limit_bytes,
+                Row(case, "MFU", "fraction", setting.mfu(step), None, printed, kind="simulated"),
+                Row(case, "memory / limit", "fraction", step.peak_bytes / setting.limit_bytes,
                     better="lower", kind="simulated"),
             ]  # fmt: skip
             if step is not ours:
                 gain = step.ms / ours.ms
-                rows.append(Row(case, "ours faster", "x", gain, 1.0, kind="simulated"))
+                rows.append(Row(case, "torchmm faster", "x", gain, 1.0, kind="simulated"))
                 gains += [gain] * (system in BASELINES)
-    return [*rows, Row("figure 14, all", "most over a baseline", "x", max(gains), 1.0,
+    return [*rows, Row("figure 14, all", "maximum over a baseline", "x", max(gains), 1.0,
                        1 + PIPEWEAVER_LARGE_GAIN.value, kind="simulated")]  # fmt: skip
 
 

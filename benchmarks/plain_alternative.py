@@ -1,20 +1,19 @@
-"""No pipeline against the best pipeline, and the answer of the planner, on many workloads.
+"""Compare the best plan without a pipeline, the best pipeline, and the plan of the planner.
 
     python benchmarks/plain_alternative.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
 
 For each model, data and cluster of `support/workloads.py`, this benchmark simulates the best plan
 without a pipeline (FSDP2 and HSDP, also with sequences reordered over the ranks) and the best plan
 of each pipeline method of the planner (chain, separated, colocated, disaggregated). It then runs
-the planner over all methods and checks that its plan is at least as fast as all of these. One cost
-model times all plans. Nothing is fitted and no device is measured.
+the planner over all methods and checks that its plan is at least as fast. One cost model computes
+all plans. No value is fitted and no device is measured.
 
 Plans without a pipeline are enumerated by `support/cases/plain_methods.py`, and some pipelines ("by
-hand") by `support/cases/hand_pipelines.py`, not by the planner. They check its answer.
-All plans keep within the same part of the memory, and all methods but "FSDP2" and "HSDP" may
-reorder the sequences of a step.
+hand") by `support/cases/hand_pipelines.py`, to check the planner. All plans have the same memory
+limit. All methods but "FSDP2" and "HSDP" may reorder the sequences of a step.
 
-`--rows` appends every finished row to a file of JSON lines. A later call with the same file skips
-these rows, so that the benchmark can run in pieces. `--report` prints the table of the file only.
+`--rows` appends each finished row to a file of JSON lines. A later call with the same file skips
+these rows. `--report` only prints the table of the file.
 """
 
 from __future__ import annotations
@@ -58,6 +57,8 @@ from torchmm.balance.search.search import search_plans
 from torchmm.commands.plan import default_budget_s
 
 BY_HAND = "by hand"
+TYPES = {BY_HAND: "manual sizes", "chain": "single pipeline", "fsdp": "FSDP2 or HSDP"}
+"""Types of plans on the page, by their names in records."""
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")
 BUDGET_S = 20.0
 TOLERANCE = 1.005
@@ -178,9 +179,9 @@ def table_rows(record: Record) -> list[Row]:
 
 def markdown(records: Sequence[Record]) -> str:
     """Return the table for the results page."""
-    head = ["workload", FSDP2, HSDP, "reordered", "no pipeline, planner"]
-    head += ["best pipeline", "", "no pipeline / pipeline", "planner", "", "picks the fastest"]
-    head += ["time to plan, s"]
+    head = ["workload", FSDP2, HSDP, REORDERED, "no pipeline, planner"]
+    head += ["best pipeline", "type", "no pipeline / pipeline (x)", "planned step", "type of plan"]
+    head += ["fastest plan", "planning (CPU s)"]
     lines = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|---|--:|--:|---|---|--:|"]
     for record in records:
         plain, pipelines = record["plain"], record["pipelines"]
@@ -191,9 +192,11 @@ def markdown(records: Sequence[Record]) -> str:
             _seconds((plain.get(name) or {}).get("step_s"))
             for name in (FSDP2, HSDP, REORDERED, PLANNED)
         ]
-        cells += [_seconds(pipeline_s), best_name(pipelines)]
+        name = best_name(pipelines)
+        cells += [_seconds(pipeline_s), TYPES.get(name, name)]
         cells += ["-" if ratio is None else f"{ratio:.2f}"]
-        cells += [_seconds(record["planner"].get("step_s")), record["planner"].get("method", "")]
+        method = record["planner"].get("method", "")
+        cells += [_seconds(record["planner"].get("step_s")), TYPES.get(method, method)]
         cells += ["yes" if picks_fastest(record) else "**no**", f"{record['planner_s']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

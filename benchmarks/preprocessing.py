@@ -1,14 +1,13 @@
-"""How long a step waits for heavy images: prepared in the training process, or by producers.
+"""Measure the data wait per step for large images, with local and with remote data workers.
 
-As DistTrain's figure 21 does, images of several sizes are decoded, resized and tokenised for every
-step. A step itself is a sleep: the accelerator is busy and the CPU is not, and its length is given.
-*In the training process* is `data.workers = 0`; producers are two processes of this machine, asked
-by two waiting workers; *planned* is the same for a rank that has neither the data nor their index.
-Waiting times are medians over steps, the first two left out; batches are compared, and have to be
-the same.
+As in DistTrain figure 21, images of several sizes are decoded, resized and tokenized for every
+step. A step is a sleep of the given length, because the GPU is busy and the CPU is not. The
+baseline is `data.workers = 0`. Remote data workers are two processes on this machine, queried by
+two local workers. "planned" is the same for a rank that has neither the data nor their index. Times
+are medians over steps without the first two. Batches have to be identical.
 
-What sending costs is the CPU time of both sides for messages of 16 MB of pixels, through Flight as
-producers send them, and pickled through a TCP connection of multiprocessing.
+The cost of sending is the CPU time of both ends for messages of 16 MB of pixels, over Arrow Flight
+and, as the baseline, pickled over a TCP connection of multiprocessing.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
-    """Pictures with smooth contents, as photographs are for a JPEG decoder."""
+    """Images with smooth contents, as photographs are for a JPEG decoder."""
     rng = np.random.default_rng(SEED)
     rows = []
     for number in range(count):
@@ -150,14 +149,25 @@ def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]
             found_s, found = waits_s(site.loader(2, addresses), steps, step_s)
             planned_s, planned = waits_s(site.loader(2, addresses, plan=True), steps, step_s)
     if not found == planned == expected:
-        raise AssertionError(f"producers gave other pixels: {found}, {planned}, not {expected}")
+        raise AssertionError(
+            f"remote data workers returned other pixels: {found}, {planned}, expected {expected}"
+        )
     case = f"{images} images of {side_px} x {side_px}, steps of {step_s:g} s"
-    rows = [Row(case, "waiting per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower")]
+    rows = [Row(case, "data wait per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower")]
     for name, own in (("", found_s), (", planned", planned_s)):
-        share = f"waiting as a share of the step{name}"
+        share = f"data wait / step{name}"
         rows.append(Row(case, share, "", own / step_s, own_s / step_s, None, 0.01, "lower"))
     # DistTrain's figure 21 in words: seconds become milliseconds.
-    rows.append(Row(case, "share of the waiting left", "", found_s / own_s, 1, better="lower"))
+    rows.append(
+        Row(
+            case,
+            "data wait / data wait with local decoding",
+            "",
+            found_s / own_s,
+            1,
+            better="lower",
+        )
+    )
     return rows
 
 
@@ -177,7 +187,7 @@ class Sender(Server):
 
 
 def send(told: Connection, count: int, by_flight: bool) -> None:
-    """The sending process: tells its port, sends, tells its CPU seconds."""
+    """Run the sending process: report its port, send, and report its CPU seconds."""
     message = Message({"part": "vision"}, {"pixels": torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)})
     if by_flight:
         sender = Sender(message)
@@ -235,7 +245,7 @@ def sending_rows(quick: bool) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     datasets.disable_progress_bars()
     print(describe_machine(torch.device("cpu")))
     print(f"seed {SEED}")
@@ -245,7 +255,7 @@ def main() -> None:
         first = rows[-4]
         print(f"{first.case}: {first.baseline:.0f} -> {first.ours:.1f} ms", flush=True)
     rows += sending_rows(arguments.quick)
-    report("Waiting for samples, ours: producers, baseline: decoded in place", rows, arguments.json)
+    report("Data wait: remote data workers, baseline: local decoding", rows, arguments.json)
 
 
 if __name__ == "__main__":

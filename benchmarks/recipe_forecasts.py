@@ -1,14 +1,13 @@
-"""Every recipe of a model that is too large for this machine, planned: `train.py --dry-run`.
-
-Each recipe of recipes/zoo and recipes/papers is built without weights at the size that it states,
-its first step is planned for the GPUs that it names and simulated; the exit code, the step's time,
-its MFU and its memory are the rows. All but the exit code is predicted, nothing of it was measured.
-`--table` writes the figures into the tables of a Markdown file that have a line for each recipe.
-`--candidates` also plans the recipes of recipes/zoo for several GPUs with other settings, such as
-HSDP instead of a pipeline; the baseline of these rows is the recipe as it is.
+"""Simulate every large recipe with `train.py --dry-run`.
 
     python benchmarks/recipe_forecasts.py [--quick] [--json FILE] [--recipes NAME ...]
         [--table FILE] [--candidates]
+
+Each recipe of recipes/zoo and recipes/papers is built without weights. Its first step is planned
+for the GPUs that it names, and simulated. The rows are exit code, step time, MFU and memory. Only
+the exit code is measured. `--table` writes the values into the tables of a Markdown file that have
+a line for each recipe. `--candidates` also plans recipes of recipes/zoo for several GPUs with other
+settings, such as HSDP instead of a pipeline. The baseline of these rows is the unchanged recipe.
 """
 
 from __future__ import annotations
@@ -62,11 +61,19 @@ PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
 
 
 def main() -> int:
-    """Plans the recipes one after the other; 0 whatever comes out."""
+    """Plan the recipes sequentially and return 0."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="only these")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="Markdown to bring up to date")
-    parser.add_argument("--candidates", action="store_true", help="plan other settings, too")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        metavar="NAME",
+        help="recipes to simulate (default: all)",
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="Markdown page whose table is updated"
+    )
+    parser.add_argument("--candidates", action="store_true", help="also plan other settings")
     arguments = parser.parse_args()
     names = arguments.recipes or (["smolvlm"] if arguments.quick else list(RECIPES))
     print(f"machine: {describe_machine(torch.device('cpu'))}")

@@ -1,11 +1,11 @@
-"""Reordering in real wall clock: the same global batches in natural order, balanced, ordered, both.
+"""Measure reordering: the same global batches in default order, balanced, ordered, and both.
 
-Real documents give the images of every microbatch. Four ranks are two pipelines of a vision rank
-and an LLM rank, whose layers sleep for as long as they would compute: processes, messages over gloo
-and the runtime are real, and this machine has not four cores to compute with. Two ranks compute:
-data-parallel replicas of a small image-text model, which add up their gradients at the end. In a
-third case four ranks are FSDP2 shards whose layers sleep: they synchronize in every layer.
-Programs take turns on each step; times are until the last rank is done, medians of paired runs.
+Real documents determine the images of every microbatch. Four sleeping ranks are two pipelines of an
+encoder rank and an LLM rank. Their layers sleep for as long as they would compute. Processes,
+messages over gloo and the runtime are real. Two computing ranks are data-parallel replicas of a
+small image-text model with a gradient all-reduce at the end. In the third case, four FSDP2 shards
+with sleeping layers synchronize in every layer. Programs alternate on each step. Times are until
+the last rank is done, medians of paired runs.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def rows_of(case: str, found: Comparison) -> list[Row]:
     rows = []
     for mode in (m for m in (*MODES[1:], *SHARD_ORDERS[1:]) if m in found.times):
         rows += [
-            Row(case, f"speed ratio, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
+            Row(case, f"speedup, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
             Row(case, f"step, {mode}", "s", found.wall_s(mode), found.wall_s("natural"),
                 better="lower"),
         ]  # fmt: skip
@@ -301,10 +301,10 @@ def rows_of(case: str, found: Comparison) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     setting = QUICK if arguments.quick else FULL
     cases: dict[str, Any] = {
-        "4 ranks, 2 pipelines of tower and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
+        "4 ranks, 2 pipelines of encoder and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
         "2 data-parallel ranks, computing": (run_computing, GROUPS),
         "4 FSDP2 shards, sleeping": (run_shards, SHARDS),
     }

@@ -1,17 +1,15 @@
-"""How near searched schedules come to the proven lower bound, how fast, with which strategy.
+"""Measure the gap of searched schedules to a lower bound, by strategy and time.
 
-The steps are like those of PipeWeaver's VLM-L (`search_instances`); seeds are printed. Every
-strategy runs on one core, with the same dispatcher and from the same natural order, so that only
-what it tries differs. The bound is that of equal ranks (`bounds`): it knows no memory, so
-with a tight cap part of the gap is the cap's, not the search's. PipeWeaver needs 10 s on 64 cores
-for "near-optimal" schedules (section 6), and compares MCTS with random and depth-first search over
-time (figure 12).
+Steps are like those of PipeWeaver's VLM-L (`search_instances`), with printed seeds. Every strategy
+uses one core, the same dispatcher and the same default order. The bound is that of equal ranks
+(`bounds`), without a memory limit, so with a tight cap a part of the gap comes from the cap.
+PipeWeaver needs 10 s on 64 cores for "near-optimal" schedules (section 6). It compares MCTS with
+random and depth-first search over time (figure 12).
 
-Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight one.
-Others have none. Seconds are CPU time of the one thread, which on an idle core is the
-time that passes.
+Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight cap.
+Other caps have no goal. Seconds are CPU time of one thread.
 
---picture FILE draws the gap over time, mean over the steps of each cap.
+`--picture FILE` plots the gap over time, the mean over the steps of each cap.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ NAMES = {
     "dfs": "depth first",
     "random": "random",
     "mcts": "MCTS",
-    "annealing": "annealing (ours)",
+    "annealing": "annealing (torchmm)",
 }
 POINTS = 60
 """Of a curve."""
@@ -92,7 +90,7 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
         searched.append(watched(instance, strategy, dispatcher, budget_s, bound_ms))
     natural = searched[0].gap_percent(searched[0].found.natural_ms)
     rows = [
-        Row(instance.name, "building the tables", "s", built_s, better="lower"),
+        Row(instance.name, "setup", "s", built_s, better="lower"),
         static_row(searched[0], dispatcher, natural),
         *(row_of(each, budget, natural) for each, budget in
           zip(searched, seconds.values(), strict=True)),
@@ -127,7 +125,7 @@ def row_of(each: Searched, budget_s: float, natural: float) -> Row:
     goal = GOAL_PERCENT.get(each.instance.cap) if each.strategy == "annealing" else None
     metric = f"gap, {NAMES[each.strategy]}, {budget_s:g} s"
     if each.strategy == "natural":
-        metric = "gap, natural order"
+        metric = "gap, default order"
     gap = each.gap_percent(each.found.makespan_ms)
     return Row(
         each.instance.name, metric, "%", gap, baseline=natural, goal=goal, better="lower",
@@ -147,7 +145,7 @@ def static_row(each: Searched, dispatcher: Dispatcher, natural: float) -> Row:
 
 
 def summary(searched: Sequence[Searched], budgets: dict[float, float]) -> list[Row]:
-    """Mean and worst of ours by cap."""
+    """Mean and worst gap of annealing by cap."""
     rows = []
     for cap, name in CAPS.items():
         ours = [s for s in searched if s.instance.cap == cap and s.strategy == "annealing"]
@@ -201,7 +199,9 @@ def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the gap over time")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="plot the gap over time to FILE"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warm = Instance(0, 1, 4, LOOSE, microbatches=4)

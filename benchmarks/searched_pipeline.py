@@ -1,27 +1,26 @@
-"""Searched orders in real wall clock: against 1F1B, static separated plans and torch's schedules.
+"""Measure searched schedules, compared with 1F1B, static separated plans and PyTorch schedules.
 
     python benchmarks/searched_pipeline.py [--quick] [--json FILE] [--cases NAME ...]
 
-    model         an image-text model on two ranks of one thread each, each with the best choice
+    model         an image-text model on two ranks of one thread each
     small_model   the same with a smaller LLM; not with --quick
-    sleep         eight ranks whose layers sleep: the schedule alone decides
+    sleep         eight ranks whose layers sleep
     varied        the same, 20 batches whose microbatches have 0 to 48 images
-    varied_model  *model* on such batches
-    planning      `planning_beside`: whether planning the next step slows the one that trains
+    varied_model  "model" on such batches
+    planning      `planning_beside`: step time with background planning
 
-Numbers of images per microbatch are those of real documents (`documents`), 6 to 16 in most, but
-for the *varied* ones, where each number is equally likely. All sides run the same
-weights on the same microbatches in the same processes, and the same step in each run. Compared are
+Image counts are those of real documents (`documents`), mostly 6 to 16. In the varied cases, all
+counts are equally likely. All programs run the same weights on the same microbatches in the same
+processes, and the same step in each run. Compared are
 
-    1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
-    static separated      modality-separated segments, ordered by the separated schedule
-    stock, interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
+    1F1B                  Megatron-LM's placement: the encoder before the first LLM stage
+    static separated      modality-separated segments with the separated schedule
+    torch interleaved     PyTorch's `ScheduleInterleaved1F1B`, two or three stages per rank
 
-Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
-through with measured (or known) times, the best few run for real, the fastest stays. What is
-searched may also have the stages of 1F1B or of one balanced chain, and their orders are among those
-that it compares. Our plans are made before, as they are during training. Searches get as many
-evaluations as a recipe's default.
+Segments, sub-microbatches and splits are selected in the same way for all: candidates are simulated
+with measured (or known) times, the best few run, and the fastest is used. Searched schedules may
+also use the stages of 1F1B or of a balanced single pipeline. Plans are made before the step, as in
+training. Searches have the number of evaluations of a recipe's default.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
-    "searched", "1F1B", "static separated", "stock, interleaved",
+    "searched", "1F1B", "static separated", "torch interleaved",
 )  # fmt: skip
 EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
@@ -136,7 +135,7 @@ class PlannedProgram(OurProgram):
 
 
 def searched_s(costs: Costs, choice: SearchedChoice) -> float:
-    """Makespan of searched orders of all steps, played through."""
+    """Simulated makespan of the searched schedules of all steps."""
     config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
@@ -147,7 +146,7 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
 
 
 def searched_choices(setting: model_case.Setting, costs: Costs) -> list[SearchedChoice]:
-    """The best when played through: of separated segments, and of stages that form a chain."""
+    """The best in simulation: of separated segments, and of stages that form a chain."""
     separate = [
         SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
         for choice in model_case.choices(setting)
@@ -287,7 +286,7 @@ SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
 
 
 def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
-    """The best when played through: choices of each of our plans, and splits of the stock one."""
+    """The best in simulation: choices of each of our plans, and splits of the stock one."""
     sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
     if tried == 1:  # --quick
         sizes = sizes[::3]
@@ -397,9 +396,9 @@ def batch_rows(case: str, comparison: Comparison) -> list[Row]:
     for step, (theirs, ours) in zip(comparison.steps, pairs, strict=True):
         by_step.setdefault(step, []).append(theirs.wall_s / ours.wall_s)
     ratios = [median(own) for own in by_step.values()]
-    found = {"least": min(ratios), "median": median(ratios), "most": max(ratios)}
+    found = {"minimum": min(ratios), "median": median(ratios), "maximum": max(ratios)}
     return [
-        Row(case, f"speed ratio of a batch, {name}, best static plan ({static})", "x", value, 1.0,
+        Row(case, f"speedup of a batch, {name}, best static plan ({static})", "x", value, 1.0,
             goal=1.0 if name == "median" else None)
         for name, value in found.items()
     ]  # fmt: skip
@@ -432,7 +431,7 @@ CASES = {
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
-    run_cases("Searched orders", __doc__, CASES, conditions)
+    run_cases("Searched schedules", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""How many steps per second are simulated on one core, and how much equal subgraphs save.
+"""Measure simulated steps per second on one core, and the gain from reusing equal subgraphs.
 
-Schedule search has seconds, in which it asks for the time of a step under thousands of orders
-(PipeWeaver §6). The steps are those of a pipeline of 8 ranks with 64 microbatches: encoder tasks of
-0 to many sub-microbatches of up to 8 images, LLM tasks in 3 to 5 segments, 7,000 to 14,000 forward
-and backward tasks in all. Costs are synthetic: the ratio of PipeWeaver's examples (6.75 ms for a
-layer of ViT-5B and 8 images, 10.5 ms for a layer of a 32B LLM), lengths that vary, seed 0.
+Schedule search has seconds to evaluate a step under thousands of schedules (PipeWeaver section 6).
+Steps have 8 ranks, 64 microbatches, encoder tasks of 0 to many sub-microbatches of up to 8 images,
+LLM tasks in 3 to 5 segments, and 7,000 to 14,000 forward and backward tasks. Costs are synthetic,
+in the ratio of PipeWeaver's examples (6.75 ms for a ViT-5B layer and 8 images, 10.5 ms for a layer
+of a 32B LLM), with random lengths, seed 0.
 
-- Dispatcher: an evaluation gives the time of the step for priorities that were not seen before.
-- Plan: an evaluation gives the time of a lowered plan for durations that were not seen before.
-- Command: all of `scripts/simulate.py`, which builds the recipe's model, plans and simulates.
+- Dispatcher: an evaluation returns the step time for new priorities.
+- Plan: an evaluation returns the time of a lowered plan for new durations.
+- Command: a complete `scripts/simulate.py`, which builds the model, plans and simulates.
 
-CPU time of one thread, the best of several batches or runs: on an idle core that is the time that
-passes. Agreement with slow references is a matter of tests/unit/balance.
+Values are CPU time of one thread, the best of several batches or runs. Tests in tests/unit/balance
+compare the results with slow reference simulators.
 """
 
 from __future__ import annotations
@@ -222,14 +222,14 @@ def subgraph_rows(size: Size) -> list[Row]:
     case = f"{size.name}: {len(operators)} operators"
     share = cache.simulated / (cache.simulated + cache.reused)
     return [
-        Row(case, "subgraphs simulated", "share", share, 1.0, better="lower"),
+        Row(case, "subgraphs simulated", "fraction", share, 1.0, better="lower"),
         Row(case, "operators as subgraphs", "s", reused_s, flat_s, better="lower"),
-        Row(case, "speed-up by subgraphs", "x", flat_s / reused_s, 1.0),
+        Row(case, "speedup by subgraphs", "x", flat_s / reused_s, 1.0),
     ]
 
 
 def command_rows(runs: int) -> list[Row]:
-    """The whole of `scripts/simulate.py` in a process of its own, imports included."""
+    """All of `scripts/simulate.py` in a separate process, imports included."""
     command = [sys.executable, "scripts/simulate.py", "--config", str(COMMAND_RECIPE)]
     command += ["--schedule", "megatron_balanced"]
     seconds = []

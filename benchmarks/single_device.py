@@ -1,20 +1,19 @@
-"""Speed of one training step on one device against Hugging Face with AdamW and against TRL.
-
-Ours is `Trainer.run_step` of a real recipe, with everything a step does (counting targets, the
-check for non-finite numbers, the figures of the step); the baselines are in `hf_baseline.py`. Both
-sides begin with the same weights and see the same samples in the same order; reading and preparing
-them is not timed.
-
-    equal lengths   samples whose captions have the same number of tokens: neither side pads
-    real lengths    samples as they come: the baselines pad to the longest, we pack
-    against TRL     its SFTTrainer, of which the loss needs no logits but those of targets
-    compiled        both sides, layer by layer
-
-Tokens are those of samples, without padding. FLOPs for MFU are what the samples need
-(`torchmm.costs.flops`), on both sides. On CUDA both compute in bf16, with and without
-torch.compile, on shapes of published models.
+"""Compare a training step on one device with Hugging Face + AdamW and with TRL.
 
     python benchmarks/single_device.py [--quick] [--json FILE] [--shapes NAME ...]
+
+torchmm runs `Trainer.run_step` of a real recipe, including target counts, the check for non-finite
+numbers and metrics. The baselines are in `hf_baseline.py`. Both programs start with the same
+weights and use the same samples in the same order. Data loading is not timed.
+
+    equal lengths   samples whose captions have the same number of tokens, so nothing is padded
+    real lengths    samples in the original order; baselines pad, torchmm packs
+    against TRL     its SFTTrainer, whose loss needs logits of targets only
+    compiled        both programs with torch.compile per layer
+
+Tokens are those of samples, without padding. FLOPs for MFU are those of the samples
+(`torchmm.costs.flops`) for both programs. On CUDA both use bf16, with and without torch.compile, on
+the shapes of published models.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Case:
 
     @property
     def speed_goal(self) -> float:
-        """Ours over the baseline's."""
+        """torchmm / baseline."""
         return 1.0 if self.equal_lengths else 1.1
 
 
@@ -121,7 +120,7 @@ def main() -> int:
         return 1
     finally:
         dist.destroy_process_group()
-    report("One training step on one device, against Hugging Face + AdamW and TRL", rows, args.json)
+    report("Training step on one device, baselines Hugging Face + AdamW and TRL", rows, args.json)
     return 0
 
 
@@ -130,7 +129,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=str([*SHAPES]))
     parser.add_argument("--activation-checkpoint", choices=("none", "selective", "full"))
-    parser.add_argument("--pairs", type=int, help="timings of each side per case")
+    parser.add_argument("--pairs", type=int, help="timed pairs per case")
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=_installed())
     return parser.parse_args()
 
@@ -138,7 +137,7 @@ def _parse() -> argparse.Namespace:
 def _installed() -> list[str]:
     trl = find_spec("trl") is not None and find_spec("accelerate") is not None
     if not trl:
-        print("TRL is not compared with: pip install trl accelerate")
+        print("TRL is not installed and is skipped; run: pip install trl accelerate")
     return [name for name in BASELINES if name != "TRL" or trl]
 
 
@@ -313,7 +312,9 @@ def _compare(
 
 def _check_losses(what: str, ours: float, baseline: float, tolerance: float) -> None:
     difference = abs(ours - baseline) / abs(baseline)
-    text = f"{what}: ours {ours:.6f}, baseline {baseline:.6f}, relative difference {difference:.1e}"
+    text = (
+        f"{what}: torchmm {ours:.6f}, baseline {baseline:.6f}, relative difference {difference:.1e}"
+    )
     if not difference <= tolerance:
         raise LossMismatchError(f"{text}, more than {tolerance:.0e}")
     print(text)
@@ -343,14 +344,14 @@ def _speed_rows(
     goal = case.speed_goal
     rows = [
         Row(case.name, "throughput", "tokens/s", tokens / ours_s, tokens / baseline_s),
-        Row(case.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=goal),
+        Row(case.name, "speedup", "x", times.speed_ratio, baseline=1.0, goal=goal),
     ]
     if device.type == "cpu":
         ratio = times.cpu_ratio
         rows.append(Row(case.name, "CPU time ratio", "x", ratio, baseline=1.0, goal=goal))
     if peak is not None:
         ours, baseline = flops / ours_s / peak, flops / baseline_s / peak
-        rows.append(Row(case.name, "MFU", "share", ours, baseline, goal=case.mfu_goal))
+        rows.append(Row(case.name, "MFU", "fraction", ours, baseline, goal=case.mfu_goal))
     return rows
 
 
@@ -359,7 +360,7 @@ def _padding_row(case: Case, batches: list[StepBatch], padded: list[PaddedBatch]
     used = _used_tokens(batches)
     ours = 1 - used / sum(m.meta.tokens for b in batches for m in b.microbatches)
     baseline = 1 - used / sum(p["labels"].numel() for p in padded)
-    return Row(case.name, "padding", "share", ours, baseline, better="lower")
+    return Row(case.name, "padding", "fraction", ours, baseline, better="lower")
 
 
 def _used_tokens(batches: list[StepBatch]) -> int:

@@ -1,11 +1,11 @@
-"""The recipes that train on two CPU cores, run to their end: what they learn, and in what time.
-
-Each is trained as its first lines say, and once for a single step with learning rates of zero: the
-figures of that run are those of the untrained model, on the same held-out samples. The time is that
-of the whole command, from its start to the exported model. Recipes that start from another's export
-come after it. Rows of recipes that were not run stay in the file.
+"""Train the recipes for two CPU cores, and report held-out metrics and run time.
 
     python benchmarks/small_recipes.py [--quick] [--json FILE] [--recipes NAME ...]
+
+Each recipe is trained as its first lines show, and once for a single step with learning rates of
+zero. The metrics of that step are those of the untrained model on the same held-out samples. The
+run time includes the export. Recipes that start from another export run after it. Rows of recipes
+that were not run stay in the JSON file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NO_WARMUP = ("--optimizer.warmup_steps", "0")
 FIGURES = {
     "validation_loss": ("held-out loss", "nats"),
     "validation_loss_text": ("held-out loss of text", "nats"),
-    "validation_loss_image": ("held-out error of drawings", "square"),
-    "word_error_rate": ("wrong words, of what was not trained on", "share"),
+    "validation_loss_image": ("held-out generation loss", "MSE"),
+    "word_error_rate": ("held-out word error rate", "fraction"),
 }
 """Of metrics.jsonl: name and unit."""
 
@@ -95,9 +95,15 @@ class RunError(Exception):
 
 
 def main() -> int:
-    """Runs the recipes one after the other; 0 whatever they learn, 1 if one failed."""
+    """Run the recipes sequentially and return 1 if one failed, else 0."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipes", nargs="+", choices=CASES, metavar="NAME", help="only these")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=CASES,
+        metavar="NAME",
+        help="recipes to train (default: all)",
+    )
     arguments = parser.parse_args()
     names = arguments.recipes or (["siglip2_qwen3"] if arguments.quick else list(CASES))
     print(f"machine: {describe_machine(torch.device('cpu'))}")
@@ -131,7 +137,7 @@ def run(name: str, case: Case, quick: bool = False) -> list[Row]:
         what, unit = FIGURES[figure]
         before = untrained[figure]
         rows.append(Row(name, what, unit, trained[figure], before, goal=before, better="lower"))
-    time_row = Row(name, "time of the command", "s", duration_s, goal=LIMIT_S, better="lower")
+    time_row = Row(name, "run time", "s", duration_s, goal=LIMIT_S, better="lower")
     return [*rows, time_row]
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of other programs in docs/reference/models.md from what tests saw them do.
+"""Write the table of other programs in docs/reference/model_tests.md from the results of tests.
 
 python -m pytest tests/clients --clients=outputs/clients.jsonl
 python scripts/client_table.py outputs/clients.jsonl
@@ -10,19 +10,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "model_tests.md"
 BEGIN = "<!-- programs: written by scripts/client_table.py -->"
 END = "<!-- end of programs -->"
 ORDER = ("opens", "loss", "tokens", "adapter")
-"""What is seen, in the order in which a cell says it."""
+"""Results, in the order in which a cell lists them."""
 
 
 def main() -> None:
-    """Replaces the table in the page."""
+    """Replace the table on the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="of pytest --clients")
+    parser.add_argument("file", type=Path, help="output of pytest --clients")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def lines(found: Iterable[str]) -> Iterator[str]:
-    """Of the table: a row for each family, a column for each program with its version.
+    """Yield the lines of the table: a row per model, a column per program and version.
 
     Args:
         found: JSON lines with family, client, version, what.
@@ -52,7 +52,7 @@ def lines(found: Iterable[str]) -> Iterator[str]:
 
 
 def row(cells: Iterable[str]) -> str:
-    """Of a table."""
+    """Return a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

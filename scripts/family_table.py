@@ -1,12 +1,12 @@
-"""Writes the table of families in docs/reference/models.md from what tests have proved.
+"""Write the tables of model types in docs/reference/model_tests.md from the results of tests.
 
 python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
     tests/unit/costs/test_real_flops.py tests/unit/parallel/test_compilation.py \\
     tests/distributed/test_*_tensor_parallel.py tests/distributed/test_context_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
-Several files, of runs with other versions of transformers, make one table. With --keep, what the
-page says stays and is added to: for a few tests that were added, or one version more.
+Results of several runs, with different versions of transformers, are merged. With --keep, the
+results on the page are kept and new ones are added: use it for a few new tests or a new version.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.hf.pairs import becomes_llava
 
-TARGET = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "model_tests.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"
 END = "<!-- end of table -->"
 COLUMNS = {
-    "equal": "equal",
+    "equal": "parity",
     "packed": "packed",
     "stages": "stages",
     "tensor": "TP 2",
@@ -42,47 +42,49 @@ COLUMNS = {
     "text": "text",
     "images": "images",
     "tiles": "tiles",
-    "clips": "clips",
-    "sounds": "sounds",
-    "generation": "same text from the export",
+    "clips": "videos",
+    "sounds": "audio",
+    "generation": "generation",
 }
-"""What is proved, by its name in tests, in order."""
+"""Head of the column for each result that tests report, in order."""
 COLUMNS_OF = {
     "LLMs": (
         *("equal", "packed", "stages", "tensor", "sequence", "context", "files", "flops"),
         *("compiled", "generation"),
     ),
     "Encoders": ("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
-    "Composites": (
+    "Multimodal models": (
         *("text", "images", "tiles", "clips", "sounds"),
         *("equal", "packed", "stages", "tensor", "context", "files", "compiled", "generation"),
     ),
 }
 TILED = ("llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm", "gemma3")
-"""Composites whose image processors cut pictures."""
+"""Multimodal models whose image processors split images into tiles."""
 TIMED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glm4v", "glm4v_moe", "glm46v"),
 )
-"""Those that know clips; the others read frames as images."""
+"""Multimodal models with videos. The others read frames as images."""
 NONE = "-"
-"""Of a cell that cannot be filled: there is nothing to try."""
+"""Cell of a test that does not apply to a model."""
 
 
 class Proofs(NamedTuple):
-    """What was proved of one family, and the versions of transformers with which it is equal."""
+    """Test results of a model type, and the versions of transformers with parity."""
 
     what: set[str]
     versions: set[str]
 
 
 def main() -> None:
-    """Replaces the table in the page."""
+    """Replace the tables on the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of pytest --proofs")
-    parser.add_argument("--keep", action="store_true", help="add to what the page says")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="output of pytest --proofs"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the results on the page")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
     former, _, after = rest.partition(END)
@@ -97,7 +99,7 @@ def main() -> None:
 
 
 def read(files: list[Path]) -> Mapping[str, Proofs]:
-    """By model_type."""
+    """Return the results by model_type."""
     found: dict[str, Proofs] = defaultdict(lambda: Proofs(set(), set()))
     for file in files:
         for line in file.read_text().splitlines():
@@ -110,7 +112,7 @@ def read(files: list[Path]) -> Mapping[str, Proofs]:
 
 
 def said(tables: str) -> Iterator[tuple[str, Proofs]]:
-    """By model_type, what tables that `lines` wrote say."""
+    """Yield model_type and results of each row of tables that `lines` wrote."""
     names = {head: name for name, head in COLUMNS.items()}
     heads: list[str] = []
     for line in tables.splitlines():
@@ -125,11 +127,11 @@ def said(tables: str) -> Iterator[tuple[str, Proofs]]:
 
 
 def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
-    """Of the tables, one for each kind of module; columns without an entry are left out."""
+    """Yield the lines of one table per kind of model, without empty columns."""
     kinds: dict[str, Mapping[str, object]] = {
         "LLMs": LLM_FAMILIES,
         "Encoders": ENCODER_FAMILIES,
-        "Composites": COMPOSITES,
+        "Multimodal models": COMPOSITES,
     }
     for kind, families in kinds.items():
         columns = COLUMNS_OF[kind]
@@ -138,7 +140,7 @@ def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
         rows = []
         for model_type in families:
             proofs = found.get(model_type, Proofs(set(), set()))
-            missing = impossible(model_type) if kind == "Composites" else set()
+            missing = impossible(model_type) if kind == "Multimodal models" else set()
             cells = [
                 NONE if column in missing else "yes" if column in proofs.what else ""
                 for column in columns
@@ -158,7 +160,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def impossible(model_type: str) -> set[str]:
-    """Columns that a composite has nothing to try for."""
+    """Return the columns that do not apply to a multimodal model."""
     config = AutoConfig.for_model(model_type)
     found = set() if model_type in TILED else {"tiles"}
     found |= set() if model_type in TIMED else {"clips"}
@@ -168,15 +170,17 @@ def impossible(model_type: str) -> set[str]:
 
 
 def export_classes(kind: str) -> Mapping[str, str]:
-    """Hugging Face's classes by model_type, which open what a run leaves; of encoders in front of
-    an LLM that is named by itself."""
-    if kind == "Composites":
+    """Return the Hugging Face class of an export by model_type.
+
+    For encoders: the class of an export with a separate LLM.
+    """
+    if kind == "Multimodal models":
         return {model_type: family.kind.__name__ for model_type, family in COMPOSITES.items()}
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else _tower_classes()
 
 
 def _tower_classes() -> dict[str, str]:
-    """LLaVA's, or that of the tower, which is saved as a part."""
+    """Return LLaVA, or the class of the encoder for exports as components."""
     found = {}
     for model_type, family in ENCODER_FAMILIES.items():
         if becomes_llava(family):

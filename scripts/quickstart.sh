@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh machine to a trained vision-language model: environment, real data, training, and what
-# it writes about pictures that it never saw, also when the pictures are exchanged.
+# Train a small vision-language model on a fresh machine: create the environment, prepare the data, train, and
+# score captions of held-out images, with the correct and with exchanged images.
 # Needs Python >= 3.11 with pip. A second run reuses the environment and the data.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 .venv/bin/torchrun --nproc-per-node "$processes" train.py --config "recipes/$recipe.toml" \
     ${pipeline[@]+"${pipeline[@]}"} "$@"
-# What was exported, by Hugging Face's `generate`, about held-out scenes and about exchanged ones.
+# Score the export on held-out images and on exchanged images, with `generate` of Hugging Face.
 if [ -d "outputs/$recipe/hf" ]; then
     .venv/bin/python scripts/evaluate.py "outputs/$recipe" --scores exact_match --samples 400 \
         --max-new-tokens 12 --batch-size 50 \
@@ -35,8 +35,7 @@ fi
 .venv/bin/python scripts/show_run.py "outputs/$recipe"
 cat <<'END'
 
-What this shows: the model reads pictures. It names two things and says where they are, although it
-never saw these two together; next to another picture the same caption is not what it writes.
-What it does not show: things that it was not trained on, photographs, free descriptions. For those a
-model starts from pretrained weights: docs/get_started/pretrained.md.
+The model generates correct captions for combinations of objects that it was not trained on. With the image of
+another sample it generates another caption. It was not trained on photographs or free descriptions. For those,
+start from pretrained weights: docs/get_started/own_model.md.
 END

@@ -1,12 +1,12 @@
-"""Writes into docs/reference/unlisted_models.md which models train without being listed.
+"""Write docs/reference/unlisted_models.md: models that can be trained without registration.
 
-They are the causal LMs and the image encoders of transformers.
+The page covers the causal LMs and the image encoders of transformers.
 
-python scripts/unlisted_models.py            # all of them; about two minutes
-python scripts/unlisted_models.py olmo vit   # prints what became of some
+python scripts/unlisted_models.py            # all types; about two minutes
+python scripts/unlisted_models.py olmo vit   # print the results of some types
 
-Each model type goes through the proof that a recipe with it goes through, with the default config
-of its class."""
+Each model type is compared with Hugging Face as for a recipe, with the default config of its class.
+"""
 
 import argparse
 import re
@@ -31,48 +31,48 @@ from torchmm.models.registry import LLM_FILES, TOWER_FILES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {
-    "no list of layers": "no list of layers as long as the config says, or parts of several kinds",
-    "are not beside": "embeddings and layers in separate parts (BERT's form)",
-    "parts with weights besides": "further parts with weights around the layers",
-    "comparisons with": "results differ",
-    "small layers does": "no small copy of the default config",
-    "small copy": "no small copy of the default config",
-    "Hugging Face's model by itself": "the default config does not run in Hugging Face's own model",
-    "building": "cannot be built",
-    "fails": "its forward does not take packed samples, or stages",
+    "no list of layers": "layers not in one list, or several modalities",
+    "are not beside": "embeddings and layers in separate modules (as in BERT)",
+    "parts with weights besides": "additional modules with weights outside the layers",
+    "comparisons with": "different results",
+    "small layers does": "default config cannot be reduced to a small copy",
+    "small copy": "default config cannot be reduced to a small copy",
+    "Hugging Face's model by itself": "default config fails in Hugging Face",
+    "building": "model cannot be built",
+    "fails": "no support for packed samples or pipeline stages",
 }
-"""What a refusal contains -> how the page sums it up; the first that fits."""
+"""Maps text of an error to its summary on the page. The first match applies."""
 OF_ENCODERS = {
-    "no list of layers": "no list of layers, or several (stages of several widths)",
-    "image_size and patch_size": "no images of a fixed size in its config",
-    "not a square": "images that are no squares",
-    "given more than hidden": "layers read more than hidden states (places, biases, masks, grids)",
-    "no module of its own": "something between pixels and layers that is no module",
-    "given more than one": "something before the layers reads more than pixels",
-    "hidden states (": "patches are left out or merged before the layers",
-    "pixels of patch": "a position sees more than its own patch",
-    "convolutions over pixels": "patches are made by several convolutions, or by none",
-    "given something else": "something between layers",
-    "weights outside": "weights outside of embeddings and layers",
-    "comparisons with": "results differ",
-    "small layers does": "no small copy of the default config",
-    "small copy": "no small copy of the default config",
-    "no tower for": "no class for the tower alone",
-    "Hugging Face's model by itself": "the default config does not run on pixels alone",
-    "fails": "it cannot be built or cut",
+    "no list of layers": "layers not in one list (stages of different widths)",
+    "image_size and patch_size": "no fixed image size in the config",
+    "not a square": "image size not square",
+    "given more than hidden": "layers need more than hidden states (positions, masks, grids)",
+    "no module of its own": "operations outside modules before the layers",
+    "given more than one": "inputs besides pixels before the layers",
+    "hidden states (": "patches omitted or merged before the layers",
+    "pixels of patch": "positions depend on several patches",
+    "convolutions over pixels": "patch embedding is not one convolution",
+    "given something else": "operations between layers",
+    "weights outside": "weights outside embeddings and layers",
+    "comparisons with": "different results",
+    "small layers does": "default config cannot be reduced to a small copy",
+    "small copy": "default config cannot be reduced to a small copy",
+    "no tower for": "no separate encoder class",
+    "Hugging Face's model by itself": "default config needs inputs besides pixels",
+    "fails": "model cannot be built or split into stages",
 }
-"""The same of encoders."""
+"""The same for encoders."""
 
 
 class Outcome(NamedTuple):
-    """What the proof of a model type gave: one or the other."""
+    """Result of the comparison of a model type: a proof or an error."""
 
     proof: Proof[Any] | None
     refusal: str
 
 
 class Kind(NamedTuple):
-    """One kind of models, and its section of the page."""
+    """A kind of model, with a section on the page."""
 
     name: str
     prove: Callable[[PreTrainedConfig], Proof[Any]]
@@ -80,12 +80,12 @@ class Kind(NamedTuple):
 
     @property
     def begin(self) -> str:
-        """Where its section starts."""
+        """Marker at the start of the section."""
         return f"<!-- {self.name}: written by scripts/unlisted_models.py -->"
 
     @property
     def end(self) -> str:
-        """Where it stops."""
+        """Marker at the end of the section."""
         return f"<!-- end of {self.name} -->"
 
 
@@ -102,25 +102,25 @@ ENCODERS = Kind("image encoders", _prove_encoder, OF_ENCODERS)
 
 
 def survey(kind: Kind, names: list[str]) -> dict[str, Outcome]:
-    """The outcome by model type, with the default config of each."""
+    """Return the outcome by model type, with the default config of each type."""
     outcomes = {}
     for name in names:
         try:
             outcomes[name] = Outcome(kind.prove(CONFIG_MAPPING[name]()), "")
         except ConfigError as error:
             outcomes[name] = Outcome(None, "; ".join(error.problems))
-        except Exception as error:  # raised by their classes; counted among the refused
+        except Exception as error:  # raised by their classes; reported as rejected
             outcomes[name] = Outcome(None, f"small copy: {' '.join(str(error).split())}")
     return outcomes
 
 
 def causal_lms() -> list[str]:
-    """All that the table does not list."""
+    """Return all causal LMs of transformers that are not registered."""
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LLM_FAMILIES]
 
 
 def image_encoders() -> list[str]:
-    """The same: towers that read pixels, without a text part."""
+    """Return all image encoders that are not registered and have no text model."""
     found = []
     for name in CONFIG_MAPPING:
         if name in ENCODER_FAMILIES or not (
@@ -138,7 +138,7 @@ def image_encoders() -> list[str]:
 
 
 def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
-    """What the page says of them."""
+    """Return the section of a kind of model."""
     passed = {name: outcome.proof for name, outcome in outcomes.items() if outcome.proof}
     read = [name for name, proof in passed.items() if not proof.unreadable]
     unread = [name for name, proof in passed.items() if proof.unreadable]
@@ -147,14 +147,13 @@ def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
         if not outcome.proof:
             refused[sum_up(kind, outcome.refusal)].append(_with_mechanisms(name))
     lines = [
-        f"Of the {len(outcomes)} other {kind.name} of transformers, {len(passed)} pass with the "
-        "default config of their class.",
+        f"{len(passed)} of {len(outcomes)} {kind.name} that are not registered pass.",
         "",
-        f"- weights read too ({len(read)}): {', '.join(read)}",
-        f"- from random weights only, as their files have other names ({len(unread)}): "
+        f"- with pretrained weights ({len(read)}): {', '.join(read)}",
+        f"- with random weights only, because weight files have different names ({len(unread)}): "
         f"{', '.join(unread)}",
         "",
-        "| refused because | `model_type` |",
+        "| reason for rejection | `model_type` |",
         "|---|---|",
         *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
     ]
@@ -162,7 +161,7 @@ def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
 
 
 def sum_up(kind: Kind, refusal: str) -> str:
-    """A refusal in the page's words."""
+    """Return the summary of an error on the page."""
     return next((words for mark, words in kind.reasons.items() if mark in refusal), refusal)
 
 
@@ -175,14 +174,14 @@ def _with_mechanisms(name: str) -> str:
 
 
 def written(kind: Kind, page: str) -> str:
-    """The section that a page has now."""
+    """Return the present section of a page."""
     return page.partition(kind.begin)[2].partition(kind.end)[0].strip()
 
 
 def main() -> None:
-    """Prints outcomes, or writes them all."""
+    """Print the outcomes, or write all of them to the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("types", nargs="*", help="model types; none: all, into the page")
+    parser.add_argument("types", nargs="*", help="model types to print (default: write the page)")
     types = parser.parse_args().types
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

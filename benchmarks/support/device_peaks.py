@@ -61,10 +61,10 @@ SWITCHES = {
     "none": Switch({}),
     "adapters": Switch({"adapters.small": '{modules = ["llm"], rank = 8}'}),
     "recomputation full": Switch({"activation_checkpoint.mode": "full"}),
-    "recomputation tuned": Switch(TUNED | {"activation_checkpoint.offload": "false"}),
-    "recomputation tuned with offload": Switch(TUNED),
-    "loss in chunks": Switch({"model.chunked_loss": "true"}),
-    "states on the host": Switch({"optimizer.offload": "true"}),
+    "recomputation auto": Switch(TUNED | {"activation_checkpoint.offload": "false"}),
+    "recomputation auto with offload": Switch(TUNED),
+    "chunked loss": Switch({"model.chunked_loss": "true"}),
+    "optimizer states on the host": Switch({"optimizer.offload": "true"}),
     "parameters and states bfloat16": Switch(
         {"training.parameter_dtype": "bfloat16", "optimizer.state_dtype": "bfloat16"}
     ),

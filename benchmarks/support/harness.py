@@ -1,9 +1,8 @@
-"""What all benchmarks share: rows with a goal, the printed table, the JSON file, paired timing.
+"""Functions that all benchmarks share: result rows, printed tables, JSON files and paired timing.
 
-Two programs are compared within one process by interleaving: each pair times both, in turns of
-changing order, and the speed ratio is the median over pairs. A slow minute of the machine then
-hits both sides alike. Rejected: one program after the other, which on a shared machine measures
-the neighbours.
+Two programs are compared in one process with interleaved pairs. Each pair times both programs, and
+the order alternates from pair to pair. The speedup is the median over pairs, so that a slow minute
+of a shared machine affects both programs equally.
 """
 
 from __future__ import annotations
@@ -24,12 +23,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from rich.table import Table
 
+from support.pages import FIELDS, format_number, update_page
 from torchmm.common.log import make_console
+
+JSON_HELP = "write all rows to FILE and update the tables of the page FILE.md, if it exists"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. None where there is no such value."""
+    """One measured or simulated value. Fields without a value are None."""
 
     case: str
     metric: str
@@ -44,24 +46,24 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether `ours` reaches the goal."""
+        """Return True if `ours` reaches the goal, None without a goal."""
         if self.goal is None:
             return None
         reached = self.ours >= self.goal if self.better == "higher" else self.ours <= self.goal
-        return bool(reached)  # NumPy's truth is no JSON
+        return bool(reached)  # json cannot write numpy.bool
 
 
 class Seconds(NamedTuple):
-    """How long one call took."""
+    """Duration of one call, in seconds."""
 
     wall: float
     cpu: float
-    """CPU time of all threads, without what other programs took of the machine."""
+    """CPU time of all threads. Other programs do not add to it."""
 
 
 @dataclass(frozen=True)
 class PairedTimes:
-    """Times of both programs, pair by pair."""
+    """Times of both programs, in the order of the pairs."""
 
     ours: list[Seconds]
     baseline: list[Seconds]
@@ -76,12 +78,12 @@ class PairedTimes:
 
     @property
     def speed_ratio(self) -> float:
-        """Median over pairs of baseline time / our time: above 1, ours is faster."""
+        """Median over pairs of baseline time / torchmm time. Above 1, torchmm is faster."""
         return median(b.wall / a.wall for a, b in zip(self.ours, self.baseline, strict=True))
 
     @property
     def cpu_ratio(self) -> float:
-        """The same of CPU time, which holds on a shared machine too."""
+        """Median over pairs of the CPU time ratio, which is also valid on a shared machine."""
         return median(b.cpu / a.cpu for a, b in zip(self.ours, self.baseline, strict=True))
 
 
@@ -91,9 +93,9 @@ def time_pairs(
     pairs: int,
     device: torch.device,
 ) -> PairedTimes:
-    """Times `pairs` calls of both programs; the order changes from pair to pair.
+    """Time `pairs` calls of both programs, in an order that alternates from pair to pair.
 
-    Both must be warm: what they compile or allocate on the first call would be timed.
+    Call both programs once before, so that compilation and first allocations are not timed.
     """
     times = PairedTimes([], [])
     for index in range(pairs):
@@ -117,15 +119,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Command line with the arguments that every benchmark takes."""
+    """Return a parser with the arguments of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="fewer, smaller cases: under 45 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument(
+        "--quick", action="store_true", help="run fewer, smaller cases (at most 45 s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help=JSON_HELP)
     return parser
 
 
 def describe_machine(device: torch.device) -> str:
-    """Device, threads, load and versions in one line."""
+    """Return device, threads, load and versions in one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return (
         f"{name}; {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
@@ -142,16 +146,15 @@ def _cpu_name() -> str:
 
 
 def report(title: str, rows: Sequence[Row], json_file: Path | None) -> None:
-    """Prints the table and writes `json_file`, if any."""
+    """Print the table and write `json_file`, if given."""
     table = Table(title=title, title_justify="left")
     for column in ("case", "metric", "unit"):
         table.add_column(column, no_wrap=True)
-    for column in ("ours", "baseline", "paper", "goal", "met"):
+    for column in FIELDS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        values = (_number(v) for v in (row.ours, row.baseline, row.paper, row.goal))
-        met = {None: "", True: "yes", False: "no"}[row.met]
-        table.add_row(row.case, row.metric, row.unit, *values, met)
+        values = (row.ours, row.baseline, row.paper, row.goal, row.met)
+        table.add_row(row.case, row.metric, row.unit, *map(format_number, values))
     make_console(width=160).print(table)
     if json_file is not None:
         write_rows(rows, json_file)
@@ -163,20 +166,32 @@ def run_cases(
     cases: Mapping[str, Callable[[str], Iterable[Sequence[Row]]]],
     conditions: str,
 ) -> None:
-    """Run a benchmark that consists of several cases, all of them or those of `--cases`.
+    """Run all cases of a benchmark, or those of `--cases`.
 
-    The table of each case is printed when it is finished. The JSON file then has its rows in place
-    of older rows of the same case, so that a long benchmark can run in pieces.
+    The table of a case is printed when the case is finished. Its rows then replace older rows of
+    the same case in the JSON file, so that a long benchmark can run in several calls.
 
     Args:
         title: Title of the tables.
-        description: Description of the command line; the first line is shown.
-        cases: Rows by name of the case, one table after the other, for "tiny", "quick" or "full".
+        description: Docstring of the benchmark. `--help` shows the first line.
+        cases: Maps the name of a case to a function of the size ("tiny", "quick" or "full") that
+            yields tables.
         conditions: Data and seeds, printed after the machine.
     """
     parser = make_parser((description or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="NAME")
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=cases,
+        default=list(cases),
+        metavar="NAME",
+        help="cases to run (default: all)",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="run the smallest cases, for tests",
+    )
     arguments = parser.parse_args()
     size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -195,7 +210,7 @@ def run_cases(
 
 
 def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:
-    """Rows that a file has of other cases, so that a long benchmark can be run in parts."""
+    """Return the rows of all other cases in a file, so that a long benchmark can run in parts."""
     if json_file is None or not json_file.exists():
         return []
     records = json.loads(json_file.read_text())
@@ -231,12 +246,9 @@ def replace_table(page: Path, table: str) -> None:
 
 
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:
-    """Writes the rows as a list of objects."""
+    """Write all rows as a list of objects, and update the tables of the page next to the file."""
     records = [{**asdict(row), "met": row.met} for row in rows]
     json_file.write_text(json.dumps(records, indent=1) + "\n")
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    page = json_file.with_suffix(".md")
+    if page.exists():
+        update_page(page, records)

@@ -17,7 +17,7 @@ class MemoryNeeds(NamedTuple):
     """Peaks of one rank, in bytes."""
 
     least_bytes: int
-    """With everything recomputed that may be."""
+    """With full recomputation that may be."""
     most_bytes: int
     """With everything kept that may be."""
 

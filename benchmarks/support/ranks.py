@@ -94,7 +94,7 @@ class StepTime(NamedTuple):
     busy_s: float
     """Computing, summed over ranks."""
     others: float
-    """Share of the machine's CPU time that other programs took meanwhile."""
+    """Share of the machine's CPU time that other programs used during a run."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class Comparison:
         return median(1 - t.busy_s / (self.ranks * t.wall_s) for t in self.times[name])
 
     def speed_ratio(self, ours: str, baseline: str) -> float:
-        """Median over runs of baseline time / our time: above 1, ours is faster."""
+        """Median over runs of baseline time / torchmm time. Above 1, torchmm is faster."""
         pairs = zip(self.times[ours], self.times[baseline], strict=True)
         return median(b.wall_s / a.wall_s for a, b in pairs)
 
     def rows(self, case: str, ours: str, goals: Mapping[str, float | None]) -> list[Row]:
-        """Ratio, step times and idle shares of one program against others.
+        """Ratio, step times and idle fractions of one program against others.
 
         Args:
             goals: by name of the other: for the ratio; None: no goal.
@@ -138,9 +138,9 @@ class Comparison:
             idle = self.idle_share(ours), self.idle_share(name)
             ratio = self.speed_ratio(ours, name)
             made += [
-                Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),
+                Row(case, f"speedup, {name}", "x", ratio, 1.0, goal=goal),
                 Row(case, f"step time, {name}", "s", *times, better="lower"),
-                Row(case, f"idle share, {name}", "share", *idle, better="lower"),
+                Row(case, f"idle fraction, {name}", "fraction", *idle, better="lower"),
             ]
         return made
 

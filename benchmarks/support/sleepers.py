@@ -1,4 +1,4 @@
-"""Stages that sleep in the place of computing, for torch's schedules and for our runtime.
+"""Stages that sleep in the place of computing, for torch's schedules and for the runtime.
 
 A forward sleeps for as long as its layers would take, a backward twice as long. Everything else is
 real: runtimes, processes, messages over gloo.
@@ -224,7 +224,7 @@ def message_rows(task: Task, graph: StageGraph, images: int) -> int:
 
 
 class OurSleep:
-    """Steps through our runtime. Plans are made before: in training, during the step before."""
+    """Steps through the runtime. Plans are made before: in training, during the step before."""
 
     def __init__(self, name: str, work: Work, choice: Choice) -> None:
         self.name, self.work, self.choice = name, work, choice

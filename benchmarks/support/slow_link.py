@@ -1,11 +1,11 @@
 """A process group whose transfers take as long as on a slow link: gloo with a delay per byte.
 
-Every rank has one link for what comes in. Transfers go through it one after the other: one of N
-bytes that is posted at t is there at max(t, when the link was free) + N x s_per_byte, however fast
-gloo was. It takes no computing time: a wait sleeps. Sends and receives, all-gathers and
-reduce-scatters (of (ranks - 1) / ranks of the whole) are delayed; other collectives are gloo's.
+Every rank has one link for incoming data. Transfers are sequential: a transfer of N bytes that is
+posted at t ends at max(t, end of the previous transfer) + N x s_per_byte. A wait sleeps, so the
+delay uses no CPU time. Sends, receives, all-gathers and reduce-scatters (of (ranks - 1) / ranks of
+the full tensor) are delayed. Other collectives are those of gloo.
 
-What was transferred and how long the rank waited is recorded, for pictures.
+Transfers and waiting times are recorded for plots.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class RandomSearch(Strategy):
 
 
 class DepthFirst(Strategy):
-    """Permutations of groups, one after the other; workers begin with different first groups."""
+    """Enumerate permutations of groups; workers begin with different first groups."""
 
     def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
         super().__init__(evaluator, rng)

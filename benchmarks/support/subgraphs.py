@@ -4,13 +4,13 @@ SEMU's spatial reuse (PipeWeaver §4.2). A subgraph is a value: its operators wi
 times and order, its buffers and the class of device it runs on. Two layers of equal shape on equal
 devices are equal subgraphs, whoever built them, and have one result in the cache. Subgraphs nest:
 a stage is made of layers, a layer of operators. In the graph around it, a subgraph is one operator:
-it starts as a whole, on queues of its own, and ends with its last operator.
+it starts as a unit, on separate queues, and ends with its last operator.
 
-Tensor- and data-parallel copies of a rank do the same at the same time, so one stands for all;
+Tensor- and data-parallel copies of a rank do the same at the same time, so one represents all;
 `copies` says how many.
 
 Rejected: one flat graph of all operators, which is the same to the picosecond and is checked
-against it in tests, but has to be simulated whole whenever a microbatch changes; reuse by name,
+against it in tests, but has to be simulated completely if a microbatch changes; reuse by name,
 which is wrong as soon as two things of one name differ.
 """
 
@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Subgraph:
-    """What one device does as a whole.
+    """Work of one device, as one unit.
 
     Attributes:
         parts: operators and subgraphs.

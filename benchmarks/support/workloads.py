@@ -131,9 +131,14 @@ def add_options(parser: ArgumentParser, budget_s: float) -> None:
         metavar="SECONDS",
         help="time limit of the planner for a workload (default: %(default)s)",
     )
-    add("--rows", type=Path, metavar="FILE", help="append workloads there, skip finished ones")
+    add(
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="append finished workloads to FILE and skip those in it",
+    )
     add("--report", action="store_true", help="only print the tables of --rows")
-    add("--page", type=Path, metavar="FILE", help="replace the table of this Markdown page")
+    add("--page", type=Path, metavar="FILE", help="Markdown page whose table is replaced")
 
 
 def select_workloads(

@@ -53,7 +53,7 @@ SOURCES = (
 def make_data(directory: Path) -> None:
     """Writes the tokenizer, the media and a JSON-lines file for each of `SOURCES`."""
     directory.mkdir(parents=True, exist_ok=True)
-    _make_tokenizer(directory / "tokenizer")
+    make_tokenizer(directory / "tokenizer")
     rng = np.random.default_rng(1)
     for number in range(IMAGES):
         height, width = rng.integers(12, 40, 2)
@@ -77,7 +77,7 @@ def make_data(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def _make_tokenizer(directory: Path) -> None:
+def make_tokenizer(directory: Path) -> None:
     words = Tokenizer(WordLevel(TOKEN_IDS, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(

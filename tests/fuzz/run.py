@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parents[1] / "helpers"))
 
 from fuzz.campaign import Judged, explain, judge_all, read_draw, summary, write_smallest
+from fuzz.combinations import write_page
 from fuzz.draw import Draw, draw_recipe
 from fuzz.judge import Judge
-from fuzz.refusals import page
 
 
 def main() -> int:
@@ -38,10 +38,15 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=120, help="to shrink a failure; 0: leave it")
     parser.add_argument("--write", type=Path, default=Path("outputs/fuzz"), help="for failures")
     parser.add_argument("--json", type=Path, help="file for all verdicts")
-    parser.add_argument("--only-read", action="store_true", help="judge refusals, run nothing")
-    parser.add_argument("--docs", type=Path, help="file for the table of refusals")
+    parser.add_argument("--only-read", action="store_true", help="check without running")
     parser.add_argument("--replay", type=Path, help="judge the draw in this file")
+    parser.add_argument(
+        "--combinations", action="store_true", help="write their page"
+    )
     options = parser.parse_args()
+    if options.combinations:
+        write_page()
+        return 0
     if options.replay is not None:
         draws = [read_draw(options.replay)]
     else:
@@ -53,11 +58,6 @@ def main() -> int:
     if options.json is not None:
         rows = [{"draw": j.draw.as_table(), "verdict": asdict(j.verdict)} for j in judged]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.docs is not None:
-        refused = [j for j in judged if j.verdict.kind == "refused"]
-        problems = [problem for j in refused for problem in j.verdict.problems]
-        text = page(problems, len(judged), options.seed, len(refused))
-        options.docs.write_text(text)
     return int(any(j.verdict.kind == "failed" for j in judged))
 
 

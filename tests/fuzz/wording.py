@@ -1,9 +1,8 @@
-"""Messages without what is particular to a recipe: numbers, names, paths."""
+"""Error messages of recipes: placeholders for numbers, names and paths."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 _MODULES = r"(?:vision|second|audio|generator|llm)"
 _REPLACED = (
@@ -22,38 +21,15 @@ _REPLACED = (
 )
 
 
-class Refusal(NamedTuple):
-    """A message of a `ConfigError`, taken apart."""
-
-    key: str
-    why: str
-    remedy: str
-
-
 def generalized(text: str) -> str:
-    """The message as other recipes would get it."""
+    """Return a message with placeholders for numbers, names and paths."""
     for pattern, new in _REPLACED:
         text = re.sub(pattern, new, text, flags=re.MULTILINE)
     return text
 
 
-def refusal(problem: str) -> Refusal:
-    """Key, what is wrong, and what to do about it."""
-    text = generalized(problem)
-    found = re.match(
-        r"(?P<key>\[?[\w.\[\]]+\]?(?: \w+)?)(?: = (?P<value>.*?))?: (?P<text>.*)", text, re.S
-    )
-    if found is None:
-        found = re.match(r"(?P<key>\[[\w.]+\] \w+)(?P<value>)(?P<text>.*)", text, re.S)
-    if found is None:
-        return Refusal("", text, "")
-    why, _, remedy = found["text"].removeprefix(" = N").strip().rpartition("; ")
-    key = re.sub(r"\[(\w[\w.]*)\] (\w+)", r"\1.\2", found["key"]).strip("[]")
-    return Refusal(key, *((why, remedy) if why else (remedy, "")))
-
-
 def names_a_key(problem: str) -> bool:
-    """Whether a message says which key (or section) of a recipe is meant."""
+    """Return True if a message names a key or a section of a recipe."""
     sections = (
         "model|freeze|adapters|data|parallel|training|activation_checkpoint|simulation|compile"
         "|float8"

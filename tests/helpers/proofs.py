@@ -1,6 +1,6 @@
 """What tests prove of each family of models, noted while they run.
 
-The table of docs/reference/models.md is made of it.
+scripts/family_table.py writes the tables of docs/reference/model_tests.md from it.
 
 A test says with `proves` what its passing proves, and of which tiny models. With `--proofs FILE`,
 pytest writes a line for each that passed; `scripts/family_table.py` makes a table of the lines.

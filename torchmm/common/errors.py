@@ -59,7 +59,7 @@ class TorchmmError(Exception):
 
 
 class ConfigError(TorchmmError):
-    """Invalid recipe, override, command line or layout. Nothing was started.
+    """The recipe, an override or the command line is invalid. Nothing was started.
 
     Args:
         problems: All problems. The message lists the first `MOST_LISTED`, one per line.
@@ -80,7 +80,7 @@ class ConfigError(TorchmmError):
 
 
 class PlanError(TorchmmError):
-    """A pipeline plan cannot be executed, or does not fit into memory; nothing was started.
+    """A pipeline plan cannot be executed or does not fit into memory. Nothing was started.
 
     Args:
         problems: every problem found; the message lists the first ones, the most serious first.
@@ -95,39 +95,38 @@ class PlanError(TorchmmError):
 
 
 class DataError(TorchmmError):
-    """A source or an input file cannot be read, or more samples are corrupt than the recipe
-    allows."""
+    """A data source cannot be read, or too many samples are corrupt."""
 
     exit_code = 3
 
 
 class CheckpointError(TorchmmError):
-    """A checkpoint or weight file is missing, torn, altered or does not fit the model; or nothing
-    more can be saved."""
+    """A checkpoint or weight file is missing, incomplete, changed or does not match the model, or a
+    checkpoint cannot be saved."""
 
     exit_code = 4
 
 
 class NonFiniteError(TorchmmError):
-    """Loss or gradient became NaN or infinite; no rank has updated its parameters."""
+    """The loss or a gradient is NaN or infinite. No rank updated its parameters."""
 
     exit_code = 5
 
 
 class PeerError(TorchmmError):
-    """Another rank was lost or did not answer in time."""
+    """Another rank failed or did not respond in time."""
 
     exit_code = 6
 
 
 class UploadError(TorchmmError):
-    """An export is complete, but the Hugging Face Hub rejected it or cannot be reached."""
+    """The export is complete, but the upload to the Hugging Face Hub failed."""
 
     exit_code = 7
 
 
 class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
-    """The run was asked to stop, saved a checkpoint and exited."""
+    """The run received a stop signal, saved a checkpoint and exited."""
 
     exit_code = 75
 

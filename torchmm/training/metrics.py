@@ -85,8 +85,7 @@ METRICS: Mapping[str, Metric] = {
         nullable=True, shown="text {:.4f}"),
     "loss_image": Metric(
         "train", "",
-        "With a generator: mean over images of the squared error of the velocity, mean over "
-        "pixels.",
+        "With a generator: squared error of the velocity, averaged over pixels and images.",
         nullable=True, shown="image {:.4f}"),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
@@ -99,28 +98,27 @@ METRICS: Mapping[str, Metric] = {
         nullable=True, shown="image {:.4f}"),
     "word_error_rate": Metric(
         "validation", "share",
-        "Word errors in the text generated for held-out audio and videos, per word of the "
-        "reference.",
+        "Word error rate of the text generated for held-out audio and videos.",
         nullable=True, shown="word errors {:.1%}"),
     "scores": Metric(
         "validation", "",
-        'Scores of generated text by "SOURCE/SCORE", for held-out sources with `scores`, and of '
-        'benchmarks by "TASK/METRIC". A benchmark score is part of the step in which it becomes '
-        "available, or of the last step.",
+        'Metrics of generated text by "SOURCE/METRIC", for validation sources with metrics, and of '
+        'benchmarks by "TASK/METRIC". A benchmark result is part of the record of the step in '
+        "which it becomes available, or of the last step.",
         dict, nullable=True, shown="{:.3f}"),
-    "grad_norm": Metric("train", "", "Global norm of all gradients, before it is clipped."),
+    "grad_norm": Metric("train", "", "Global gradient norm before clipping."),
     "lr": Metric("train", "", "Learning rate of the step (`optimizer.lr`)."),
     "expert_load": Metric(
         "train", "",
-        "Tokens of the busiest expert over the mean of the experts of its layer, in this step "
-        "over all ranks, on average over layers: 1 at best, the number of experts at worst. Null "
-        "without experts, or if their layers are compiled.",
+        "Largest number of tokens of one expert, divided by the mean over the experts of the "
+        "layer. Counts all ranks and is averaged over layers. The minimum is 1, the maximum the "
+        "number of experts. Null without experts, or if their layers are compiled.",
         nullable=True),
     "tokens_per_s": Metric(
-        "time", "1/s", "Tokens of all ranks together, without padding.",
+        "time", "1/s", "Tokens of all ranks, without padding.",
         reduce="rate", shown="{:,.0f} tokens/s"),
     "samples_per_s": Metric(
-        "time", "1/s", "Samples of all ranks together.",
+        "time", "1/s", "Samples of all ranks.",
         reduce="rate", shown="{:.1f} samples/s"),
     "images_per_s": Metric(
         "time", "1/s", "Images, audio clips and videos that encoders read, of all ranks.",
@@ -130,14 +128,14 @@ METRICS: Mapping[str, Metric] = {
         nullable=True, reduce="rate", shown="{:.1f} drawn/s"),
     "mfu": Metric(
         "time", "0..1",
-        "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices; "
-        "null if the peak is unknown. CPU runs measure their peak at each start, so compare "
-        "tokens_per_s instead.",
+        "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices. "
+        "Null if the peak is unknown. On a CPU the peak is measured at every start, so compare "
+        "`tokens_per_s` instead.",
         nullable=True, shown="MFU {:.1f} %", scale=100),
     "peak_memory_bytes": Metric(
         "memory", "bytes",
-        "Highest memory use of one rank since its start: device memory on CUDA, memory of the "
-        "process on a CPU.",
+        "Peak memory of the rank with the highest use since its start: device memory on CUDA, "
+        "process memory on a CPU.",
         int, reduce="max", shown="{:.2f} GiB", scale=2**-30),
     "step_ms": Metric("time", "ms", "Duration of the step on the slowest rank.", reduce="max"),
     "data_wait_ms": Metric(
@@ -154,111 +152,112 @@ METRICS: Mapping[str, Metric] = {
         nullable=True, reduce="max", shown="generator {:.0f} ms"),
     "pipeline_ms": Metric(
         "pipeline", "ms",
-        "Time from the first to the last action of the plan of the step, on the slowest rank. "
+        "Time from the first to the last action of the plan, on the slowest rank. "
         "Null without a pipeline.",
         nullable=True, reduce="max"),
     "bubble_fraction": Metric(
         "pipeline", "0..1",
-        "Fraction of `pipeline_ms` in which ranks run neither forward nor backward passes, on "
-        "average over ranks. Null without a pipeline.",
+        "Fraction of `pipeline_ms` without forward and backward passes, averaged over ranks. "
+        "Null without a pipeline.",
         nullable=True, shown="bubbles {:.0f} %", scale=100),
     "slowest_rank": Metric(
         "pipeline", "",
-        "Rank with the most time in data wait and in modules. Fast ranks also wait in collectives "
-        "inside a phase, so it points to slow readers better than to slow devices.",
+        "Rank with the most time in data wait and in modules. Module time includes waiting in "
+        "collectives, so this metric detects slow data loading better than slow devices.",
         int),
     "straggler_share": Metric(
         "pipeline", "0..1",
-        "Fraction of the time of that rank that the median rank did not need. 0 means equally "
-        "fast ranks."),
+        "1 minus the time of the median rank divided by the time of `slowest_rank`. 0 means "
+        "equally fast ranks."),
     "graphs": Metric(
-        "time", "", "Graphs of layers that one rank compiled in the step, at most.",
+        "time", "", "Layer graphs compiled in the step, on the rank with the most.",
         int, reduce="max"),
     "compile_ms": Metric(
         "time", "ms", "Compile time of the slowest rank. Null if no graph was compiled.",
         nullable=True, reduce="max"),
     "decoded_images": Metric(
         "data", "",
-        "Images, audio clips and videos (or their frames) of the step that all ranks together "
-        "decoded, by encoder that reads them, and images to generate. Equal to the number in its "
-        "samples, without those of corrupt samples.",
+        "Images, audio files and videos (or frames) that all ranks decoded for the step, counted "
+        "once per encoder, and target images. Corrupt samples are excluded.",
         int, reduce="sum"),
     "read_bytes": Metric(
         "data", "bytes",
-        "Records and files that all ranks together read. Every rank reads the records of its "
-        "samples, including embedded files, and other files only to decode them. A character of "
-        "text counts as a byte.",
+        "Size of the records and files that all ranks read. Every rank reads the records of its "
+        "samples, including embedded files, and other files only to decode them. One character "
+        "is one byte.",
         int, reduce="sum"),
     "skipped_samples": Metric(
-        "data", "", "Corrupt samples that were skipped since the run began.", int, reduce="sum"),
+        "data", "", "Corrupt samples skipped since the start of the run.", int, reduce="sum"),
     "filtered_samples": Metric(
         "data", "",
-        "Samples of streams that were not used because of `filter` or a limit, since the run "
-        "began. Null without streams: the counts of other sources are logged at the start.",
+        "Samples of streams excluded by `filter` or a limit, since the start of the run. Null "
+        "without streams: the counts of other sources are logged at the start.",
         int, nullable=True),
     "truncated_samples": Metric(
         "data", "",
-        "Samples of streams of which text, images or video frames were dropped, by type of the "
-        "content, since the run began. Null without streams.",
+        "Samples of streams with dropped text, images or video frames, once per type of content, "
+        "since the start of the run. Null without streams.",
         int, nullable=True),
     "image_imbalance": Metric(
         "balance", "",
-        "With balanced images: encoder and generator work of the slowest rank in each "
-        "microbatch over that of the mean rank, computed from image sizes. 1 means equal work. "
-        "Null if images are not balanced.",
+        "With `data.balance`: encoder and generator compute of the most loaded rank in each "
+        "microbatch, divided by the mean over ranks, estimated from image sizes. 1 means equal "
+        "load. Null if images are not balanced.",
         nullable=True),
     "image_imbalance_before": Metric(
-        "balance", "", "`image_imbalance` if each rank read the images of its own sequences.",
+        "balance", "", "`image_imbalance` without balancing.",
         nullable=True),
     "sequence_imbalance": Metric(
         "balance", "",
-        "With `data.reorder`: predicted time of the slowest rank over that of the mean rank. "
-        "Ranks that synchronize in every layer are compared in each microbatch, other ranks in "
-        "each step. With balanced images, encoders are excluded. 1 means equal work. Null "
-        "without reordering.",
+        "With `data.reorder`: predicted time of the slowest rank, divided by the mean over ranks. "
+        "Ranks that synchronize in every layer are compared per microbatch, other ranks per "
+        "step. With balanced images, encoders are excluded. 1 means equal load. Null without "
+        "reordering.",
         nullable=True),
     "sequence_imbalance_before": Metric(
-        "balance", "", "`sequence_imbalance` of the sequences in their original order.",
+        "balance", "", "`sequence_imbalance` in the original order.",
         nullable=True),
     "predicted_ms": Metric(
         "planner", "ms",
-        "With a schedule that is planned in the background, in the first pipeline: predicted time "
-        "of the forward and backward passes, from measured times of earlier steps. With Optimus: "
-        "of the complete plan. Compare it with `pipeline_ms`, which is of the slowest pipeline.",
+        "With a searched schedule: predicted time of the forward and backward passes of the first "
+        "pipeline, from measured times of earlier steps. With Optimus: predicted time of the "
+        "complete plan. Compare it with `pipeline_ms`, the time of the slowest pipeline.",
         nullable=True),
     "planner": Metric(
         "planner", "",
-        'Source of the order of the step: "search", "natural", or the static schedule that was as '
-        'good; "optimus coarse", "optimus fine", "optimus launched".',
+        'Schedule of the step: "search" (found by the schedule search), "natural" (default order), '
+        'a static schedule that is as fast, "optimus coarse", "optimus fine" or '
+        '"optimus launched".',
         str, nullable=True),
     "planner_ms": Metric(
         "planner", "ms",
-        "Time of planning the step, including the schedule search, during training or before the "
-        "step.",
+        "Planning time of the step, including the schedule search. Planning runs during the "
+        "previous step or before the step.",
         nullable=True),
     "planner_evaluations": Metric(
-        "planner", "", "Orders that the search simulated.", int, nullable=True),
+        "planner", "", "Schedules that the search simulated.", int, nullable=True),
     "gain_over_natural": Metric(
         "planner", "share",
-        "Relative time by which the natural order, or the best coarse order of Optimus, was "
-        "predicted to be slower.",
+        "Predicted gain: additional time of the default order, or of the best coarse Optimus plan, "
+        "relative to the selected plan.",
         nullable=True),
     "save_wait_ms": Metric(
         "checkpoint", "ms",
-        "Time for which training waited for a checkpoint. This metric and the next four are of "
-        "rank 0, and of saves and copies that finished since the previous record.",
+        "Time for which training waited for a checkpoint. This metric and the next four describe "
+        "rank 0, and the saves and uploads that finished since the previous record.",
         nullable=True),
     "save_ms": Metric(
-        "checkpoint", "ms", "Time from then until the checkpoint was committed.", nullable=True),
+        "checkpoint", "ms", "Time from the end of that wait until the checkpoint was committed.",
+        nullable=True),
     "save_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
     "upload_ms": Metric(
         "checkpoint", "ms",
-        "Time in which all ranks copied a checkpoint to `checkpoint.upload`.", nullable=True),
+        "Upload time of a checkpoint, over all ranks.", nullable=True),
     "upload_bytes": Metric(
-        "checkpoint", "bytes", "Size of the copied files.", int, nullable=True),
+        "checkpoint", "bytes", "Size of the uploaded files.", int, nullable=True),
     "failed_uploads": Metric(
         "checkpoint", "",
-        "Checkpoints that could not be copied since this start. Null if none failed.",
+        "Checkpoints that could not be uploaded since this start. Null if none failed.",
         int, nullable=True),
 }
 # fmt: on

@@ -37,8 +37,8 @@ from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 
 CHAIN, SEPARATED, SEARCHED = "static 1F1B", "separated", "searched"
-PLAIN, SORTED, IMAGES = "FSDP2", "FSDP2, A", "FSDP2, A + C"
-EVEN = " + D"
+PLAIN, SORTED, IMAGES = "FSDP2", "FSDP2, reordered", "FSDP2, reordered, balanced images"
+EVEN = ", balanced packing"
 FIXED_MODES = ("encoders", "full")
 """Recomputation of plans without a pipeline; "encoders": "full" for encoders, "selective" for the
 LLM. Layers tuned to the memory of each batch gain at most 1 % there, and 10 % in pipelines, whose
@@ -134,7 +134,7 @@ class Setup:
     def first_step_s(self, recipe: Recipe) -> float:
         """Return the step time of the first batch in seconds.
 
-        Infinite if the recipe is not valid, or if the first or the heaviest batch does not fit.
+        Infinite if the recipe is not valid, or if the first or the largest batch does not fit.
         """
         if check_recipe(recipe, self.gpus):
             return inf

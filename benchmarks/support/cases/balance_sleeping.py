@@ -91,7 +91,7 @@ def draw_works(case: Case, setting: Setting) -> dict[bool, Work]:
 def make_plans(works: Mapping[bool, Work]) -> dict[str, tuple[bool, Made]]:
     """Return plans of all batches by name of the pipeline, with the packing of the sequences.
 
-    Stages and segments are the fastest when the first batches are played through.
+    Stages and segments are the fastest when the first batches are simulated.
     """
     drawn = works[False]
     typical = replace(drawn, images=drawn.images[:TYPICAL])

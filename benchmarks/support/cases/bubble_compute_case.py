@@ -2,7 +2,7 @@
 
 All programs run the same weights on the same microbatches in the same processes. Where both ranks
 have the tower, its gradients are added up at the end of each step, as FSDP2 would, and that is
-timed too; so is planning. Each of the two layouts may choose: candidates are played through with
+timed too; so is planning. Each of the two layouts may choose: candidates are simulated with
 the layers' measured speed, the best few run for real, the fastest stays.
 """
 
@@ -47,7 +47,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 __all__ = ["SETTINGS", "TOLERANCE", "run_rank"]
 ALL = 1 << 20
-"""Images of a sub-microbatch that is the whole microbatch."""
+"""Images of a sub-microbatch that is the full microbatch."""
 SETTINGS = {
     "full": [Setting(Size(12, 32, 96, 96), runs=3, patience_s=20, images=(2, 4, 8))],
     "quick": [
@@ -82,7 +82,7 @@ def outside(order: ComputeOrder, graph: StageGraph) -> ComputeOrder:
 
 @dataclass(frozen=True)
 class Beside(Choice):
-    """The tower in pipelines of its own on the LLM's ranks; `tower_segments`: its stages per rank;
+    """The encoder in separate pipelines on the LLM ranks; `tower_segments`: its stages per rank;
     `llm_segments`: the LLM's.
 
     Attributes:
@@ -116,7 +116,7 @@ class Beside(Choice):
 
 @dataclass(frozen=True)
 class Front(Choice):
-    """The whole tower in front of the LLM's first stage."""
+    """The full encoder before the first LLM stage."""
 
     def config(self) -> ParallelConfig:
         virtual = {"pipeline": RANKS, "virtual_stages": self.llm_segments}
@@ -129,7 +129,7 @@ class Front(Choice):
         return graph, interleaved_1f1b(graph)
 
     def __str__(self) -> str:
-        return f"tower in stage 0, LLM {self.llm_segments} stages per rank"
+        return f"encoder in stage 0, LLM {self.llm_segments} stages per rank"
 
 
 class Program(OurProgram):
@@ -179,7 +179,7 @@ def _unfilled(plan: PipelinePlan) -> PipelinePlan:
 
 
 def played_s(costs: Costs, choice: Beside | Front) -> float:
-    """Makespan of all steps, played through."""
+    """Simulated makespan of all steps."""
     rates, total = costs.rates(choice), 0.0
     layout = plan_layout(choice.config(), costs.descriptions, costs.metas)
     for index in range(len(costs.steps)):
@@ -209,7 +209,7 @@ def run_rank(setting: Setting, names: tuple[str, str, str]) -> dict[str, Any]:
     """Everything one rank does; what rank 0 reports.
 
     Args:
-        names: of the filled program, the same without filling, and the tower in stage 0.
+        names: of the filled program, the same without filling, and the encoder in stage 0.
     """
     filled, unfilled, front = names
     _, steps = load_steps(setting.steps, setting.microbatches)

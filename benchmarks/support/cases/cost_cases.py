@@ -46,7 +46,7 @@ class Images:
     """Patches that become a token."""
     patch_px: int = 4
     packed: bool = False
-    """Patches in a row, not pictures."""
+    """Patches in a row, not images."""
 
     @property
     def patches(self) -> int:

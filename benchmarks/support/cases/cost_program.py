@@ -1,6 +1,6 @@
 """Training of one case of `cost_cases`, and what its ranks report of it.
 
-Every case has processes of its own: gloo gives each process group a thread that wakes a hundred
+Every case runs in separate processes: gloo gives each process group a thread that wakes a hundred
 times a second, and idle groups of ten cases in one process took 4 % of both cores.
 """
 
@@ -197,7 +197,7 @@ class CaseRuns:
     """What the ranks of a case report.
 
     Attributes:
-        times: of undisturbed runs, one after the other.
+        times: of undisturbed runs, in order.
         disturbed: runs that were left out.
         cpu_ms: of every run, on this rank.
         classes: milliseconds by class of action, summed over ranks, the median over runs.

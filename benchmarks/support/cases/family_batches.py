@@ -1,10 +1,10 @@
 """The same samples twice: packed into one row for ours, padded to the longest for Hugging Face's.
 
-A sample is a caption behind its picture and, for models that hear, a sound of noise: begin, media,
+A sample is a caption behind its image and, for models that hear, noise as audio: begin, media,
 caption, end. Placeholders stand where each model expects them, with marks around them and between
-the rows of a picture as its text conventions say; only captions are to be predicted. Pictures go
+the rows of an image as its text conventions say; only captions are to be predicted. Images go
 through each model's own image processor, here one by one, there as a batch; models of tiles get all
-tiles of a picture. Models that only hear get the noise in windows, which Hugging Face's fill up.
+tiles of an image. Models that only hear get the noise in windows, which Hugging Face's fill up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torchmm.models.multimodal import MultimodalModel
 TOKENS_PER_S = 4
 """How fast captions are read aloud."""
 SECOND_FRAMES, FRAME_SAMPLES = 100, 160
-"""Mel frames of a second of sound, which Qwen3-Omni's tower reads by itself; samples of a frame."""
+"""Mel frames of a second of audio, which Qwen3-Omni's tower reads by itself; samples of a frame."""
 POSITION_FRAMES = 2
 """Mel frames of a position of towers that read windows."""
 MASKS = {"qwen2_audio": "feature_attention_mask", "audioflamingo3": "input_features_mask"}
@@ -66,7 +66,7 @@ class Sample:
 
 
 class Media(NamedTuple):
-    """One image or sound of every sample."""
+    """One image or audio of every sample."""
 
     encoder: str
     ours: EncoderInputs
@@ -78,7 +78,7 @@ class Media(NamedTuple):
     placeholder: int
     places: list[Tensor] | None = None
     """Of each sample's output tokens, counted from its first placeholder, where tokens of tiles
-    interleave; None: one after another."""
+    interleave; None: sequentially."""
 
 
 def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
@@ -120,7 +120,7 @@ def _media(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
 
 
 def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """The whole picture and its tiles, without their padding."""
+    """The full image and its tiles, without their padding."""
     assert spec.tiles is not None
     media = TiledMedia(spec.tiles, ImagePreprocessor(spec), TextSpec(0, IMAGE), {}, 10**9)
     cut = [media.open(sample.image) for sample in samples]
@@ -200,7 +200,7 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
         frames = SECOND_FRAMES * seconds + step * rest
         mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
         sounds.append(mels_FM)
-        chunks = mels_FM.split(SECOND_FRAMES)  # filled up to whole positions
+        chunks = mels_FM.split(SECOND_FRAMES)  # filled up to full positions
         filled = [functional.pad(c, (0, 0, 0, -len(c) % position)) for c in chunks]
         patches.append(torch.cat(filled).unflatten(0, (-1, position)).flatten(1))
     grids = [(1, 1, len(patch)) for patch in patches]

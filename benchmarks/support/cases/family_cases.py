@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING
 IMAGE_PX, PATCH_PX = 64, 8
 """Fixed-size images: 64 patches."""
 MEL_BINS = 80
-"""Of sounds."""
+"""Of audio."""
 WINDOW_POSITIONS = 500
-"""Of towers that read sounds in windows: ten seconds; no caption read here takes longer."""
+"""Of encoders that read audio in windows: ten seconds; no caption read here takes longer."""
 PINPOINTS = [[IMAGE_PX, 2 * IMAGE_PX], [2 * IMAGE_PX, IMAGE_PX], [2 * IMAGE_PX, 2 * IMAGE_PX]]
-"""Resolutions into which pictures are cut."""
+"""Resolutions into which images are cut."""
 
 
 class Size(NamedTuple):
@@ -29,7 +29,7 @@ QUICK, FULL = Size(128, 2), Size(256, 6)
 PAD, BEGIN, END = 0, 1, 2
 IMAGE, SOUND, START, STOP, SOUND_START, ROW_END, UNUSED = range(3, 10)
 FIRST_TEXT = 10
-"""Token ids: of the text, placeholders, what stands around images and sounds, and what no sample
+"""Token ids: of the text, placeholders, what is around images and audio, and what no sample
 has."""
 _MARKS = {
     "image_token_id": IMAGE,
@@ -315,7 +315,7 @@ _MROPE = {
     "glm4v_moe": ("glm4v_moe", "glm4_moe", [2, 3, 3]),
     "glm46v": ("glm4v", "glm4", [4, 6, 6]),
 }
-"""Composites with three positions per token and text parts of their own: tower, whose sizes the LLM
+"""VLMs with three positions per token and separate text components: encoder, whose sizes the LLM
 has, pairs of features of a head that turn with time, row and column."""
 
 

@@ -1,4 +1,4 @@
-"""Pipelines with sizes as a user would try them by hand, to check the planner.
+"""Pipelines with sizes as a user would try them manually, to check the planner.
 
 Like the plans of `plain_methods`, they do not come from the planner.
 """
@@ -22,8 +22,9 @@ def hand_pipelines(
 ) -> tuple[Option, str] | None:
     """Return the fastest plan that fits and its sizes in words; None if there is none.
 
-    A balanced chain and separate segments are tried with all sizes, a searched order with the best
-    sizes of the segments, and the recipe as it is if it has a pipeline on shared ranks.
+    A balanced single pipeline and separated segments are tried with all sizes. A searched schedule
+    is tried with the best sizes of the segments, and the unchanged recipe if it has a pipeline on
+    shared ranks.
     """
     lean = recomputing(recipe, "tuned")
     tried = {

@@ -247,7 +247,7 @@ class Comparison:
 
     @without_collection()
     def _kernels(self) -> Iterator[Result | None]:
-        """Yield encoder kernels inside of LLM layers: a bound, which no plan of ours executes."""
+        """Yield encoder kernels inside of LLM layers: a bound, which no torchmm plan executes."""
         starts = [self.recipe] if self.recipe.parallel.placement == "colocated" else []
         if "colocated" in self.chosen:
             starts.append(self.chosen["colocated"].recipe)

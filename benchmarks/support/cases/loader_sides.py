@@ -1,8 +1,8 @@
-"""Loaders that yield the same tensors of the same pictures: ours, and five others as their guides
+"""Loaders that yield the same tensors of the same images: torchmm, and five others as their guides
 show them. One side's ranks are processes; each sees its share of the samples, shuffled.
 
-All decode the same JPEG files with Pillow, call the same Hugging Face image processor on a picture
-and the same tokenizer on a caption. The others collate batches: pictures stacked, ids padded; ours
+All decode the same JPEG files with Pillow, call the same Hugging Face image processor on an image
+and the same tokenizer on a caption. The others collate batches: images stacked, ids padded; torchmm
 packs them into sequences, with targets and positions.
 """
 
@@ -78,7 +78,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A picture and its caption to tensors, for all sides but ours."""
+    """An image and its caption to tensors, for all loaders but torchmm."""
 
     task: Task
     processor: Any
@@ -96,12 +96,12 @@ class Encoder:
 
 
 def encoder_of(task: Task) -> Encoder:
-    """With the processor that ours calls."""
+    """With the processor that torchmm calls."""
     return Encoder(task, make_processor("vision", SPEC.processor_class, SPEC.processor))
 
 
 def decode(data: bytes) -> Image.Image:
-    """A picture of a file."""
+    """An image of a file."""
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
@@ -147,7 +147,7 @@ class Side:
 
 
 class Parquet(Side):
-    """Ours, from parquet files."""
+    """torchmm, from parquet files."""
 
     def prepare(self) -> None:
         write_parquet(self.task, self.directory / "samples")
@@ -177,7 +177,7 @@ class Parquet(Side):
 
 
 class Tar(Parquet):
-    """Ours, from tar files."""
+    """torchmm, from tar files."""
 
     def prepare(self) -> None:
         write_shards(self.task, self.directory / "samples")
@@ -354,8 +354,8 @@ class Energon(Side):
 
 
 SIDES: dict[str, type[Side]] = {
-    "ours": Parquet,
-    "ours, tar files": Tar,
+    "torchmm": Parquet,
+    "torchmm, tar files": Tar,
     "datasets + DataLoader": Datasets,
     "webdataset": Webdataset,
     "litdata": Litdata,
@@ -365,7 +365,7 @@ SIDES: dict[str, type[Side]] = {
 
 
 def as_table(task: Task) -> pa.Table:
-    """Columns as `datasets` writes pictures."""
+    """Columns as `datasets` writes images."""
     images = [{"bytes": jpeg, "path": None} for jpeg in task.jpegs]
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     return pa.table({"image": pa.array(images, kind), "text": list(task.captions)})

@@ -1,7 +1,7 @@
 """Real wall clock on two ranks: torch's schedules against separated segments with sub-microbatches.
 
 Both sides run the same weights on the same microbatches in the same processes. What each side may
-choose, it chooses the same way: all candidates are played through with the layers' measured speed,
+choose, it chooses the same way: all candidates are simulated with the layers' measured speed,
 the best few of each kind run for real, the fastest stays.
 """
 
@@ -44,7 +44,7 @@ QUIET = 0.05
 """Share of the CPU that other programs may take: ranks need all of it."""
 ACTION_S = 2e-3
 """Assumed when playing through: an action's time in addition to its layers, mostly for messages."""
-FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
+FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ SETTINGS = {
 }  # fmt: skip
 """Proportions of SmolVLM-500M and SmolVLM-256M; a third of the former's layers; for tests."""
 PLAYED = 200
-"""Splits of each kind that are played through: those that divide the work most evenly."""
+"""Splits of each kind that are simulated: those that divide the work most evenly."""
 
 
 @dataclass(frozen=True)
@@ -294,12 +294,12 @@ def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) ->
 
 
 def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
-    """Whether the whole tower is in stage 0."""
+    """Whether the full tower is in stage 0."""
     return split[0] >= len(modules[0].costs)
 
 
 def choices(setting: Setting) -> list[Choice]:
-    """All of ours."""
+    """All torchmm plans."""
     size = setting.size
     return [
         Choice(tower, llm, images)

@@ -1,6 +1,6 @@
 """Eight ranks whose layers sleep: what schedules do at a depth that this machine cannot compute.
 
-Both sides choose among candidates that are played through with the known times; the best few run
+Both sides choose among candidates that are simulated with the known times; the best few run
 for real, the fastest stays.
 """
 
@@ -43,7 +43,7 @@ TRANSFER_S = 5e-4
 GOAL = 1.3
 QUIET = 0.3
 """Share of the CPU that other programs may take: sleeping takes none."""
-FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
+FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def chain_layout(work: Work, split: Split) -> StageLayout:
 def makespan_s(
     work: Work, graph_of: Callable[[int], StageGraph], order: Callable[..., ComputeOrder]
 ) -> float:
-    """Of all steps, played through."""
+    """Of all steps, simulated."""
     total = 0.0
     for index in range(len(work.images)):
         graph = graph_of(index)
@@ -140,7 +140,7 @@ def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is worth running for real: the best of each kind when played through."""
+    """What is worth running for real: the best of each kind in simulation."""
 
     ours: list[Choice]
     stock: dict[str, list[Split]]

@@ -138,12 +138,12 @@ def rows(repetitions: int) -> list[Row]:
     process_ms = least_ms(lambda: plan_before_step(setup, request), repetitions)
     before_ms, after_ms = arrange_ms + in_place_ms, share_ms + read_ms + take_ms
     return [
-        Row(case, "arranging the global batch, on each rank", "ms", share_ms, arrange_ms,
+        Row(case, "reordering the global batch, per rank", "ms", share_ms, arrange_ms,
             better="lower"),
-        Row(case, "the plan, on the rank that leads", "ms", read_ms + take_ms, in_place_ms,
+        Row(case, "planning, leading rank", "ms", read_ms + take_ms, in_place_ms,
             better="lower"),
-        Row(case, "the plan, on each other rank", "ms", read_ms, in_place_ms, better="lower"),
-        Row(case, "both, of a simulated step", "%", 100 * after_ms / step_ms,
+        Row(case, "planning, every other rank", "ms", read_ms, in_place_ms, better="lower"),
+        Row(case, "both, fraction of a simulated step", "%", 100 * after_ms / step_ms,
             100 * before_ms / step_ms, better="lower"),
-        Row(case, "processes beside training", "ms", arrange_ms + process_ms, better="lower"),
+        Row(case, "background processes", "ms", arrange_ms + process_ms, better="lower"),
     ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Whether planning the next step slows the one that trains: two ranks and a planning process.
 
 Two programs run the same plan of a step of the image-text model. One has the trainer's planner: its
-process searches, lowers and validates the next step's plan meanwhile; the step takes the plan that
+process searches, lowers and validates the next plan in the background. The step uses the plan that
 is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
-replays the plan, which is in memory. Both run it in turns, and a run begins when the planning
+replays the plan, which is in memory. Both run it alternately, and a run begins when the planning
 process has nothing to do. It tries as many orders as a recipe's default allows, and, in cases of
 their own, so many that the time budget ends the search: planning then takes four fifths of every
 step.
@@ -52,7 +52,7 @@ from torchmm.training.step import StepOutcome, TrainStep
 ON, REPLAY = "planning", "replay"
 GOAL = 1.02
 ALL = 1 << 20
-"""Images of a sub-microbatch that is the whole microbatch."""
+"""Images of a sub-microbatch that is the full microbatch."""
 ENDLESS = 1 << 30
 """Steps of a run that does not end."""
 PATIENCE_S = 60.0
@@ -101,9 +101,9 @@ class Cores:
 
     def __str__(self) -> str:
         if not self.spare:
-            return f"{RANKS} ranks, no core spare"
+            return f"{RANKS} ranks, no spare core"
         shared = ", one core for both" if len(self.ranks) < RANKS else ""
-        return f"{RANKS} ranks{shared}, a core spare"
+        return f"{RANKS} ranks{shared}, one spare core"
 
 
 def divisions() -> list[Cores]:
@@ -275,9 +275,9 @@ def measure(setting: Setting) -> Iterator[list[Row]]:
 
 
 def _case(cores: Cores | None, evaluations: int | None) -> str:
-    where = cores or f"{RANKS} ranks, cores as they come"
-    orders = "any number of" if evaluations is None else f"at most {evaluations:,}"
-    return f"{where}, {orders} orders"
+    where = cores or f"{RANKS} ranks, cores not pinned"
+    limit = "unlimited" if evaluations is None else f"at most {evaluations:,}"
+    return f"{where}, {limit} schedules"
 
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
@@ -290,8 +290,8 @@ def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) ->
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
     share = statistics.get("planner_ms", 0.0) / 1e3 / planned_s
     return [
-        Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
-        Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,
+        Row(case, "step time, background planning / replay", "x", ratio, 1.0, None, goal, "lower"),
+        Row(case, "step time, background planning, replay", "s", planned_s, replayed_s,
             better="lower"),
-        Row(case, "planning, of the last step's time", "share", share, better="lower"),
+        Row(case, "planning time / step time", "fraction", share, better="lower"),
     ]  # fmt: skip

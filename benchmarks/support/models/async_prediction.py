@@ -22,7 +22,7 @@ from torchmm.recipe.read import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
 PAPER = {4: (1.10, 1.17), 8: (1.15, 1.17)}
-"""Lowest and highest speed-up by tensor-parallel size (DistTrain, figure 22)."""
+"""Lowest and highest speedup by tensor-parallel size (DistTrain, figure 22)."""
 BACKBONES = {"7B": "disttrain_mllm_9b", "13B": "disttrain_mllm_15b", "70B": "disttrain_mllm_72b"}
 
 
@@ -40,10 +40,10 @@ def prediction_rows(device: str = "a800_disttrain") -> list[Row]:
             )
             case = f"{size} layers, TP {tensor}, {device}: {lowest}-{highest} published"
             rows.append(
-                Row(case, "speed-up", "x", plain[0] / hidden[0], 1, highest, kind="simulated")
+                Row(case, "speedup", "x", plain[0] / hidden[0], 1, highest, kind="simulated")
             )
             exposed = (hidden[1] / (len(llm.layers) - 2), plain[1] / (len(llm.layers) - 2))
-            metric = "exposed transfers per layer"
+            metric = "exposed communication per layer"
             rows.append(Row(case, metric, "ms", *exposed, better="lower", kind="simulated"))
     return rows
 
@@ -51,7 +51,7 @@ def prediction_rows(device: str = "a800_disttrain") -> list[Row]:
 def layers_ms(
     llm: ModuleDescription, device: str, tensor: int, overlap: bool, tokens: int
 ) -> tuple[float, float]:
-    """Forward and backward of all layers but the first and the last: whole, exposed transfers."""
+    """Forward and backward of inner layers: total time, exposed communication."""
     execution = Execution(tensor=tensor, sequence_parallel=True, async_tensor=overlap)
     model = CostModel(load_profile(device), "bfloat16", {llm.name: execution})
     meta = MicrobatchMeta((SampleMeta("text", 0, tokens),), tokens)

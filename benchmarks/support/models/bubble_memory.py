@@ -1,4 +1,4 @@
-"""Memory of the models in `bubble_model` on the fullest device, and encoder plans that fit (Optimus
+"""Peak memory of the models in `bubble_model` over devices, and encoder plans that fit (Optimus
 §4.5, figure 17)."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ et al., arXiv 2205.05198)."""
 
 
 def plans_that_fit(model: Model) -> list[ColocatedPlan]:
-    """Encoder plans with whole tensor-parallel groups whose states and the LLM's activations fit
-    into 80 GB on the fullest device; those with most copies first."""
+    """Encoder plans with full tensor-parallel groups whose states and the LLM's activations fit
+    into 80 GB on the device with the highest memory use; those with most copies first."""
     encoders = [
         replace(shape, name=f"vision{i}").describe("encoder")
         for i, shape in enumerate(model.encoders)
@@ -58,7 +58,7 @@ def activation_bytes(
 
 
 def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -> float:
-    """States and activations on the fullest device of the leanest baseline.
+    """Peak states and activations of the baseline with the lowest memory use.
 
     Args:
         encoders_keep: whether activations of encoders count, or the LLM's alone.

@@ -7,11 +7,11 @@ GPUs. Taken from the paper are the gather and reduction of table 1 (0.167 and 0.
 models in proportion to the LLM's parameters on a device) and the length of a collective of the
 largest LLM (0.3 ms). How many patches an encoder has for each token of the LLM the paper does not
 say. Encoders take a microbatch's images in sub-microbatches of at most a sequence's tokens'
-patches, as plans with `sub_microbatch_images` do: a pipeline of whole microbatches is too slow to
+patches, as plans with `sub_microbatch_images` do: a pipeline of full microbatches is too slow to
 begin. Nothing is recomputed: the paper's layers take twice as long backward.
 
 `torchmm.balance.costs.model` knows operators, links and memory better, but plans made with it place
-whole actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
+full actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Llm:
 
 
 def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
-    """Pieces of layers one after the other: communication, computation, ..., communication."""
+    """Sequence of sub-layer chunks: communication, computation, ..., communication."""
     found = list(pieces[:5])
     for begin in range(5, len(pieces), 5):
         found[-1] += pieces[begin]
@@ -224,7 +224,7 @@ def balanced_s(model: Model, speed: Speed) -> float:
 
 
 def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
-    """Times of the encoder's and the LLM's layers, one after the other."""
+    """Times of the layers of the encoder and then of the LLM."""
     (encoder,) = model.encoders
     own = speed.layer_ms(encoder, LLM_TOKENS * speed.patches)
     return [own] * encoder.layers + [speed.layer_ms(model.llm, LLM_TOKENS)] * model.llm.layers
@@ -304,7 +304,7 @@ def encoder_works(model: Model, speed: Speed, plans: Sequence[EncoderPlan]) -> l
 
 def image_parts(speed: Speed) -> int:
     """Tasks that an encoder makes of a microbatch: images are independent of each other, so the
-    LLM's sequences, and parts of their images, go through its pipeline one after the other. A task
+    LLM's sequences, and parts of their images, go through its pipeline sequentially. A task
     is of no more patches than a sequence has tokens."""
     return MICROBATCH * ceil(speed.patches)
 

@@ -148,7 +148,7 @@ def colocated_plans(
 ) -> list[ColocatedPlan]:
     """All combinations of encoder plans that fit on the device that needs most.
 
-    Every encoder has a plan of its own (§4.4). Activations of encoders are left out, as in the
+    Every encoder has a separate plan (§4.4). Activations of encoders are left out, as in the
     paper.
 
     Args:
@@ -156,7 +156,7 @@ def colocated_plans(
         limit_bytes: of a device.
 
     Raises:
-        ValueError: nothing fits; the message says what the leanest plan needs. Or `llm_bytes` are
+        ValueError: no plan fits (the message has the lowest memory use). Or `llm_bytes` are
             of other ranks.
     """
     if len(llm_bytes) != llm.pipeline:
@@ -175,18 +175,18 @@ def colocated_plans(
     ]
     if not every:
         names = [encoder.name for encoder in encoders]
-        raise ValueError(f"no plan of {names} has stages and heads for {llm}")
+        raise ValueError(f"no plan of {names} has enough stages and heads for {llm}")
     fitting = [plan for plan in every if plan.worst_bytes <= limit_bytes]
     if not fitting:
         leanest = min(every, key=lambda plan: plan.worst_bytes)
         rank = leanest.rank_bytes.index(leanest.worst_bytes)
         sizes = ", ".join(f"{p.name} {tuple(p.sizes)}" for p in leanest.encoders)
         raise ValueError(
-            f"no encoder plan fits: the leanest, (data, pipeline, tensor) = {sizes}, needs "
-            f"{leanest.worst_bytes / 2**30:.1f} GiB on pipeline rank {rank}, there are "
-            f"{limit_bytes / 2**30:.1f}, and the LLM alone takes {llm_bytes[rank] / 2**30:.1f}; "
-            "use more ranks for the LLM, recompute activations, or place encoders on ranks of "
-            "their own"
+            "no encoder plan fits: the plan with the lowest memory use, (data, pipeline, tensor) = "
+            f"{sizes}, needs {leanest.worst_bytes / 2**30:.1f} GiB on pipeline rank {rank} of "
+            f"{limit_bytes / 2**30:.1f} GiB, of which the LLM uses "
+            f"{llm_bytes[rank] / 2**30:.1f} GiB; use more ranks for the LLM, recompute "
+            "activations, or place encoders on separate ranks"
         )
     return fitting
 

@@ -2,7 +2,7 @@
 
 `LlavaForConditionalGeneration` with sdpa attention on padded batches of its processor, labels in,
 loss out; bf16 by autocast over float32 parameters; `clip_grad_norm_`; one fused AdamW. Compiling
-is per layer, as Accelerate's regional compilation does it: a whole-model graph would be compiled
+is per layer, as Accelerate's regional compilation does it: a full-model graph would be compiled
 again for every padded length.
 """
 
@@ -145,4 +145,6 @@ def _check_ids(batch: PaddedBatch, microbatch: Microbatch) -> None:
     ]
     for number, (theirs, ours) in enumerate(zip(padded, packed, strict=True)):
         if not torch.equal(theirs, ours):
-            raise ValueError(f"sample {number}: ids {theirs.tolist()} and {ours.tolist()} differ")
+            raise ValueError(
+                f"sample {number}: ids differ: {theirs.tolist()}, {ours.tolist()} (torchmm)"
+            )

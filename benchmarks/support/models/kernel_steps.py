@@ -1,18 +1,18 @@
 """Optimus with kernels in bubbles inside the LLM's layers: what its steps take at best.
 
-`optimus` makes plans of whole actions. Here encoders are placed kernel by kernel, as in the paper
-(§4.2): a tensor-parallel collective of the LLM leaves the compute units idle for less than a layer
-of an encoder takes, but for longer than one product. Each encoder action becomes its layers' chain:
+`optimus` makes plans at action granularity. Here encoders are placed kernel by kernel, as in the
+paper (§4.2): a tensor-parallel collective of the LLM is shorter than an encoder layer, but longer
+than one matmul. Each encoder action becomes its layers' chain:
 gather, product, product, scatter, once for attention and once for the feed-forward block.
 Collectives are marked, so that the scheduler places them alongside computation of the LLM. The LLM
 may have any order, a searched one included (PipeWeaver's search, on the LLM alone).
 
-A cost model knows times of whole actions. Computation is divided among products in proportion to
-their weights, which attributes what stands between two products (scores, norms) to both;
+The cost model has times of complete actions. Computation is divided among products in proportion to
+their weights, which attributes what is between two products (scores, norms) to both;
 collectives are equally long. Backward, a product is as many kernels as its action takes times as
 long as forward: gradients of inputs, of weights, and forward again where a layer is recomputed.
 
-A plan has whole actions. Here each stands where its last kernel is, and takes as long as the part
+A plan has complete actions. Here each is at its last kernel, and takes as long as the part
 of it that is *not* inside the LLM's actions: so the one simulator times these steps like all
 others.
 """
@@ -84,7 +84,7 @@ def optimus_kernels(
     Args:
         graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
         costs: of the graph.
-        modules: encoders, LLM and generator, whole.
+        modules: complete encoders, LLM and generator.
         llm_schedule: name of a classic schedule for the LLM alone, or "searched".
         sharding: as for `optimus`.
         evaluations: as for `fill_bubbles`, and of the LLM's search.
@@ -139,7 +139,7 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
     Args:
         graph: of the step.
         costs: of the graph; `tensor_ms` is what collectives take.
-        module: the encoder, whole.
+        module: the complete encoder.
 
     Raises:
         SimulationError, ValueError: as `encoder_work`.

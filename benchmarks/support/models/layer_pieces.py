@@ -1,4 +1,4 @@
-"""What an action of equal layers consists of, where only its whole times are known."""
+"""What an action of equal layers consists of, of which only the total time is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline's runtime adds to the time of its layers: ours against torch's, same order.
+"""Runtime overhead of a pipeline schedule in torchmm and in PyTorch, with the same schedule.
 
 Stages are linear layers so small that they take almost no time. On one rank nothing is sent, and a
 plain loop of the same forwards and backwards is subtracted from both. On two ranks a step's time
@@ -96,7 +96,7 @@ def build_sides() -> Sides:
 
 
 def _translate(action: Any) -> Action:
-    """torch's action as ours."""
+    """A PyTorch action as a torchmm action."""
     kind = TORCH_KINDS[action.computation_type.value]
     return Action(kind, action.stage_index, action.microbatch_index)
 
@@ -140,7 +140,7 @@ def _seconds(program: Callable[[], object]) -> float:
 
 
 def time_sides(repetitions: int) -> tuple[int, list[tuple[float, ...]]]:
-    """(tasks, seconds of ours, torch and plain in every repetition)."""
+    """(tasks, seconds of torchmm, torch and plain in every repetition)."""
     *programs, tasks = build_sides()
     programs = [program for program in programs if program is not None]
     found = []
@@ -162,9 +162,11 @@ def measure(repetitions: int) -> list[Row]:
     theirs = median(b - plain for _, b, plain in alone) / tasks * 1e6
     _, pair = run_ranks(time_sides, 2, repetitions)
     step_ms = [median(times) * 1e3 for times in zip(*pair, strict=True)]
-    name = "bookkeeping per compute action"
+    name = "overhead per compute action"
     return [
         Row(case, name, "us", ours, theirs, goal=GOAL_US, better="lower"),
-        Row(case, f"{name} / torch's", "share", ours / theirs, 1, goal=GOAL_SHARE, better="lower"),
+        Row(
+            case, f"{name} / torch's", "fraction", ours / theirs, 1, goal=GOAL_SHARE, better="lower"
+        ),
         Row(case.replace("1 rank", "2 ranks", 1), "step time", "ms", *step_ms, better="lower"),
     ]

@@ -48,7 +48,7 @@ class Size:
     llm_width: int
 
     def build(self) -> MultimodalModel:
-        """The whole model with the same random weights on every rank."""
+        """The full model with the same random weights on every rank."""
         tower, llm = self.tower_width, self.llm_width
         config = {
             "llm": {
@@ -131,7 +131,7 @@ def make_microbatch(samples: Sequence[Sample], seed: int, tokens: int = TOKENS) 
 def stages_of_rank(
     model: MultimodalModel, layout: StageLayout, rank: int
 ) -> dict[int, LayeredModule]:
-    """Stages by index, as views of a whole model: several layouts can share its weights."""
+    """Stages by index, as views of a full model: several layouts can share its weights."""
     found: dict[int, LayeredModule] = {}
     for module in model.modality_modules():
         own = [stage for stage in layout.stages if stage.module == module.name]
@@ -145,7 +145,7 @@ def stages_of_rank(
 def views_of_chain(
     model: MultimodalModel, start: int, stop: int
 ) -> tuple[LayeredModule | None, LayeredModule | None]:
-    """(tower's share, LLM's share) of layers [start, stop) of both, one after the other.
+    """(tower's share, LLM's share) of layers [start, stop) of the encoder and then the LLM.
 
     The stage with the tower's last layer also has the LLM's embedding.
     """

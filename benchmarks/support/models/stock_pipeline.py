@@ -1,6 +1,6 @@
 """The image-text model in torch's own pipeline schedules, as far as they can carry it.
 
-A stage has fixed input and output shapes and all stages form one line. So the tower stands in
+A stage has fixed input and output shapes and all stages form one line. So the tower is in
 front of the LLM; what is in a microbatch reaches every stage through its number, which is an
 argument. Where the tower itself is cut, the hidden states of its images are padded to the largest
 number of images of any microbatch; padding is sent, but not computed with.

@@ -327,5 +327,5 @@ def _add_ratio(bench: Bench, case: Case, names: tuple[str, ...]) -> None:
     for name in names:
         theirs = bench.speed.get((case.name, name))
         if ours and theirs:
-            bench.recorder.add("small", case.name, f"torchmm / {name}", "speed ratio",
+            bench.recorder.add("small", case.name, f"torchmm / {name}", "speedup",
                                ours / theirs, "x", RATIO_MUST, RATIO_AIM)  # fmt: skip

@@ -38,7 +38,7 @@ def encoder_inputs(
 
 def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
     """(frames, rows, columns) of the image's patches, as square as can be; both sides are multiples
-    of `step`. A sound (0) is one row."""
+    of `step`. An audio clip (0) is one row."""
     patches = image.patches // image.frames
     if step == 0:
         return image.frames, 1, patches

@@ -19,6 +19,8 @@ from types import FrameType
 
 import torch
 
+from support.pages import MAX_ROWS, format_number
+
 MAX_ERRORS = 60
 """Unexpected errors after which the program stops: then the program itself is broken."""
 REPEAT_S = 3.0
@@ -30,6 +32,10 @@ SIDE_METRICS = (
 
 class LimitError(BaseException):
     """A time limit expired. Not an `Exception`, so that torch.compile does not wrap it."""
+
+
+RESULTS = {"aim": "target met", "must": "requirement met", "below": "missed"}
+"""Maps the verdict of a row to its text on the page."""
 
 
 @dataclass(frozen=True)
@@ -165,36 +171,30 @@ class Recorder:
         self._file.close()
 
     def write_markdown(self) -> Path:
-        """Write all rows as `one_gpu_<card>.md`."""
+        """Write goals and training steps, at most `MAX_ROWS` rows, as `one_gpu_<card>.md`."""
         name = "_".join(self.card.lower().replace("nvidia", "").split()) or "device"
         file = self.directory / f"one_gpu_{name}.md"
         goals = [row for row in self.rows if row.must is not None]
         losses = [row for row in self.rows if row.metric.startswith("loss ")]
         sides = {(row.case, row.side): None for row in self.rows if row.metric == "tokens/s"}
-        lines = [f"# One GPU: {self.card}", "", "## Goals", "",
-                 "| case | side | metric | measured | must | aim | verdict |",
+        lines = [f"# Training on one GPU: {self.card}", "",
+                 "All rows are in [rows.jsonl](rows.jsonl).", "", "## Goals", "",
+                 "| case | program | metric | measured | required | target | result |",
                  "|---|---|---|--:|--:|--:|---|"]  # fmt: skip
         lines += [
             f"| {r.case} | {r.side} | {r.metric} | {_value(r)} | {r.must:g} | "
-            f"{'' if r.aim is None else f'{r.aim:g}'} | {r.verdict or r.note} |"
-            for r in goals
+            f"{'' if r.aim is None else f'{r.aim:g}'} | {RESULTS.get(r.verdict, r.note)} |"
+            for r in goals[:MAX_ROWS]
         ]
         lines += ["", "## Largest losses in the trace", ""]
         lines += [f"{i}. {r.metric.removeprefix('loss ')}: {_value(r)}; {r.note}"
                   for i, r in enumerate(losses[:3], 1)]  # fmt: skip
-        lines += ["", "## Training steps", "", f"| case | side | {' | '.join(SIDE_METRICS)} |",
+        lines += ["", "## Training steps", "", f"| case | program | {' | '.join(SIDE_METRICS)} |",
                   "|---|---|" + "--:|" * len(SIDE_METRICS)]  # fmt: skip
-        for case, side in sides:
+        for case, side in list(sides)[: max(MAX_ROWS - len(goals), 0)]:
             found = {r.metric: _value(r) for r in self.rows if (r.case, r.side) == (case, side)}
             cells = " | ".join(found.get(metric, "") for metric in SIDE_METRICS)
             lines.append(f"| {case} | {side} | {cells} |")
-        lines += ["", "## All rows", "", "| part | case | side | metric | value | note |",
-                  "|---|---|---|---|--:|---|"]  # fmt: skip
-        lines += [
-            f"| {r.part} | {r.case} | {r.side} | {r.metric} | {_value(r)} | "
-            f"{r.note.replace('|', '/')} |"
-            for r in self.rows
-        ]
         file.write_text("\n".join(lines) + "\n")
         return file
 
@@ -221,5 +221,4 @@ def _expire(_: int, __: FrameType | None) -> None:
 def _value(row: Row) -> str:
     if row.value is None:
         return "-"
-    number = f"{row.value:,.0f}" if abs(row.value) >= 1000 else f"{row.value:.4g}"
-    return f"{number} {row.unit}".strip()
+    return f"{format_number(row.value)} {row.unit}".strip()

@@ -73,7 +73,7 @@ def _compare_float8(bench: Bench, name: str) -> None:
         bench.recorder.add("second", name, side_name, "last loss", losses[side_name])
     off = abs(losses["float8"] / losses["bf16"] - 1)
     note = "" if off <= LOSS_TOLERANCE else f"WRONG: losses differ by {off:.1e}"
-    bench.recorder.add("second", name, "float8 / bf16", "speed ratio",
+    bench.recorder.add("second", name, "float8 / bf16", "speedup",
                        speed["float8"] / speed["bf16"], "x", FLOAT8_MUST, FLOAT8_AIM,
                        note=note or case.anchor)  # fmt: skip
 

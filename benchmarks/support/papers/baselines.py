@@ -57,8 +57,8 @@ def rigid_plan(
 def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]:
     """Devices in proportion to `UnitCosts.flops`, by unit.
 
-    Nodes are given whole: one to each unit, the others one by one to the unit that has least for
-    its FLOPs. Devices that no sizes make use of stay idle.
+    Complete nodes are assigned: one to each unit, and each further node to the unit with the fewest
+    devices for its FLOPs. Devices that no sizes use stay idle.
 
     Args:
         node: devices of a node; less if there are not as many nodes as units.
@@ -67,7 +67,7 @@ def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]
         ValueError: FLOPs are not given.
     """
     if not sum(unit.flops for unit in problem.units) > 0:
-        raise ValueError("FLOPs of all units are 0: give UnitCosts.flops")
+        raise ValueError("FLOPs of all units are 0; set UnitCosts.flops")
     while problem.devices // node < len(problem.units):
         node -= 1
     nodes = {unit.name: 1 for unit in problem.units}

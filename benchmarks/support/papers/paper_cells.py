@@ -48,15 +48,15 @@ class Comparison:
     figure: Figure
     ours: float
     note: str = ""
-    """How ours came about, or why the paper's cannot follow from its text."""
+    """How the value was computed, or why the paper value does not follow from its text."""
     goal_percent: float | None = None
     """Relative error to be reached; of an identity: that our reading is right to."""
     identity: bool = False
-    """Whether it follows from the paper's own numbers, whatever ours does."""
+    """Whether the value follows from other values of the paper."""
 
     @property
     def error_percent(self) -> float:
-        """(ours - paper's) / paper's."""
+        """(torchmm - paper) / paper, in percent."""
         return (self.ours / self.figure.value - 1) * 100
 
     @property
@@ -67,7 +67,7 @@ class Comparison:
     def rows(self) -> Iterator[Row]:
         """The cell, and its error if there is a goal."""
         case, unit = self.figure.source, self.figure.unit
-        metric = "value, an identity" if self.identity else "value"
+        metric = "value, derived" if self.identity else "value"
         yield Row(case, metric, unit, self.ours, paper=self.figure.value, kind="simulated")
         if self.goal is not None:
             error = abs(self.error_percent)
@@ -90,8 +90,8 @@ class Section:
 def identities(title: str, cells: Sequence[Comparison]) -> Section:
     """Cells that predict nothing."""
     text = (
-        "Identities: they follow from numbers that the papers print, and show that we and our "
-        "recipes read them right. They predict nothing and meet no goal."
+        "Identities follow from published values. They check that the recipes match the papers. "
+        "They predict nothing and have no goal."
     )
     return Section(title, [replace(cell, identity=True) for cell in cells], text)
 
@@ -100,7 +100,7 @@ def show(section: Section) -> None:
     """Prints a section."""
     table = Table(title=section.title, title_justify="left", caption=section.text or None)
     table.add_column("cell")
-    for column in ("unit", "ours", "paper", "error", "goal"):
+    for column in ("unit", "torchmm", "paper", "error", "goal"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note")
     for cell in section.cells:

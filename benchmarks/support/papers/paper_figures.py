@@ -1,7 +1,7 @@
 """Published figures that ours are compared with, each with the cell it was printed in.
 
 Nothing here is computed, except that a percentage is written as a fraction. What the papers print
-twice and differently is noted; what they show in pictures only is left out.
+twice and differently is noted; values that only figures show are omitted.
 
 Optimus: arXiv 2408.03505. PipeWeaver: arXiv 2504.14145. DistTrain: arXiv 2408.04275.
 """
@@ -102,7 +102,7 @@ OPTIMUS_MAX_SPEEDUP: dict[Method, Figure] = {
     "Megatron-LM": Figure("Optimus figure 15, most over Megatron-LM", 1.22, "x"),
     "Megatron-LM balanced": Figure("Optimus figure 15, most over balanced", 1.18, "x"),
 }
-"""Over models A to D; the times of each are in the picture only."""
+"""Over models A to D; the times of each are in the figure only."""
 
 
 OPTIMUS_TWO_ENCODERS = {
@@ -111,7 +111,7 @@ OPTIMUS_TWO_ENCODERS = {
         ("DualEnc(11B, 5B)", 1.25), ("DualEnc(22B, 5B)", 1.26), ("DualEnc(22B, 11B)", 1.27),
     )
 }  # fmt: skip
-"""In section 5.2.3's text; the times are in the picture only."""
+"""In section 5.2.3's text; the times are in the figure only."""
 
 OPTIMUS_MEMORY_OVERHEAD = Figure("Optimus figure 17, most over the leanest baseline", 0.12, "")
 
@@ -212,7 +212,7 @@ PIPEWEAVER_LARGE_MFU = {
     "pipeweaver_vlm_xl": Figure("PipeWeaver section 8.4, VLM-XL, MFU", 0.36, ""),
     "pipeweaver_t2v_xl": Figure("PipeWeaver section 8.4, T2V-XL, MFU", 0.39, ""),
 }
-"""One for each model; of which of its two sizes is not said. Figure 14 is a picture only."""
+"""One for each model; of which of its two sizes is not said. Figure 14 has no numbers."""
 PIPEWEAVER_LARGE_GAIN = Figure("PipeWeaver section 8.4, most over baselines", 0.828, "")
 PIPEWEAVER_GAINS = {
     "VLM": (
@@ -224,8 +224,8 @@ PIPEWEAVER_GAINS = {
         Figure("PipeWeaver section 8.1, T2V, most over a baseline", 0.973, ""),
     ),
 }
-"""Of figure 9a, which is a picture, the text has these."""
-PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak over Megatron-LM's", 0.253, "")
+"""Values of figure 9a in the text."""
+PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak above Megatron-LM", 0.253, "")
 PIPEWEAVER_FLUCTUATION = Figure("PipeWeaver figure 11, fewer fluctuations", 0.529, "")
 PIPEWEAVER_COARSE_GAIN = Figure("PipeWeaver figure 11, over Optimus", 0.122, "")
 PIPEWEAVER_MIXED = Figure("PipeWeaver section 5, mixed stages over separated (figure 8)", 0.131, "")

@@ -1,11 +1,11 @@
 """Steps of the papers' models, simulated: Optimus' tables 1, 4 and 5, figure 15, and its layers.
 
-The simulator runs the plan our runtime would, timed by the cost model with the H100 profile nobody
+The simulator runs the plan the runtime would, timed by the cost model with the H100 profile nobody
 has measured here. One number is fitted, on one cell: a factor on the efficiency of matrix products
 and attention, such that Megatron-LM balanced takes table 5's time on 1536 GPUs. All other cells are
 predicted with it.
 
-Messages between stages are whole: the paper does not say that ranks send slices of them. As ours
+Messages between stages are full: the paper does not say that ranks send slices of them. As ours
 do, 3072 GPUs would be predicted 7.7 % below the printed cell, with the factor fitted so too.
 
 Nothing is recomputed: section 3's layers take 2.0 ms backward for 1.4 ms forward. Only on table 4's
@@ -158,7 +158,7 @@ def strong_scaling() -> Section:
             Comparison(row.mfu, ours, f"{how}; by a formula that counts a second forward", goal)
         )
         sliced = simulated(LARGE, gpus, efficiency(), forecaster=Forecaster)
-        note = f"as ours runs, with messages in slices over tensor-parallel ranks, {sliced.note}"
+        note = f"as torchmm runs, with messages in slices over tensor-parallel ranks, {sliced.note}"
         cells.append(Comparison(row.seconds, sliced.seconds, note))
     for gpus in paper.STRONG_SCALING_GPUS:
         row = paper.OPTIMUS_STRONG_SCALING["Megatron-LM", gpus]
@@ -166,7 +166,7 @@ def strong_scaling() -> Section:
         note = f"does not follow (see above), {found.note}"
         cells.append(Comparison(row.seconds, found.seconds, note))
     text = (
-        "Megatron-LM, as described, has the whole encoder on top of an equal share of GPT layers "
+        "Megatron-LM, as described, has the full encoder on top of an equal share of GPT layers "
         "in the first stage, which makes that stage much longer than the 1 to 2.5 % by which the "
         "paper's step is. Optimus' own steps are in bubble_scheduling_cpu.md."
     )
@@ -268,7 +268,7 @@ def _small_model() -> list[Comparison]:
         Comparison(
             paper.OPTIMUS_SMALL[method],
             own.seconds,
-            f"{own.note}; parallel sizes are ours, the factor was fitted on another device",
+            f"{own.note}; sizes chosen by torchmm; the factor was fitted on another device",
         )
         for method, own in found.items()
     ]

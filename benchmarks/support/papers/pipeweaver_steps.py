@@ -46,7 +46,7 @@ SEED = 0
 VIRTUAL_STAGES = 4
 """Of Megatron-LM, per rank."""
 MEMORY_SHARE = 0.85
-COARSE = "module after module"
+COARSE = "sequential modules"
 Modes = tuple[Recompute, ...]
 
 
@@ -130,7 +130,7 @@ class Setting:
         return replace(found, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
     def megatron(self) -> StageGraph:
-        """One chain with equal numbers of parameters per virtual stage, whole microbatches."""
+        """One chain with equal numbers of parameters per virtual stage, full microbatches."""
         layers = []
         typical = module_layers(self.modules, self.typical)
         for own, module in zip(typical, self.modules, strict=True):
@@ -140,7 +140,7 @@ class Setting:
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def separated(self) -> StageGraph:
-        """Every module in segments of its own, in the partitioner's sub-microbatches."""
+        """Every module in separate segments, in the partitioner's sub-microbatches."""
         layout: StageLayout = plan_layout(self.parallel, self.modules, self.typical)
         return step_graph(layout, self.parallel, self.metas)
 
@@ -194,7 +194,7 @@ class Timed(NamedTuple):
 
 
 def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
-    """Time, peak of the fullest rank, share of bubbles between (not inside of) actions."""
+    """Step time, peak memory over ranks, and fraction of bubbles between actions."""
     step = simulate(plan, costs)
     shares = step.timeline.bubble_share
     bubbles = sum(shares.values()) - shares["tp"]
@@ -246,7 +246,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
 
 
 def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
-    """One step by system; everything recomputed but where it is tuned."""
+    """One step by system; full recomputation but where it is tuned."""
     full: Modes = ("full",) * len(setting.modules)
     found = {}
     for name, graph in (("Megatron-LM", setting.megatron()), ("static plan", setting.static())):

@@ -1,4 +1,4 @@
-"""Orchestration with any real number of devices per unit: a bound of what whole numbers can reach.
+"""Orchestration with any real number of devices per unit: a bound for integer numbers of devices.
 
 DistTrain (§5.2) solves this convex problem for each choice of data- and tensor-parallel sizes with
 a solver. It has a closed form: with times and sizes given, the warm-up is constant, and the slowest
@@ -6,7 +6,7 @@ stage is as fast as possible when each unit has devices in proportion to its wor
 that need more for their memory.
 
 The bound leaves out what only makes plans slower:
-- stages of whole layers (but no stage has less than one),
+- stages of full layers (but no stage has less than one),
 - activations kept for ranks of later units and beyond the average,
 - the reduction of gradients.
 """

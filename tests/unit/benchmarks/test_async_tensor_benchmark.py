@@ -50,7 +50,7 @@ def test_predictions_are_labelled_and_between_nothing_and_all_hidden(load, monke
     prediction = load("support.models.async_prediction")
     monkeypatch.setattr(prediction, "BACKBONES", {"7B": "disttrain_mllm_9b"})
     rows = prediction.prediction_rows()
-    assert [row.metric for row in rows] == ["speed-up", "exposed transfers per layer"] * 2
+    assert [row.metric for row in rows] == ["speedup", "exposed communication per layer"] * 2
     for faster, exposed in zip(rows[::2], rows[1::2], strict=True):
         assert {faster.kind, exposed.kind} == {"simulated"}
         assert faster.ours > 1 and 0 < exposed.ours < exposed.baseline
@@ -70,10 +70,10 @@ def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(rows_file.read_text())
     assert [row["metric"] for row in rows] == [
-        *(f"product in {blocks} blocks" for blocks in (2, 3, 5)),
-        *("step", "step / plain step") * 2,
+        *(f"matmul in {blocks} blocks" for blocks in (2, 3, 5)),
+        *("step", "step / step without overlap") * 2,
     ]
     assert all(row["ours"] > 0 and row["better"] == "lower" for row in rows)
-    mlps, layers = (row for row in rows if row["metric"] == "step / plain step")
+    mlps, layers = (row for row in rows if row["metric"] == "step / step without overlap")
     assert mlps["goal"] is not None and layers["goal"] is None
     assert "<svg" in picture.read_text()

@@ -54,7 +54,7 @@ def test_single_device_writes_rows_of_the_schema(tmp_path, train_server):
             assert isinstance(row[name], kind), (name, row[name])
         assert row["better"] in ("higher", "lower") and row["kind"] in ("measured", "simulated")
         assert (row["met"] is None) == (row["goal"] is None)
-    metrics = {"throughput", "speed ratio", "CPU time ratio", "MFU", "padding"}
+    metrics = {"throughput", "speedup", "CPU time ratio", "MFU", "padding"}
     assert {row["metric"] for row in rows} == metrics
     padding = {r["case"]: r["baseline"] for r in rows if r["metric"] == "padding"}
     assert padding["tiny, equal lengths, float32"] == 0 < padding["tiny, real lengths, float32"]
@@ -62,7 +62,7 @@ def test_single_device_writes_rows_of_the_schema(tmp_path, train_server):
 
 def test_planning_is_measured_at_the_size_it_says(load):
     rows = load("pipeline_planning").measure("separated", repetitions=1)
-    assert [row.metric for row in rows] == ["compute order", "lowering", "validation"]
+    assert [row.metric for row in rows] == ["schedule", "lowering", "validation"]
     assert all(row.ours > 0 and row.better == "lower" for row in rows)
     actions = int(rows[0].case.split()[-2])
     assert 7000 <= actions <= 8000, rows[0].case

@@ -24,7 +24,7 @@ def test_the_optimum_beats_the_baselines_on_a_small_cluster(figures):
         if row.unit == "s":
             assert row.ours <= row.baseline
         elif row.unit == "GiB":
-            assert "ours fits, baseline" in row.metric
+            assert "torchmm fits, baseline" in row.metric
     found = figures.ours(figures.Case("9b", 24, 16))
     assert found.fits and found.mfu < 1
 

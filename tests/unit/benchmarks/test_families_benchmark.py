@@ -50,7 +50,7 @@ def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
         case for case in benchmark.families(benchmark.QUICK, vocabulary) if case.name == name
     ]
     rows = benchmark.compare(case, found, pairs=1)
-    assert [row.metric for row in rows] == ["speed ratio", "CPU time ratio", "padding"]
+    assert [row.metric for row in rows] == ["speedup", "CPU time ratio", "padding"]
     assert rows[0].ours > 0 and 0 < rows[2].baseline < 1
 
 
@@ -73,7 +73,7 @@ def test_losses_that_differ_stop_it(benchmark, samples, monkeypatch):
 
 def test_patch_embeddings_are_compared_in_both_precisions(benchmark):
     rows = benchmark.patch_rows(patches=1, pairs=1)
-    assert [row.metric for row in rows] == ["forward and backward", "speed ratio"] * 2
+    assert [row.metric for row in rows] == ["forward and backward", "speedup"] * 2
     assert [row.case.split()[-1] for row in rows] == ["fp32", "fp32", "bf16", "bf16"]
     assert all(row.ours > 0 and row.case.startswith(benchmark.PATCH_EMBEDDING) for row in rows)
 

@@ -39,5 +39,7 @@ def test_other_tokens_stop_the_benchmark(
     benchmark_module: ModuleType, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark_module, "written_by", lambda *_: [[1] * 6])
-    with pytest.raises(ValueError, match="one prompt: the sides write different tokens"):
+    with pytest.raises(
+        ValueError, match="one prompt: torchmm and the baseline generate different tokens"
+    ):
         benchmark_module.case_rows("one prompt", "tiny", mesh)

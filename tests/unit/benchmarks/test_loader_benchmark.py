@@ -18,23 +18,23 @@ def test_sides_yield_the_same_tensors(benchmark, tmp_path):
     captions = importlib.import_module("support.captions").load_captions(0)
     task = benchmark.make_task(tmp_path, captions, samples=5)
     found = {}
-    for name in ("ours", "ours, tar files", "datasets + DataLoader"):
+    for name in ("torchmm", "torchmm, tar files", "datasets + DataLoader"):
         side = sides[name](task)
         side.prepare()
         found[name] = benchmark.fingerprints(side)
-    assert all(each == found["ours"] for each in found.values())
-    assert len(found["ours"]) == 5
+    assert all(each == found["torchmm"] for each in found.values())
+    assert len(found["torchmm"]) == 5
     other = replace(task, directory=tmp_path / "other", captions=["another", *task.captions[1:]])
     side = sides["datasets + DataLoader"](other)
     side.prepare()
-    assert len(set(benchmark.fingerprints(side)) & set(found["ours"])) == 4
+    assert len(set(benchmark.fingerprints(side)) & set(found["torchmm"])) == 4
 
 
 def test_ours_is_held_against_the_fastest(benchmark):
     def costs(*cpu_us):
         return [benchmark.Cost(cpu, 1.0, 1.0, 1.0, 1.0) for cpu in cpu_us]
 
-    of = {"ours": costs(90, 110), "ours, tar files": costs(1, 1), "slow": costs(200, 200)}
+    of = {"torchmm": costs(90, 110), "torchmm, tar files": costs(1, 1), "slow": costs(200, 200)}
     *_, last = benchmark.rows_of({**of, "fast": costs(95, 95)}, 2)
     assert last.case == "2 ranks: fast, the fastest"
     assert last.ours == pytest.approx((95 / 90 + 95 / 110) / 2) and not last.met

@@ -32,8 +32,8 @@ def test_a_static_chain_gains_from_alike_microbatches(benchmark):
 def test_encoders_keep_less_where_microbatches_are_bounded(benchmark):
     rows = benchmark.nested_rows(benchmark.MODELS[0], (4, 24), evaluations=20)
     grown = {row.metric: row.ours for row in rows if row.case.endswith(" / 4")}
-    assert grown["encoders keep, bounded"] < grown["encoders keep, encoders first"]
+    assert grown["encoder activations, bounded"] < grown["encoder activations, encoders first"]
     steps = {r.metric: r.ours for r in rows if r.metric.startswith("step") and " 24 " in r.case}
-    assert steps["step / searched, unlimited, searched, unlimited"] == 1
-    bounded = steps["step / searched, unlimited, bounded"]
-    assert steps["step / searched, unlimited, searched within it"] <= bounded
+    assert steps["step / step of unlimited search, searched, unlimited"] == 1
+    bounded = steps["step / step of unlimited search, bounded"]
+    assert steps["step / step of unlimited search, searched within this memory"] <= bounded

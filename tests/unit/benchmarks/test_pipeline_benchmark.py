@@ -29,14 +29,14 @@ def test_all_cases_write_rows_with_equal_gradients(tmp_path, train_server):
     assert codes == [0], output
     rows = {(row["case"].split(",")[0], row["metric"]): row for row in json.loads(file.read_text())}
     for case in ("2 ranks", "8 sleeping ranks"):
-        for baseline in ("tower in stage 0", "tower cut too"):
-            assert rows[case, f"speed ratio, {baseline}"]["baseline"] == 1
+        for baseline in ("encoder in stage 0", "single pipeline"):
+            assert rows[case, f"speedup, {baseline}"]["baseline"] == 1
             assert rows[case, f"step time, {baseline}"]["ours"] > 0
-            assert 0 < rows[case, f"idle share, {baseline}"]["baseline"] < 1
-    assert rows["8 sleeping ranks", "speed ratio, tower in stage 0"]["goal"] == 1.3
-    assert rows["2 ranks", "speed ratio, tower in stage 0"]["goal"] == 1.15
+            assert 0 < rows[case, f"idle fraction, {baseline}"]["baseline"] < 1
+    assert rows["8 sleeping ranks", "speedup, encoder in stage 0"]["goal"] == 1.3
+    assert rows["2 ranks", "speedup, encoder in stage 0"]["goal"] == 1.15
     assert rows["2 ranks", "gradient difference"]["met"] is True
-    assert rows["1 rank", "bookkeeping per compute action"]["better"] == "lower"
+    assert rows["1 rank", "overhead per compute action"]["better"] == "lower"
     assert all(row["kind"] == "measured" for row in rows.values())
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-OTHERS = ("1F1B", "static separated", "stock, interleaved")
+OTHERS = ("1F1B", "static separated", "torch interleaved")
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def test_ranks_that_compute_write_rows_with_equal_gradients(tmp_path):
     rows = json.loads(file.read_text())
     found = {row["metric"]: row for row in rows}
     for other in OTHERS:
-        assert found[f"speed ratio, {other}"]["ours"] > 0
-        assert 0 < found[f"idle share, {other}"]["baseline"] < 1
+        assert found[f"speedup, {other}"]["ours"] > 0
+        assert 0 < found[f"idle fraction, {other}"]["baseline"] < 1
     assert found["gradient difference"]["met"] is True
-    ratios = [row for row in rows if row["metric"] == "step time, planning beside / replay"]
+    ratios = [row for row in rows if row["metric"] == "step time, background planning / replay"]
     for row in ratios:
         assert row["goal"] == (None if "no core spare" in row["case"] else 1.02)
         assert row["ours"] > 0 and row["better"] == "lower"
@@ -58,9 +58,7 @@ def test_goals_hold_against_each_of_the_others(load):
     comparison = load("support.ranks").Comparison({"searched": ours, **others}, [0, 0, 0], 2, 0)
     rows = {row.metric: row for row in load("searched_pipeline").compared("a", comparison, 1.15)}
     assert len(rows) == 9
-    goals = [
-        (rows[f"speed ratio, {name}"].goal, rows[f"speed ratio, {name}"].met) for name in OTHERS
-    ]
+    goals = [(rows[f"speedup, {name}"].goal, rows[f"speedup, {name}"].met) for name in OTHERS]
     assert goals == [(1.15, True), (1.0, False), (1.0, True)]
     assert rows["step time, 1F1B"].ours == 1.0
     assert rows["step time, 1F1B"].baseline == 1.4
@@ -79,9 +77,9 @@ def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
     assert (seconds.ours, seconds.baseline) == (2.2, 2.0)
     assert share.ours == pytest.approx(0.5)
     assert ("no core spare" in ratio.case) == (goal is None)
-    assert ratio.case.endswith("at most 2,000 orders")
+    assert ratio.case.endswith("at most 2,000 schedules")
     unbounded, *_ = beside.rows(cores, None, found)
-    assert unbounded.case.endswith("any number of orders")
+    assert unbounded.case.endswith("unlimited schedules")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

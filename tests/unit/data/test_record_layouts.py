@@ -354,7 +354,7 @@ def test_calls_that_parquet_filled_in_are_none():
 
 
 def test_every_layout_is_in_the_documents():
-    table = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text()
+    table = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
     for layout in LAYOUTS:
         assert re.search(rf"^\| {layout.name} \|", table, re.MULTILINE), layout.name
         for group in layout.needs:
@@ -362,8 +362,8 @@ def test_every_layout_is_in_the_documents():
 
 
 def test_the_examples_of_the_documents_are_read():
-    page = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text()
-    text = page.partition("One record of each:\n\n```json\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
+    text = page.partition("One record of each format:\n\n```json\n")[2].partition("```")[0]
     found = []
     while text.strip():
         record, end = json.JSONDecoder().raw_decode(text)

@@ -1,4 +1,4 @@
-"""scripts/client_table.py: what other programs did with exports becomes a table."""
+"""scripts/client_table.py writes results of other programs as a table."""
 
 import json
 import runpy
@@ -7,7 +7,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[3] / "scripts" / "client_table.py"
 
 
-def test_a_cell_says_what_was_seen() -> None:
+def test_cells_list_results_in_order() -> None:
     script = runpy.run_path(str(SCRIPT))
     keys = ("family", "client", "version", "what")
     notes = [("llama", "vllm", "0.3", "tokens"), ("llama", "vllm", "0.3", "opens")]

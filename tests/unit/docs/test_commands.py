@@ -1,7 +1,7 @@
 """Every command of every page and recipe: its own program takes its arguments, its recipe is valid.
 
 CHECKS says for each program how its commands are checked; a command of a program that is in no row
-fails. docs/develop/documentation.md shows the table. Nothing is trained here: a program is started
+fails. Nothing is trained here: a program is started
 in this process and stopped where it has parsed its arguments, and recipes are read as train.py
 reads them, with the command's overrides and for its number of ranks. Commands of RUN are run.
 """
@@ -300,12 +300,6 @@ def test_commands_are_found():
     assert list(commands_in(recipe, recipe=True)) == ["torchrun x --y z"]
     assert len(all_commands()) > 100
     assert {command.partition(" #")[0].strip() for command in all_commands()} >= set(RUN)
-
-
-def test_the_page_shows_the_table():
-    page = (ROOT / "docs/develop/documentation.md").read_text()
-    rows = [f"| `{program}` | {how} |" for program, (_, how) in CHECKS.items()]
-    assert not [row for row in rows if row not in page]
 
 
 SHOWN = re.compile(r"```toml\n(base = .*?)```", re.DOTALL)

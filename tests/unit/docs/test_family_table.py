@@ -1,4 +1,4 @@
-"""scripts/family_table.py: what was proved becomes tables without empty columns."""
+"""scripts/family_table.py writes results of tests as tables without empty columns."""
 
 import json
 import runpy
@@ -27,20 +27,20 @@ def proofs_in(directory, *proofs):
     return files
 
 
-def test_columns_that_say_nothing_are_left_out(script, tmp_path):
+def test_empty_columns_are_omitted(script, tmp_path):
     proofs = [("llama", "equal", "5.9.0"), ("clip_vision_model", "flops", "5.10.1")]
     lines = list(script["lines"](script["read"](proofs_in(tmp_path, *proofs))))
     heads = [line for line in lines if "exported as |" in line]
-    assert heads[0] == "| LLMs | equal | exported as | transformers |"
+    assert heads[0] == "| LLMs | parity | exported as | transformers |"
     assert "| llama | yes | LlamaForCausalLM | 5.9.0 |" in lines
     assert heads[1] == "| Encoders | FLOPs | exported as |"
     assert "| clip_vision_model | yes | LlavaForConditionalGeneration |" in lines
     assert "| pixtral |  | PixtralVisionModel |" in lines
-    assert heads[2] == "| Composites | images | tiles | clips | sounds | exported as |"
+    assert heads[2] == "| Multimodal models | images | tiles | videos | audio | exported as |"
     assert "| qwen2_audio | - | - | - |  | Qwen2AudioForConditionalGeneration |" in lines
 
 
-def test_what_the_page_says_can_be_kept(script, tmp_path):
+def test_keep_reads_results_of_the_page(script, tmp_path):
     proofs = [("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"), ("llava", "files", "5.9.0")]
     proofs += [("clip_vision_model", "flops", "5.10.1"), ("llava", "equal", "5.10.1")]
     found = script["read"](proofs_in(tmp_path, *proofs))
@@ -49,7 +49,7 @@ def test_what_the_page_says_can_be_kept(script, tmp_path):
     assert kept["llava"].versions == {"5.9.0", "5.10.1"}
 
 
-def test_what_composites_read_is_what_their_families_say(script):
+def test_tiles_and_videos_match_the_families(script):
     for config in COMPOSITES.values():
         name = config["model_type"]
         if name.endswith("_thinker"):  # some versions of transformers have none

@@ -206,7 +206,7 @@ def test_unsuitable_layouts_are_told_from_suitable_ones():
     specs = [StageSpec(i, "llm", i, i + 1, (r,)) for i, r in enumerate((0, 1, 1, 0))]
     edges = ((0, 1), (1, 2), (2, 3))
     v_shape = StageGraph(StageLayout(tuple(specs), edges), 2)
-    with pytest.raises(ValueError, match=r"on ranks \[0, 1, 1, 0\]; deal them to the 2 ranks"):
+    with pytest.raises(ValueError, match=r"on ranks \[0, 1, 1, 0\]; assign them to the 2 ranks"):
         interleaved_1f1b(v_shape)
     play(v_shape, gpipe(v_shape), unit)
     together = [

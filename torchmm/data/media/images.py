@@ -1,9 +1,9 @@
 """Image files to encoder inputs: header check, one conversion to RGB, the Hugging Face processor.
 
 Everything that planning needs comes from the header, so nothing is decoded for it, and a file
-that claims 100 megapixels is refused before it costs memory. `docs/reference/data.md` lists the
-conversions; each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips
-16-bit values and ignores EXIF rotation.
+that claims 100 megapixels is refused before it costs memory. The conversions are
+listed in `docs/reference/data_formats.md`; each exists because Pillow's plain `convert("RGB")`
+silently drops alpha, clips 16-bit values and ignores EXIF rotation.
 
 Preprocessing is the Hugging Face image processor itself (Pillow backend), or what gives its bits in
 less time (`stored_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
@@ -96,7 +96,9 @@ class OpenedImage:
 
 
 def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode to an upright RGB image, see `docs/reference/data.md` for the conversion of each mode.
+    """Decode to an upright RGB image.
+
+    `docs/reference/data_formats.md` lists the conversion of each mode.
 
     Raises:
         CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.

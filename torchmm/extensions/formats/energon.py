@@ -229,7 +229,7 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
         raise DataError(
             f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which is never run "
             "from data; say with field_map where the fields are, or write __class__: "
-            "CrudeWebdataset if samples have the columns that docs/reference/data.md lists"
+            "CrudeWebdataset if samples have the columns that docs/reference/data_formats.md lists"
         )
     if kind not in KINDS:
         raise DataError(

@@ -1,11 +1,13 @@
-"""What a rank does in a step: one `Action` after the other.
+"""Actions of a rank in a training step.
 
-The vocabulary is torch.distributed.pipelining's (F, B, I, W, SEND_F, ..., REDUCE_GRAD) with what a
-multimodal step needs besides: a sub-microbatch index, because an encoder may process a
-microbatch in 0, 1 or several groups of images; the stage at the other end of a transfer, because
-a stage may have several neighbours; and waits as actions of their own, so that a plan says when a
-sent tensor may be freed. Rejected: torch's `_Action`, whose enumeration is closed and which has
-one microbatch index.
+The action types follow torch.distributed.pipelining (F, B, I, W, SEND_F, ..., REDUCE_GRAD). Three
+additions are needed for multimodal models:
+
+- A sub-microbatch index. An encoder processes a microbatch in 0, 1 or several groups of images.
+- The stage at the other end of a transfer. A stage can have several adjacent stages.
+- Separate wait actions. They define when the buffer of a sent tensor can be freed.
+
+The private `_Action` class of torch has one microbatch index and cannot be extended.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from torchmm.pipelining.plan.graph import Task
 
 
 class ActionType(Enum):
-    """Kinds of actions; the value is the name in files and pictures."""
+    """Action types. The value is the name in CSV files and timelines."""
 
     F = "F"
-    """Forward of a stage."""
+    """Forward pass of a stage."""
     B = "B"
-    """Whole backward: gradients of inputs and weights."""
+    """Full backward pass: gradients of inputs and weights."""
     I = "I"  # noqa: E741 - torch's name
-    """Backward for inputs only."""
+    """Backward pass for inputs only."""
     W = "W"
-    """Backward for weights only; after the I of the same task."""
+    """Backward pass for weights only. Runs after the I action of the same task."""
     SEND_F = "SEND_F"
     """Post the send of a forward output."""
     RECV_F = "RECV_F"
@@ -34,50 +36,50 @@ class ActionType(Enum):
     WAIT_F = "WAIT_F"
     """Block until a forward input has arrived."""
     SEND_B = "SEND_B"
-    """Post the send of an input's gradient."""
+    """Post the send of an input gradient."""
     RECV_B = "RECV_B"
-    """Post the receive of an output's gradient."""
+    """Post the receive of an output gradient."""
     WAIT_B = "WAIT_B"
-    """Block until an output's gradient has arrived."""
+    """Block until an output gradient has arrived."""
     WAIT_SEND_F = "WAIT_SEND_F"
-    """Block until a SEND_F is complete, and release what was sent."""
+    """Block until a SEND_F is complete, then free the sent tensors."""
     WAIT_SEND_B = "WAIT_SEND_B"
-    """Block until a SEND_B is complete, and release what was sent."""
+    """Block until a SEND_B is complete, then free the sent tensors."""
     UNSHARD = "UNSHARD"
-    """Gather a stage's parameters over its data-parallel ranks."""
+    """All-gather the parameters of a stage over its data-parallel ranks."""
     RESHARD = "RESHARD"
-    """Free a stage's gathered parameters without a reduction."""
+    """Free the unsharded parameters of a stage without reducing gradients."""
     REDUCE_GRAD = "REDUCE_GRAD"
-    """Reduce a stage's gradients over its data-parallel ranks; frees gathered parameters."""
+    """Reduce gradients of a stage over its data-parallel ranks and free unsharded parameters."""
     REDUCE_TIED = "REDUCE_TIED"
-    """Add up the gradients of a weight that this stage and `other` hold copies of."""
+    """Sum the gradients of a tied weight that is replicated on this stage and on `other`."""
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 
 
 COMPUTE = (ActionType.F, ActionType.B, ActionType.I, ActionType.W)
-"""Actions that run layers; all others move data or wait."""
+"""Action types that run layers. All other types move data or wait."""
 
 
 class Action(NamedTuple):
-    """One action of one rank. Fields that do not apply are at their defaults."""
+    """An action of one rank. Fields that do not apply to a type have their default values."""
 
     type: ActionType
     stage: int
     microbatch: int = -1
     sub_microbatch: int = 0
     other: int = -1
-    """Transfers: the stage at the other end. REDUCE_TIED: the stage with the other copy."""
+    """Stage at the other end of a transfer. For REDUCE_TIED, the stage with the other replica."""
     peer: int = -1
-    """Transfers and REDUCE_TIED: the rank at the other end, counted within the plan."""
+    """Rank of `other` within the plan. Applies to transfers and REDUCE_TIED."""
 
     @property
     def task(self) -> Task:
-        """What an F, B, I or W applies to."""
+        """Task of an F, B, I or W action."""
         return Task(self.stage, self.microbatch, self.sub_microbatch)
 
     def __str__(self) -> str:
-        """As in torch: "2F3"; with sub-microbatch "0F3.1"; transfers "2SEND_F3>4@1"."""
+        """Return the CSV form: "2F3" as in torch, "0F3.1" with a sub-microbatch, "2SEND_F3>4@1"."""
         text = f"{self.stage}{self.type.value}"
         if self.microbatch >= 0:
             text += str(self.microbatch)

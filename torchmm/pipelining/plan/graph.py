@@ -1,13 +1,17 @@
-"""Which stages there are, and which tasks of a step depend on which.
+"""Stages of a model, and the task graph of a step.
 
-`StageLayout` is fixed for a run: how the modality modules are cut into stages, on which ranks they
-are and which stages feed which. `StageGraph` adds what one step brings: the number of microbatches
-and, per module and microbatch, the number of sub-microbatches, which may be 0. Both are plain data
-without tensors or torch.distributed, so that planners, simulator and viewer share them.
+`StageLayout` is constant during a run. It defines how modules are split into stages, the ranks of
+each stage, and the edges between stages. `StageGraph` adds the properties of one step: the number
+of microbatches, and the number of sub-microbatches per module and microbatch, which can be 0. Both
+contain neither tensors nor process groups, so planners, simulator and viewer share them.
 
-A *gather edge* leads from a module with sub-microbatches to one without (encoder to LLM): one task
-consumes the outputs of 0..M tasks. A *scatter edge* is the reverse (LLM to generator). PipeWeaver
-§5 (segments, sub-microbatches), design of the stage graph.
+    encoder 0 -> encoder 1 -> LLM 0 -> LLM 1 -> generator
+                           ^                 ^
+                 gather: 0..M tasks      scatter: one task
+                 feed one task           feeds 0..M tasks
+
+A gather edge connects a module with sub-microbatches to a module without them. A scatter edge is
+the reverse. See PipeWeaver, section 5, for segments and sub-microbatches.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorRanks
 
 
 class Task(NamedTuple):
-    """What F, B, I and W apply to."""
+    """Unit of computation: a stage applied to a microbatch or sub-microbatch."""
 
     stage: int
     microbatch: int
@@ -29,9 +33,10 @@ class Task(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a task hands to the task of another stage; gradients take the way back.
+    """Output of a task that is an input of a task of another stage.
 
-    At most one end has sub-microbatches, or both have the same; `sub_microbatch` is that end's.
+    Gradients are sent in the opposite direction. If only one end has sub-microbatches,
+    `sub_microbatch` is the index at this end. If both ends have them, they have the same index.
     """
 
     source: int
@@ -42,10 +47,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Consecutive layers [start, stop) of one module.
+    """Consecutive layers [start, stop) of a module.
 
-    `ranks` has one entry per replica of the stage *within the plan*: one, unless a module is
-    replicated over ranks that other modules are not (Optimus, DistTrain).
+    `ranks` has one entry per replica of the stage within the plan. A stage has several replicas
+    only if its module has more data parallelism than the other modules (Optimus, DistTrain).
     """
 
     index: int
@@ -54,32 +59,32 @@ class StageSpec:
     stop: int
     ranks: tuple[int, ...]
     segment: int = 0
-    """Which pass over the module's ranks this stage belongs to."""
+    """Index of the pass over the ranks of the module that contains this stage."""
     virtual_stage: int = -1
-    """Classic schedules treat stages of the same number as one; -1: its own index."""
+    """Classic schedules merge stages with the same number. -1 stands for the stage index."""
     trainable: bool = True
-    """Whether any parameter of the stage is trained."""
+    """Whether the stage has trainable parameters."""
     tied_to: int = -1
-    """Stage that holds a copy of one of this stage's weights (tied embeddings); -1: none."""
+    """Stage with a replica of a weight of this stage (tied embeddings). -1 if there is none."""
     mirror: int = 0
-    """Tensor-parallel ranks that are several ranks of the plan run the same tasks together; each
-    has a stage for them: its mirrors, numbered from 0. Those of an encoder may be fewer than those
-    of the LLM."""
+    """Index of the mirror. If the tensor-parallel ranks of a module span several ranks of the plan,
+    each of these ranks has a stage with the same layers, which are called mirrors. An encoder can
+    have fewer mirrors than the LLM."""
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The stages of a run.
+    """Stages of a run.
 
     Attributes:
-        stages: by index.
-        edges: (source, destination) stages; a stage comes after all that feed it.
-        sub_microbatched: modules that may process a microbatch in any number of parts.
-        tensor: by module: its tensor-parallel ranks, which together are a rank of the plan, or
-            several (mirrors); a module that is not in it has one.
+        stages: Stages, sorted by index.
+        edges: (source, destination) pairs of stages, with source < destination.
+        sub_microbatched: Modules with sub-microbatches.
+        tensor: Tensor parallelism of each module. The tensor-parallel ranks of a module are one
+            rank of the plan, or several (mirrors). Modules that are missing have size 1.
 
     Raises:
-        ValueError: indices, edges or ranks do not make a graph that can be executed.
+        ValueError: Stage indices or edges are invalid.
     """
 
     stages: tuple[StageSpec, ...]
@@ -106,22 +111,22 @@ class StageLayout:
 
     @cached_property
     def rank_count(self) -> int:
-        """Ranks of the plan."""
+        """Number of ranks of the plan."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """By stage: the stages that feed it, in order."""
+        """Source stages of each stage, in ascending order."""
         return tuple(tuple(s for s, d in self.edges if d == i) for i in range(len(self.stages)))
 
     @cached_property
     def destinations(self) -> tuple[tuple[int, ...], ...]:
-        """By stage: the stages it feeds, in order."""
+        """Destination stages of each stage, in ascending order."""
         return tuple(tuple(d for s, d in self.edges if s == i) for i in range(len(self.stages)))
 
     @cached_property
     def virtual_stages(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that classic schedules treat as one, in pipeline order."""
+        """Groups of stages that classic schedules merge, in pipeline order."""
         groups: dict[int, list[int]] = {}
         for stage in self.stages:
             key = stage.index if stage.virtual_stage < 0 else stage.virtual_stage
@@ -130,12 +135,12 @@ class StageLayout:
 
     @cached_property
     def mirrors(self) -> int:
-        """Ranks of the plan that have a stage of the LLM together; 1 where none are mirrored."""
+        """Number of ranks of the plan that share a stage of the LLM. 1 without mirrors."""
         return 1 + max(stage.mirror for stage in self.stages)
 
     @cached_property
     def mirrored(self) -> tuple[tuple[int, ...], ...]:
-        """By stage: the stages that run its tasks together with it, itself included."""
+        """Mirrors of each stage, including the stage itself."""
         if self.mirrors == 1:
             return tuple((stage.index,) for stage in self.stages)
         groups: dict[tuple[str, int, int], list[int]] = {}
@@ -145,28 +150,28 @@ class StageLayout:
 
     @cached_property
     def together(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """By mirrored stage and rank of the plan: the ranks that run its tasks together, this one
-        among them."""
-        found = {}
-        for stage, alike in enumerate(self.mirrored):
-            for replica, rank in enumerate(self.stages[stage].ranks) if len(alike) > 1 else ():
-                found[stage, rank] = tuple(self.stages[twin].ranks[replica] for twin in alike)
-        return found
+        """Ranks that run the tasks of a mirrored stage together, by stage and rank of the plan."""
+        ranks = {}
+        for stage, mirrors in enumerate(self.mirrored):
+            for replica, rank in enumerate(self.stages[stage].ranks) if len(mirrors) > 1 else ():
+                ranks[stage, rank] = tuple(self.stages[m].ranks[replica] for m in mirrors)
+        return ranks
 
     def tensor_ranks(self, stage: int) -> TensorRanks:
-        """Of a stage."""
+        """Return the tensor parallelism of the module of a stage."""
         return self.tensor.get(self.stages[stage].module, TensorRanks())
 
     def group_size(self, stage: int) -> int:
-        """Tensor-parallel ranks that are one rank of the plan."""
+        """Return the number of tensor-parallel ranks per rank of the plan."""
         return max(1, self.tensor_ranks(stage).size // len(self.mirrored[stage]))
 
     def slices(self, source: int, destination: int, *, stays: bool) -> MessageSlices:
-        """Which part of a message every tensor-parallel rank sends and gets.
+        """Return the token slices of a message that tensor-parallel ranks send and receive.
 
         Args:
-            source, destination: stages.
-            stays: whether it is handed over on a rank of the plan.
+            source: Source stage.
+            destination: Destination stage.
+            stays: Whether the message stays on a rank of the plan.
         """
         here = self.tensor_ranks(source)
         there = self.tensor_ranks(destination)
@@ -183,39 +188,40 @@ class StageLayout:
         return MessageSlices(cut, cut)
 
     def parts_mirrors(self, source: int, destination: int) -> bool:
-        """Whether a stage hands each of the mirrors of another one a part of the rows."""
+        """Return True if each mirror of the destination receives different tokens."""
         return (
             self.tensor_ranks(source).sends_slices and self.mirrors_handed(source, destination) > 1
         )
 
     def mirrors_handed(self, source: int, destination: int) -> int:
-        """To how many mirrors of another stage a mirror of a stage hands what it makes: all of the
-        source to as many of the destination, which follow each other, in turns."""
+        """Return the number of consecutive destination mirrors that a source mirror sends to."""
         return len(self.mirrored[destination]) // len(self.mirrored[source])
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages with a replica on a rank of the plan."""
+        """Return the stages with a replica on a rank of the plan."""
         return tuple(s.index for s in self.stages if rank in s.ranks)
 
     def has_parts(self, stage: int) -> bool:
-        """Whether the stage's module has sub-microbatches."""
+        """Return True if the module of a stage has sub-microbatches."""
         return self.stages[stage].module in self.sub_microbatched
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The tasks of one step.
+    """Tasks of a step and their dependencies.
 
     Attributes:
-        microbatches: number of microbatches.
-        sub_microbatches: by module with sub-microbatches: how many, per microbatch.
-        replica: by (module, microbatch, sub_microbatch): which of `StageSpec.ranks` runs it,
-            where that is not 0.
-        context: ranks that share the LLM's rows and are one rank of the plan; each runs a share
-            of every task.
+        layout: Stages of the run.
+        microbatches: Number of microbatches.
+        sub_microbatches: Number of sub-microbatches per microbatch, for each module with
+            sub-microbatches.
+        replica: Index into `StageSpec.ranks` of the replica that runs a task, by (module,
+            microbatch, sub_microbatch). Missing tasks run on replica 0.
+        context: Context-parallel size of the LLM. Context-parallel ranks are one rank of the plan,
+            and each of them computes its tokens of every task.
 
     Raises:
-        ValueError: the counts do not fit the layout.
+        ValueError: The counts do not match the layout.
     """
 
     layout: StageLayout
@@ -238,12 +244,12 @@ class StageGraph:
                 )
 
     def parts(self, stage: int, microbatch: int) -> int:
-        """Tasks of a stage for a microbatch: 1, or its number of sub-microbatches."""
+        """Return the number of tasks of a stage for a microbatch."""
         counts = self.sub_microbatches.get(self.layout.stages[stage].module)
         return 1 if counts is None else counts[microbatch]
 
     def rank(self, task: Task) -> int:
-        """Rank of the plan that runs a task."""
+        """Return the rank of the plan that runs a task."""
         stage = self.layout.stages[task.stage]
         if len(stage.ranks) == 1:
             return stage.ranks[0]
@@ -251,14 +257,14 @@ class StageGraph:
         return stage.ranks[self.replica.get(key, 0)]
 
     def tasks(self) -> Iterator[Task]:
-        """All tasks, by microbatch and stage: an order in which they can be run."""
+        """Yield all tasks by microbatch and stage, which is a valid execution order."""
         for microbatch in range(self.microbatches):
             for stage in range(len(self.layout.stages)):
                 for part in range(self.parts(stage, microbatch)):
                     yield Task(stage, microbatch, part)
 
     def incoming(self, task: Task) -> tuple[Message, ...]:
-        """What a task consumes in its forward, in the order of edges and sub-microbatches."""
+        """Return the inputs of the forward pass of a task, by edge and sub-microbatch."""
         found = self._incoming.get(task)
         if found is None:
             stage, microbatch, part = task
@@ -271,7 +277,7 @@ class StageGraph:
         return found
 
     def outgoing(self, task: Task) -> tuple[Message, ...]:
-        """What a task produces in its forward, in the order of edges and sub-microbatches."""
+        """Return the outputs of the forward pass of a task, by edge and sub-microbatch."""
         found = self._outgoing.get(task)
         if found is None:
             stage, microbatch, part = task
@@ -283,7 +289,7 @@ class StageGraph:
             )
         return found
 
-    # Planner, lowering, validation and runtime ask for each task's messages in turn.
+    # Cached, because planner, lowering, validation and runtime all need the messages of each task.
 
     @cached_property
     def _incoming(self) -> dict[Task, tuple[Message, ...]]:
@@ -294,7 +300,7 @@ class StageGraph:
         return {}
 
     def messages(self) -> Iterator[Message]:
-        """All messages, edge by edge."""
+        """Yield all messages by edge, microbatch and sub-microbatch."""
         for source, destination in self.layout.edges:
             divided = source if self.layout.has_parts(source) else destination
             for microbatch in range(self.microbatches):
@@ -302,42 +308,42 @@ class StageGraph:
                     yield Message(source, destination, microbatch, part)
 
     def producer(self, message: Message) -> Task:
-        """The task that produces a message."""
+        """Return the task that produces a message."""
         part = message.sub_microbatch if self.layout.has_parts(message.source) else 0
         return Task(message.source, message.microbatch, part)
 
     def consumer(self, message: Message) -> Task:
-        """The task that consumes a message."""
+        """Return the task that consumes a message."""
         part = message.sub_microbatch if self.layout.has_parts(message.destination) else 0
         return Task(message.destination, message.microbatch, part)
 
     @cached_property
     def _backward(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) pairs with a backward: something trained lies at or before them."""
-        found = set()
+        """Pairs (stage, microbatch) with a backward pass: the stage or a source is trainable."""
+        pairs = set()
         for microbatch in range(self.microbatches):
             for stage in self.layout.stages:
                 reached = any(
-                    (source, microbatch) in found and self.parts(source, microbatch)
+                    (source, microbatch) in pairs and self.parts(source, microbatch)
                     for source in self.layout.sources[stage.index]
                 )
                 if stage.trainable or reached:
-                    found.add((stage.index, microbatch))
-        return frozenset(found)
+                    pairs.add((stage.index, microbatch))
+        return frozenset(pairs)
 
     def needs_backward(self, stage: int, microbatch: int) -> bool:
-        """Whether the stage's tasks of a microbatch have a backward.
+        """Return True if the tasks of a stage have a backward pass for a microbatch.
 
-        Not if neither the stage nor anything that feeds it is trained: a frozen encoder, or a
-        frozen LLM in a microbatch without images.
+        Frozen stages without trainable sources have no backward pass, such as a frozen encoder, or
+        a frozen LLM in a microbatch without images.
         """
         return (stage, microbatch) in self._backward
 
     def carries_gradient(self, message: Message) -> bool:
-        """Whether a gradient comes back for a message.
+        """Return True if the consumer of a message sends a gradient to the producer.
 
-        Mirrors all have the whole gradient of what all of them were handed; the first gives it,
-        or each its slice.
+        Mirrors that received the same message all compute its full gradient. Only the first mirror
+        sends it. Mirrors that received different tokens each send the gradient of their tokens.
         """
         if not self.differentiates(message):
             return False
@@ -347,16 +353,16 @@ class StageGraph:
         return not ends_in_another or self.parts_mirrors(message)
 
     def differentiates(self, message: Message) -> bool:
-        """Whether the consumer computes a gradient for a message."""
+        """Return True if the consumer computes a gradient for a message."""
         return (message.source, message.microbatch) in self._backward
 
     def slices(self, message: Message) -> MessageSlices:
-        """Which part of a message every tensor-parallel rank sends and gets."""
+        """Return the token slices of a message that tensor-parallel ranks send and receive."""
         if not self.layout.tensor:
             return MessageSlices(None, None)
         stays = self.rank(self.producer(message)) == self.rank(self.consumer(message))
         return self.layout.slices(message.source, message.destination, stays=stays)
 
     def parts_mirrors(self, message: Message) -> bool:
-        """Whether a message is one of those that divide the rows of what they hand to mirrors."""
+        """Return True if mirrors of the destination receive different tokens of a message."""
         return self.layout.parts_mirrors(message.source, message.destination)

@@ -1,27 +1,27 @@
-"""From the compute order of every rank to a complete plan.
+"""Lowering: add communication to the compute order of each rank.
 
-`lower_plan` puts the communication between the F, B, I and W of a schedule:
+`lower_plan` inserts transfers and collectives between the F, B, I and W actions of a schedule:
 
-- A channel is an ordered pair of ranks. It carries outputs and gradients of all stages, first in
-  first out, so every RECV of a channel is posted in the order of the peer's SENDs.
-- A SEND stands directly after the action that makes the tensor, a WAIT directly before the one
-  that uses it. Then no wait is added that the schedule's own dependencies do not have, and any
-  legal order runs without deadlock, also where sends block until they are received.
-- A RECV is posted as early as a bound on the outstanding ones of its channel allows: those that
-  the next waits need are there, and those that were sent before them. Encoders' outputs for later
-  microbatches may be sent long before; posting them when the LLM's next tensor is waited for would
-  begin its transfer only then. A posted receive holds its buffer, and a CUDA kernel that waits.
-- A WAIT_SEND frees what was sent, and may not cost time: it stands where something this rank has
-  waited for proves that the receiver is past its WAIT. The proof may go by other ranks: forward
-  outputs that come round from the last to the first rank show that all have taken theirs.
-- Gathering of parameters and reduction of gradients are collectives among data-parallel replicas
-  whose plans differ. Gathers stand at the begin, in the order of the stages; a stage's reduction
-  stands behind its last backward, or as far behind as one order of all reductions takes
-  (`reductions`).
+- A channel is an ordered pair of ranks. It transfers outputs and gradients of all stages in FIFO
+  order. RECV actions of a channel have the order of the SEND actions of the peer.
+- A SEND directly follows the action that produces the tensor. A WAIT directly precedes the action
+  that uses it. Lowering therefore adds no dependency to the schedule, and every valid order runs
+  without deadlock, even if sends block until they are received.
+- A RECV is posted ahead of its WAIT: `receives_ahead` limits the number of later waits of the
+  channel whose receives, and all receives before them, are already posted. Without this, the
+  transfer of the next LLM input would start too late if encoder outputs for later microbatches
+  were sent before it. A posted receive occupies its buffer and a waiting CUDA kernel.
+- A WAIT_SEND frees the sent tensors and must not block. It is inserted after a WAIT that proves
+  that the receiver has passed its WAIT. The proof can include other ranks, because each send
+  carries a vector clock (`_Program.clock`).
+- UNSHARD and REDUCE_GRAD are collectives among data-parallel replicas with different plans.
+  UNSHARD actions precede all computation in stage order. REDUCE_GRAD follows the last backward
+  pass of the stage, with the delay that a common order requires (`reductions`).
 
-Rejected: posting every receive at the place of its send in one global order, which needs no
-channel per direction but makes fast ranks wait; and freeing sent tensors at the end of the step
-only, which keeps all of them.
+Example with two stages on two ranks and one microbatch:
+
+    rank 0   RECV_B   F   SEND_F                       WAIT_B   WAIT_SEND_F   B
+    rank 1   RECV_F            WAIT_F   F   B   SEND_B          WAIT_SEND_B
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torchmm.pipelining.plan.transfers import (
 )
 
 Clock = NDArray[np.int64]
-"""By rank: a number of its compute actions."""
+"""Vector clock: the number of compute actions of each rank that have started."""
 
 
 def lower_plan(
@@ -61,26 +61,25 @@ def lower_plan(
     receives_ahead: int = 2,
     reduces_early: bool = True,
 ) -> PipelinePlan:
-    """The plan that executes a compute order.
+    """Lower a compute order to a plan.
 
-    An order that is not legal is lowered as far as it makes sense; `validate_plan` says what is
-    wrong with it.
+    Invalid orders are lowered as far as possible. `validate_plan` reports their problems.
 
     Args:
-        order: F, B, I and W of every rank.
-        graph: the tasks of the step.
-        specs: tensors of every message; only carried along.
-        sharding: "step" gathers the parameters of each stage before all computation, and reduces
-            its gradients after its last backward; FSDP2 gathers "layer" by layer without actions.
-        training: False for an order of forwards only: no gradients are sent or reduced.
-        receives_ahead: for how many waits of a channel receives are posted ahead; there are more
-            of them where the peer sends in another order.
-        reduces_early: False for reductions behind all computation: where ranks would wait in them,
-            or replicas communicate in their actions too.
+        order: F, B, I and W actions of each rank.
+        graph: Tasks of the step.
+        specs: Tensors of each message, stored in the plan.
+        sharding: If "step", each stage unshards its parameters before all computation and reduces
+            its gradients after its last backward pass. For "layer", FSDP2 unshards without actions.
+        training: Whether the order has backward passes.
+        receives_ahead: Number of waits of a channel whose receives are posted ahead. More receives
+            are posted if the peer sends in a different order.
+        reduces_early: Whether to reduce gradients before the end of all computation. Use False if
+            ranks would block in reductions, or if actions contain collectives among replicas.
 
     Raises:
-        ValueError: the order has another number of ranks than the graph, `receives_ahead` is
-            negative, or copies of a tied weight cannot be paired.
+        ValueError: The order and the graph have different numbers of ranks, `receives_ahead` is
+            negative, or the replicas of a tied weight cannot be paired.
     """
     if len(order) != graph.layout.rank_count:
         raise ValueError(
@@ -96,7 +95,8 @@ def lower_plan(
     programs = [
         _Program(rank, network, receives_ahead, reduced[rank]) for rank in range(len(order))
     ]
-    while any([program.advance() for program in programs]):  # a list: advance all, then ask
+    # A list, because every program has to advance.
+    while any([program.advance() for program in programs]):
         pass
     for program in programs:
         program.finish()
@@ -108,7 +108,7 @@ def lower_plan(
 
 
 class _Network:
-    """What travels between ranks, by the compute action at each end, and how far it has come."""
+    """Transfers between ranks, by the compute actions at both ends, and their progress."""
 
     def __init__(self, order: ComputeOrder, graph: StageGraph, training: bool) -> None:
         self.order, self.graph = order, graph
@@ -129,14 +129,14 @@ class _Network:
         self.position = {t: i for channel in self.channels.values() for i, t in enumerate(channel)}
         self.needed = self._needed()
         self.sources: list[list[int]] = [[] for _ in order]
-        """By rank: those that it receives from."""
+        """Ranks that each rank receives from."""
         for source, destination in sorted(self.channels):
             self.sources[destination].append(source)
         self.stamps: dict[Transfer, Clock] = {}
-        """By transfer under way: the source's clock when it was sent (`_Program.clock`)."""
+        """Clock of the source when it sent a transfer that is in flight (`_Program.clock`)."""
 
     def reductions(self) -> list[dict[int, list[int]]]:
-        """`reduction_places` of the order."""
+        """Return the result of `reduction_places` for the order."""
 
         def needs(action: Action) -> Iterator[Place]:
             key = key_of(action)
@@ -148,27 +148,27 @@ class _Network:
         return reduction_places(self.order, self.graph, needs)
 
     def _needed(self) -> dict[tuple[int, int], list[int]]:
-        """By channel: receives that each wait and all before it take, in the order of waits."""
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Return the number of receives that each wait of a channel requires, by channel."""
+        receives: dict[tuple[int, int], list[int]] = defaultdict(list)
         for rank, program in enumerate(self.order):
             for action in program:
                 key = key_of(action)
                 for transfer in self.received.get(key, ()) if key else ():
-                    needed = found[transfer.source, rank]
+                    needed = receives[transfer.source, rank]
                     sent = self.position.get(transfer, -1) + 1
                     needed.append(max(sent, needed[-1] if needed else 0))
-        return found
+        return receives
 
 
 def key_of(action: Action) -> tuple[bool, Task] | None:
-    """(is a gradient, task) of the transfers that an action uses and makes; None for W."""
+    """Return the key (is gradient, task) of the transfers of an action. None for W actions."""
     if action.type is ActionType.W:
         return None
     return action.type is not ActionType.F, action.task
 
 
 class _Program:
-    """Writes the actions of one rank, in step with the ranks it waits for."""
+    """Generates the actions of a rank, in step with the ranks that it receives from."""
 
     def __init__(
         self,
@@ -181,12 +181,11 @@ class _Program:
         self.reduced = reduced
         self.actions: list[Action] = []
         self.next = 0
-        # A vector clock: how many compute actions of every rank have certainly begun. Each send
-        # carries the sender's, each wait takes the larger numbers over, so it also knows what other
-        # ranks had learnt by then. An array: with hundreds of ranks, comparing clocks one by one
-        # would take longer than all else.
+        # Vector clock: a lower bound of the number of compute actions that each rank has started.
+        # A send carries the clock of the sender, and a wait takes the elementwise maximum. It is an
+        # array, because with hundreds of ranks comparisons in Python would dominate lowering.
         self.clock: Clock = np.zeros(len(network.order), np.int64)
-        # By receiver: (its compute action that waits for the transfer, order of sending, transfer)
+        # By receiver: (index of the compute action that uses the transfer, send index, transfer).
         self.unreleased: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
         self.sends = 0
         self.posted: dict[tuple[int, int], int] = defaultdict(int)
@@ -196,13 +195,13 @@ class _Program:
         self._reduce()
 
     def advance(self, force: bool = False) -> bool:
-        """Writes on until something must be waited for that nobody has sent yet.
+        """Generate actions up to the next wait for a transfer that has not been sent.
 
         Args:
-            force: write the rest, although an illegal order keeps it from ever being sent.
+            force: Whether to continue although transfers are never sent, as in an invalid order.
 
         Returns:
-            Whether anything was written.
+            Whether any action was generated.
         """
         begin, program, stamps = self.next, self.network.order[self.rank], self.network.stamps
         while self.next < len(program):
@@ -210,7 +209,7 @@ class _Program:
             key = key_of(action)
             received = self.network.received.get(key, ()) if key else ()
             if not force and not all(transfer in stamps for transfer in received):
-                break  # the sender's clock is not known yet; its program is to be written first
+                break  # The clock of the sender is unknown until its program has advanced.
             for transfer in received:
                 self._wait(transfer)
             self.next += 1
@@ -222,21 +221,21 @@ class _Program:
         return self.next > begin
 
     def finish(self) -> None:
-        """Writes what is left, and waits for the sends that nothing proved complete."""
+        """Generate the remaining actions, and wait for sends without a proof of completion."""
         self.advance(force=True)
-        left = (entry for entries in self.unreleased.values() for entry in entries)
-        for _, _, transfer in sorted(left, key=lambda entry: entry[1]):
+        remaining = (entry for entries in self.unreleased.values() for entry in entries)
+        for _, _, transfer in sorted(remaining, key=lambda entry: entry[1]):
             self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
 
     def _reduce(self) -> None:
-        """The reductions that come after as many compute actions as are written."""
+        """Append the reductions that follow the current number of compute actions."""
         for stage in self.reduced.get(self.next, ()):
             self.actions.append(Action(ActionType.REDUCE_GRAD, stage))
 
     def _send(self, transfer: Transfer) -> None:
         self.actions.append(transfer.sending(SEND[transfer.backward]))
         self.network.stamps[transfer] = self.clock.copy()
-        # If the consumer is missing, no clock of the receiver ever gets past this.
+        # If the consumer is missing, the clock of the receiver never exceeds this value.
         never = len(self.network.order[transfer.destination])
         used_at = self.network.used_at.get((transfer.backward, transfer.consumer), never)
         entry = (used_at, self.sends, transfer)
@@ -254,32 +253,32 @@ class _Program:
             self._release(stamp)
 
     def _post_ahead(self, channel: tuple[int, int]) -> None:
-        """Posts what the next waits take."""
+        """Post the receives of the next waits of a channel."""
         waits = self.waited[channel] + self.receives_ahead
         needed = self.network.needed.get(channel)
-        most = needed[min(waits, len(needed)) - 1] if waits and needed else 0
-        self._post(channel, max(waits, most))
+        required = needed[min(waits, len(needed)) - 1] if waits and needed else 0
+        self._post(channel, max(waits, required))
 
     def _post(self, channel: tuple[int, int], count: int) -> None:
-        """Posts receives until there are `count` of the channel, waited for or not."""
+        """Post receives until the channel has `count` of them, including completed receives."""
         sequence = self.network.channels.get(channel, [])
         for transfer in sequence[self.posted[channel] : count]:
             self.actions.append(transfer.receiving(RECV[transfer.backward]))
             self.posted[channel] += 1
 
     def _release(self, stamp: Clock) -> None:
-        """Learns from the clock that came with a tensor, and releases what was received."""
+        """Update the clock from a received stamp, and free tensors that peers have received."""
         np.maximum(self.clock, stamp, out=self.clock)
         for rank in sorted(rank for rank, entries in self.unreleased.items() if entries):
             entries, begun = self.unreleased[rank], self.clock[rank]
-            # A compute action that has begun has finished waiting for its inputs.
+            # The inputs of a compute action have arrived when the action has started.
             while entries and entries[0][0] < begun:
                 transfer = heapq.heappop(entries)[2]
                 self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
 
 
 def _last(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
-    """Places of reductions behind all computation."""
+    """Return the positions of reductions that follow all computation."""
     stages = graph.layout.stages
     trained = [s for s in map(stages.__getitem__, reduction_turns(graph.layout)) if s.trainable]
     return [
@@ -291,11 +290,11 @@ def _last(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
 def _collectives(
     graph: StageGraph, rank: int, sharding: Gathering, training: bool
 ) -> tuple[list[Action], list[Action]]:
-    """What comes before and after the computation of a rank."""
+    """Return the collectives before and after the computation of a rank."""
     before, after = [], []
     stages = graph.layout.stages_of(rank)
     if sharding == "step":
         before = [Action(ActionType.UNSHARD, stage) for stage in stages]
-        whole = [s for s in stages if not (training and graph.layout.stages[s].trainable)]
-        after = [Action(ActionType.RESHARD, stage) for stage in whole]
+        unreduced = [s for s in stages if not (training and graph.layout.stages[s].trainable)]
+        after = [Action(ActionType.RESHARD, stage) for stage in unreduced]
     return before, after + (tied_reductions(graph, rank) if training else [])

@@ -1,13 +1,12 @@
-"""A lowered plan as one array of numbers, for those who get it from another process.
+"""Serialization of lowered plans as int32 arrays, to send them to another process.
 
-    numbers = encode_plan(plan)                          where plans are made and validated
-    plan = decode_plan(numbers, graph, specs)            where they are run
+    numbers = encode_plan(plan)                          in the process that plans and validates
+    plan = decode_plan(numbers, graph, specs)            in the process that runs the plan
 
-Lowering and validating take a few microseconds per action, decoding 0.2, and a rank decodes its own
-program: those of others when somebody asks for them. Tensors' shapes are not among the numbers: the
-process that runs a plan has the microbatches from which they follow.
-Rejected: pickled plans, which are five times as large and slower to read, and must not come over a
-network.
+Lowering and validation take a few microseconds per action, and decoding takes 0.2 microseconds. A
+rank decodes only its own actions; actions of other ranks are decoded on access. Tensor shapes are
+not encoded, because the receiving process derives them from its microbatches. Pickled plans would
+be five times as large, slower to read, and unsafe to receive over a network.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _FIELDS = len(Action._fields)
 def encode_plan(plan: PipelinePlan) -> Int32s:
     """Encode a training plan without the tasks and specs of its graph.
 
-    The numbers are: the number of actions of each rank; the actions; the replica that runs each
-    task of replicated modules; the launches; each task that recomputes, with the modes of its
-    layers. A launch is its rank and position, the number of actions that begin and of collectives,
-    the positions of these actions, and the pieces by collective.
+    The array contains, in this order: the number of actions of each rank; the actions; the replica
+    that runs each task of replicated modules; the launches; the tasks with recomputation and the
+    modes of their layers. A launch is encoded as its rank and position, the numbers of encoder
+    actions and of collectives, the positions of the encoder actions, and the pieces per collective.
     """
     numbers = [len(plan.actions), *map(len, plan.actions)]
     for program in plan.actions:
@@ -67,14 +66,15 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
 def decode_plan(
     numbers: Int32s, graph: StageGraph, specs: Callable[[StageGraph], MessageSpecs]
 ) -> PipelinePlan:
-    """The plan of `encode_plan`.
+    """Decode a plan of `encode_plan`.
 
     Args:
-        graph: of the same step, whatever its replicas.
-        specs: gives those of the messages of the graph with the plan's replicas.
+        numbers: Encoded plan.
+        graph: Tasks of the same step. The replicas of the encoded plan replace its replicas.
+        specs: Returns the tensors of each message of a graph.
 
     Raises:
-        ValueError: the numbers are not a plan of this graph's ranks and stages.
+        ValueError: The array does not match the ranks and stages of the graph.
     """
     ranks = int(numbers[0]) if len(numbers) else 0
     if ranks != graph.layout.rank_count:
@@ -97,7 +97,7 @@ def decode_plan(
         begun = tuple(rows[rank][place] for place in islice(values, begins))
         launches[rows[rank][position]] = Launch(begun, tuple(islice(values, collectives)))
     recompute: dict[Task, tuple[LayerMode, ...]] = {}
-    for index in values:  # the stage of a task, until no numbers are left
+    for index in values:  # stage of the next task with recomputation
         stage = graph.layout.stages[index]
         task = Task(index, *islice(values, 2))
         recompute[task] = tuple(_MODES[n] for n in islice(values, stage.stop - stage.start))
@@ -105,11 +105,11 @@ def decode_plan(
 
 
 class _Programs(Sequence[tuple[Action, ...]]):
-    """Programs by rank, each decoded when it is first asked for.
+    """Actions of each rank, decoded on first access.
 
     Args:
-        numbers: of all actions, rank after rank.
-        counts: actions by rank.
+        numbers: Encoded actions of all ranks.
+        counts: Number of actions of each rank.
     """
 
     def __init__(self, numbers: Int32s, counts: Sequence[int]) -> None:

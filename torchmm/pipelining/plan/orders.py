@@ -1,9 +1,9 @@
-"""What compute orders are made of: which actions a task needs, and whether an order has them all.
+"""Compute orders: the actions that each task requires, and a completeness check.
 
-A task that needs a backward gets either one B or, split as in zero-bubble schedules (arXiv
-2401.10241), an I that the stage before waits for and a W that nobody waits for. A split makes sense
-only where both halves exist: a frozen stage has no W, and a stage whose inputs need no gradient
-has nothing to hand back early, so it keeps its B.
+The backward pass of a task is one B action, or an I and a W action as in zero-bubble schedules
+(arXiv 2401.10241). The preceding stage depends on the I action. No action depends on the W action.
+A frozen stage has no W action. A stage whose inputs need no gradient has a B action, because
+splitting it would not make any result available earlier.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torchmm.pipelining.plan.plan import ComputeOrder
 
 
 class BackwardKinds(NamedTuple):
-    """Actions of a task's backward."""
+    """Action types of the backward pass of a task."""
 
     first: ActionType | None
-    """Gives the gradients of the inputs, if any are needed; None: no backward at all."""
+    """Computes gradients of inputs, if needed. None if the task has no backward pass."""
     deferred: ActionType | None
-    """May come any time later."""
+    """Can run at any later time. None if the backward pass is not split."""
 
 
 def inputs_need_gradient(graph: StageGraph, stage: int, microbatch: int) -> bool:
-    """Whether a gradient goes back from the stage's tasks of a microbatch."""
+    """Return True if tasks of a stage send gradients to preceding stages."""
     return any(
         graph.needs_backward(source, microbatch) and graph.parts(source, microbatch)
         for source in graph.layout.sources[stage]
@@ -34,10 +34,13 @@ def inputs_need_gradient(graph: StageGraph, stage: int, microbatch: int) -> bool
 
 
 def backward_kinds(graph: StageGraph, stage: int, microbatch: int, *, split: bool) -> BackwardKinds:
-    """Backward of the stage's tasks of a microbatch.
+    """Return the action types of the backward pass of a task.
 
     Args:
-        split: I and W where both exist, else B for all.
+        graph: Tasks of the step.
+        stage: Stage of the task.
+        microbatch: Microbatch of the task.
+        split: Whether to split backward passes that have both I and W.
     """
     if not graph.needs_backward(stage, microbatch):
         return BackwardKinds(None, None)
@@ -49,20 +52,20 @@ def backward_kinds(graph: StageGraph, stage: int, microbatch: int, *, split: boo
 
 
 def needed_action(graph: StageGraph, action: Action) -> Action | None:
-    """What a step has in the place of an action of one that trains everything; None: nothing."""
+    """Return the action that replaces an action if parts of the model are frozen, or None."""
     if action.type is ActionType.F:
         return action
     split = action.type is not ActionType.B
     kinds = backward_kinds(graph, action.stage, action.microbatch, split=split)
     if not split or kinds.first is None:
         return action if kinds.first else None
-    if kinds.first is ActionType.B:  # nothing to hand back early: the W is all there is
+    if kinds.first is ActionType.B:  # no gradient to send: B takes the position of W
         return action._replace(type=ActionType.B) if action.type is ActionType.W else None
     return action if action.type in (ActionType.I, kinds.deferred) else None
 
 
 def by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
-    """Each rank's part of one order of all actions: legal if that one is."""
+    """Split a global order of actions by rank. The result is valid if the global order is."""
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
     stages = graph.layout.stages
     for action in actions:
@@ -73,9 +76,9 @@ def by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
 
 
 def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
-    """Every action that an order lacks, has twice or should not have; empty if it is complete.
+    """Return missing, duplicate and superfluous actions of an order. Empty if it is complete.
 
-    Says nothing about dependencies: that is the validation of the lowered plan.
+    Dependencies are checked when the lowered plan is validated.
     """
     if len(order) != graph.layout.rank_count:
         return [f"{len(order)} ranks, the layout has {graph.layout.rank_count}"]
@@ -101,12 +104,12 @@ def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
     return problems
 
 
-def _task_problems(graph: StageGraph, task: Task, found: list[ActionType]) -> Iterator[str]:
-    whole = backward_kinds(graph, task.stage, task.microbatch, split=False)
-    parts = backward_kinds(graph, task.stage, task.microbatch, split=True)
-    legal = [{t for t in kinds if t} for kinds in (whole, parts)]
-    backward = {t for t in found if t is not ActionType.F}
-    if ActionType.F not in found:
+def _task_problems(graph: StageGraph, task: Task, types: list[ActionType]) -> Iterator[str]:
+    full = backward_kinds(graph, task.stage, task.microbatch, split=False)
+    halves = backward_kinds(graph, task.stage, task.microbatch, split=True)
+    legal = [{t for t in kinds if t} for kinds in (full, halves)]
+    backward = {t for t in types if t is not ActionType.F}
+    if ActionType.F not in types:
         yield f"{Action(ActionType.F, *task)} is missing"
     if backward in legal:
         return

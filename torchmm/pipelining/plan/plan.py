@@ -1,8 +1,9 @@
-"""A training step as data: what every rank does in which order, and what is sent.
+"""Pipeline plans: the actions of every rank in a training step, and the tensors that are sent.
 
-Planners write plans (`torchmm.pipelining.schedules.names` gives the compute order, `lowering` adds
-communication), the runtime executes them, the simulator times them, the viewer draws them. A
-simulated and a measured step both are lists of `ActionRecord`.
+Planners write plans: a schedule defines the compute order (`torchmm.pipelining.schedules.names`),
+and lowering adds communication (`torchmm.pipelining.plan.lowering`). The runtime executes plans,
+the simulator estimates their time, and the viewer plots them. Simulated and measured steps are
+both lists of `ActionRecord`.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.slices import Slices
 
 ComputeOrder = tuple[tuple[Action, ...], ...]
-"""By rank of the plan: its F, B, I and W actions in order. What planners return."""
+"""F, B, I and W actions of each rank in execution order. The result of a planner."""
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor of a message."""
+    """Shape and dtype of a tensor of a pipeline message."""
 
     shape: tuple[int, ...]
-    """With the rows of all tensor-parallel ranks, without padding."""
+    """Unsharded shape, with the tokens of all tensor-parallel ranks and without padding."""
     dtype: torch.dtype
     requires_grad: bool = True
-    """Whether this tensor gets a gradient, where its message carries one."""
+    """Whether the tensor has a gradient, if gradients of its message are sent."""
     slices: Slices | None = None
-    """How tensor-parallel ranks divide its rows among them; None: all have all of it."""
+    """Division of the tokens among tensor-parallel ranks. If None, the tensor is replicated."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether tasks hand on and consume all rows, of which a slice travels."""
+        """Whether tasks use all tokens, while each rank sends only its slice."""
         return self.slices is not None and self.slices.gathered
 
     @property
     def rows(self) -> int:
-        """Rows of all slices, padding included."""
+        """Number of tokens of all slices, with padding."""
         assert self.slices is not None
         return self.slices.padded(self.shape[-2])
 
     def on_rank(self, *, source: bool) -> TensorSpec:
-        """What a rank at one end sends or receives."""
+        """Return the local tensor that a rank sends (`source`) or receives."""
         if self.slices is None:
             return self
         share = self.rows // (self.slices.source if source else self.slices.destination)
@@ -53,47 +54,48 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of all of it in bytes."""
+        """Bytes of the unsharded tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
-"""Tensors of each message of a step."""
+"""Tensors of each pipeline message of a step."""
 
 Gathering = Literal["none", "layer", "step"]
-"""When FSDP2 gathers a stage's parameters: never (they are whole on every rank), with every layer,
+"""When FSDP2 unshards the parameters of a stage: never (parameters are replicated), per layer, or
 once per step."""
 
 LayerMode = Literal["none", "selective", "full", "offload"]
-"""What a layer's backward runs again: nothing, all but matrix products and attention, everything;
-"offload": everything, from an input that waits in the host's memory.
+"""Recomputation of a layer in its backward pass.
+
+"selective" recomputes everything except matmuls and attention. "full" recomputes the layer from its
+input. "offload" does the same with an input that is offloaded to host memory.
 """
 
 
 class Launch(NamedTuple):
-    """Pieces of encoder actions that run during the collectives of an LLM action."""
+    """Encoder kernels that run during the collectives of an LLM action."""
 
     begins: tuple[Action, ...]
-    """Encoder actions that may start in it, in the order of the rank."""
+    """Encoder actions that can start in the LLM action, in execution order."""
     pieces: tuple[int, ...]
-    """Number of pieces by tensor-parallel collective of the action."""
+    """Number of encoder pieces per tensor-parallel collective of the LLM action."""
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """One step.
+    """Plan of a training or validation step.
 
     Attributes:
-        graph: tasks and their dependencies.
-        actions: by rank of the plan.
-        specs: of every message, those that stay on a rank included; empty in a plan that is only
-            to be simulated or drawn.
-        training: whether there are backwards; False when validating the model.
-        recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
-            it run as their module always does. For modules that are built so that tasks may choose
-            (`apply_activation_checkpoint`, "tuned").
-        launches: by LLM action: pieces of later encoder actions that run during its
-            tensor-parallel collectives (`launches`). The rest of such an action runs at its place.
+        graph: Tasks and their dependencies.
+        actions: Actions of each rank.
+        specs: Tensors of each message, including messages within a rank. Empty if the plan is only
+            simulated or plotted.
+        training: Whether the step has backward passes. False for validation.
+        recompute: Recomputation mode of each layer of the stage, by task. Other tasks use the mode
+            of their module. Requires modules with `activation_checkpoint.mode = "tuned"`.
+        launches: Encoder pieces that run during the tensor-parallel collectives of an LLM action.
+            The remaining pieces of the encoder action run at its position in `actions`.
     """
 
     graph: StageGraph
@@ -104,12 +106,12 @@ class PipelinePlan:
     launches: Mapping[Action, Launch] = field(default_factory=dict)
 
     def recomputes(self, task: Task) -> bool:
-        """Whether the plan lets a task run layers again, so that its backward cannot be split."""
+        """Return True if a task recomputes layers, so that its backward pass cannot be split."""
         return any(mode != "none" for mode in self.recompute.get(task, ()))
 
 
 class ActionRecord(NamedTuple):
-    """When an action ran; times count from the start of the step."""
+    """Execution of an action. Times are relative to the start of the step."""
 
     rank: int
     action: Action
@@ -118,4 +120,4 @@ class ActionRecord(NamedTuple):
 
 
 Durations = Callable[[Action], float]
-"""How long an action takes, in any unit."""
+"""Returns the duration of an action, in any unit."""

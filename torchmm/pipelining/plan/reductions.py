@@ -1,25 +1,22 @@
-"""Where gradients are reduced: as soon as a stage's last backward is done, in one order everywhere.
+"""Positions of gradient reductions in a plan.
 
-A stage's reduction is a collective among data-parallel replicas whose plans differ, and all ranks
-of a communicator have to come to its collectives in one order. The order is the layout's: the last
-stage's first, as backwards end in that order. What follows on a rank, encoders' backwards after
-those of the LLM or the backwards of earlier stages, then hides the reduction (MegaScale, Optimus
-§2.2: only the first model chunk's cannot be hidden).
+Gradients of a stage are reduced after its last backward pass. The reduction is a collective among
+data-parallel replicas with different plans, so all ranks of a communicator must call their
+collectives in the same order. This order is the reverse stage order, in which backward passes end.
+Later backward passes of the rank, such as those of encoders, overlap with the reduction (MegaScale;
+Optimus section 2.2: only the reduction of the first model chunk is exposed).
 
-Reductions right behind a stage's last backward could still lock up, even in one order. A backend
-may let a rank wait in a reduction for its replicas, and a replica may not come to its own before it
-gets a tensor from a rank that waits in another one:
+The same order is not sufficient. A reduction can block until all replicas call it, and a replica
+can depend on a tensor from a rank that is blocked in another reduction, which is a deadlock:
 
     replica A, rank 0   reduce s, send to rank 1        replica B, rank 0   ... B of s, reduce s
     replica A, rank 1   receive, reduce t               replica B, rank 1   reduce t, send to rank 0
 
-So reductions are *turns*: whatever is needed, on any rank, for what comes before a turn, comes
-before that turn on every rank. Then nobody who waits in a turn is needed by anyone on the way to
-it, all ranks of all replicas get there, turn after turn, whatever plans the others run.
-`reduction_places` moves reductions back as far as that takes; `torchmm.pipelining.checks.scan`
-checks it.
-
-Rejected: all reductions behind all computation, which hides none of them.
+Therefore each reduction has a *turn*. All actions that any action before turn n depends on, on any
+rank, precede turn n on their own ranks. No rank on its way to a turn depends on a rank that is
+blocked in this turn, so all replicas reach every turn, whatever their plans are.
+`reduction_places` delays reductions until this holds, and `torchmm.pipelining.checks.scan` checks
+it. Reducing after all computation would be simpler, but would expose every reduction.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder
 
 Place = tuple[int, int]
-"""A rank, and the index of one of its compute actions."""
+"""Rank and index of a compute action of this rank."""
 
 
 def reduction_turns(layout: StageLayout) -> dict[int, int]:
-    """By stage: the turn of its reduction, the same in all plans of a layout.
+    """Return the turn of the reduction of each stage. All plans of a layout have the same turns.
 
-    Mirrors, whose actions belong together, follow each other.
+    Stages that mirror each other, whose actions run together, have consecutive turns.
     """
     stages = range(len(layout.stages))
     ordered = sorted(stages, key=lambda stage: (-layout.mirrored[stage][0], stage))
@@ -47,28 +44,28 @@ def reduction_turns(layout: StageLayout) -> dict[int, int]:
 def reduction_places(
     order: ComputeOrder, graph: StageGraph, needs: Callable[[Action], Iterable[Place]]
 ) -> list[dict[int, list[int]]]:
-    """By rank: by number of compute actions before them: the stages that are reduced there.
+    """Return the stages to reduce, per rank, by the number of preceding compute actions.
 
     Args:
-        order: F, B, I and W of every rank.
-        needs: the actions of other ranks whose results an action uses.
+        order: F, B, I and W actions of each rank.
+        needs: Returns the actions of other ranks whose results an action uses.
     """
     layout = graph.layout
     last = [{action.stage: index + 1 for index, action in enumerate(program)} for program in order]
     together = _mirrors(order, layout)
     places: list[dict[int, list[int]]] = [{} for _ in order]
     begun = [0] * len(order)
-    """By rank: how many of its actions come before the present turn."""
+    """Number of actions of each rank that precede the current turn."""
     for stage in reduction_turns(layout):
-        # Also of those that are not trained: a replica without images would otherwise wait in
-        # encoders' reductions before it computes anything of a frozen LLM.
+        # Frozen stages have turns, too. Otherwise, a replica without images would block in the
+        # reductions of the encoders before it computes any layer of a frozen LLM.
         ranks = layout.stages[stage].ranks
-        wanted = [(rank, last[rank].get(stage, 0)) for rank in ranks]
-        while wanted:
-            rank, count = wanted.pop()
+        pending = [(rank, last[rank].get(stage, 0)) for rank in ranks]
+        while pending:
+            rank, count = pending.pop()
             for action in order[rank][begun[rank] : count]:
-                others = (*needs(action), *together.get(action, ()))
-                wanted += ((other, index + 1) for other, index in others)
+                dependencies = (*needs(action), *together.get(action, ()))
+                pending += ((other, index + 1) for other, index in dependencies)
             begun[rank] = max(begun[rank], count)
         for rank in ranks if layout.stages[stage].trainable else ():
             places[rank].setdefault(begun[rank], []).append(stage)
@@ -76,7 +73,7 @@ def reduction_places(
 
 
 def _mirrors(order: ComputeOrder, layout: StageLayout) -> dict[Action, list[Place]]:
-    """By action of a mirrored stage: where the other mirrors run it, at the same time."""
+    """Return the positions of the simultaneous actions of the mirrors, by action."""
     if layout.mirrors == 1:
         return {}
     at = {a: (rank, index) for rank, row in enumerate(order) for index, a in enumerate(row)}

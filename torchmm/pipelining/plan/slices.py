@@ -1,22 +1,20 @@
-"""Which part of a message each tensor-parallel rank sends and gets.
+"""Token slices of pipeline messages under tensor parallelism.
 
-Tensor-parallel ranks run the same tasks, so each of them has what a task hands on. Under sequence
-parallelism each sends a slice of it only, an equal part of its rows (the last dimension but one),
-to a rank with the same rows of the destination:
+Tensor-parallel ranks run the same tasks, so all of them have the output of a task. With sequence
+parallelism, each rank sends only an equal slice of the tokens (dimension -2) to the rank of the
+next stage that needs these tokens:
 
-- Between stages of a module whose layers keep slices of the sequence, these are what travels: no
-  rank gathers anything, neither forwards nor backwards.
-- Between modules, and where stages hand on what their layers need whole (the features that later
-  layers add, hidden states of layers that keep no slices), the consumer gathers its slices over its
-  tensor-parallel ranks, and for gradients the producer does (`torchmm.pipelining.run.stage`).
-- Groups of other sizes cut the same rows into other slices; each rank then sends what of its slice
-  belongs into another one's (`torchmm.parallel.p2p`).
+- Between stages of a module with sequence-parallel layers, activations are already sharded. No rank
+  gathers tokens, neither in the forward nor in the backward pass.
+- Between modules, and for activations that layers need unsharded (such as DeepStack features), the
+  consumer all-gathers the slices over its tensor-parallel ranks. In the backward pass, the producer
+  all-gathers the gradients (`torchmm.pipelining.run.stage`).
+- If source and destination have different tensor-parallel sizes, each rank sends the overlap of its
+  slice with each destination slice (`torchmm.parallel.p2p`).
 
-Everything stays whole without sequence parallelism, in which ranks work on whole sequences, and
-what stays on a rank of the plan and is needed whole there.
-
-Rejected: to cut and gather on the wire, in the channels, where neither the plan nor autograd knows
-of it; and uneven slices, as collectives want equal ones: the last are padded.
+Messages are not sliced without sequence parallelism, or if they stay on a rank and are needed
+unsharded. Slices have equal sizes, as collectives require; the last slices are padded. Slicing is
+part of the plan and not of the channel, because autograd has to see the gather.
 """
 
 from __future__ import annotations
@@ -26,33 +24,33 @@ from typing import NamedTuple
 
 
 class TensorRanks(NamedTuple):
-    """The tensor-parallel ranks of a module."""
+    """Tensor parallelism of a module."""
 
     size: int = 1
     sends_slices: bool = False
-    """Whether messages of the module are sliced."""
+    """Whether ranks send token slices instead of full messages."""
     keeps_slices: bool = False
-    """Whether between two of its layers a rank has a slice of the sequence only."""
+    """Whether activations between layers are sharded over the sequence."""
 
 
 class Slices(NamedTuple):
-    """Into how many slices the ranks at both ends of a message cut the rows of a tensor."""
+    """Numbers of token slices of a tensor at both ends of a message."""
 
     source: int
     destination: int
     gathered: bool = True
-    """Whether the tasks at both ends work on all rows; else on a rank's slice."""
+    """Whether tasks use all tokens. If False, tasks use the local slice."""
 
     def padded(self, rows: int) -> int:
-        """As many rows as both ends cut into equal slices."""
+        """Return the number of tokens, padded so that both ends have equal slices."""
         multiple = lcm(self.source, self.destination)
         return -(-rows // multiple) * multiple
 
 
 class MessageSlices(NamedTuple):
-    """Slices of the tensors of a message; None: they travel whole."""
+    """Slices of the tensors of a message. If None, the full tensor is sent."""
 
     hidden: Slices | None
-    """Of hidden states, and of those that an encoder's connector reads too."""
+    """Slices of hidden states, including those that the connector of an encoder reads."""
     others: Slices | None
-    """Of what travels beside them, or to another module."""
+    """Slices of additional tensors, and of messages to another module."""

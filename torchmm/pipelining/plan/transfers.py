@@ -1,9 +1,8 @@
-"""Which tensors travel in a step: every message and every gradient, with both ends.
+"""Transfers of a step: forward outputs and gradients with the ranks of both ends.
 
-`StageGraph` says what a task consumes and produces; lowering and validation need the same seen
-from the messages, with the ranks of both ends, for forward outputs and gradients alike. A
-`Transfer` names the tensor by the task that makes it and the task that uses it, whichever
-direction it takes, so that neither of them treats gradients as a special case.
+`StageGraph` lists the inputs and outputs of each task. Lowering and validation need the transfers
+between ranks instead. A `Transfer` identifies its tensors by the producing and the consuming task,
+for forward outputs as well as for gradients, so that gradients are not a special case.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ WAIT_SEND = (ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
 
 
 class Transfer(NamedTuple):
-    """A message, or the gradient of one, on its way.
+    """Transfer of a message or of its gradient.
 
-    Source and destination are ranks of the plan; where they are equal, the runtime hands the
-    tensors over and the plan has no actions for it.
+    Source and destination are ranks of the plan. If they are equal, the runtime passes the tensors
+    from task to task, and the plan has no actions for the transfer.
     """
 
     message: Message
     backward: bool
     producer: Task
-    """Its F makes the message, or its B or I the gradient."""
+    """Task whose F action produces the message, or whose B or I action produces the gradient."""
     consumer: Task
-    """Its F uses the message, or its B or I the gradient."""
+    """Task whose F action uses the message, or whose B or I action uses the gradient."""
     source: int
     destination: int
 
     def sending(self, kind: ActionType) -> Action:
-        """The SEND_F, WAIT_SEND_F, SEND_B or WAIT_SEND_B of the source."""
+        """Return an action of the source: SEND_F, WAIT_SEND_F, SEND_B or WAIT_SEND_B."""
         return Action(
             kind,
             self.producer.stage,
@@ -48,7 +47,7 @@ class Transfer(NamedTuple):
         )
 
     def receiving(self, kind: ActionType) -> Action:
-        """The RECV_F, WAIT_F, RECV_B or WAIT_B of the destination."""
+        """Return an action of the destination: RECV_F, WAIT_F, RECV_B or WAIT_B."""
         return Action(
             kind,
             self.consumer.stage,
@@ -59,19 +58,19 @@ class Transfer(NamedTuple):
         )
 
     def actions(self) -> tuple[Action, Action, Action, Action]:
-        """Send and its wait, of the source; receive and its wait, of the destination."""
+        """Return the actions SEND and WAIT_SEND of the source, RECV and WAIT of the destination."""
         backward = self.backward
         send = self.sending(SEND[backward])
         receive = self.receiving(RECV[backward])
-        # Not by `sending` again: a step has thousands of them.
+        # A copy is faster than `sending`, and a step has thousands of transfers.
         wait_send = Action(WAIT_SEND[backward], *send[1:])
         return send, wait_send, receive, Action(WAIT[backward], *receive[1:])
 
 
 def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
-    """All transfers of a step; no gradients unless training.
+    """Yield the transfers of a step. Gradients are included if `training` is True.
 
-    Those that one task makes come in the order of `StageGraph.outgoing`, or for gradients of
+    Transfers of one task have the order of `StageGraph.outgoing`, and its gradients the order of
     `StageGraph.incoming`.
     """
     for message in graph.messages():
@@ -86,14 +85,14 @@ class Input(NamedTuple):
     """Result of a task that an action needs."""
 
     type: ActionType
-    """F, or B for the gradients that a B or an I returns."""
+    """F, or B for gradients that a B or an I action returns."""
     task: Task
     message: Message | None
-    """Message that has the result or its gradient; None for a result of the same task."""
+    """Message with the result or its gradient. None for a result of the same task."""
 
 
 def action_inputs(action: Action, graph: StageGraph) -> Iterator[Input]:
-    """Yield the results that an F, B, I or W needs."""
+    """Yield the results that an F, B, I or W action requires."""
     task = action.task
     if action.type is ActionType.F:
         for message in graph.incoming(task):
@@ -108,10 +107,10 @@ def action_inputs(action: Action, graph: StageGraph) -> Iterator[Input]:
 
 
 def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
-    """Pairs of stages whose copies of a trained weight need the sum of both gradients, in order.
+    """Return pairs of stages with replicas of a trained tied weight, whose gradients are summed.
 
     Raises:
-        ValueError: two copies are on one rank, or cannot be paired replica by replica.
+        ValueError: Both replicas are on one rank, or the stages have different replica counts.
     """
     stages = graph.layout.stages
     pairs = {(min(s.index, s.tied_to), max(s.index, s.tied_to)) for s in stages if s.tied_to >= 0}
@@ -131,12 +130,12 @@ def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
 
 
 def tied_reductions(graph: StageGraph, rank: int) -> list[Action]:
-    """The REDUCE_TIED of a rank, ordered alike on both ranks of each pair."""
-    found, stages = [], graph.layout.stages
+    """Return the REDUCE_TIED actions of a rank, in the same order on both ranks of a pair."""
+    actions, stages = [], graph.layout.stages
     for pair in tied_stages(graph):
         for stage, other in (pair, pair[::-1]):
             if rank in stages[stage].ranks:
                 replica = stages[stage].ranks.index(rank)
                 peer = stages[other].ranks[replica]
-                found.append(Action(ActionType.REDUCE_TIED, stage, other=other, peer=peer))
-    return found
+                actions.append(Action(ActionType.REDUCE_TIED, stage, other=other, peer=peer))
+    return actions

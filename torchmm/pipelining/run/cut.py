@@ -1,4 +1,4 @@
-"""From a layout to this rank's stages of a model: where plans and models meet."""
+"""Split a model into the pipeline stages of a rank."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from torchmm.pipelining.plan.graph import StageLayout
 def cut_for_rank(
     model: MultimodalModel, layout: StageLayout, rank: int
 ) -> dict[int, LayeredModule]:
-    """Reduces the whole model (on the meta device) to the stages of a rank, in place.
+    """Reduce a full model on the meta device to the stages of a rank, in place.
 
     Args:
-        rank: within the plan.
+        model: Full model. Its parameters keep their names.
+        layout: Stages of the run.
+        rank: Rank within the plan.
 
     Returns:
-        What runs, by stage index. Parameters keep their names in `model`; a module that is one
-        stage on this rank is returned itself, of one with several each stage is a view.
+        Stage modules by stage index. If a module has several stages on this rank, each stage is a
+        view of the module. Otherwise the stage is the module itself.
 
     Raises:
-        ValueError: the layout's stages are not those of the model.
+        ValueError: The stages of the layout do not match the model.
     """
     sizes = {module.name: len(module.layer_sizes()) for module in model.modality_modules()}
-    found = {stage.module for stage in layout.stages}
-    if found != set(sizes):
-        raise ValueError(f"the layout has modules {sorted(found)}, the model {sorted(sizes)}")
+    names = {stage.module for stage in layout.stages}
+    if names != set(sizes):
+        raise ValueError(f"the layout has modules {sorted(names)}, the model {sorted(sizes)}")
     kept: dict[str, list[StageRange]] = {}
     indices: dict[str, list[int]] = {}
     for name, layers in sizes.items():
@@ -33,9 +35,9 @@ def cut_for_rank(
         ranges = stage_ranges([(s.start, s.stop) for s in stages if not s.mirror])
         if ranges[-1].stop != layers:
             raise ValueError(f"{name}: stages end at layer {ranges[-1].stop} of {layers}")
-        own = [i for i, stage in enumerate(stages) if rank in stage.ranks]
-        kept[name] = [ranges[i % len(ranges)] for i in own]  # mirrors follow each other
-        indices[name] = [stages[i].index for i in own]
+        local = [i for i, stage in enumerate(stages) if rank in stage.ranks]
+        kept[name] = [ranges[i % len(ranges)] for i in local]  # mirrors are consecutive
+        indices[name] = [stages[i].index for i in local]
     model.cut(kept)
     return {
         index: stage

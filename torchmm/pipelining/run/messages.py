@@ -1,9 +1,9 @@
-"""Shapes and dtypes of everything that stages hand to each other, before anything is computed.
+"""Shapes and dtypes of pipeline messages.
 
-They follow from the sizes of the modules and the number of patches and tokens of each image, so
-the planner of a step knows them, and receivers can allocate without asking. Rejected: inferring
-them from a forward on the meta device, as torch's pipelining does once per run; here they change
-with every microbatch.
+Shapes follow from the module sizes and from the number of patches and tokens of each image. The
+planner therefore knows them before a step, and receivers allocate buffers without communication.
+torch.distributed.pipelining infers shapes once per run with a forward pass on the meta device, but
+here they change with every microbatch.
 
 Shape legend: N images, S positions of an image, P patches, K output tokens (or context tokens of a
 generator), T tokens, D features.
@@ -34,18 +34,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """Sizes that determine the message shapes of a module: picklable, without weights.
+    """Sizes that determine the message shapes of a module. Picklable, without weights.
 
     Attributes:
-        kind: Kind of the module.
-        hidden_size: LLMs: features of the hidden states.
-        hidden_shape: Encoders: maps the patches of each image to the shape of the hidden states.
-        llm_hidden_size: Features that an encoder sends to the LLM (with the blocks of its taps),
-            or that the LLM sends to a generator.
-        taps: Encoders: layers whose outputs are sent too. LLMs: layers that add blocks.
-        dummy: Encoders: the image for microbatches without images.
-        generator_shapes: Generators: maps images to the shapes of messages between stages.
-        without_gradients: Indices of the tensors between stages that have no gradient.
+        kind: Type of the module.
+        hidden_size: Hidden size of an LLM.
+        hidden_shape: Function of an encoder that maps the patches of each image to the shape of the
+            hidden states.
+        llm_hidden_size: Number of features that an encoder sends to the LLM, including DeepStack
+            features, or that the LLM sends to a generator.
+        taps: Encoder layers whose outputs are DeepStack features, or LLM layers that add them.
+        dummy: Image of an encoder for microbatches without images.
+        generator_shapes: Function of a generator that maps images to shapes of messages.
+        without_gradients: Indices of tensors between stages that have no gradient.
     """
 
     kind: Literal["encoder", "llm", "generator"]
@@ -92,27 +93,31 @@ def message_specs(
     dtype: torch.dtype,
     tasks: Iterable[Task] | None = None,
 ) -> MessageSpecs:
-    """The tensors of every message of a step.
+    """Return the tensors of each message of a step.
 
-    Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family, once more for each tapped
-    layer before; from the last one: (K, D of the LLM), wider by one D for each of these; between
-    LLM stages: (T, D), and (K, D for each block that later layers add) if there are images; from
-    the last one to a generator: (K, D of the LLM); between generator stages: the shapes of
-    `GeneratorModule.message_shapes`. Which slices of them tensor-parallel ranks send, the graph
-    says (`StageGraph.slices`).
+    | from             | to              | shapes                                              |
+    |------------------|-----------------|-----------------------------------------------------|
+    | encoder stage    | encoder stage   | (N, S, D), (1, P, D) or (P, D) depending on the     |
+    |                  |                 | family, and one more tensor per DeepStack feature   |
+    | last encoder     | first LLM stage | (K, D of the LLM times 1 + DeepStack features)      |
+    | LLM stage        | LLM stage       | (T, D), and (K, D per remaining DeepStack feature)  |
+    | last LLM stage   | generator       | (K, D of the LLM)                                   |
+    | generator stage  | generator stage | `GeneratorModule.message_shapes`                    |
 
-       Args:
-           graph: of the step.
-           modules: by name, or their sizes.
-           microbatches: one for each of the graph's; of ranks that share rows, the part of one of
-               them (`slice_meta`).
-           dtype: in which modules compute.
-           tasks: whose outputs are wanted; None: of all.
+    `StageGraph.slices` defines the slices that tensor-parallel ranks send.
 
-       Raises:
-           ValueError: the graph has another number of microbatches, or more sub-microbatches than
-               there are images.
-           TypeError: a module is of a kind whose messages are not known.
+    Args:
+        graph: Tasks of the step.
+        modules: Modules by name, or their message sizes.
+        microbatches: Metadata of each microbatch. With context parallelism, those of one rank
+            (`slice_meta`).
+        dtype: Compute dtype.
+        tasks: Tasks whose outputs are returned. Defaults to all tasks.
+
+    Raises:
+        ValueError: The graph has a different number of microbatches, or more sub-microbatches than
+            images.
+        TypeError: The type of a module is not supported.
     """
     if len(microbatches) != graph.microbatches:
         raise ValueError(
@@ -142,7 +147,7 @@ def message_specs(
 def _shapes(
     graph: StageGraph, message: Message, sizes: Mapping[str, MessageSizes], meta: MicrobatchMeta
 ) -> list[tuple[int, ...]]:
-    """Shapes of the tensors of a message."""
+    """Return the shapes of the tensors of a message."""
     names = [graph.layout.stages[i].module for i in (message.source, message.destination)]
     source, destination = (sizes[name] for name in names)
     leaves = names[0] != names[1]
@@ -151,14 +156,14 @@ def _shapes(
         every = meta.images_read_by(names[0])
         if not every and graph.context == 1:
             every = [source.dummy]
-        own = _part(every, graph, message, message.source) or [source.dummy]
+        local = _part(every, graph, message, message.source) or [source.dummy]
         stop = graph.layout.stages[message.source].stop
         tapped = 0 if leaves else sum(tap < stop for tap in source.taps)
         if leaves:
-            shape: tuple[int, ...] = sum(image.tokens for image in own), source.llm_hidden_size
+            shape: tuple[int, ...] = sum(image.tokens for image in local), source.llm_hidden_size
         else:
             assert source.hidden_shape is not None
-            shape = source.hidden_shape([image.patches for image in own])
+            shape = source.hidden_shape([image.patches for image in local])
         return [shape] * (1 + tapped)
     if source.kind == "llm" and not leaves:
         stop = graph.layout.stages[message.source].stop
@@ -166,14 +171,14 @@ def _shapes(
         images = meta.images_read_by(VISION) if blocks else []
         added = [(sum(i.tokens for i in images), blocks * source.hidden_size)] if images else []
         return [(meta.tokens, source.hidden_size), *added]
-    drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)
+    generated = _part(meta.generated or [DUMMY], graph, message, message.destination)
     if leaves:
-        return [(sum(image.context for image in drawn), destination.llm_hidden_size)]
+        return [(sum(image.context for image in generated), destination.llm_hidden_size)]
     assert destination.generator_shapes is not None
-    return destination.generator_shapes(drawn)
+    return destination.generator_shapes(generated)
 
 
 def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
-    """The images of a message's sub-microbatch, which a stage at one of its ends has."""
+    """Return the images of the sub-microbatch of a message."""
     parts = graph.parts(stage, message.microbatch)
     return [every[i] for i in task_images(len(every), parts, message.sub_microbatch, graph.context)]

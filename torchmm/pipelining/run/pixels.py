@@ -1,20 +1,25 @@
-"""Who decodes which pixels, and how they come from there to the tasks that read them.
+"""Assign image decoding to ranks, and exchange decoded pixels between them.
 
-An encoder's first stage reads pixels, and a generator's first and last stages read those of what
-they draw. Ranks that have such a stage and work on the same samples are a module's *readers*: a
-tensor-parallel group, all whose ranks read all images; or replicas of an encoder (colocated, or on
-ranks of its own), each of which reads the images of the tasks that the plan of a step gives it.
-Every image is decoded by one reader (`torchmm.common.row_slices.Reads`). When the plan of a step is
-there, readers exchange pixels: one all-to-all for each module, from device to device. All sizes
-follow from metadata and plan, so no rank asks another and nobody waits for a device. Ranks without
-such a stage have no pixels and no part in this.
+The first stage of an encoder reads pixels. The first and last stages of a generator read the pixels
+of target images. The *readers* of a module are ranks that have such a stage and train on the same
+samples. They are a tensor-parallel group, in which every rank reads all images, or the replicas of
+an encoder, each of which reads the images of its tasks in the plan.
 
-Ranks that share rows (context parallelism) read different images of a row, so each of them
-exchanges with the readers of its own part alone.
+    data loader              all-to-all per module      tasks in the plan
+    reader 0: images 0 1 2   <-----------------------> reader 0: images 0 3
+    reader 1: images 3 4 5                             reader 1: images 1 2 4 5
 
-Rejected: one reader that decodes all and broadcasts (its cores would have all the work while those
-of its group idle); to decode where the plan says (it is made when the data are there, with times
-measured until then).
+Invariants:
+
+- Every image is decoded once, by one reader (`torchmm.common.row_slices.Reads`). Decoding starts
+  before the plan exists, so the images of a reader are a fixed split and not those of its tasks.
+- All sizes follow from metadata and the plan, which all readers have. The exchange needs no
+  additional communication and no host synchronization.
+- Ranks without such a stage have no pixels and do not take part. Context-parallel ranks read
+  different images of a sequence, so each of them exchanges only with readers of its own part.
+
+A single reader that decodes all images and broadcasts them would leave the CPU cores of the other
+readers idle.
 """
 
 from __future__ import annotations
@@ -37,27 +42,28 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 
 Inputs = EncoderInputs | GeneratorInputs
 Images = list[list[int]]
-"""Of every microbatch: numbers of some of its images, ascending."""
+"""Indices of images of each microbatch, in ascending order."""
 
 
 @dataclass(frozen=True)
 class Readers:
-    """The ranks that read a module's pixels of the same samples."""
+    """Ranks that read pixels of the same samples for a module."""
 
     group: dist.ProcessGroup
     places: list[int]
-    """By rank of the group: its rank in plans."""
+    """Rank within plans of each rank of the group."""
     own: int
-    """Which of them this one is."""
+    """Rank of this process within the group."""
 
 
 class PixelRanks:
-    """Decides what this rank decodes, and brings pixels to where they are read.
+    """Assignment of images to decode, and exchange of decoded pixels.
+
+    The constructor is collective over all ranks, because it creates process groups.
 
     Args:
-        layout: of all ranks.
-
-    Collective over all ranks.
+        layout: Stages of the run.
+        mesh: Parallelism of the run.
     """
 
     def __init__(self, layout: StageLayout, mesh: ParallelMesh) -> None:
@@ -82,41 +88,47 @@ class PixelRanks:
                 own_places = [next(p for p in range(len(ranks)) if r in ranks[p]) for r in mine]
                 self._readers[module] = Readers(process_group, own_places, shares[module].part)
         self.reads = Reads(shares, self._context)
-        """What this rank decodes."""
+        """Images that this rank decodes."""
 
     def deliver(self, graph: StageGraph, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """The microbatches with the pixels that this rank's tasks read, on its device; collective
-        over readers.
+        """Return the microbatches with the pixels that tasks of this rank read, on the device.
+
+        Collective over readers.
 
         Args:
-            graph: of the step.
-            microbatches: this rank's part of each. Pixels that every reader has are left alone.
+            graph: Tasks of the step.
+            microbatches: Local part of each microbatch. Pixels that all readers decoded are kept.
         """
-        found = list(microbatches)
-        metas = [slice_meta(microbatch.meta, *self._context) for microbatch in found]
+        delivered = list(microbatches)
+        metas = [slice_meta(microbatch.meta, *self._context) for microbatch in delivered]
         for module, readers in self._readers.items():
-            every = [m.generator if module == GENERATOR else m.encoders.get(module) for m in found]
+            every = [
+                m.generator if module == GENERATOR else m.encoders.get(module) for m in delivered
+            ]
             inputs = [each for each in every if each is not None]
             numbers = [number for number, each in enumerate(every) if each is not None]
             if all(each.held is None for each in inputs):
                 continue
             routes = pixel_routes(graph, module, readers.places, metas)
-            own = [[[images[n] for n in numbers] for images in to] for to in routes]
-            for number, each in zip(numbers, self._exchange(readers, own, inputs), strict=True):
+            # Only microbatches with images of this module take part.
+            routes = [[[images[n] for n in numbers] for images in to] for to in routes]
+            for number, each in zip(numbers, self._exchange(readers, routes, inputs), strict=True):
                 if isinstance(each, GeneratorInputs):
-                    found[number] = replace(found[number], generator=each)
+                    delivered[number] = replace(delivered[number], generator=each)
                 else:
-                    encoders = {**found[number].encoders, module: each}
-                    found[number] = replace(found[number], encoders=encoders)
-        return found
+                    encoders = {**delivered[number].encoders, module: each}
+                    delivered[number] = replace(delivered[number], encoders=encoders)
+        return delivered
 
     def _exchange(
         self, readers: Readers, routes: Sequence[Sequence[Images]], inputs: Sequence[Inputs]
     ) -> list[Inputs]:
-        """The inputs with what this rank's tasks read.
+        """Return the inputs with the pixels that tasks of this rank read.
 
         Args:
-            routes: from `pixel_routes`, of the same microbatches.
+            readers: Readers of the module.
+            routes: Result of `pixel_routes` for the same microbatches.
+            inputs: Inputs with locally decoded pixels.
         """
         own = readers.own
         ranks = range(len(routes))
@@ -140,34 +152,36 @@ class PixelRanks:
             for rank in ranks:
                 if rank != own:
                     parts[rank] = list(arrived[rank].split(sizes[rank]))
-        found: list[Inputs] = []
+        exchanged: list[Inputs] = []
         for number, each in enumerate(inputs):
-            # Ranks decode neighbouring images, in the order of their ranks.
+            # Readers decode consecutive images, so concatenation in rank order sorts the images.
             held = [image for rank in ranks for image in routes[rank][own][number]]
-            here = [parts[rank][number] for rank in ranks if sizes[rank][number]]
-            found.append(_holding(each, torch.cat(here or [pixels[number][:0]]), held))
-        return found
+            present = [parts[rank][number] for rank in ranks if sizes[rank][number]]
+            exchanged.append(_holding(each, torch.cat(present or [pixels[number][:0]]), held))
+        return exchanged
 
 
 def reading_stages(layout: StageLayout) -> dict[str, list[int]]:
-    """By module: the stages that read pixels."""
+    """Return the stages that read pixels, by module."""
     stops = {stage.module: stage.stop for stage in layout.stages}
-    found: dict[str, list[int]] = {}
+    readers: dict[str, list[int]] = {}
     for stage in layout.stages:
         ends = stage.module == GENERATOR and stage.stop == stops[GENERATOR]
         if stage.module != LLM and (stage.start == 0 or ends):
-            found.setdefault(stage.module, []).append(stage.index)
-    return found
+            readers.setdefault(stage.module, []).append(stage.index)
+    return readers
 
 
 def pixel_routes(
     graph: StageGraph, module: str, places: Sequence[int], metas: Sequence[MicrobatchMeta]
 ) -> list[list[Images]]:
-    """By reader that decodes and reader that reads: the images that go this way.
+    """Return the images that each reader (first index) sends to each reader (second index).
 
     Args:
-        places: of the readers, in plans.
-        metas: of their part of the microbatches.
+        graph: Tasks of the step.
+        module: Module whose images are read.
+        places: Rank within plans of each reader.
+        metas: Metadata of the local part of each microbatch.
     """
     decoded = step_shares(metas, module, len(places))
     read = {place: _images_read(graph, module, place, metas) for place in set(places)}
@@ -186,8 +200,8 @@ def pixel_routes(
 def _images_read(
     graph: StageGraph, module: str, place: int, metas: Sequence[MicrobatchMeta]
 ) -> list[set[int]]:
-    """Of every microbatch: images that the tasks of a rank of the plan read."""
-    found: list[set[int]] = []
+    """Return the images of each microbatch that tasks of a rank of the plan read."""
+    read: list[set[int]] = []
     for microbatch, meta in enumerate(metas):
         images: set[int] = set()
         count = meta.images_of(module)
@@ -200,30 +214,30 @@ def _images_read(
                     images |= set(even_ranges(count, parts)[part])
                 else:
                     images |= set(task_images(count, parts, part, graph.context))
-        found.append(images)
-    return found
+        read.append(images)
+    return read
 
 
 def _groups(mesh: ParallelMesh, places: Sequence[int]) -> list[list[int]]:
-    """The readers at these places of plans: by share of the batch and part of its rows."""
-    found = []
+    """Return the readers for each data-parallel share and context-parallel rank."""
+    groups = []
     for share in mesh.shares:
         for context in range(mesh.context_size):
             group: list[int] = []
             for place in places:
-                alike = share[place]
-                size = len(alike) // mesh.context_size  # context is the outer dimension
-                group += alike[context * size : (context + 1) * size]
-            found.append(sorted(group))
-    return found
+                ranks = share[place]
+                size = len(ranks) // mesh.context_size  # context is the outer dimension
+                group += ranks[context * size : (context + 1) * size]
+            groups.append(sorted(group))
+    return groups
 
 
 def _process_group(
     mesh: ParallelMesh, groups: list[list[int]], places: Sequence[int]
 ) -> dist.ProcessGroup | None:
-    """That of this rank's group; None: it is in none. Collective over all ranks."""
+    """Return the process group of this rank, or None. Collective over all ranks."""
     mine = next((group for group in groups if mesh.rank in group), None)
-    if len(places) == 1:  # these are tensor-parallel and have a group already
+    if len(places) == 1:  # the tensor-parallel group exists already
         group = None if mine is None else mesh.own.tensor.get_group()
         assert group is None or dist.get_process_group_ranks(group) == mine
         return group
@@ -232,8 +246,10 @@ def _process_group(
 
 
 def _pixels(inputs: Inputs, device: torch.device) -> Tensor:
-    """What this rank has decoded, on the device; of drawings the bytes of pixels and, beside them,
-    of noise."""
+    """Return the locally decoded pixels on the device.
+
+    For target images, each row has the bytes of the pixels followed by those of the noise.
+    """
     if isinstance(inputs, EncoderInputs):
         return inputs.pixels.to(device, non_blocking=True)
     both = (inputs.patches_PV, inputs.noise_PV)
@@ -242,7 +258,7 @@ def _pixels(inputs: Inputs, device: torch.device) -> Tensor:
 
 
 def _holding(inputs: Inputs, pixels: Tensor, held: list[int]) -> Inputs:
-    """The inputs with the pixels of these images, as `_pixels` gives them."""
+    """Return the inputs with the pixels of some images, in the format of `_pixels`."""
     if isinstance(inputs, EncoderInputs):
         return replace(inputs, pixels=pixels, held=held)
     both = inputs.patches_PV, inputs.noise_PV
@@ -255,20 +271,20 @@ def _holding(inputs: Inputs, pixels: Tensor, held: list[int]) -> Inputs:
 
 
 def _cut(inputs: Sequence[Inputs], pixels: Sequence[Tensor], images: Images) -> list[Tensor]:
-    """Of every microbatch: the rows of some of the images that are here."""
-    found = []
+    """Return the pixel rows of some local images of each microbatch."""
+    rows_of_images = []
     for each, own, wanted in zip(inputs, pixels, images, strict=True):
         rows = each.pixel_rows
         held = range(len(rows)) if each.held is None else each.held
         stops = list(accumulate(rows[image] for image in held))
         ends = dict(zip(held, stops, strict=True))
         slices = [own[ends[run[0]] - rows[run[0]] : ends[run[-1]]] for run in _runs(wanted)]
-        found.append(torch.cat([own[:0], *slices]) if len(slices) != 1 else slices[0])
-    return found
+        rows_of_images.append(torch.cat([own[:0], *slices]) if len(slices) != 1 else slices[0])
+    return rows_of_images
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbouring numbers together."""
+    """Yield runs of consecutive numbers."""
     run: list[int] = []
     for number in numbers:
         if run and number != run[-1] + 1:

@@ -1,19 +1,17 @@
-"""Runs this rank's actions of a plan, one after the other; knows no schedule.
+"""Pipeline runtime: executes the actions of this rank in the order of a plan.
 
-Everything that a step needs to remember is keyed by task or message, never by position, so any
-legal order gives the same losses and gradients. Autograd is cut at every message: the receiver's
-tensors are leaves, their gradients go back along the same edge and start the producer's backward.
-Losses enter backward with `loss_scale`, so neither the number of microbatches nor that of ranks
-changes the gradients.
+The runtime is independent of schedules. The state of a step is keyed by task or message and never
+by position, so every valid order has the same losses and gradients. Messages split the autograd
+graph: received tensors are leaves, and their gradients are sent back along the same edge to start
+the backward pass of the producer. Losses are multiplied by `loss_scale`, so gradients depend
+neither on the number of microbatches nor on the number of ranks.
 
-Memory: what a forward keeps is released in its B or W, a sent tensor in its WAIT_SEND
-(`torchmm.pipelining.run.step_state` says how long each tensor lives).
+Saved activations are freed by the B or W action of the task, and sent tensors by WAIT_SEND
+(`torchmm.pipelining.run.step_state`). Gradient reductions run on a separate stream
+(`StepSharding`), and the main stream waits for them at the end of the step.
 
-Rejected: `torch.distributed.pipelining`'s runtime and stages: one number of microbatches and one
-shape for all, a backward for every forward, a line of stages, losses by order of execution.
-
-Reductions of gradients have streams of their own, too (`StepSharding`): the main stream goes on
-beside them and waits for them at the end of the step.
+The runtime of torch.distributed.pipelining is not used. It requires one number of microbatches and
+one shape for all stages, a backward pass for every forward pass, and a linear pipeline.
 """
 
 from __future__ import annotations
@@ -39,24 +37,25 @@ from torchmm.pipelining.run.stage import PipelineStage
 from torchmm.pipelining.run.step_state import StepState
 
 Handlers = Mapping[ActionType, Callable[[Action], Any]]
-"""Functions that run each type of action."""
+"""Function that runs each type of action."""
 Interleave = Callable[
     [PipelinePlan, Handlers, torch.device, "_Clock | None"], AbstractContextManager[Handlers]
 ]
-"""Hook around a step: return a context with handlers that run more during some actions. Times of
-this work are added to `_Clock.spans`. Extensions have such hooks in the table "action_runners"."""
+"""Hook around a step: returns a context with handlers that also run other work in some actions.
+`_Clock.spans` has the times of this work. Extensions register hooks in "action_runners"."""
 
 
 @dataclass
 class StepResult:
-    """What a step leaves on one rank, besides gradients.
+    """Result of a step on one rank.
 
     Attributes:
-        module_losses: by module and microbatch, of the stages on this rank: float32 scalars,
-            detached and not scaled (of the LLM: summed over targets; of a generator: over images).
-        clock: what timed the actions, if they were to be.
-        begin_s: time.perf_counter() at the step's start, from which the records count; processes
-            of one machine share that clock.
+        module_losses: Losses of the stages on this rank by module and microbatch. They are
+            detached, unscaled float32 scalars. LLM losses are summed over targets, and generator
+            losses over images.
+        clock: Times of the actions, if they were recorded.
+        begin_s: `time.perf_counter()` at the start of the step. Processes of one host share this
+            clock.
     """
 
     module_losses: dict[tuple[str, int], Tensor]
@@ -79,14 +78,14 @@ class StepResult:
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """By microbatch: the sum over modules."""
+        """Sum of the losses of all modules, by microbatch."""
         sums: dict[int, Tensor] = {}
         for (_, microbatch), loss in self.module_losses.items():
             sums[microbatch] = sums[microbatch] + loss if microbatch in sums else loss
         return sums
 
     def losses_of(self, module: str) -> dict[int, Tensor]:
-        """A module's, by microbatch."""
+        """Return the losses of a module by microbatch."""
         return {m: loss for (name, m), loss in self.module_losses.items() if name == module}
 
 
@@ -94,11 +93,11 @@ class PipelineRuntime:
     """Executes plans on one rank.
 
     Args:
-        plan_rank: this rank, counted within the plan.
-        stages: this rank's, by index.
-        channels: to the other ranks; None where the plan has only one.
-        device: where the stages compute; None: the channels' device, or the CPU without any.
-        interleave: hook around each step. If None, every action runs at its place.
+        plan_rank: Rank within the plan.
+        stages: Stages of this rank by index.
+        channels: Channels to the other ranks. None if the plan has one rank.
+        device: Device of the stages. Defaults to the device of the channels, or to the CPU.
+        interleave: Hook around each step. If None, actions run in the order of the plan.
     """
 
     def __init__(
@@ -124,23 +123,23 @@ class PipelineRuntime:
         record: bool = False,
         annotate: bool = False,
     ) -> StepResult:
-        """Runs one step and, if the plan is a training plan, adds gradients to parameters.
+        """Run a step. In training plans, accumulate gradients of all trainable parameters.
 
-        Afterwards every trained parameter has a gradient, zero where no microbatch used it.
+        After the step every trainable parameter has a gradient, which is zero if no microbatch used
+        the parameter.
 
         Args:
-            plan: valid (see `validate_plan`), of the same step on all its ranks.
-            microbatches: all of the data-parallel rank's, on the device; the stages of this rank
-                read what they need.
-            loss_scale: factor of the losses in backward: 1 / targets in the global batch; or one
-                for each module.
-            record: time each action; on CUDA, with events.
-            annotate: name each action in profiles.
+            plan: Valid plan (see `validate_plan`). All ranks use plans of the same step.
+            microbatches: Microbatches of the data-parallel rank, on the device.
+            loss_scale: Factor of the losses in the backward pass, 1 / targets of the global batch,
+                or one factor per module.
+            record: Whether to measure the time of each action, with events on CUDA.
+            annotate: Whether to annotate each action in profiles.
 
         Raises:
-            PeerError: another rank was lost or did not answer in time.
-            ValueError: plan, stages and microbatches do not fit each other, or the plan uses
-                something before it is there, or leaves something behind.
+            PeerError: Another rank exited, or did not respond within the timeout.
+            ValueError: Plan, stages and microbatches do not match, or the plan uses a tensor before
+                it is available, or does not free a tensor.
         """
         self._check(plan, len(microbatches))
         state = StepState(
@@ -179,7 +178,7 @@ class PipelineRuntime:
     def _handlers(
         self, plan: PipelinePlan, state: StepState, clock: _Clock | None
     ) -> AbstractContextManager[Handlers]:
-        """Return what runs each type of action during the step."""
+        """Return the function that runs each type of action during the step."""
         if self._interleave is None:
             return nullcontext(state.handlers())
         return self._interleave(plan, state.handlers(), self.device, clock)
@@ -199,21 +198,24 @@ class PipelineRuntime:
 
 
 def channel_pairs(layout: StageLayout) -> list[tuple[int, int]]:
-    """The channels that plans of this layout use, as (source, destination) ranks of the plan."""
+    """Return the (source, destination) ranks of the channels that plans of a layout use."""
     stages = layout.stages
     linked = [*layout.edges, *((s.index, s.tied_to) for s in stages if s.tied_to >= 0)]
     pairs: set[tuple[int, int]] = set()
     for source, destination in linked:
         ends = stages[source].ranks, stages[destination].ranks
         # A task's replica is the same in all stages of its module.
-        alike = stages[source].module == stages[destination].module and len(ends[0]) == len(ends[1])
-        pairs.update(zip(*ends, strict=True) if alike else product(*ends))
+        same = stages[source].module == stages[destination].module and len(ends[0]) == len(ends[1])
+        pairs.update(zip(*ends, strict=True) if same else product(*ends))
     return sorted({(a, b) for a, b in pairs | {p[::-1] for p in pairs} if a != b})
 
 
 def channel_streams(layout: StageLayout) -> list[tuple[int, int]]:
-    """The same, each as often as one rank has peers in it: between groups of tensor-parallel ranks
-    of different sizes, one of the smaller exchanges slices with several of the larger."""
+    """Return the pairs of `channel_pairs`, repeated by the number of peers of a rank in a channel.
+
+    If two modules have different tensor-parallel sizes, a rank of the module with the smaller size
+    exchanges slices with several ranks of the other module.
+    """
     pairs = channel_pairs(layout)
     sizes = {rank: layout.group_size(s.index) for s in layout.stages for rank in s.ranks}
     ends = {pair: sorted(sizes[rank] for rank in pair) for pair in pairs}
@@ -223,9 +225,9 @@ def channel_streams(layout: StageLayout) -> list[tuple[int, int]]:
 class _Clock:
     """Start and end times of the actions of one step.
 
-    CUDA events on the current stream; on the CPU, host time. Reading the times on CUDA requires the
-    events to be complete. `stop` records the last event when the plan ends, so that `records` does
-    not wait for later work such as the optimizer update.
+    Times are CUDA events on the current stream, or host times on the CPU. CUDA events must be
+    complete to read their times. `stop` records the last event when the plan ends, so that
+    `records` does not wait for later work such as the optimizer update.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -233,9 +235,9 @@ class _Clock:
         self._rank = rank
         self._marks: list[tuple[Action, Any, Any]] = []
         self._joined: list[torch.cuda.Event] = []
-        """Ends of actions on streams other than the current one, such as reductions."""
+        """End events of actions on other streams, such as reductions."""
         self.spans: list[tuple[Action, Action, Any, Any]] = []
-        """Action, other action that ran during it, begin and end of that."""
+        """(outer action, inner action that ran during it, begin, end of the inner action)."""
         self._begin = self._end = self.mark()
 
     def stop(self) -> None:

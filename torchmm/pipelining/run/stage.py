@@ -1,18 +1,20 @@
-"""What a stage does: a task's received tensors in, its messages and loss out.
+"""Pipeline stages: map received tensors of a task to messages and loss.
 
-The runtime knows stages only by `PipelineStage`. Three adapters make stages of the layered modules:
-an encoder's stage runs one sub-microbatch (some of a microbatch's images) at a time, an LLM's
-runs whole microbatches, joins the outputs of all sub-microbatches of all encoders and parts the
-context of those of the generator, whose stages run one sub-microbatch (some of the images to be
-drawn) at a time. An encoder or generator without images in a microbatch has no tasks for it and
-does not run; only where FSDP gathers layer by layer, on all data-parallel ranks alike, does it have
-one task, with a dummy image.
+The runtime uses the interface `PipelineStage`. Three adapters wrap the layered modules:
 
-Around all of them, `PipelineStage.run` stands between what tasks compute with and the slices that
-tensor-parallel ranks send each other (`StageGraph.slices`). Both ways are differentiable: where a
-forward takes a slice, the backward gathers, and the reverse, so gradients travel in slices too.
-These collectives are part of the tasks at both ends, which all tensor-parallel ranks run in the
-same order, and not of the actions that send and receive: mirrors differ in what stays on a rank.
+- `EncoderStage` runs one sub-microbatch, which is a subset of the images of a microbatch.
+- `LlmStage` runs a full microbatch. It concatenates the outputs of all encoder sub-microbatches,
+  and splits the context among the generator sub-microbatches.
+- `GeneratorStage` runs one sub-microbatch of target images.
+
+An encoder or generator has no tasks for microbatches without images. With FSDP2 per layer, all
+data-parallel ranks must run the same collectives, so the module has one task with a dummy image.
+
+`PipelineStage.run` converts between the tensors of tasks and the slices that tensor-parallel ranks
+send (`StageGraph.slices`). The conversion is differentiable: the backward pass of a slice is an
+all-gather and vice versa, so gradients are sent as slices, too. These collectives belong to tasks
+and not to SEND and RECV actions, because all tensor-parallel ranks run tasks in the same order,
+while mirrors differ in the messages that stay on a rank.
 
 Shape legend: T tokens of a microbatch, K output tokens of one encoder or context tokens of the
 generator, D features.
@@ -49,11 +51,11 @@ from torchmm.pipelining.plan.plan import LayerMode, MessageSpecs, TensorSpec
 
 @dataclass
 class StageOutput:
-    """What the forward of a task leaves.
+    """Output of the forward pass of a task.
 
     Attributes:
-        messages: one tuple of tensors for each of `StageGraph.outgoing(task)`, in that order.
-        loss: float32 scalar, not yet scaled; of the last stage.
+        messages: Tensors of each message of `StageGraph.outgoing(task)`, in the same order.
+        loss: Unscaled float32 loss of the last stage.
     """
 
     messages: Sequence[tuple[Tensor, ...]]
@@ -61,19 +63,19 @@ class StageOutput:
 
 
 class PipelineStage(ABC):
-    """One stage on one rank.
+    """A pipeline stage on one rank.
 
     Args:
-        module: what holds its parameters.
-        sharding: how they are gathered and reduced; None: they are whole on every rank.
+        module: Module with the parameters of the stage.
+        sharding: Sharding of the parameters. None if they are replicated.
     """
 
     def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
         self.module = module
         self.sharding = sharding
         self.splits_backward = not (isinstance(module, LayeredModule) and module.recomputes)
-        """Whether backward may be done in two parts, I and W. Layers that are recomputed would be
-        so in both, and torch's selective recomputation allows it only once."""
+        """Whether the backward pass can be split into I and W. Recomputed layers would run twice,
+        and selective checkpointing in torch supports only one recomputation."""
 
     def run(
         self,
@@ -83,16 +85,23 @@ class PipelineStage(ABC):
         graph: StageGraph,
         specs: MessageSpecs,
     ) -> StageOutput:
-        """The forward of a task, from what this rank was sent to what it sends; arguments as in
-        `forward`, `specs` of the step's messages."""
-        if not graph.layout.tensor:  # nothing travels in slices
+        """Run the forward pass of a task on received slices, and return the slices to send.
+
+        Args:
+            task: Task of this stage.
+            inputs: Received tensors of each message of `graph.incoming(task)`.
+            microbatch: Full microbatch.
+            graph: Tasks of the step.
+            specs: Tensors of each message of the step.
+        """
+        if not graph.layout.tensor:  # messages are not sliced
             return self.forward(task, inputs, microbatch, graph)
         rows = self.module.rows if isinstance(self.module, LayeredModule) else None
-        given = [
+        received = [
             _all_rows(tensors, specs[message], rows)
             for message, tensors in zip(graph.incoming(task), inputs, strict=True)
         ]
-        output = self.forward(task, given, microbatch, graph)
+        output = self.forward(task, received, microbatch, graph)
         sent = [
             tuple(
                 _own_slice(tensor, spec, message, graph, rows) if spec.is_cut else tensor
@@ -106,26 +115,26 @@ class PipelineStage(ABC):
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """Runs the stage's layers.
+        """Run the layers of the stage.
 
         Args:
-            task: of this stage.
-            inputs: one tuple of tensors for each of `graph.incoming(task)`, in that order.
-            microbatch: all of the microbatch; the task may be a part of it.
-            graph: of the step.
+            task: Task of this stage.
+            inputs: Unsliced tensors of each message of `graph.incoming(task)`.
+            microbatch: Full microbatch. The task can be a sub-microbatch of it.
+            graph: Tasks of the step.
         """
 
     def recompute(self, modes: Sequence[LayerMode] | None) -> Waiting | None:
-        """Says which layers the backward of the next forward runs again.
+        """Set the recomputation mode of each layer for the next forward pass.
 
         Args:
-            modes: one for each layer; None: as the module always does.
+            modes: Mode of each layer. If None, the module uses its default.
 
         Returns:
-            what the forward leaves in the host's memory for its backward; None: nothing.
+            The activations that the forward pass offloads to host memory, or None.
 
         Raises:
-            ValueError: the module was built with one mode for all tasks, or has other layers.
+            ValueError: The module has one mode for all tasks, or a different number of layers.
         """
         module = self.module
         if isinstance(module, LayeredModule) and module.layer_modes:
@@ -142,33 +151,36 @@ class PipelineStage(ABC):
         return None if inputs is None else inputs.begin()
 
     def settle(self) -> None:
-        """A forward is over: what it has sent to the host is let go of."""
+        """Free device copies of activations that the forward pass has offloaded."""
         if isinstance(self.module, LayeredModule) and (inputs := host_inputs(self.module)):
             inputs.settle()
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Parameters that need gradients; between gathering and resharding, the gathered ones."""
+        """Return the trainable parameters. These are unsharded between UNSHARD and RESHARD."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def tied_parameter(self) -> nn.Parameter:
-        """The weight of which another stage holds a copy.
+        """Return the weight that is tied to a weight of another stage.
 
         Raises:
-            ValueError: this kind of stage has none.
+            ValueError: This type of stage has no tied weight.
         """
         raise ValueError(f"{type(self).__name__} has no tied weight; remove StageSpec.tied_to")
 
 
 class EncoderStage(PipelineStage):
-    """Consecutive layers of an image encoder."""
+    """Consecutive layers of an encoder."""
 
     module: EncoderModule
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """One sub-microbatch: hidden states or pixels in; hidden states (perhaps with those of
-        tapped layers), or (K, D_llm) out."""
+        """Run a sub-microbatch.
+
+        The first stage reads pixels, and later stages read hidden states. The last stage returns
+        (K, D_llm), and other stages return hidden states, including DeepStack features.
+        """
         encoder = microbatch.encoders.get(self.module.name)
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1 and encoder is not None:
@@ -177,30 +189,31 @@ class EncoderStage(PipelineStage):
             encoder = encoder.select(images) if images else None
         if encoder is None:
             encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
-        given = inputs[0] if inputs else None
-        return _to_all(self.module(encoder.values(), given), task, graph)
+        hidden = inputs[0] if inputs else None
+        return _to_all(self.module(encoder.values(), hidden), task, graph)
 
 
 class LlmStage(PipelineStage):
-    """Consecutive layers of the LLM; the first embeds, the last gives the loss."""
+    """Consecutive layers of the LLM. The first stage embeds tokens, the last computes the loss."""
 
     module: LlmModule
 
     def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
         super().__init__(module, sharding)
         self.feature_ranks: FeatureRanks | None = None
-        """Ranks that encode and generate the images of each other. If None, those that share
-        rows."""
+        """Ranks that encode and generate images for each other. Defaults to the context-parallel
+        ranks."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out. Beside
-        hidden states may be features that later layers add.
+        """Run a microbatch.
 
-        With a generator: the loss and the context (K, D) of each of its sub-microbatches.
+        The first stage reads encoder outputs, and later stages read hidden states (T, D) and
+        remaining DeepStack features. The last stage returns the summed loss, and with a generator
+        also the context (K, D) of each generator sub-microbatch.
         """
-        output = self.module(*self._given(task, inputs, microbatch, graph))
+        output = self.module(*self._stage_inputs(task, inputs, microbatch, graph))
         if not self.module.is_last:
             return _to_all(output, task, graph)
         if not self.module.feeds_generator:
@@ -226,12 +239,15 @@ class LlmStage(PipelineStage):
         sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
         return [(part,) for part in context_KD.split(sizes)]
 
-    def _given(
+    def _stage_inputs(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> tuple[Microbatch, Given]:
-        """The microbatch as the LLM sees it, and what the stage before returned; for the first
-        stage (K, D) by encoder: the outputs of its sub-microbatches, one after the other, or what
-        ranks that share the row have found for this one's tokens."""
+        """Return the microbatch of the LLM and the inputs of the stage.
+
+        The inputs are hidden states, or for the first stage (K, D) by encoder: the concatenated
+        outputs of the sub-microbatches. With context parallelism, these are the features of the
+        local tokens, which other ranks may have encoded.
+        """
         row = None
         if isinstance(microbatch, SlicedMicrobatch):
             row = microbatch.row
@@ -241,12 +257,12 @@ class LlmStage(PipelineStage):
         parts: dict[str, list[Tensor]] = {}
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
-        found = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+        features_of = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
         ranks = self.feature_ranks or self.module.row_ranks
         if row is not None and row.routes:
             assert ranks is not None
-            found |= ranks.features(found, row)
-        return microbatch, found
+            features_of |= ranks.features(features_of, row)
+        return microbatch, features_of
 
     def tied_parameter(self) -> nn.Parameter:
         module = self.module
@@ -257,10 +273,10 @@ class LlmStage(PipelineStage):
 
 
 class TextStage(LlmStage):
-    """A stage of the LLM when generating text.
+    """A stage of the LLM for text generation.
 
     Attributes:
-        cache: what its layers keep of the tokens so far; None: every row is whole.
+        cache: KV cache of the layers. If None, each sequence is processed from its first token.
     """
 
     def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
@@ -275,79 +291,82 @@ class TextStage(LlmStage):
         Logits (B, V) follow the last token of each of B prompts. If ranks share the packed
         sequence, each rank returns the logits of prompts whose last token is in its slice.
         """
-        seen, given = self._given(task, inputs, microbatch, graph)
+        llm_batch, llm_inputs = self._stage_inputs(task, inputs, microbatch, graph)
         if not self.module.is_last:
-            return _to_all(self.module(seen, given, self.cache), task, graph)
+            return _to_all(self.module(llm_batch, llm_inputs, self.cache), task, graph)
         last = [stop - 1 for stop in microbatch.cu_seqlens[1:]]
         if isinstance(microbatch, SlicedMicrobatch):
             start = microbatch.row.start
             local = range(start, start + len(microbatch.input_ids_T))
             last = [position - start for position in last if position in local]
         last_B = to_device(torch.tensor(last, dtype=torch.int64), microbatch.input_ids_T.device)
-        return StageOutput((), self.module.logits(seen, given, last_B, self.cache))
+        return StageOutput((), self.module.logits(llm_batch, llm_inputs, last_B, self.cache))
 
 
 class GeneratorStage(PipelineStage):
-    """Consecutive layers of a generator; the last gives the loss."""
+    """Consecutive layers of a generator. The last stage computes the loss."""
 
     module: GeneratorModule
 
     def __init__(self, module: GeneratorModule, sharding: Sharding | None = None) -> None:
         super().__init__(module, sharding)
         if module.is_first:
-            # Its layers' hidden states do not come from its input, the context, but meet it in one
-            # layer after the other; torch then counts a weight's gradient once for each meeting.
+            # Hidden states of the first stage do not depend on its input, the context, which joins
+            # in each layer. torch would then accumulate the gradient of a weight once per layer.
             self.splits_backward = False
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """One sub-microbatch: its context (K, D_llm), or what the stage before made of it, in; the
-        same or the summed loss out."""
-        output = self.compute(*self._given(task, inputs, microbatch, graph))
+        """Run a sub-microbatch.
+
+        The first stage reads the context (K, D_llm), and later stages read the tensors of the
+        preceding stage. The last stage returns the summed loss.
+        """
+        output = self.compute(*self._stage_inputs(task, inputs, microbatch, graph))
         if self.module.is_last:
             return StageOutput((), output)
         tensors = tuple(tensor for tensor in output if tensor is not None)
         return StageOutput([tensors] * len(graph.outgoing(task)))
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Any:
-        """Runs the module."""
-        return self.module(drawn, given)
+    def compute(self, images: GeneratorInputs, inputs: Tensor | tuple[Tensor, ...]) -> Any:
+        """Run the module on the inputs of a stage."""
+        return self.module(images, inputs)
 
-    def _given(
+    def _stage_inputs(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> tuple[GeneratorInputs, Tensor | tuple[Tensor, ...]]:
-        drawn = microbatch.generator
-        if drawn is None:
-            drawn = self.module.dummy_inputs(microbatch.input_ids_T.device)
+        images = microbatch.generator
+        if images is None:
+            images = self.module.dummy_inputs(microbatch.input_ids_T.device)
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1:
-            drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
-        given = inputs[0][0] if self.module.is_first else inputs[0]
-        return drawn.values(), given
+            images = images.select(even_ranges(len(images.contexts), parts)[task.sub_microbatch])
+        stage_inputs = inputs[0][0] if self.module.is_first else inputs[0]
+        return images.values(), stage_inputs
 
 
 class VelocityStage(GeneratorStage):
-    """The generator's last stage when drawing: the velocities of all patches, not the loss."""
+    """Last stage of a generator that generates images: returns velocities instead of the loss."""
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """float32 (A, V), of all images, one after the other."""
-        return self.module.velocity(drawn, given)
+    def compute(self, images: GeneratorInputs, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Return the velocities of the patches of all images: (A, V), float32."""
+        return self.module.velocity(images, inputs)
 
 
 class FinishingStage(GeneratorStage):
-    """The same in the last step from noise, where latents are drawn: pixels."""
+    """Last stage of a latent generator in the last sampling step: returns decoded pixels."""
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """float32 (A, X), of all images, one after the other."""
-        return self.module.finished(drawn, given)
+    def compute(self, images: GeneratorInputs, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Return the pixels of the patches of all images: (A, X), float32."""
+        return self.module.finished(images, inputs)
 
 
 def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:
-    """The stage that runs a layered module, cut or whole.
+    """Return the stage of a module, or of a part of it.
 
     Raises:
-        TypeError: there is no stage for this kind of module.
+        TypeError: The type of the module is not supported.
     """
     if isinstance(module, EncoderModule):
         return EncoderStage(module, sharding)
@@ -369,16 +388,20 @@ def _to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) 
 def _own_slice(
     tensor: Tensor, spec: TensorSpec, message: Message, graph: StageGraph, ranks: RowsOfRanks | None
 ) -> Tensor:
-    """What this rank sends of a tensor.
+    """Return the slice of a tensor that this rank sends.
 
     Args:
-        ranks: the source's tensor-parallel ranks; None: it has one.
+        tensor: Tensor with all tokens.
+        spec: Shape and slices of the tensor.
+        message: Message of the tensor.
+        graph: Tasks of the step.
+        ranks: Tensor-parallel ranks of the source. None without tensor parallelism.
     """
     missing = spec.rows - tensor.shape[-2]
     rows = functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
     if graph.parts_mirrors(message):
-        # A mirror is consecutive ones of the destination's ranks. All of the source's ranks hand
-        # slices to as many of them, which follow each other, in one turn.
+        # Consecutive ranks of the destination form a mirror. In each turn, the ranks of the source
+        # send slices to the same number of consecutive destination ranks.
         turns = graph.layout.mirrors_handed(*message[:2])
         turn = graph.layout.stages[message.destination].mirror * turns // graph.layout.mirrors
         rows = rows.narrow(-2, turn * (spec.rows // turns), spec.rows // turns)
@@ -388,17 +411,18 @@ def _own_slice(
 def _all_rows(
     tensors: Sequence[Tensor], specs: Sequence[TensorSpec], ranks: RowsOfRanks | None
 ) -> tuple[Tensor, ...]:
-    """What a task is handed of a message.
+    """Return the tensors of a message with all tokens.
 
     Args:
-        tensors: what this rank has got.
-        ranks: the destination's tensor-parallel ranks; None: it has one.
+        tensors: Tensors that this rank received.
+        specs: Shapes and slices of the tensors.
+        ranks: Tensor-parallel ranks of the destination. None without tensor parallelism.
     """
-    found = []
+    gathered = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if not spec.is_cut:
-            found.append(tensor)
+            gathered.append(tensor)
             continue
         padded = tensor if ranks is None else ranks.every_row(tensor)
-        found.append(padded[..., : spec.shape[-2], :])
-    return tuple(found)
+        gathered.append(padded[..., : spec.shape[-2], :])
+    return tuple(gathered)

@@ -1,14 +1,16 @@
-"""Classic schedules: pure functions from the tasks of a step to each rank's order of actions.
+"""Classic schedules: functions that map the tasks of a step to the compute order of each rank.
 
-They treat a *virtual stage* (`StageLayout.virtual_stages`) as one unit: its stages run one after
-the other, an encoder among them first runs all sub-microbatches of the microbatch; the backward is
-mirrored. With units in one chain, the published orders are legal whatever happens inside a unit:
-leaving out tasks (no images, nothing trained) only removes dependencies.
+These schedules treat a virtual stage (`StageLayout.virtual_stages`) as one unit. The forward pass
+of a unit runs its stages sequentially. An encoder stage runs all sub-microbatches of a microbatch.
+The backward pass has the reverse order. As units form one pipeline, the published schedules are
+valid for any content of a unit: omitted tasks (no images, frozen stages) only remove dependencies.
 
-GPipe: arXiv 1811.06965. 1F1B and its interleaved form: arXiv 2104.04473 (Megatron-LM), warm-up
-lengths as there. Zero bubble: ZB-H1 of arXiv 2401.10241. Rejected: taking the orders out of
-torch.distributed.pipelining, whose generators need stages and process groups and know one
-microbatch count for all stages; tests check that both give the same where both apply.
+- GPipe: arXiv 1811.06965
+- 1F1B and interleaved 1F1B: arXiv 2104.04473 (Megatron-LM), with the same warm-up lengths
+- Zero bubble: ZB-H1 of arXiv 2401.10241
+
+The generators of torch.distributed.pipelining are not used, because they need stages and process
+groups and support only one microbatch count for all stages. Tests check that both agree.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from torchmm.pipelining.plan.plan import ComputeOrder
 
 
 def gpipe(graph: StageGraph) -> ComputeOrder:
-    """All forwards, then all backwards; one virtual stage after the other.
+    """Return the GPipe order: all forward passes, then all backward passes.
 
-    Every rank keeps the activations of all microbatches. Any layout, replicas too.
+    Every rank saves the activations of all microbatches. All layouts are supported.
 
     Raises:
-        ValueError: a virtual stage feeds one before it.
+        ValueError: An edge leads to a preceding virtual stage.
     """
     units = _units(graph)
     microbatches = range(graph.microbatches)
@@ -46,13 +48,13 @@ def gpipe(graph: StageGraph) -> ComputeOrder:
 
 
 def forward_only(graph: StageGraph) -> ComputeOrder:
-    """Forwards alone, for validation. Any layout, replicas too.
+    """Return an order of forward passes for validation. All layouts are supported.
 
-    As many microbatches as ranks go through all virtual stages before the next ones start: fewer
-    would leave ranks idle where a rank has several stages, more would keep more outputs waiting.
+    Microbatches run in groups of one microbatch per rank. Smaller groups would leave ranks with
+    several stages idle, and larger groups would store more outputs.
 
     Raises:
-        ValueError: a virtual stage feeds one before it.
+        ValueError: An edge leads to a preceding virtual stage.
     """
     units = _units(graph)
     return by_rank(
@@ -66,10 +68,10 @@ def forward_only(graph: StageGraph) -> ComputeOrder:
 
 
 def one_f_one_b(graph: StageGraph) -> ComputeOrder:
-    """1F1B: rank r keeps at most P - r microbatches.
+    """Return the 1F1B order. Rank r of P saves activations of at most P - r microbatches.
 
     Raises:
-        ValueError: not exactly one virtual stage per rank.
+        ValueError: A rank does not have exactly one virtual stage.
     """
     chunks = _chunks_by_rank(graph)
     if len(chunks[0]) != 1:
@@ -81,25 +83,27 @@ def one_f_one_b(graph: StageGraph) -> ComputeOrder:
 
 
 def interleaved_1f1b(graph: StageGraph, *, adjusted: bool = False) -> ComputeOrder:
-    """Interleaved 1F1B: V virtual stages per rank, the bubble shrinks to 1/V of 1F1B's.
+    """Return the interleaved 1F1B order. V virtual stages per rank reduce the bubble to 1/V.
 
-    Microbatches pass the ranks in groups, floor(microbatches / P) of them and similar in size; the
-    largest has G = P if P divides the number of microbatches. Rank r keeps at most
-    (V-1) G + 2 (P-r-1) + 1 virtual stages' activations. From P microbatches on, the bubble is the
-    published one, divisible or not. With V = 1 this is 1F1B.
+    Microbatches run in floor(microbatches / P) groups of similar size. The largest group has G = P
+    microbatches if P divides the number of microbatches. Rank r saves activations of at most
+    (V-1) G + 2 (P-r-1) + 1 virtual stages. With at least P microbatches the bubble is the published
+    one, even if P does not divide their number. With V = 1 this is 1F1B.
 
     Args:
-        adjusted: whether rank r has P-r-1 forwards fewer before its first backward, with several
-            virtual stages (Optimus' figure 12): where transfers take no time, the step is as long
-            with equal stages, later groups are needed later, and fewer activations are kept.
+        graph: Tasks of the step.
+        adjusted: Whether to use the adjusted warm-up of Optimus (figure 12): with several virtual
+            stages, rank r runs P-r-1 fewer forward passes before its first backward pass. This
+            saves fewer activations. If transfers take no time and stages have equal costs, the step
+            time is the same.
 
     Raises:
-        ValueError: virtual stages are not dealt to the ranks in turn.
+        ValueError: Virtual stages are not assigned to ranks in round-robin order.
     """
     chunks = _chunks_by_rank(graph)
     group = len(_rounds(graph)[0])
     per_rank = len(chunks[0])
-    # The backward of a later chunk comes round after two trips along the ranks, not one.
+    # With several chunks, the first gradient arrives after two passes over the ranks, not one.
     trips = 1 if per_rank == 1 or adjusted else 2
     rows: list[tuple[Action, ...]] = [()] * len(chunks)
     for position, units in enumerate(chunks):
@@ -113,21 +117,22 @@ def interleaved_1f1b(graph: StageGraph, *, adjusted: bool = False) -> ComputeOrd
 
 
 def zero_bubble(graph: StageGraph) -> ComputeOrder:
-    """ZB-H1: B is split, its W runs later, where 1F1B has its bubble.
+    """Return the ZB-H1 order, which splits B and moves W actions into the bubbles of 1F1B.
 
-    All ranks keep what rank 0 keeps in 1F1B: P microbatches. Rank r starts its W r microbatches
-    late. With several virtual stages per rank the warm-up is that of torch's
-    ScheduleInterleavedZeroBubble, and the activations are at most interleaved 1F1B's.
+    Each rank saves activations of P microbatches, as rank 0 does in 1F1B. Rank r delays its W
+    actions by r microbatches. With several virtual stages per rank, the warm-up is that of
+    `ScheduleInterleavedZeroBubble` in torch, and activation memory does not exceed that of
+    interleaved 1F1B.
 
     Raises:
-        ValueError: virtual stages are not dealt to the ranks in turn.
+        ValueError: Virtual stages are not assigned to ranks in round-robin order.
     """
     chunks = _chunks_by_rank(graph)
     group = len(_rounds(graph)[0])
     rows: list[tuple[Action, ...]] = [()] * len(chunks)
     for position, units in enumerate(chunks):
         warm_up = (len(chunks[0]) - 1) * group + len(chunks) - 1 - position
-        delay = position  # input backwards by which those of the weights lag
+        delay = position  # number of I actions by which W actions are delayed
         backwards: list[list[Action]] = []
         waiting: deque[list[Action]] = deque()
         for unit, microbatch in _turns(graph, units[::-1]):
@@ -147,11 +152,12 @@ Unit = tuple[int, ...]
 def _one_f_one_b(
     forwards: Sequence[Sequence[Action]], backwards: Sequence[Sequence[Action]], warm_up: int
 ) -> tuple[Action, ...]:
-    """One rank's actions.
+    """Return the actions of one rank.
 
     Args:
-        forwards, backwards: of each unit and microbatch in turn, as many of one as of the other.
-        warm_up: forwards before the first pair of a forward and a backward.
+        forwards: Actions of each forward pass, in execution order.
+        backwards: Actions of each backward pass, in execution order, with the same length.
+        warm_up: Number of forward passes before the first pair of forward and backward pass.
     """
     ahead = min(warm_up, len(forwards))
     pairs = len(forwards) - ahead
@@ -167,7 +173,7 @@ def _one_f_one_b(
 
 
 def _turns(graph: StageGraph, units: Sequence[Unit]) -> Iterator[tuple[Unit, int]]:
-    """A group of microbatches goes through one unit after the other, then the next group does."""
+    """Yield units and microbatches: each group of microbatches passes all units in order."""
     for group in _rounds(graph):
         for unit in units:
             for microbatch in group:
@@ -179,7 +185,7 @@ def _forwards(graph: StageGraph, units: Sequence[Unit]) -> list[list[Action]]:
 
 
 def _rank(graph: StageGraph, units: Sequence[Unit]) -> int:
-    """The rank of the plan that has these units."""
+    """Return the rank of the plan with these units."""
     return graph.layout.stages[units[0][0]].ranks[0]
 
 
@@ -194,7 +200,7 @@ def _forward(graph: StageGraph, unit: Unit, microbatch: int) -> list[Action]:
 def _backward(
     graph: StageGraph, unit: Unit, microbatch: int, *, split: bool
 ) -> tuple[list[Action], list[Action]]:
-    """What earlier ranks wait for, and what may come later."""
+    """Return the actions that preceding ranks depend on, and the deferred actions."""
     first: list[Action] = []
     later: list[Action] = []
     for stage in reversed(unit):
@@ -208,7 +214,7 @@ def _backward(
 
 
 def _rounds(graph: StageGraph) -> list[range]:
-    """Microbatches in groups of similar size, the larger ones first; each has P if P divides."""
+    """Return groups of microbatches of similar size. Larger groups are first."""
     microbatches = graph.microbatches
     count = max(1, microbatches // graph.layout.rank_count)
     size, larger = divmod(microbatches, count)
@@ -229,7 +235,7 @@ def _units(graph: StageGraph) -> tuple[Unit, ...]:
 
 
 def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
-    """By position in the pipeline: the units of the rank there."""
+    """Return the units of each rank in pipeline order."""
     units = _units(graph)
     count = graph.layout.rank_count
     ranks: list[int] = []
@@ -243,7 +249,7 @@ def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
         ranks += used
     if len(set(ranks[:count])) < count or ranks != ranks[:count] * (len(ranks) // count):
         raise ValueError(
-            f"the virtual stages are on ranks {ranks}; deal them to the {count} ranks in turn, or "
-            "use the schedule separated or gpipe"
+            f"the virtual stages are on ranks {ranks}; assign them to the {count} ranks in "
+            "round-robin order, or use the schedule separated or gpipe"
         )
     return [list(units[position::count]) for position in range(count)]

@@ -1,30 +1,28 @@
-"""Encoders on the LLM's ranks with pipelines of their own (Optimus §3.1, §4.1).
+"""Colocated placement: encoders on the LLM ranks, with separate pipelines (Optimus 3.1, 4.1).
 
-Where the LLM's pipeline has P ranks, an encoder's has P' <= P: P / P' pipelines of it, each with
-all of the encoder, run side by side on blocks of consecutive ranks, and each microbatch goes
-through one of them. In the layout these are replicas of the encoder's stages. A stage can be
-*sliced* into several on the same rank, so that its work can be placed in smaller pieces.
+The LLM pipeline has P ranks. An encoder pipeline has P' <= P ranks, and P / P' of them run on
+blocks of consecutive ranks. Each microbatch passes one of these pipelines. In the layout they are
+replicas of the encoder stages. A stage can be split into several *slices* on the same rank, so that
+the encoder work can be scheduled in smaller units. The backbone (LLM and generators) is split and
+scheduled as if there were no encoders.
 
-The backbone, LLM and generators, is cut and ordered as if there were no encoders.
+Mirrors. If encoders have a smaller tensor-parallel size than the LLM, a rank of the plan is a
+tensor-parallel group of the encoder. The tensor-parallel group of the LLM then spans several ranks
+of the plan, which run the same LLM tasks together: mirror c of pipeline rank p is rank
+p * mirrors + c of the plan. Encoder outputs are sent to all mirrors, and the first mirror returns
+the gradient. With sequence parallelism, each mirror returns the gradient of its slice.
 
-Where encoders are split over fewer tensor-parallel ranks than the LLM, a rank of the plan is one of
-their groups, and the LLM's group is several ranks of the plan: its *mirrors*, which run the same
-tasks together (rank p, mirror c is rank p * mirrors + c of the plan, as `EncoderWork` numbers
-devices). What an encoder hands to the LLM goes to all mirrors, and one gradient comes back; under
-sequence parallelism, each mirror's slice.
+Encoders can have different tensor-parallel sizes. The smallest common unit is then a rank of the
+plan, and an encoder with a larger size has mirrors, too. Mirror c of C sends its outputs to the LLM
+mirrors c, C + c, 2 C + c, ..., one of which is its own rank.
 
-Encoders may be split over different numbers of ranks: a rank of the plan is then as many as divide
-all of these numbers, and the groups of an encoder that is split over more are mirrors too, fewer
-than those of the LLM. Mirror c of C hands to the LLM's mirrors c, C + c, 2 C + c, ...: one of them
-is its own rank, and the first gives it the gradient back.
-
-    LLM tensor 4, vision 2, audio 1     rank of the plan    0   1   2   3
+    LLM TP 4, vision TP 2, audio TP 1   rank of the plan    0   1   2   3
                                         LLM, mirror         0   1   2   3
                                         vision              [replica 0] [replica 1]
                                         vision, mirror      0   1   0   1
                                         audio, replica      0   1   2   3
 
-Rejected: one plan per tensor-parallel rank, in which work of the others could not be seen.
+A plan covers all tensor-parallel ranks, because a plan per rank could not schedule collectives.
 """
 
 from __future__ import annotations
@@ -57,21 +55,21 @@ def colocated_layout(
     mirrors: int = 1,
     encoder_mirrors: Mapping[str, int] | None = None,
 ) -> StageLayout:
-    """Backbone as in `megatron_layout` without encoders, encoders in pipelines of their own.
+    """Return a layout with the backbone of `megatron_layout` and separate encoder pipelines.
 
     Args:
-        modules: encoders, LLM, generators.
-        ranks: pipeline ranks of the LLM.
-        virtual_stages: LLM stages per rank.
-        pipelines: by encoder: pipeline ranks of each of its pipelines, a divisor of `ranks`; 1
-            where none is given: every rank has the whole encoder.
-        slices: by encoder: stages per rank of its pipelines; 1 where none is given.
-        mirrors: ranks of the plan that are a tensor-parallel group of the LLM.
-        encoder_mirrors: by encoder: those that are one of it, a divisor; 1 where none is given.
+        modules: Encoders, LLM, and generators.
+        ranks: Number of pipeline ranks of the LLM.
+        virtual_stages: Number of LLM stages per rank.
+        pipelines: Number of ranks of each pipeline of an encoder, a divisor of `ranks`. Defaults to
+            1, so that every rank has the full encoder.
+        slices: Number of stages per rank of an encoder pipeline. Defaults to 1.
+        mirrors: Number of ranks of the plan per tensor-parallel group of the LLM.
+        encoder_mirrors: The same for each encoder, a divisor of `mirrors`. Defaults to 1.
 
     Raises:
-        ValueError: the sizes do not divide, an encoder has fewer layers than stages; what
-            `megatron_layout` and `build_layout` raise.
+        ValueError: The sizes do not divide each other, or an encoder has fewer layers than stages.
+            See also `megatron_layout` and `build_layout`.
     """
     encoders = [module for module in modules if module.kind == "encoder"]
     given = {**dict(pipelines or {}), **dict(slices or {}), **dict(encoder_mirrors or {})}
@@ -114,13 +112,13 @@ def colocated_layout(
 
 
 def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
-    """The layout with mirrors of stages.
+    """Add the mirrors of stages to a layout.
 
-    Those of an encoder come one after the other, then those of the backbone, each with all its
-    modules.
+    The stages of each mirror of an encoder are consecutive, followed by those of the backbone.
 
     Args:
-        counts: by module; 1 where none is given.
+        layout: Layout without mirrors.
+        counts: Number of mirrors of each module. Defaults to 1.
     """
     if max(counts.values()) == 1:
         return layout
@@ -156,10 +154,10 @@ def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
 
 
 def encoder_names(layout: StageLayout) -> list[str]:
-    """Modules before the LLM.
+    """Return the names of the modules before the LLM.
 
     Raises:
-        ValueError: there is no LLM.
+        ValueError: There is no LLM.
     """
     names = list(dict.fromkeys(stage.module for stage in layout.stages))
     if LLM not in names:
@@ -178,13 +176,14 @@ def backbone_order(
     schedule: Callable[[StageGraph], ComputeOrder],
     sequence: Sequence[int] | None = None,
 ) -> ComputeOrder:
-    """The backbone's actions as a schedule orders them where there are no encoders; of mirrors,
-    those of the first, by pipeline rank.
+    """Return the backbone actions of a schedule without encoders, by pipeline rank.
+
+    With mirrors, the result has the actions of the first mirror.
 
     Args:
-        graph: of the whole step.
-        schedule: of the backbone's graph.
-        sequence: the microbatches in the order in which the backbone takes them; None: as they are.
+        graph: Tasks of the step, including encoders.
+        schedule: Schedule for the graph of the backbone.
+        sequence: Microbatches in the execution order of the backbone. Defaults to ascending order.
 
     Raises:
         ValueError: `sequence` has not each microbatch once; what `schedule` raises.
@@ -203,7 +202,7 @@ def backbone_order(
 
 
 def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]:
-    """The graph without encoders, microbatches in the order taken; number of encoder stages."""
+    """Return the graph without encoders, in the given microbatch order, and its first stage."""
     layout = graph.layout
     encoders = set(encoder_names(graph.layout))
     offset = next(stage.index for stage in layout.stages if stage.module not in encoders)
@@ -228,9 +227,9 @@ def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]
 
 
 def spread_replicas(graph: StageGraph) -> StageGraph:
-    """The graph with the tasks of replicated modules dealt to their replicas in turn.
+    """Assign the tasks of replicated modules to their replicas in round-robin order.
 
-    For steps of forwards only, where no replica has anything else to do than another.
+    Suitable for steps without backward passes, in which all replicas have the same load.
     """
     counts = {s.module: len(s.ranks) for s in graph.layout.stages if len(s.ranks) > 1}
     first = {stage.module: stage.index for stage in reversed(graph.layout.stages)}

@@ -1,25 +1,27 @@
-"""Modules on ranks of their own: encoders, LLM and generator apart (DistTrain §4.1, §5.1, §7).
+"""Disaggregated placement: separate ranks for encoders, LLM and generator (DistTrain 4.1, 5.1, 7).
 
-Every module is a *unit* with pipeline, data- and tensor-parallel sizes of its own. As the numbers
-of replicas differ, a plan cannot be that of one replica. It covers a *replica group*: with G the
-greatest common divisor of all modules' replicas, there are G groups, each with a G-th of the
-replicas of every module and a G-th of the global batch. 3 encoder and 2 LLM replicas form one
-group, 4 and 2 form two groups of 2 and 1. In the layout, the replicas of a group are those of
-`StageSpec.ranks`; which replica runs a task is part of the step's graph.
+Each module is a *unit* with its own pipeline, data and tensor parallelism. The modules have
+different numbers of replicas, so a plan covers a *replica group*. With G the greatest common
+divisor of all replica counts, there are G groups. Each group has 1/G of the replicas of each module
+and 1/G of the global batch:
 
-What the paper calls a communication broker, of which it has gcd(DP of encoder, DP of LLM), are the
-edges of a group: every encoder replica sends what it has made to the LLM replica that needs it, in
-the order of the plan. So a microbatch's outputs keep their order, sends are posted without waiting
-and there is no collective across units. Rejected: broker processes through which all outputs go (a
-second hop, and a queue that would have to be planned for), and as many groups as LLM replicas,
-which needs encoder replicas to divide.
+    3 encoder and 2 LLM replicas    1 group     {encoder 0 1 2, LLM 0 1}
+    4 encoder and 2 LLM replicas    2 groups    {encoder 0 1, LLM 0} {encoder 2 3, LLM 1}
 
-Orders are those of a chain: encoders' stages, the LLM's, the generator's, as if there were one
-replica of each. A *wave* takes the place of its microbatch: one microbatch of every LLM replica,
-whose encoder tasks are dealt to the encoder's replicas. What is legal for the chain is legal here:
-tasks of a wave depend on those of the same wave at the next position only, as its microbatch did.
-Where the LLM has several stages per rank, which no chain has, or other modules more replicas, its
-order comes first and the others' follow from it.
+`StageSpec.ranks` lists the replicas of a group. The graph of a step defines the replica of each
+task.
+
+The communication brokers of the paper, gcd(DP of encoder, DP of LLM) of them, are the edges of a
+group. Each encoder replica sends its outputs directly to the LLM replica that needs them, in the
+order of the plan. Outputs of a microbatch keep their order, sends do not block, and there are no
+collectives across units. Separate broker processes would add a second hop and a queue.
+
+The compute order is that of a single pipeline over encoder, LLM and generator stages, with one
+replica of each. A *wave* replaces a microbatch. It contains one microbatch per LLM replica, and its
+encoder tasks are distributed among the encoder replicas. The order is valid, because tasks of a
+wave depend only on tasks of the same wave at adjacent stages. If the LLM has several stages per
+rank, or other modules have more replicas than the LLM, the LLM is scheduled first, and the orders
+of the other modules follow from the LLM order.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, balanced_cut
 
 
 class UnitSize(NamedTuple):
-    """What a replica group has of a module."""
+    """Size of a module within a replica group."""
 
     pipeline: int
-    """Ranks that divide the module's layers among them."""
+    """Number of pipeline ranks of each replica."""
     replicas: int
-    """Copies of that pipeline."""
+    """Number of replicas of the pipeline."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the plan."""
+        """Number of ranks of the plan."""
         return self.pipeline * self.replicas
 
 
@@ -57,16 +59,16 @@ def disaggregated_layout(
     units: Mapping[str, UnitSize],
     segments: Mapping[str, int] | None = None,
 ) -> StageLayout:
-    """Every module on ranks of its own: replica after replica, module after module.
+    """Return a layout with dedicated ranks for each module, ordered by module and replica.
 
     Args:
-        modules: encoders, LLM, generators.
-        units: by module.
-        segments: stages per rank, by module; 1 where none is given.
+        modules: Encoders, LLM, and generators.
+        units: Size of each module.
+        segments: Number of stages per rank of each module. Defaults to 1.
 
     Raises:
-        ValueError: sizes are missing or below 1, a module has fewer layers than stages; what
-            `build_layout` raises.
+        ValueError: Sizes are missing or below 1, or a module has fewer layers than stages. See also
+            `build_layout`.
     """
     if sorted(units) != sorted(module.name for module in modules):
         raise ValueError(
@@ -94,11 +96,11 @@ def disaggregated_layout(
 
 
 def deal_tasks(graph: StageGraph, durations: Durations | None = None) -> StageGraph:
-    """The graph with a replica for every task of modules that have several.
+    """Assign the tasks of replicated modules to replicas.
 
-    The LLM's replicas take microbatches in turn. Tasks of other modules go, in the order in which
-    the LLM's replicas come to them, to the replica that has least to do: with 3 encoder and 2 LLM
-    replicas, each encoder replica gets two thirds of what an LLM replica needs.
+    LLM replicas receive microbatches in round-robin order. Tasks of other modules are assigned in
+    the same order to the replica with the lowest load. With 3 encoder and 2 LLM replicas, each
+    encoder replica processes two thirds of the images of an LLM replica.
 
     Args:
         durations: of F and B actions; None: every task takes the same.
@@ -121,7 +123,7 @@ def deal_tasks(graph: StageGraph, durations: Durations | None = None) -> StageGr
 
 
 def _work(graph: StageGraph, task: Task, durations: Durations | None) -> float:
-    """Of a task and its backward; that of a module's first stage stands for all of them."""
+    """Return the duration of a task of the first stage, including its backward pass."""
     if durations is None:
         return 1.0
     forward = durations(Action(ActionType.F, *task))
@@ -133,11 +135,10 @@ def _work(graph: StageGraph, task: Task, durations: Durations | None) -> float:
 def disaggregated_order(
     graph: StageGraph, schedule: Callable[[StageGraph], ComputeOrder]
 ) -> ComputeOrder:
-    """What a classic schedule says, for all replicas of a group.
+    """Return the order of a classic schedule for all replicas of a group.
 
-    Under 1F1B a rank keeps at most as many waves as there are positions after it in the chain,
-    plus one for itself; a replica of a module with more replicas than the LLM keeps as many of its
-    own tasks.
+    With 1F1B, a rank saves activations of at most one wave plus one per following pipeline rank. A
+    replica of a module with more replicas than the LLM saves the same number of its own tasks.
 
     Args:
         graph: with a replica for every task (`deal_tasks`).
@@ -152,11 +153,11 @@ def disaggregated_order(
     several = len(llm) > len({stage.ranks for stage in llm})
     uneven = any(len(stage.ranks) > replicas for stage in graph.layout.stages)
     if several or uneven:
-        found: Sequence[Sequence[Action]] = _around_llm(graph, llm, schedule)
+        order: Sequence[Sequence[Action]] = _around_llm(graph, llm, schedule)
     else:
-        found = schedule(_chain(graph, replicas))
+        order = schedule(_chain(graph, replicas))
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
-    for row in found:
+    for row in order:
         for action in row:
             for task in _tasks(graph, action, replicas):
                 needed = needed_action(graph, Action(action.type, *task))
@@ -166,7 +167,7 @@ def disaggregated_order(
 
 
 def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGraph:
-    """One replica of each module, or of one, waves in the place of microbatches, all trained."""
+    """Return the graph of one replica of each module or of one module. Microbatches are waves."""
     kept = [stage for stage in graph.layout.stages if only in (None, stage.module)]
     position: dict[tuple[int, ...], int] = {}
     for stage in kept:
@@ -178,7 +179,7 @@ def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGr
             index=stage.index - first,
             ranks=(position[stage.ranks],),
             tied_to=-1,
-            trainable=True,  # or backwards that only modules before it need would be missing
+            trainable=True,  # keeps backward passes that only preceding modules need
         )
         for stage in kept
     )
@@ -191,14 +192,14 @@ def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGr
 def _around_llm(
     graph: StageGraph, llm: Sequence[StageSpec], schedule: Callable[[StageGraph], ComputeOrder]
 ) -> list[list[Action]]:
-    """Rows where the chain is none: an LLM of several stages per rank, or other modules with more
-    replicas, each of which takes longer for a microbatch.
+    """Return orders for LLMs with several stages per rank, or modules with more replicas.
 
-    The LLM runs as if it were alone, but some forwards ahead where a generator answers. Encoders
-    follow its first stage, generators its last: what is next there, some places earlier or later. A
-    stage is worth as many places as it has replicas for one of the LLM; in front of a generator
-    times the LLM's stages per rank. As interleaved 1F1B takes microbatches in bursts of as many as
-    the LLM has ranks, P, another P - 1 places are between it and the others.
+    The LLM has the order of a step without other modules, with additional forward passes in advance
+    if there is a generator. Encoders follow the order of the first LLM stage, and generators that
+    of the last LLM stage, shifted by a number of positions: one per LLM-relative replica of each
+    stage in between. Before a generator, the shift is multiplied by the LLM stages per rank.
+    Interleaved 1F1B processes microbatches in bursts of P (the number of LLM ranks), which adds
+    another P - 1 positions.
 
     Raises:
         ValueError: see `disaggregated_order`.
@@ -228,27 +229,27 @@ def _around_llm(
     of_last = [action for row in rows for action in row if action.stage == last.index]
     for stage in before:
         from_here = [s for s in before if s.module == stage.module and s.index >= stage.index]
-        row = _whole_backwards(stage, of_first)
+        row = _for_stage(stage, of_first)
         rows.append(_forwards_earlier(row, worth(from_here) + burst))
     for stage in after:
         beyond = [s for s in after if s.module == stage.module and s.index > stage.index]
-        rows.append(_backwards_earlier(_whole_backwards(stage, of_last), worth(beyond)))
+        rows.append(_backwards_earlier(_for_stage(stage, of_last), worth(beyond)))
     return rows
 
 
-def _whole_backwards(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
-    """The row's forwards and backwards as those of another stage, none of them split."""
-    found: list[Action] = []
+def _for_stage(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
+    """Return the passes of an order as those of another stage, without split backward passes."""
+    actions: list[Action] = []
     for action in row:
         if action.type is ActionType.F:
-            found.append(Action(ActionType.F, stage.index, action.microbatch))
-        elif action.type is not ActionType.W:  # its I has stood for both
-            found.append(Action(ActionType.B, stage.index, action.microbatch))
-    return found
+            actions.append(Action(ActionType.F, stage.index, action.microbatch))
+        elif action.type is not ActionType.W:  # the B action replaced I and W
+            actions.append(Action(ActionType.B, stage.index, action.microbatch))
+    return actions
 
 
 def _forwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
-    """The row with every forward in the place of the one that is that many forwards before it."""
+    """Move forward passes ahead by a number of forward passes."""
     forwards = [action for action in row if action.type is ActionType.F]
     moved = forwards[:places]
     later = iter(forwards[places:])
@@ -261,11 +262,13 @@ def _forwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
 
 
 def _backwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
-    """The row with every backward that many forwards after its own, or in its place if that comes
-    first."""
+    """Move every backward pass to a position that many forward passes after its forward pass.
+
+    A backward pass keeps its position if this is earlier.
+    """
     moved: list[Action] = []
     waiting: list[int] = []
-    """Microbatches whose backward is still to come."""
+    """Microbatches whose backward pass has not been appended."""
 
     def answer(count: int) -> None:
         moved.extend(Action(ActionType.B, row[0].stage, m) for m in waiting[:count])
@@ -283,7 +286,7 @@ def _backwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
 
 
 def _tasks(graph: StageGraph, action: Action, replicas: int) -> list[Task]:
-    """Tasks of a wave at a stage, by microbatch."""
+    """Return the tasks of a wave at a stage, by microbatch."""
     start = action.microbatch * replicas
     step = 1 if action.type is ActionType.F else -1
     return [

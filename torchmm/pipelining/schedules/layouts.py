@@ -1,18 +1,24 @@
-"""Cutting modality modules into stages: the published layouts, and cuts given by the user.
+"""Stage layouts: split modules into pipeline stages.
 
-- Megatron-LM: whole encoders in front of the LLM's first stage, on rank 0.
-- Megatron-LM balanced (Optimus, appendix B): all layers in one chain, cut for equal costs.
-- Modality-separated segments (PipeWeaver §5): every module over all ranks, on its own.
+- Megatron-LM: full encoders before the first stage of the LLM, on rank 0.
+- Megatron-LM balanced (Optimus, appendix B): all layers in one pipeline, split by cost.
+- Modality-separated segments (PipeWeaver, section 5): each module is split over all ranks.
 
-A stage has at least one layer. Rejected: empty stages for modules with fewer layers than stages; a
-hop that computes nothing still costs two transfers per task, and two stages that begin at layer 0
-would both claim what stands before the layers. Such a module takes fewer segments or ranks.
+For example, an encoder of 6 layers and an LLM of 4 layers that cost twice as much, on 4 ranks:
 
-Equal parts come from the dynamic programming of Optimus (appendix B), a simple form of Alpa's: F(l,
-m), the least possible largest part when the first l layers form m parts, is the minimum over j < l
-of max(F(j, m - 1), cost of layers j..l). Many cuts share the least maximum, and the paper does not
-say which it takes; here it is the one with the least sum of squares, which evens out the other
-parts too, and among equal ones the one whose last parts are largest.
+    rank                 0              1          2          3
+    megatron             enc 0-5 LLM 0  LLM 1      LLM 2      LLM 3
+    megatron_balanced    enc 0-2        enc 3-5    LLM 0-1    LLM 2-3
+    separated            enc 0          enc 1      enc 2-3    enc 4-5
+                         LLM 0          LLM 1      LLM 2      LLM 3
+
+A stage has at least one layer. Use fewer segments or ranks for a module with fewer layers than
+stages: an empty stage would cost two transfers per task.
+
+Balanced splits use the dynamic program of Optimus (appendix B), a simple form of that of Alpa.
+F(l, m) is the minimum of the maximum stage cost if the first l layers form m stages. It is the
+minimum over j < l of max(F(j, m - 1), cost of layers j..l). Many splits have the same maximum.
+torchmm selects the split with the minimum sum of squares, and then with the largest last stages.
 """
 
 from __future__ import annotations
@@ -26,35 +32,33 @@ import numpy as np
 
 from torchmm.pipelining.plan.graph import StageLayout, StageSpec
 
-_TIE = 1e-9  # relative; sums of floats in different orders differ by less
+_TIE = 1e-9  # relative tolerance for the rounding of sums
 
 
 def balanced_cuts(
     costs: Sequence[float], parts: int, loads: Sequence[float] | None = None
 ) -> list[int]:
-    """Number of layers of each part, in order; at least 1.
-
-    O(layers^2 * parts).
+    """Return the number of layers of each part of a balanced split, in O(layers^2 * parts) time.
 
     Args:
-        costs: by layer, in any unit, not negative. If all are 0, layers are counted.
-        parts: how many; at most as many as layers.
-        loads: what each part's rank has to do besides, in the same unit. Counts in the sum of
-            squares only: the largest part is the least possible with and without.
+        costs: Cost of each layer in any unit. If all are 0, every layer has cost 1.
+        parts: Number of parts, at most the number of layers.
+        loads: Additional cost of the rank of each part, in the same unit. Loads are included only
+            in the sum of squares, so the maximum part cost is the same with and without them.
 
     Raises:
-        ValueError: there are fewer layers than parts, no parts, or a negative cost.
+        ValueError: There are fewer layers than parts, no parts, or negative costs.
     """
     layers = len(costs)
     if not 1 <= parts <= layers:
         raise ValueError(f"{layers} layers cannot form {parts} parts of at least one layer")
     if min(costs) < 0:
         raise ValueError(f"negative cost {min(costs)} of a layer")
-    if not any(costs):  # a module that the typical microbatch does not use
+    if not any(costs):  # the typical microbatch does not use this module
         costs = [1.0] * layers
         loads = None
     ends = np.concatenate([[0.0], np.cumsum(costs)])
-    sums = ends[None, :] - ends[:, None]  # of layers [row, column)
+    sums = ends[None, :] - ends[:, None]  # costs of layers [row, column)
     sums[np.tril_indices(layers + 1)] = np.inf  # no empty parts
     largest = sums[0]
     for _ in range(parts - 1):
@@ -76,21 +80,23 @@ def balanced_cuts(
 
 @dataclass(frozen=True)
 class ModuleLayers:
-    """A modality module as far as cutting it needs to know.
+    """Layers of a module, with the properties that determine its split into stages.
 
     Attributes:
-        name: as in the recipe.
-        kind: encoders feed the LLM, the LLM feeds generators.
-        costs: by layer: forward and backward of a typical microbatch, in a unit that all modules
-            share.
-        sub_microbatched: whether it may process a microbatch in any number of parts.
-        trainable: by layer.
-        pre_cost, post_cost: of what comes before and after the layers (embedding, head).
-        pre_trainable, post_trainable: whether any of that is trained.
-        tied: whether a weight before the layers and one after them are the same.
+        name: Name of the module in the recipe.
+        kind: Encoders feed the LLM, and the LLM feeds generators.
+        costs: Cost of each layer: forward and backward pass of a typical microbatch, in a unit
+            that all modules share.
+        sub_microbatched: Whether the module supports sub-microbatches.
+        trainable: Whether each layer is trainable. Defaults to True for all layers.
+        pre_cost: Cost of the modules before the layers, such as the embedding.
+        post_cost: Cost of the modules after the layers, such as the LM head.
+        pre_trainable: Whether the modules before the layers are trainable.
+        post_trainable: Whether the modules after the layers are trainable.
+        tied: Whether the input and output embeddings share their weight.
 
     Raises:
-        ValueError: no layers, or the flags do not fit.
+        ValueError: There are no layers, or `trainable` has a different length.
     """
 
     name: str
@@ -98,7 +104,6 @@ class ModuleLayers:
     costs: tuple[float, ...]
     sub_microbatched: bool = False
     trainable: tuple[bool, ...] | None = None
-    """None: all."""
     pre_cost: float = 0.0
     post_cost: float = 0.0
     pre_trainable: bool = True
@@ -115,14 +120,14 @@ class ModuleLayers:
 
     @property
     def costs_with_ends(self) -> list[float]:
-        """Costs by layer, those before and after the layers added to the first and last."""
+        """Costs of layers. `pre_cost` and `post_cost` are added to the first and last layer."""
         costs = list(self.costs)
         costs[0] += self.pre_cost
         costs[-1] += self.post_cost
         return costs
 
     def trains(self, start: int, stop: int) -> bool:
-        """Whether anything in the stage with layers [start, stop) is trained."""
+        """Return True if the stage with layers [start, stop) has trainable parameters."""
         layers = self.trainable or (True,) * len(self.costs)
         return (
             any(layers[start:stop])
@@ -132,30 +137,29 @@ class ModuleLayers:
 
 
 class Cut(NamedTuple):
-    """One stage of a module: its next `layers` layers."""
+    """The next `layers` layers of a module, which are one stage."""
 
     layers: int
     ranks: tuple[int, ...]
-    """One per replica."""
+    """Rank of each replica."""
     segment: int = 0
     virtual_stage: int = -1
-    """Stages of the same number form one unit of a classic schedule; -1: a unit of its own."""
+    """Classic schedules merge stages with the same number. -1 for a separate virtual stage."""
 
 
 def build_layout(modules: Sequence[ModuleLayers], cuts: Mapping[str, Sequence[Cut]]) -> StageLayout:
-    """Stages from cuts given for every module, in the order of the modules.
+    """Build a layout from the splits of all modules.
 
-    The last stage of each encoder feeds the first of the LLM, whose last feeds the generators'
-    first ones.
+    The last stage of each encoder feeds the first stage of the LLM. The last stage of the LLM feeds
+    the first stage of each generator.
 
     Args:
-        modules: encoders, one LLM, generators, in this order.
-        cuts: by module.
+        modules: Encoders, one LLM, and generators, in this order.
+        cuts: Stages of each module.
 
     Raises:
-        ValueError: the modules are others or in another order, the cuts do not cover each module's
-            layers exactly, a stage is empty, or both ends of a tied module would be different
-            stages on one rank.
+        ValueError: The modules have another order, the stages do not cover all layers exactly, a
+            stage is empty, or both tied embeddings are in different stages on one rank.
     """
     names = [module.name for module in modules]
     trunk = _llm(modules)
@@ -176,7 +180,7 @@ def build_layout(modules: Sequence[ModuleLayers], cuts: Mapping[str, Sequence[Cu
 
 
 def _llm(modules: Sequence[ModuleLayers]) -> int:
-    """Position of the LLM."""
+    """Return the index of the LLM."""
     kinds = [module.kind for module in modules]
     ordered = sorted(kinds, key=("encoder", "llm", "generator").index)
     if kinds != ordered or kinds.count("llm") != 1 or len({m.name for m in modules}) < len(modules):
@@ -205,7 +209,7 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
                 f"{last}, which hold them, are different stages on rank {min(shared)}; use more "
                 "pipeline ranks, one stage per rank, or untie them"
             )
-        if module.pre_trainable or module.post_trainable:  # else no gradients are added up
+        if module.pre_trainable or module.post_trainable:  # frozen embeddings need no reduction
             ties = {first: last, last: first}
     stages, start = [], 0
     for index, cut in enumerate(cuts, start=first):
@@ -230,17 +234,18 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
 def separated_layout(
     modules: Sequence[ModuleLayers], ranks: int, segments: Mapping[str, int] | None = None
 ) -> StageLayout:
-    """Every module in segments of one stage per rank.
+    """Split each module into segments with one stage per rank.
 
-    Each module is cut so that its largest stage is as small as possible; what remains open goes
-    to the ranks that modules before it load least.
+    Each split minimizes the maximum stage cost of the module. Ties are resolved in favor of ranks
+    that preceding modules load least.
 
     Args:
-        ranks: pipeline ranks.
-        segments: by module; 1 where none is given.
+        modules: Encoders, one LLM, and generators, in this order.
+        ranks: Number of pipeline ranks.
+        segments: Number of segments of each module. Defaults to 1.
 
     Raises:
-        ValueError: a module has fewer layers than stages; what `build_layout` raises.
+        ValueError: A module has fewer layers than stages. See also `build_layout`.
     """
     given = dict(segments or {})
     unknown = set(given) - {m.name for m in modules}
@@ -266,17 +271,18 @@ def separated_layout(
 def megatron_layout(
     modules: Sequence[ModuleLayers], ranks: int, virtual_stages: int = 1
 ) -> StageLayout:
-    """Encoders in front of the LLM's first stage, a generator after its last.
+    """Place encoders before the first LLM stage and generators after the last LLM stage.
 
-    The LLM's layers are spread evenly, whatever they cost. If they do not divide, stages after
-    the first, which has the encoders to carry, get one more.
+    LLM stages have equal numbers of layers. Remaining layers are added to the stages after the
+    first one, which shares its rank with the encoders.
 
     Args:
-        ranks: pipeline ranks.
-        virtual_stages: LLM stages per rank.
+        modules: Encoders, one LLM, and generators, in this order.
+        ranks: Number of pipeline ranks.
+        virtual_stages: Number of LLM stages per rank.
 
     Raises:
-        ValueError: the LLM has fewer layers than stages; what `build_layout` raises.
+        ValueError: The LLM has fewer layers than stages. See also `build_layout`.
     """
     trunk = _llm(modules)
     count = ranks * virtual_stages
@@ -300,18 +306,18 @@ def megatron_layout(
 def megatron_balanced_layout(
     modules: Sequence[ModuleLayers], ranks: int, virtual_stages: int = 1
 ) -> StageLayout:
-    """All modules' layers in one chain, cut into equally costly virtual stages.
+    """Split the layers of all modules in one pipeline into virtual stages of similar cost.
 
-    A virtual stage may hold the end of one module and the start of the next: two stages that
-    classic schedules run as one. The paper leaves out models with several encoders, which do not
-    form a chain; here one follows the other, which is also a chain, only a longer one.
+    A virtual stage can contain the end of one module and the start of the next module. These are
+    two stages that classic schedules merge. Several encoders follow each other in the pipeline.
 
     Args:
-        ranks: pipeline ranks.
-        virtual_stages: per rank.
+        modules: Encoders, one LLM, and generators, in this order.
+        ranks: Number of pipeline ranks.
+        virtual_stages: Number of virtual stages per rank.
 
     Raises:
-        ValueError: fewer layers than virtual stages; what `build_layout` raises.
+        ValueError: There are fewer layers than virtual stages. See also `build_layout`.
     """
     owners = [module.name for module in modules for _ in module.costs]
     costs = [cost for module in modules for cost in module.costs_with_ends]

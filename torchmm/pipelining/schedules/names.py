@@ -1,7 +1,7 @@
-"""The orders behind the names in `torchmm.recipe.schedules`, and the layouts they work on.
+"""Schedules by name (`torchmm.recipe.schedules`), with their stage layouts.
 
-"megatron" and "megatron_balanced" are the baselines of Optimus and PipeWeaver: interleaved 1F1B,
-which is 1F1B where a rank has one virtual stage.
+"megatron" and "megatron_balanced" are the baselines of Optimus and PipeWeaver. Both use interleaved
+1F1B, which is 1F1B if a rank has one virtual stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchmm.pipelining.view.exchange import read_order
 from torchmm.recipe.schedules import CSV_PREFIX, find_schedule, registered
 
 Order = Callable[..., ComputeOrder]
-"""Of a graph and, optionally, `Durations`: for schedules that play the step through."""
+"""Returns the compute order of a graph. Schedules that simulate the step also use `Durations`."""
 
 
 def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Order:
@@ -45,13 +45,13 @@ ORDERS: dict[str, Order] = registered(
 
 
 def order_named(name: str) -> Order:
-    """The order of a recipe's schedule; "csv:PATH" reads it from a file.
+    """Return the schedule with a name. "csv:PATH" reads a compute order from a file.
 
-    A file's stages are those of the separated layout. It fits steps of one number of microbatches
-    and sub-microbatches only; for others it raises a PlanError.
+    A file uses the stages of the separated layout. It matches steps with one number of microbatches
+    and sub-microbatches. Other steps raise a PlanError.
 
     Raises:
-        ValueError: there is no such schedule, or it needs a planner.
+        ValueError: The schedule does not exist, or requires a planner.
     """
     if name.startswith(CSV_PREFIX):
         return _fixed(partial(read_order, Path(name.removeprefix(CSV_PREFIX))))
@@ -67,19 +67,19 @@ def schedule_layout(
     virtual_stages: int = 1,
     segments: Mapping[str, int] | None = None,
 ) -> StageLayout:
-    """Stages for a schedule.
+    """Return the stage layout of a schedule.
 
     Args:
-        name: of the schedule.
-        modules: encoders, LLM, generators.
-        ranks: pipeline ranks.
-        virtual_stages: per rank; in the separated layout: the LLM's segments.
-        segments: by module, in the separated layout only; 1 where none is given.
+        name: Name of the schedule.
+        modules: Encoders, LLM, and generators.
+        ranks: Number of pipeline ranks.
+        virtual_stages: Virtual stages per rank. In the separated layout, segments of the LLM.
+        segments: Segments of each module in the separated layout. Defaults to 1.
 
     Raises:
-        ValueError: there is no such schedule, or the modules cannot be cut like this.
+        ValueError: The schedule does not exist, or a module has too few layers.
     """
-    order_named(name)  # or there is none
+    order_named(name)  # raises if the schedule does not exist
     schedule = find_schedule(name)
     assert schedule is not None
     if virtual_stages != 1 and not schedule.virtual_stages:

@@ -1,18 +1,18 @@
-"""Modality-separated segments in natural order: PipeWeaver (§5, §6.2) without its search.
+"""The "separated" schedule: modality-separated segments without a search.
 
-Every module has its own stages, so microbatches with many images lengthen the encoder's tasks
-only, and ranks whose LLM task waits run other microbatches' encoder tasks. Orders come from playing
-the step through: a rank never idles while it has a task that can start; it takes forwards and
-backwards in turn if both can, each in the order of microbatches, backwards of encoders after those
-of other modules: no other module waits for them, so they are what fills the end of the step, where
-backwards of the LLM wait for each other. Whatever durations are assumed, the resulting order is
-legal and keeps the bound on microbatches in flight; wrong ones cost time.
+Each module has separate stages (PipeWeaver, sections 5 and 6.2). Microbatches with many images
+therefore lengthen only encoder tasks, and ranks that wait for an LLM task run encoder tasks of
+other microbatches.
 
-Memory is bounded by admission: a microbatch may start once few enough are unfinished, and what has
-started can always finish. Rejected: switching a rank's forwards off when it is full, as the paper
-has it, because then all ranks may wait for each other. Rejected: an event list without ready
-queues (a rank must look at what became ready while it was busy, or it sleeps although it could
-work).
+The order is the result of a greedy simulation of the step. A rank is never idle while a task is
+ready. It alternates between forward and backward passes if both are ready, in microbatch order.
+Backward passes of encoders have the lowest priority: no other module depends on them, so they fill
+the end of the step, where backward passes of the LLM depend on each other. The order is valid for
+any durations. Inaccurate durations only increase the step time.
+
+Memory is limited by admission: a microbatch starts when the number of unfinished microbatches is
+below the limit, and every started microbatch can finish. The paper stops the forward passes of a
+rank whose memory is full instead, which can end in a deadlock.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 
 
 def layer_durations(graph: StageGraph) -> Durations:
-    """One unit per layer for F, I and W each; B is I and W, without the W if the stage is frozen.
+    """Return durations of one unit per layer for F, I and W. B is the sum of I and W.
 
-    Layers of all modules count alike; pass `separated` measured or modelled times where they are
-    known.
+    All layers of all modules have the same duration. Pass measured or modeled durations to
+    `separated` if they are available.
     """
     stages = graph.layout.stages
 
@@ -46,16 +46,17 @@ def separated(
     durations: Durations | None = None,
     microbatches_in_flight: int | None = None,
 ) -> ComputeOrder:
-    """Work-conserving order over any layout, replicas too.
+    """Return a work-conserving order. All layouts are supported.
 
     Args:
-        durations: of F and B actions; None: `layer_durations`.
-        microbatches_in_flight: how many microbatches may be between their first forward and their
-            last backward anywhere; None: twice the number of ranks, about what interleaved 1F1B
-            has at most.
+        graph: Tasks of the step.
+        durations: Durations of F and B actions. Defaults to `layer_durations`.
+        microbatches_in_flight: Maximum number of microbatches between their first forward and their
+            last backward pass. Defaults to twice the number of ranks, similar to the maximum of
+            interleaved 1F1B.
 
     Raises:
-        ValueError: the bound is below 1, or a duration negative or not finite.
+        ValueError: The limit is below 1, or a duration is negative or not finite.
     """
     bound = (
         2 * graph.layout.rank_count if microbatches_in_flight is None else microbatches_in_flight
@@ -66,19 +67,19 @@ def separated(
 
 
 _Heap = list[tuple[bool, int]]
-"""Actions that can start: those that may wait (True) last, then lower numbers first."""
+"""Ready actions as (has low priority, number)."""
 
 
 class _Dispatcher:
-    """Plays a step through. Actions are numbered; lists are indexed by that number."""
+    """Greedy simulation of a step. Actions are numbered, and lists are indexed by this number."""
 
     def __init__(self, graph: StageGraph, durations: Durations, bound: int) -> None:
         self.actions: list[Action] = []
         self.successors: list[list[int]] = []
         self.missing: list[int] = []
-        """Predecessors that have not ended."""
+        """Number of predecessors that have not finished."""
         self.sources: list[list[int]] = [[] for _ in range(graph.microbatches)]
-        """By microbatch: forwards without predecessors."""
+        """Forward passes without predecessors, by microbatch."""
         self._number(graph)
         self.ranks = [graph.rank(action.task) for action in self.actions]
         self.durations = [durations(action) for action in self.actions]
@@ -97,19 +98,19 @@ class _Dispatcher:
         modules = [(stages[a].module, stages[b].module) for a, b in graph.layout.edges]
         fed = {destination for source, destination in modules if source != destination}
         self.is_fed = [stage.module in fed for stage in stages]
-        """By stage: whether other modules feed its module, and wait for its gradients."""
+        """Whether another module depends on the gradients of a stage."""
         self.ready: list[tuple[_Heap, _Heap]] = [([], []) for _ in range(count)]
-        """By rank: forwards and backwards that can start."""
+        """Ready forward and backward passes of each rank."""
         self.rows: list[list[Action]] = [[] for _ in range(count)]
         self.running: list[tuple[float, int]] = []
-        """Heap of (end, action)."""
+        """Heap of (end time, action)."""
         self.idle = [True] * count
         self.changed: set[int] = set()
-        """Ranks that ended an action, or have one more that can start, since they were looked at:
-        looking at all of them would take time that grows with the square of their number."""
+        """Ranks with a finished or a new ready action. Visiting all ranks at every event would take
+        quadratic time."""
 
     def _number(self, graph: StageGraph) -> None:
-        """Numbers are priorities: by microbatch, forwards along and backwards against the data."""
+        """Number the actions by priority: by microbatch, then in data flow order."""
         tasks: list[list[Task]] = [[] for _ in range(graph.microbatches)]
         for task in graph.tasks():
             tasks[task.microbatch].append(task)
@@ -132,7 +133,7 @@ class _Dispatcher:
     def _connect(
         self, graph: StageGraph, forward: dict[Task, int], backward: dict[Task, int]
     ) -> None:
-        """Dependencies within a microbatch; there are no others."""
+        """Add the dependencies of a microbatch. Microbatches are independent of each other."""
         for task, number in forward.items():
             producers = [graph.producer(message) for message in graph.incoming(task)]
             if not producers:
