@@ -149,10 +149,7 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[C
     first, last = (predictions(profile(m)) for m in (every[0], every[-1]))
     drift = median(b.step_ms / a.step_ms for a, b in zip(first, last, strict=True))
     taken_s = sum(seconds for _, _, seconds in calibrations)
-    print(
-        f"{ranks} rank(s): {len(every)} calibrations in {taken_s:.0f} s, before, between and after "
-        "the steps;"
-    )
+    print(f"{ranks} rank(s): {len(every)} calibrations in {taken_s:.0f} s, around the steps;")
     print(f"predictions of the last one differ from the first by {drift - 1:+.1%}: {name};")
     times = [t for found in runs.values() for own in found for t in own.times]
     disturbed = sum(own.disturbed for found in runs.values() for own in found)
