@@ -89,12 +89,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="with --fit-from-timeline: ranks of the run (default: one pipeline)",
     )
-    parser.add_argument("--config", type=Path, help="with --fit-from-timeline: recipe of the steps")
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        help="with --fit-from-timeline: ranks of the run; default: one pipeline",
-    )
     reject_renamed_options(parser, "calibrate")
     return parser
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,30 +34,14 @@ class Result(NamedTuple):
 
 
 METRICS = {
+    "generation loss": ("image error", "{:.2f}", 1.0),
     "loss": ("loss", "{:.2f}", 1.0),
-    "drawings": ("image error", "{:.2f}", 1.0),
-    "wrong words": ("word error rate", "{:.0f} %", 100.0),
+    "word error": ("word error rate", "{:.0f} %", 100.0),
 }
 """Word in the metric of a result: name, format and factor in the table."""
-OTHER_RESULTS = {
-    "quickstart_speech": [Result("wrong words", None, 0.86, 425.0), Result("loss", None, 3.38)],
-    "quickstart_video_captions": [Result("loss", 7.02, 1.72), Result("wrong words", 1.06, 0.54)],
-    "quickstart_video_captions_blind": [
-        Result("loss", None, 1.79),
-        Result("wrong words", None, 0.84),
-    ],
-    "tiny/audioflamingo3": [Result("loss", 6.95, 4.55)],
-    "tiny/gemma4": [Result("loss", 7.09, 4.57)],
-    "tiny/glm4v": [Result("loss", 7.02, 4.22)],
-    "tiny/qwen2_5_vl_lora": [Result("loss", 4.06, 4.05)],
-    "tiny/qwen3_5": [Result("loss", 7.00, 3.72)],
-    "tiny/qwen3_omni": [Result("loss", 7.06, 4.26)],
-    "tiny/qwen3_vl": [Result("loss", 6.99, 4.00)],
-    "tiny/qwen3_vl_context": [Result("loss", 6.99, 4.00)],
-    "tiny/siglip2_qwen3_5": [Result("loss", 6.94, 3.83)],
-}
-"""Results of single runs that benchmarks/small_recipes.py did not measure. Their time is omitted
-if other programs ran at the same time."""
+RESULT_FILES = ("small_recipes_cpu.json", "single_runs_cpu.json")
+"""Results of benchmarks/small_recipes.py and of other runs. Times of other runs are omitted if
+other programs ran at the same time."""
 
 TRAINED = f"""\
 # Recipes for two CPU cores
@@ -168,13 +153,12 @@ def trained_page() -> str:
 
 def trained_results() -> dict[str, list[Result]]:
     """Return the results of each recipe by its name below recipes/."""
-    found: dict[str, list[Result]] = dict(OTHER_RESULTS)
+    found: dict[str, list[Result]] = {}
     times: dict[str, float] = {}
-    rows = json.loads((RESULTS / "small_recipes_cpu.json").read_text())
-    for entry in rows:
+    for entry in chain(*(json.loads((RESULTS / file).read_text()) for file in RESULT_FILES)):
         case = entry["case"]
         name = case if (RECIPES / f"{case}.toml").exists() else f"tiny/{case}"
-        if entry["metric"].startswith("time"):
+        if entry["metric"] == "run time":
             times[name] = entry["ours"]
             continue
         result = Result(entry["metric"], entry["baseline"], entry["ours"])
