@@ -40,9 +40,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all verdicts")
     parser.add_argument("--only-read", action="store_true", help="check without running")
     parser.add_argument("--replay", type=Path, help="judge the draw in this file")
-    parser.add_argument(
-        "--combinations", action="store_true", help="write their page"
-    )
+    parser.add_argument("--combinations", action="store_true", help="write their page")
     options = parser.parse_args()
     if options.combinations:
         write_page()
