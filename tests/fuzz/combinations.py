@@ -263,7 +263,9 @@ To check your recipe, run `python train.py --config recipes/mine.toml --dry-run 
 
 """
 TAIL = """
-Supported with all rows and columns: FSDP2, {everywhere}.
+These features support all rows and columns:
+
+{everywhere}
 
 Further conditions:
 
@@ -291,7 +293,7 @@ no estimates for convolutions. `recipes/papers/bases/disttrain.toml` uses a DiT 
 Next: [choose a placement](../guides/choose_placement.md) · [recipe keys](recipes.md)
 """
 ALWAYS = {
-    "HSDP": "HSDP",
+    "HSDP": "FSDP2 and HSDP",
     "AC full": "full and selective activation checkpointing",
     "int8": "bfloat16 and int8 optimizer states",
     "offload": "optimizer offload",
@@ -312,7 +314,8 @@ def page(cells: Cells) -> str:
         ]
         if any(shown):
             lines.append(f"| {row} | {' | '.join(shown)} |")
-    return HEAD + "\n".join(lines) + "\n" + TAIL.format(everywhere=", ".join(ALWAYS.values()))
+    everywhere = "\n".join(f"- {text}" for text in ALWAYS.values())
+    return HEAD + "\n".join(lines) + "\n" + TAIL.format(everywhere=everywhere)
 
 
 def read_cells(text: str) -> Cells:

@@ -97,7 +97,7 @@ METRICS: Mapping[str, Metric] = {
         "validation", "", "`loss_image` on held-out samples.",
         nullable=True, shown="image {:.4f}"),
     "word_error_rate": Metric(
-        "validation", "share",
+        "validation", "fraction",
         "Word error rate of the text generated for held-out audio and videos.",
         nullable=True, shown="word errors {:.1%}"),
     "scores": Metric(
@@ -237,7 +237,7 @@ METRICS: Mapping[str, Metric] = {
     "planner_evaluations": Metric(
         "planner", "", "Schedules that the search simulated.", int, nullable=True),
     "speedup_over_default_order": Metric(
-        "planner", "share",
+        "planner", "fraction",
         "Predicted gain: additional time of the default order, or of the best coarse Optimus plan, "
         "relative to the selected plan.",
         nullable=True),
