@@ -242,7 +242,7 @@ class Layers(SplitProgram):
 
 
 def run_rank(setting: Setting) -> list[OverlapTimes]:
-    """Measures all programs at every speed of the link; on every rank."""
+    """Measure all programs at every speed of the link; on every rank."""
     group, link = slow_group()
     watch = Stopwatch(setting.patience_s, QUIET)
     return [
@@ -325,7 +325,7 @@ def draw_overlap(steps: Sequence[Recorded], file: Path) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
     parser.add_argument(

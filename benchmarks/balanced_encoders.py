@@ -443,7 +443,7 @@ CASES = {
 
 
 def main() -> None:
-    """Print a table whenever a case has ended, or draw the figure of the documentation."""
+    """Run the cases, or plot the figure of the documentation."""
     if sys.argv[1:2] == ["--picture"]:
         print("steps in ms:", *(f"{ms:,.0f}" for ms in draw_lockstep(Path(sys.argv[2]))))
         return

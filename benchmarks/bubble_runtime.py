@@ -345,7 +345,7 @@ CASES = {"compute": run_compute, "sleep": run_sleep}
 
 
 def main() -> None:
-    """Prints a table whenever a case has ended; the file then has the rows so far."""
+    """Run the cases, and print and store the rows after each case."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
     run_cases("Filled bubbles, measured", __doc__, CASES, conditions)
 

@@ -222,7 +222,7 @@ def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
     arguments = parser.parse_args()

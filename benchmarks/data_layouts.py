@@ -250,7 +250,7 @@ def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[R
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     print(describe_machine(torch.device("cpu")))

@@ -82,7 +82,7 @@ def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -
 
 
 def main() -> None:
-    """Writes the file from prepared data."""
+    """Write the file from prepared data."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data

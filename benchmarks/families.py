@@ -52,7 +52,7 @@ class LossMismatchError(Exception):
 
 
 def main() -> int:
-    """Runs all families; 0 whatever the speed, 1 if the two sides' losses differ."""
+    """Run all model types and return 1 if losses differ, else 0."""
     args = _parse()
     captions = load_captions(SEED)
     print(f"machine: {describe_machine(CPU)}; transformers {transformers.__version__}")

@@ -101,7 +101,7 @@ WORKLOADS = {
 
 
 def main() -> None:
-    """Measures the cases that the command line names."""
+    """Measure the cases that the command line names."""
     for name, value in {"HF_HUB_OFFLINE": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     transformers.logging.set_verbosity_error()

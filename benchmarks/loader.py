@@ -73,7 +73,7 @@ METRICS = {
 
 
 def main() -> int:
-    """Prepares, compares tensors, takes turns; 1 if tensors differ."""
+    """Prepare all loaders, compare tensors, measure, and return 1 if tensors differ, else 0."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--packages", type=Path, help="directory with the packages of the other loaders"

@@ -314,7 +314,7 @@ def device_rows(through: Path | None) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument(

@@ -190,7 +190,7 @@ def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Ro
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     quick: bool = arguments.quick

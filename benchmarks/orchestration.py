@@ -131,7 +131,7 @@ def brute_force_row(devices: list[int]) -> Row:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     rows = time_rows(10 if arguments.quick else 100)

@@ -222,7 +222,7 @@ def exact_sections() -> list[Section]:
 
 
 def main() -> None:
-    """Prints all tables."""
+    """Print all tables."""
     parser = make_parser("Tables of the papers: torchmm, paper, relative error.")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -83,7 +83,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     repetitions = 10 if arguments.quick else 100

@@ -58,7 +58,7 @@ def _describe(case: str, found: dict) -> None:
 
 
 def main() -> None:
-    """Prints a table whenever a case has ended; the file then has the rows so far."""
+    """Run the cases, and print and store the rows after each case."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
     run_cases("Separated pipelines and PyTorch schedules", __doc__, CASES, conditions)
 

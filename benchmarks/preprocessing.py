@@ -114,7 +114,7 @@ class Site:
 
     @contextmanager
     def producers(self, count: int) -> Iterator[list[str]]:
-        """Starts them; gives their addresses."""
+        """Start them; gives their addresses."""
         data = self.data(0, [], plan=True)
         given = {"workers": 1, "token": None, "certificate": None}
         started = [
@@ -244,7 +244,7 @@ def sending_rows(quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     datasets.disable_progress_bars()
     print(describe_machine(torch.device("cpu")))

@@ -300,7 +300,7 @@ def rows_of(case: str, found: Comparison) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     setting = QUICK if arguments.quick else FULL
     cases: dict[str, Any] = {

@@ -197,7 +197,7 @@ def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="plot the gap over time to FILE"

@@ -429,7 +429,7 @@ CASES = {
 
 
 def main() -> None:
-    """Prints a table whenever a case has ended; the file then has the rows so far."""
+    """Run the cases, and print and store the rows after each case."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
     run_cases("Searched schedules", __doc__, CASES, conditions)
 

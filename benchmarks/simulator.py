@@ -245,7 +245,7 @@ def command_rows(runs: int) -> list[Row]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = make_parser(__doc__ or "").parse_args()
     torch.set_num_threads(1)
     batches = 5 if arguments.quick else 50

@@ -100,7 +100,7 @@ class Case:
 
 
 def main() -> int:
-    """Runs the cases; 0 whatever the speed, 1 if the two sides' losses differ."""
+    """Run the cases and return 1 if losses differ, else 0."""
     args = _parse()
     device = select_device(args.device)
     captions = load_captions(SEED)
@@ -289,7 +289,7 @@ def _compare(
     padded: list[PaddedBatch],
     device: torch.device,
 ) -> PairedTimes:
-    """Times both sides on all batches, after checking that they compute the same losses."""
+    """Time both sides on all batches, after checking that they compute the same losses."""
     last: dict[str, float] = {}
 
     def run_ours() -> None:

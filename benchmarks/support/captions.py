@@ -42,7 +42,7 @@ class Captions:
         return Captions(kept, self.tokenizer, self.source)
 
     def write_parquet(self, file: Path) -> None:
-        """Writes the records; a record's position is its index in the file."""
+        """Write the records; a record's position is its index in the file."""
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.records), file)
 
 

@@ -80,7 +80,7 @@ class Program(Protocol):
     name: str
 
     def step(self, index: int) -> float:
-        """Runs a step on this rank; the seconds in which the rank computed."""
+        """Run a step on this rank and return its compute time in seconds."""
 
 
 P = TypeVar("P", bound=Program)
@@ -178,7 +178,7 @@ class Stopwatch:
         self.patience_s, self.quiet = patience_s, quiet
 
     def time(self, program: Program, index: int) -> StepTime:
-        """Runs a step, which all ranks begin together."""
+        """Run a step, which all ranks begin together."""
         others = _OtherPrograms()
         dist.barrier()
         begin_s = time.perf_counter()
@@ -200,7 +200,7 @@ class Stopwatch:
         return programs[best.index(min(best))]
 
     def compare(self, programs: Sequence[Program], steps: int, runs: int) -> Comparison:
-        """Times all programs on one step after the other, until every step has had its runs.
+        """Time all programs on one step after the other, until every step has had its runs.
 
         The order of programs is reversed from run to run.
         """

@@ -52,7 +52,7 @@ class Link:
         return self._free_s
 
     def wait(self, work: dist.Work, due_s: float) -> None:
-        """Waits for gloo, then until the time is due."""
+        """Wait for gloo, then until the time is due."""
         begin_s = time.perf_counter()
         work.wait()
         time.sleep(max(0.0, due_s - time.perf_counter()))

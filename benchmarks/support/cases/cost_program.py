@@ -212,7 +212,7 @@ class CaseRuns:
 
 
 def run_case(case: CostCase, runs: int, patience_s: float, quiet: float) -> CaseRuns:
-    """Trains a case for a few steps; collective, what every rank returns.
+    """Train a case for a few steps on all ranks and return the measurements.
 
     Args:
         patience_s, quiet: as `Stopwatch` has them.

@@ -164,7 +164,7 @@ def shortlist(work: Work, tried: int) -> Candidates:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Times the case; what there is to report."""
+    """Time the case and return its rows."""
     work = load_work(setting)
     return run_ranks(run_rank, RANKS, setting, work, shortlist(work, setting.tried))
 

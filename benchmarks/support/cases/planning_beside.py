@@ -206,7 +206,7 @@ class Planned(Replayed):
         return self.process
 
     def step(self, index: int) -> float:
-        """Plans are taken, sent and read as ever; which one is run stays the same."""
+        """Take, send and read plans as usual, but always run the same plan."""
         begin_s = time.perf_counter()
         self.number += 1
         self.planning = True
@@ -223,7 +223,7 @@ class Planned(Replayed):
         return outcome.compute_ms / 1e3
 
     def settle(self) -> None:
-        """Waits until the planning process has nothing to do."""
+        """Wait until the planning process has nothing to do."""
         if self.process is not None and self.planning:
             self.process.take(self.number + 1, PATIENCE_S)
         self.planning = False

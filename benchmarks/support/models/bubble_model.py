@@ -224,7 +224,7 @@ def balanced_s(model: Model, speed: Speed) -> float:
 
 
 def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
-    """Times of the layers of the encoder and then of the LLM."""
+    """Return times of the layers of the encoder and then of the LLM."""
     (encoder,) = model.encoders
     own = speed.layer_ms(encoder, LLM_TOKENS * speed.patches)
     return [own] * encoder.layers + [speed.layer_ms(model.llm, LLM_TOKENS)] * model.llm.layers

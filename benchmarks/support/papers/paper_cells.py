@@ -97,7 +97,7 @@ def identities(title: str, cells: Sequence[Comparison]) -> Section:
 
 
 def show(section: Section) -> None:
-    """Prints a section."""
+    """Print a section."""
     table = Table(title=section.title, title_justify="left", caption=section.text or None)
     table.add_column("cell")
     for column in ("unit", "torchmm", "paper", "error", "goal"):
