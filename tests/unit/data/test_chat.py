@@ -215,7 +215,7 @@ def test_weights_of_answers_are_flags(render):
     [
         ({"weight": 0.5}, "weight = 0.5"),
         ({"train": "yes"}, "train = 'yes'"),
-        ({"train": True, "loss": False}, "loss and train that disagree"),
+        ({"train": True, "loss": False}, "different values in loss and train"),
     ],
 )
 def test_flags_that_are_neither_true_nor_false_are_corrupt(render, keys, message):
@@ -226,14 +226,14 @@ def test_flags_that_are_neither_true_nor_false_are_corrupt(render, keys, message
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        ("chatml", THOUGHT, "leaves out reasoning_content of message 2"),
+        ("chatml", THOUGHT, "omits reasoning_content of message 2"),
         ("chatml", TOOL, "omits tool_calls of message 2"),
         ("gemma", TOOL, "omits tool_calls of message 2"),
-        ("qwen3", [*THOUGHT, *PLAIN], "leaves out reasoning_content of message 2"),
+        ("qwen3", [*THOUGHT, *PLAIN], "omits reasoning_content of message 2"),
         ("qwen3", [ask("two"), say("<think>\nbecause</think>red")], "changes content of message 2"),
         ("qwen3", [ask("x"), say("<think>a</think>b"), *PLAIN], "changes content of message 2"),
         ("llama3", [ask("x"), call({"city": "a"}, content="well"), result("b"), say("c")],
-         "leaves out content of message 2"),
+         "omits content of message 2"),
         ("llama3", [ask("x"), call({}, {})], "rejects the messages: one call at a time"),
         ("mistral", [{"role": "system", "content": "x"}, *PLAIN], "rejects .* no such role"),
         (QWEN3.replace(QWEN_ARGUMENTS, "{}"), TOOL, "omits tool_calls of message 2"),
@@ -259,15 +259,15 @@ NUMBER = "{% for k, v in f.arguments.items() %}{{ k if v is number else k ~ v }}
 def test_numbers_in_arguments_are_missed(render):
     template = QWEN25.replace(QWEN_ARGUMENTS, NUMBER)
     render(template, [ask("x"), call({"city": "a"})])
-    with pytest.raises(CorruptSampleError, match="leaves out 2 in tool_calls of message 2"):
+    with pytest.raises(CorruptSampleError, match="omits 2 in tool_calls of message 2"):
         render(template, TOOL)
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHATML, "leaves out 'weather' of tools"),
-        (QWEN3.replace("tool | tojson", "tool.function.name"), "leaves out 'Says the weather' of"),
+        (CHATML, "omits 'weather' of tools"),
+        (QWEN3.replace("tool | tojson", "tool.function.name"), "omits 'Says the weather' of"),
         (HARMONY.replace("{% if p.default is defined %} = {{ p.default }}{% endif %}", ""), None),
         (HARMONY.replace("= {{ p.default }}", ""),
          "omits function.parameters.properties.days.default = 3 of tools"),
@@ -300,7 +300,7 @@ def test_nothing_in_a_sample_becomes_a_special_token(
         return render(template, messages, [tool])
 
     if where == "thoughts" and template in ("llama3", "mistral"):
-        with pytest.raises(CorruptSampleError, match="leaves out reasoning"):
+        with pytest.raises(CorruptSampleError, match="omits reasoning"):
             made(evil)
         return
     tool_text = evil.replace("\n", " ")  # inside of JSON
@@ -398,7 +398,7 @@ def test_results_out_of_order_need_their_ids(render):
 
 def test_another_name_than_that_of_the_call_is_missed(render):
     messages = [ask("x"), call({"city": "a"}), result("1", name="hammer"), say("c")]
-    with pytest.raises(CorruptSampleError, match="leaves out name of message 3"):
+    with pytest.raises(CorruptSampleError, match="omits name of message 3"):
         render("qwen3", messages)
 
 
@@ -543,7 +543,7 @@ def test_template_options_without_effect_are_rejected(tokenizers, render, option
 def test_templates_of_parts_say_what_they_leave_out(render):
     parts = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     assert render(parts, PLAIN) == render("chatml", PLAIN)
-    with pytest.raises(CorruptSampleError, match="leaves out reasoning_content of message 2"):
+    with pytest.raises(CorruptSampleError, match="omits reasoning_content of message 2"):
         render(parts, THOUGHT)
 
 
@@ -559,7 +559,7 @@ def test_prompts_that_open_thoughts_leave_these_to_the_prompt(render):
 def test_the_tokenizer_of_the_repository(real_data, render):
     template = (real_data / "tokenizer" / "chat_template.jinja").read_text()
     assert learnt(render(template, PLAIN)) == ["a dog</s>", "red</s>"]
-    with pytest.raises(CorruptSampleError, match="leaves out tool_calls"):
+    with pytest.raises(CorruptSampleError, match="omits tool_calls"):
         render(template, TOOL)
 
 
@@ -604,7 +604,7 @@ def test_random_chats_are_the_text_of_their_template_or_refused(
         try:
             sample = chat(conversation_of(messages, {}), SampleOptions())
         except CorruptSampleError as error:
-            assert re.search("chat template (leaves|changes|refuses|writes|moves)", str(error))
+            assert re.search("chat template (omits|changes|rejects|writes|moves)", str(error))
             continue
         accepted += 1
         theirs = as_templates_want(messages, template)

@@ -168,7 +168,7 @@ def test_a_source_that_gives_nothing_shows_ten_samples_with_their_lines(make, tm
     with pytest.raises(DataError) as caught:
         make(path, streaming=streaming)
     lines = str(caught.value).splitlines()
-    assert [line for line in lines if "a.jsonl:10: no format" in line]
+    assert [line for line in lines if "a.jsonl:10: no record format" in line]
     assert len(lines) == 13 and "and 15 more" in lines[-2] and "`columns`" in lines[-1]
 
 
@@ -178,7 +178,7 @@ def test_the_first_ten_corrupt_samples_are_named_and_all_counted(make, tmp_path,
     path = write_jsonl(tmp_path / "half" / "a.jsonl", rows)
     batches = take(make(path, streaming=streaming), 8)
     assert sum(len(b.skipped) for b in batches) == 15
-    named = re.findall(r"skipped: s\[(\d+)\]: \S*a\.jsonl:(\d+): no format", caplog.text)
+    named = re.findall(r"skipped: s\[(\d+)\]: \S*a\.jsonl:(\d+): no record format", caplog.text)
     assert len(named) == 10 and all(int(line) == int(index) + 1 for index, line in named)
     assert caplog.text.count("source 's' has more corrupt samples") == 1
 

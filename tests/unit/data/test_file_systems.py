@@ -78,7 +78,7 @@ def test_remote_source_gives_same_records_in_order(path, storage, tmp_path):
 def test_remote_record_cannot_leave_source(storage, tmp_path):
     source = open_map_source(SourceConfig(path="fake://set/lines"), str(tmp_path), storage)
     for index in (1, 2):
-        with pytest.raises(CorruptSampleError, match="leaves fake://set/lines"):
+        with pytest.raises(CorruptSampleError, match="is outside of fake://set/lines"):
             contents(source.read(index))
 
 

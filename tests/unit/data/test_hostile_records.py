@@ -81,8 +81,8 @@ NAMES = {
     "NUL": ("pictures/\0.png", "null byte"),
     "half a character": ("pictures/\ud800.png", "surrogates not allowed"),
     "too long": ("pictures/" + "a" * 5000, "name too long"),
-    "above": ("../../etc/passwd", "leaves"),
-    "absolute": ("/etc/passwd", "leaves"),
+    "above": ("../../etc/passwd", "is outside"),
+    "absolute": ("/etc/passwd", "is outside"),
     "a URL": ("http://127.0.0.1:9/a.png", "does not download"),
 }
 
@@ -242,7 +242,7 @@ RECORDS = {
     "a number of 10,000 digits": ('{"text": ' + "9" * 10_000 + "}", "4300 digits"),
     "half a character": (r'{"text": "a\ud800"}', "lone surrogate"),
     "not a string": ('{"text": {"a": 1}}', "is dict, not a string"),
-    "too long": (json.dumps({"text": "a" * 70_000}), "longer than 65536"),
+    "too long": (json.dumps({"text": "a" * 70_000}), "longer than the limit of 65536"),
     "no UTF-8": (b'{"text": "\xff"}', "can't decode"),
     "far too much text": (json.dumps({"text": "a " * 30_000}), "text of 60000 characters"),
 }

@@ -206,8 +206,8 @@ REFUSED = [
     # files inside of messages
     (asked({"type": "image", "image": "http://a/b.png"}), "does not download"),
     (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "does not download"),
-    (asked({"type": "image", "image": "../b.png"}), "leaves"),
-    (asked({"image": "file:///etc/passwd"}), "leaves"),
+    (asked({"type": "image", "image": "../b.png"}), "is outside"),
+    (asked({"image": "file:///etc/passwd"}), "is outside"),
     (asked({"type": "image_url", "image_url": {"url": "data:image/png,x"}}), "not data:TYPE;"),
     (asked({"type": "image", "image": "data:image/png;base64,?"}), "image data is not valid"),
     (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another type"),

@@ -40,7 +40,7 @@ def test_all_queues_are_asked_for_unless_the_environment_says_how_many(monkeypat
 def test_fewer_than_the_busiest_rank_needs_are_refused(given, channels, refused, monkeypatch):
     monkeypatch.setenv(NAME, given)
     if refused:
-        with pytest.raises(ConfigError, match=f"{NAME} = {given} in the environment.*unset it"):
+        with pytest.raises(ConfigError, match=f"{NAME} = {given} in the environment.*unset the"):
             check_hardware_queues(channels)
     else:
         check_hardware_queues(channels)

@@ -39,12 +39,12 @@ def test_a_silent_rank_is_named_by_the_one_before_it_and_known_to_all(tmp_path):
     before, other = watch(tmp_path, 0), watch(tmp_path, 2, silent_s=60.0)
     assert before.look(3, "step", 100.0, False) is None
     time.sleep(0.1)
-    assert "rank 1 (process 71 on here) has been silent" in str(
+    assert "rank 1 (process 71 on here) has not responded" in str(
         before.look(3, "step", 100.0, False)
     )
     error = other.look(3, "step", 100.0, False)
     assert isinstance(error, PeerError) and "rank 2 lost a peer at step 3 in step" in str(error)
-    assert "rank 1 (process 71 on here) has been silent" in str(error)
+    assert "rank 1 (process 71 on here) has not responded" in str(error)
     PeerWatch.forget(tmp_path)
     assert other.look(3, "step", 100.0, False) is None
 
@@ -113,6 +113,6 @@ def test_a_process_whose_main_thread_waits_is_ended(guarded, raises, phase, tmp_
     )
     if guarded and not (raises and phase == "step"):
         assert done.returncode == PeerError("").exit_code, done.stderr
-        assert f"at step 5 in {phase}: rank 1 has been silent" in done.stdout
+        assert f"at step 5 in {phase}: rank 1 has not responded" in done.stdout
     else:
         assert done.returncode == 0, done.stderr

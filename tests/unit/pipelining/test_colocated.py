@@ -82,7 +82,7 @@ def test_the_backbone_has_its_own_order_with_the_actions_the_step_needs(schedule
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="pipelines of 3 ranks on the 4 of the LLM; give a divis"):
+    with pytest.raises(ValueError, match="pipelines of 3 ranks on the 4 ranks of the LLM; use a"):
         colocated_layout(modules(), 4, pipelines={"vision": 3})
     with pytest.raises(ValueError, match="6 layers for 4 ranks x 2 slices; use fewer"):
         colocated_layout(modules(), 4, pipelines={"vision": 4}, slices={"vision": 2})

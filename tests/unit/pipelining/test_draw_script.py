@@ -117,7 +117,7 @@ def test_recorded_steps_stand_above_schedules(draw, tmp_path):
     ("arguments", "words"),
     [
         ([], "--schedule or --records"),
-        (["--schedule", "fast"], "no schedule 'fast'"),
+        (["--schedule", "fast"], "unknown schedule 'fast'"),
         (["--schedule", "1f1b", "--stages", "40"], "40 pipeline ranks"),
         (["--schedule", "1f1b", "--microbatches", "0"], "at least 1"),
         (["--schedule", "1f1b", "--microbatches", "3", "--images", "1,2"], "--microbatches 3"),

@@ -113,7 +113,7 @@ def test_halves_of_a_backward_that_do_not_exist_are_left_out(tmp_path):
             [
                 "row 1, column 4: '0B9' stage 0 has 2 chunks in this step",
                 "row 2, column 2: '1X0' must be stage, F, B, I or W, and chunk, such as 2F0",
-                "row 2, column 5: '2B1' there are 2 stages",
+                "row 2, column 5: '2B1' the layout has 2 stages",
             ],
         ),
         (["0F0,0F1,0B0,0B1,0SEND_F0"], ["row 1, column 5: '0SEND_F0' must be stage, F,"]),
@@ -123,15 +123,15 @@ def test_halves_of_a_backward_that_do_not_exist_are_left_out(tmp_path):
             [
                 "rank 0: 0F0 occurs twice",
                 "rank 0: 1B1 belongs to rank 1",
-                "rank 0: no backward given, 0B1 needed",
-                "rank 1: 1B1, 1I1 given, 1B1 or 1I1 and 1W1 needed",
+                "rank 0: found no backward, expected 0B1",
+                "rank 1: found 1B1, 1I1, expected 1B1 or 1I1 and 1W1",
             ],
         ),
         (
             ["0F1,0B0,0B1", "1F0,1F1,1B0,1I1"],
             [
                 "rank 0: 0F0 is missing",
-                "rank 1: 1I1 given, 1B1 or 1I1 and 1W1 needed",
+                "rank 1: found 1I1, expected 1B1 or 1I1 and 1W1",
             ],
         ),
         (["0F0,0F1,0B0,0B1"], ["1 ranks, the layout has 2"]),

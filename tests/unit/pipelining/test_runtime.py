@@ -285,9 +285,9 @@ def without(plan: PipelinePlan, action: Action) -> PipelinePlan:
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        (Action(KIND.F, 0, 0), r"action 1F0 needs Message\(source=0, destination=1"),
-        (Action(KIND.F, 1, 0), r"action 1B0 needs Task\(stage=1"),
-        (Action(KIND.B, 1, 0), r"action 0B0 needs Message\(source=0, destination=1"),
+        (Action(KIND.F, 0, 0), r"action 1F0 requires Message\(source=0, destination=1"),
+        (Action(KIND.F, 1, 0), r"action 1B0 requires Task\(stage=1"),
+        (Action(KIND.B, 1, 0), r"action 0B0 requires Message\(source=0, destination=1"),
         (Action(KIND.B, 0, 0), r"rank 0 is incomplete: Task\(stage=0.* has no backward"),
     ],
 )

@@ -81,7 +81,7 @@ def test_more_parts_never_have_a_larger_maximum():
     ("costs", "parts", "match"),
     [
         ([1.0], 2, "1 layers cannot be split into 2 parts"),
-        ([1.0], 0, "cannot form 0 parts"),
+        ([1.0], 0, "cannot be split into 0 parts"),
         ([1.0, -2.0], 1, "negative cost -2.0"),
     ],
 )
@@ -178,7 +178,7 @@ def test_tied_embeddings_name_each_other():
 
 
 def test_ends_of_a_tied_module_cannot_be_different_stages_of_a_rank():
-    with pytest.raises(ValueError, match=r"stages 0 and 1, which hold them, .* on rank 0"):
+    with pytest.raises(ValueError, match=r"stages 0 and 1, which contain them, .* on rank 0"):
         separated_layout([TIED], 1, {"llm": 2})
     with pytest.raises(ValueError, match="stages 0 and 3"):
         build_layout([TIED], {"llm": [Cut(2, (rank,)) for rank in (0, 1, 1, 0)]})
@@ -197,7 +197,7 @@ def test_cuts_given_by_the_user():
 @pytest.mark.parametrize(
     ("cuts", "match"),
     [
-        ({"llm": [(9, 0), (6, 1)]}, r"llm: stages of \[9, 6\] layers; .* add up to 16"),
+        ({"llm": [(9, 0), (6, 1)]}, r"llm: stages of \[9, 6\] layers; .* must be 16"),
         (
             {"llm": [(16, 0), (0, 1)]},
             r"stages of \[16, 0\] layers; each stage requires at least one",

@@ -218,10 +218,10 @@ def test_a_deadlock_names_who_waits_for_whom():
     waits = [plan.actions[p.rank][p.position] for p in (first, second)]
     assert [str(a) for a in waits] == ["2WAIT_F0>1@1", "1WAIT_F0>0@0"]
     assert (first.kind, first.rank, second.kind, second.rank) == ("deadlock", 0, "deadlock", 1)
-    assert "rank 1, which does not reach action" in first.text
+    assert "because rank 1 does not reach action" in first.text
     assert "(1SEND_F0>2@0) but is blocked in action" in first.text
     assert "(1WAIT_F0>0@0)" in first.text
-    assert "rank 0, which does not reach action" in second.text
+    assert "because rank 0 does not reach action" in second.text
 
 
 def test_a_rank_that_waits_for_one_at_its_end_is_named():

@@ -42,7 +42,7 @@ def test_shards_of_another_step_are_refused(manager, tmp_path):
     saved(first, 1, 2)
     one, two = (tmp_path / f"checkpoints/step-{n}/rank-00000.safetensors" for n in (1, 2))
     two.write_bytes(one.read_bytes())
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors was altered"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors was modified"):
         first.load(two.parent, *build())
 
 
@@ -269,7 +269,8 @@ def test_a_full_disk_is_named_and_harms_nothing(manager, tmp_path, monkeypatch, 
             assert first.failed
             first.wait()
     assert re.search(
-        rf"needs \d+ bytes, \d+ bytes free: '.*/step-2\.tmp-\w+/{file}", str(caught.value)
+        rf"\d+ bytes are required, \d+ bytes are free: '.*/step-2\.tmp-\w+/{file}",
+        str(caught.value),
     )
     assert steps(tmp_path) == ["step-1"]
     first.save(3, model, optimizer, {})
@@ -288,7 +289,9 @@ def test_a_really_full_disk(manager, tmp_path):
     try:
         saved(first, 1)
         filler = disk / "filler"
-        with pytest.raises(CheckpointError, match="No space left on device: needs"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device: .* bytes are required"
+        ):
             filler.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - 9000))
             first.save(2, *build(), {})
         assert first.latest_valid().name == "step-1"

@@ -123,7 +123,7 @@ def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
 def test_averages_are_only_exported_where_there_are_any(saved, tmp_path):
     """What they are is seen in tests/distributed/test_train_pipeline.py."""
     _, checkpoint = saved(CASES["tied"])
-    with pytest.raises(CheckpointError, match=r"step-3 has no averages .* training.ema_decay"):
+    with pytest.raises(CheckpointError, match=r"step-3 has no averaged .* training.ema_decay"):
         export_checkpoint(checkpoint, tmp_path / "hf", averaged=True)
     assert not (tmp_path / "hf").exists()
 
@@ -269,13 +269,13 @@ def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
     file = checkpoint / "rank-00000.safetensors"
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"step-3 is damaged: .*rank-00000"):
+    with pytest.raises(CheckpointError, match=r"step-3 is corrupt: .*rank-00000"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     file.write_bytes(good)
     with make_manager(tmp_path / "old", async_save=False) as manager:
         model = torch.nn.Linear(2, 2)
         manager.save(1, model, torch.optim.AdamW(model.parameters(), fused=True), {})
-    with pytest.raises(CheckpointError, match="step-1 holds no recipe"):
+    with pytest.raises(CheckpointError, match="step-1 contains no recipe"):
         export_checkpoint(tmp_path / "old/checkpoints/step-1", tmp_path / "hf")
     assert manifest.exists() and not (tmp_path / "hf").exists()
 

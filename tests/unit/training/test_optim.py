@@ -117,7 +117,7 @@ def test_wsd_is_flat_then_linear_to_the_floor():
 def test_schedule_change_names_both_learning_rates(schedule, step, steps, rates):
     config = OptimizerConfig(lr=0.1, lr_schedule=schedule, min_lr_ratio=0.1)
     change = describe_schedule_change(step, 10, steps, config)
-    assert (change is None) if rates is None else f"jumps {rates}." in change
+    assert (change is None) if rates is None else f"changes {rates}." in change
 
 
 def test_global_norm_covers_all_parameters():

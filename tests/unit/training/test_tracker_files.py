@@ -26,7 +26,7 @@ def test_the_offline_file_of_wandb_has_it_all(tmp_path: Path, offline: None, cap
     assert "validation/samples" not in first and "loss" not in first
     table = file.parent / "files" / second["validation/samples"]["path"]
     told = json.loads(table.read_text())
-    assert told["columns"] == ["step", "sample", "picture", "prompt", "reference", "written"]
+    assert told["columns"] == ["step", "sample", "image", "prompt", "reference", "generated"]
     (row,) = told["data"]
     assert row[:2] == [2, "boats[3]"] and row[3:] == ["Say.", "A | boat.", "written 2"]
     timeline = file.parent / "files" / second["pipeline/timeline"]["path"]

@@ -100,7 +100,7 @@ class AudioPreprocessor:
         if most and samples > self._samples(most) + TOLERANCE_S * self._rate:
             limit_s = self._samples(most) / self._rate
             raise BeyondLimitError(
-                (f"audio longer than the limit of {limit_s:g} s of encoder {self.spec.encoder!r}"),
+                f"audio longer than the limit of {limit_s:g} s of encoder {self.spec.encoder!r}",
                 f"audio of {samples / self._rate:.1f} s is longer than the limit of "
                 f"{limit_s:g} s of encoder {self.spec.encoder!r}; split the file and its "
                 "transcript",

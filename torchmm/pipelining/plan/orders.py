@@ -121,4 +121,4 @@ def _task_problems(graph: StageGraph, task: Task, types: list[ActionType]) -> It
         " and ".join(str(Action(t, *task)) for t in COMPUTE if t in kinds)
         for kinds in (legal if legal[0] != legal[1] else legal[:1])
     )
-    yield f"{has} is set, but {wanted} is required"
+    yield f"found {has}, expected {wanted}"

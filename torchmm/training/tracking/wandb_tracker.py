@@ -23,7 +23,7 @@ from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, 
 ARTIFACTS_TIMEOUT_S = 3600.0
 """Time limit of closing if checkpoints or exports are uploaded, which may be large."""
 PROBE_TIMEOUT_S = 5.0
-COLUMNS: list[str | int] = ["step", "sample", "picture", "prompt", "should be", "written"]
+COLUMNS: list[str | int] = ["step", "sample", "image", "prompt", "reference", "generated"]
 
 
 def start_wandb(run: TrackedRun) -> BackgroundSink:

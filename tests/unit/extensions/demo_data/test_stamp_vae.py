@@ -29,7 +29,7 @@ def test_it_is_trained_and_a_generator_takes_it(tmp_path, monkeypatch):
     stamp_vae.prepare(tmp_path, tmp_path, stamp_vae.OPTIONS)
     assert torch.equal(torch.get_rng_state(), before)
     entry = json.loads((tmp_path / "MANIFEST.json").read_text())["stamp_vae"]
-    assert set(entry["counts"]) == {"parameters", "dB on held-out pictures"}
+    assert set(entry["counts"]) == {"parameters", "dB on held-out images"}
     vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "stamp_vae")
     pictures = stamp_vae._pictures(tmp_path / "tuxpaint_stamps" / "train")
     assert pictures.shape == (4, 3, 48, 48), "each file once"
