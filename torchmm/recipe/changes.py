@@ -85,7 +85,7 @@ RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """ "key old -> new" for every key, dotted, whose value differs."""
+    """Return "KEY OLD -> NEW" for each dotted key with different values."""
     before = dict(_flat(old))
     after = dict(_flat(new))
     return [
@@ -96,7 +96,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def short(value: Any) -> str:
-    """A value in a line of text."""
+    """Return a value as one line of text."""
     text = value if value is _ABSENT else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
