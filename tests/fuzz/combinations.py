@@ -280,7 +280,8 @@ Further conditions:
   and CP.
 - `megatron`, `megatron_balanced`, `searched` and CSV schedules require
   `parallel.placement = "interleaved"`.
-- The streams of `streaming = true` do not support remote data workers.
+- `data.sources[].streaming` does not support remote data workers.
+- `parallel.tp_comm_fraction` requires colocated encoders and TP, without async TP.
 
 <a id="generators-that-are-refused"></a>
 
