@@ -133,7 +133,7 @@ STEPS = (
 )
 TOLD = (
     "step 4: the samples differ",
-    "step 5: no plan in time",
+    "step 5: the plan is late",
     "step 6: the time limit of planning is reached; the best of 33 schedules",
     "exited with code -9; a new process starts with step 9; until then the original order is used",
 )

@@ -89,7 +89,7 @@ def test_wrong_producer_does_not_change_losses(tmp_path, real_data):
         assert "input_ids_T" in output and wrong.requests == 1
         only = steps | {"data__producers__addresses": f'["{address}"]'}
         code, output = _run(arguments(tmp_path / "only", real_data, **only))
-        assert code == 3 and f"{address}: malformed answer" in output, output
+        assert code == 3 and f"{address}: malformed response" in output, output
         wrong.shutdown()
     plain, both = (
         [record["loss"] for record in records(tmp_path / name)] for name in ("plain", "both")

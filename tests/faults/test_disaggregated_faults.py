@@ -23,7 +23,7 @@ from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE
 from torchmm.training.ending import read_status
 
 pytestmark = pytest.mark.slow
-STEPS, RANKS, SECRET = 8, 3, "the same on both sides"
+STEPS, RANKS, SECRET = 8, 3, "the same secret on both hosts"
 CHANGES = {
     "parallel__placement": "disaggregated",
     "parallel__vision__shard": 2,

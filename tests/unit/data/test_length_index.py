@@ -165,7 +165,7 @@ def test_damaged_files_are_found(reader, directory):
     (directory / "000002.sizes").write_bytes(data)
     index = Building("r", Records(), reader, directory).load()
     index.sizes(1)
-    with pytest.raises(DataError, match=r"000002\.sizes is damaged"):
+    with pytest.raises(DataError, match=r"000002\.sizes is corrupt"):
         index.sizes(2)
     (directory / "000002.sizes").unlink()
     assert Building("r", Records(), reader, directory).load().content == content

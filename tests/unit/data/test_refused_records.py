@@ -131,7 +131,7 @@ REFUSED = [
         "content part an object with type, text is not supported; use one of text, image, video,",
     ),
     # preferences
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to a set of pref"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to preference"),
     (
         messages(message("user", "a"), message("assistant", "b"), rejected_response="c"),
         "column rejected_response belongs to preference data",
@@ -140,7 +140,7 @@ REFUSED = [
     ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to preference"),
     ({**SKY, "label": "True"}, "column label belongs to preference data"),
     (chat(said("human", "a"), A, label=True), "column label belongs to preference data"),
-    ({"query": "a", "response": "b", "label": False}, "column label belongs to a set of pref"),
+    ({"query": "a", "response": "b", "label": False}, "column label belongs to preference"),
     (
         messages(*TURNS, rejected_messages=TURNS),
         "column rejected_messages belongs to preference data",
@@ -164,9 +164,9 @@ REFUSED = [
         messages(message("user", "where?"), message("assistant", "at <bbox>"), objects=DOG),
         "text contains <bbox>, but column objects is not supported",
     ),
-    ({"query": "where?", "response": "<bbox>", "objects": DOG}, "but column objects is not read"),
-    ({"text": "a dog at <bbox>", "objects": DOG}, "but column objects is not read"),
-    ({"texts": ["a dog at <bbox>"], "objects": DOG}, "but column objects is not read"),
+    ({"query": "where?", "response": "<bbox>", "objects": DOG}, "but column objects is not supp"),
+    ({"text": "a dog at <bbox>", "objects": DOG}, "but column objects is not supp"),
+    ({"texts": ["a dog at <bbox>"], "objects": DOG}, "but column objects is not supp"),
     ({"text": "a dog at <bbox>", "bbox": [1, 2, 3, 4]}, "text contains <bbox>, but column bbox is"),
     (messages(*TURNS, image_1=FIRST), "column image_1 contains a file that is not used"),
     ({"text": "two", "video2": FIRST}, "column video2 contains a file that is not used"),
@@ -220,9 +220,9 @@ REFUSED = [
     (asked({"type": "image", "image": 3}), "image is int, not bytes or a path"),
     (asked({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
     (asked({"type": "audio", "audio": {"path": None, "data": 3}}), "audio data is int, not base64"),
-    (asked({"type": "document", "title": "x"}), "none of text, image, video, audio"),
-    (asked({"image": FIRST, "video": "a.mp4"}), "none of text, image, video, audio"),
-    (asked({"type": "text", "text": None}), "none of text, image, video, audio"),
+    (asked({"type": "document", "title": "x"}), "use one of text, image, video, audio"),
+    (asked({"image": FIRST, "video": "a.mp4"}), "use one of text, image, video, audio"),
+    (asked({"type": "text", "text": None}), "use one of text, image, video, audio"),
 ]  # fmt: skip
 
 

@@ -122,5 +122,5 @@ def test_features_in_the_places_of_row_ends_change_the_loss(model, microbatches)
 
 
 def test_a_tokenizer_without_row_ends_is_refused(model) -> None:
-    with pytest.raises(ConfigError, match=r"lacks '\[IMG_BREAK\]'"):
+    with pytest.raises(ConfigError, match=r"has no token '\[IMG_BREAK\]'"):
         model.text_spec(make_tokenizer("llava_next"))

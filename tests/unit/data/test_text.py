@@ -218,7 +218,7 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
         ([turn("robot", "x")], 0, "an unknown role"),
         (["x"], 0, "an unknown role"),
         ([turn("user", 3)], 0, "not a string or a list"),
-        ([turn("user", [{"type": "model"}])], 0, "none of text, image, video, audio"),
+        ([turn("user", [{"type": "model"}])], 0, "use one of text, image, video, audio"),
         ([turn("user", [{"type": "image"}])], 0, "1 image parts in messages, 0 of"),
         ([turn("user", "x")], 1, "0 <image> placeholders but 1 image files"),
     ],
@@ -287,7 +287,7 @@ def test_chats_through_parquet_have_no_key_too_many(tokenizer, tmp_path):
     plain, calling = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"))
     assert "tool_calls" in plain["messages"][0]
     assert chat(tokenizer, plain["messages"]) == chat(tokenizer, CONVERSATION)
-    with pytest.raises(CorruptSampleError, match="leaves out tool_calls of message 2"):
+    with pytest.raises(CorruptSampleError, match="omits tool_calls of message 2"):
         chat(tokenizer, calling["messages"])
 
 

@@ -77,7 +77,7 @@ def test_all_torn_shards_are_named_at_once(shard):
     for name in ("a.tar", "b.tar"):
         file = path.with_name(name)
         file.write_bytes(file.read_bytes()[: members[6][1] + 40])
-    with pytest.raises(DataError, match=r"(?s)a\.tar is cut off.*b\.tar is cut off"):
+    with pytest.raises(DataError, match=r"(?s)a\.tar is truncated.*b\.tar is truncated"):
         read_all(path.parent, False)
 
 

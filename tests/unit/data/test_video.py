@@ -301,7 +301,7 @@ def test_torn_clips_are_skipped_and_those_that_change_keep_their_place(load, tmp
     (tmp_path / "2.mp4").write_bytes(b"torn later")
     skipped = [message for batch in islice(loader, 2) for message in batch.skipped]
     for number in (1, 2):
-        assert any(f"torn[{number}]: " in m and ": not a clip" in m for m in skipped)
+        assert any(f"torn[{number}]: " in m and ": not a video file" in m for m in skipped)
 
 
 def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:

@@ -187,7 +187,7 @@ def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> Non
 
 def test_folded_patches_and_several_encoders_have_none() -> None:
     folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
-    assert "folds 2 x 2 outputs" in str(pair_class(folded))
+    assert "combines 2 x 2 outputs" in str(pair_class(folded))
     clip = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
     assert "InternVL of Hugging Face supports only its own encoder" in str(pair_class(clip))
     sounds = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))

@@ -142,7 +142,7 @@ def test_dynamic_rope_of_short_samples_equals_hugging_face() -> None:
 
 def test_dynamic_rope_in_forward_rejects_long_samples() -> None:
     model = build(dynamic())
-    with pytest.raises(ValueError, match="found 33 tokens"):
+    with pytest.raises(ValueError, match="this sample has 33 tokens"):
         model(microbatch([5, 33]))
 
 

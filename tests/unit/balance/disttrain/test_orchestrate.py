@@ -284,7 +284,7 @@ def test_sizes_that_cannot_be_are_refused(sizes, words):
     [
         ({"units": ()}, "one LLM"),
         ({"devices": 1}, "1 devices for 2 units"),
-        ({"microbatch_size": 3}, "8 samples .* microbatches of 3"),
+        ({"microbatch_size": 3}, "8 samples .* microbatch size 3"),
         ({"memory_bytes": 0}, "memory_bytes = 0"),
     ],
 )

@@ -107,7 +107,7 @@ def test_equal_and_zero_sizes_are_dealt_out():
 @pytest.mark.parametrize(
     ("sizes", "groups", "words"),
     [
-        ([1.0, 2.0, 3.0], 2, r"\(3,\) for 2 groups.*divides"),
+        ([1.0, 2.0, 3.0], 2, r"\(3,\) for 2 groups.*a multiple"),
         ([], 2, "one size per item"),
         ([1.0], 0, "0 groups"),
         ([1.0, -2.0], 2, "item 1 is -2"),

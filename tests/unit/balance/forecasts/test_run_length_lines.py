@@ -12,7 +12,7 @@ def test_dry_run_warns_of_repeated_data_and_lost_results(data, tmp_path):
     recipe = read(data, tmp_path, training={"steps": 100_000}, data=held_out)
     recipe.checkpoint.__dict__["interval"] = 0
     text = " ".join(describe_run(recipe, 1).split())
-    assert "100,000 steps; one pass over the training data is about" in text
+    assert "100,000 steps; one epoch of the training data is about" in text
     assert "the run reads its training data" in text
     assert "e+" not in text  # 100,000 passes, not 1e+05
     assert "validation.interval = 0: [[data.validation]] is not evaluated" in text

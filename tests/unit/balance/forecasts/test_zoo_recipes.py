@@ -66,7 +66,7 @@ def test_a_node_is_enough_for_adapters_of_72_b_parameters() -> None:
     recipe = load_recipe(ZOO / "qwen2_5_vl_72b_lora.toml", []).recipe
     assert "peak memory" in describe_run(recipe, 8)
     all_of_it = recipe.model_copy(update={"adapters": {}})
-    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB"):
+    with pytest.raises(ConfigError, match=r"requires [\d.]+ GiB"):
         describe_run(all_of_it, 8)
 
 

@@ -320,14 +320,14 @@ def test_bad_works_are_refused():
     work = EncoderWork("vision", tasks, devices, one, one)
     with pytest.raises(ValueError, match=r"devices \[0, 1\]; assign them to all 4"):
         fill_bubbles(timeline, [replace(work, devices_MS=devices[:2])])
-    with pytest.raises(ValueError, match=r"count \[1, 2\] devices per rank"):
+    with pytest.raises(ValueError, match=r"have \[1, 2\] devices per rank"):
         eight = np.arange(8, dtype=np.int32).reshape(8, 1)
         fill_bubbles(
             timeline, [work, replace(work, name="audio", devices_MS=eight, tensor_groups=2)]
         )
     with pytest.raises(ValueError, match=r"task \(4, 0\) of a step of 4"):
         fill_bubbles(timeline, [replace(work, tasks=tuple((m, 0) for m in range(1, 5)))])
-    with pytest.raises(ValueError, match="give \\(tasks, stages, kernels\\)"):
+    with pytest.raises(ValueError, match="use \\(tasks, stages, kernels\\)"):
         replace(work, forward_ms_NSK=one[:3])
     with pytest.raises(ValueError, match="kernels of -1"):
         replace(work, backward_ms_NSK=-one)

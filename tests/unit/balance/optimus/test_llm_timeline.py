@@ -137,7 +137,7 @@ def test_what_cannot_be_timed_is_refused():
     with pytest.raises(SimulationError, match="0F0 on rank 0 has no duration"):
         costs = PlanCosts({a: ms for a, ms in compute.items() if str(a) != "0F0"})
         llm_timeline(graph, order, costs, pieces)
-    with pytest.raises(ValueError, match=r"ranks \[1\] run nothing"):
+    with pytest.raises(ValueError, match=r"ranks \[1\] run no LLM action"):
         llm_timeline(graph, (order[0], ()), PlanCosts(compute), pieces)
     with pytest.raises(SimulationError, match="requires an action that is not in the order"):
         llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute), pieces)

@@ -281,5 +281,5 @@ def test_impossible_costs_are_refused_all_at_once():
         Dispatcher(graph, bad)
     assert len(caught.value.problems) == 5
     for part in ("2F1 has a duration of nan", "3B1 has no duration", "gradient of Message",
-                 "keeps -7 bytes", "static_bytes of 1 ranks for a plan of 2"):  # fmt: skip
+                 "saves -7 bytes", "static_bytes of 1 ranks for a plan of 2"):  # fmt: skip
         assert part in str(caught.value)

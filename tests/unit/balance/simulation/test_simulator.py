@@ -262,7 +262,7 @@ def test_all_problems_of_costs_are_named_at_once():
         "(1REDUCE_GRAD on rank 1) has a duration of inf ms",
         "(transfer of 0SEND_F0>1@1 from rank 0) has a duration of -0.5 ms",
         "saves 4 bytes, -5 between",
-        "keeps -4 bytes",
+        "saves -4 bytes",
         "static_bytes of 3 ranks for a plan of 2",
         "rank 2 has -3 static bytes",
         "memory limit 0 bytes",

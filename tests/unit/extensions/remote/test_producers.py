@@ -391,7 +391,7 @@ def test_answers_that_are_none_are_named_and_asked_for_elsewhere(site):
     for name, parts in lies(sent).items():
         with Liar(*parts) as liar:
             address = f"127.0.0.1:{liar.port}"
-            with pytest.raises(DataError, match=f"{address}: malformed answer"):
+            with pytest.raises(DataError, match=f"{address}: malformed response"):
                 take(site.loader(address, retry_timeout_s=0.1), 1)
             for addresses in ([address, true], [true, address]):
                 assert take(site.loader(*addresses), 1) == expected, name
