@@ -28,7 +28,7 @@ torchmm checks a recipe before it creates a process group. It reports all unknow
 and unsupported values at once, with file, key and how to fix them. The exit code is then 2.
 
 ```bash
-python train.py --config recipes/quickstart.toml --print-config    # the resolved recipe
+python train.py --config recipes/zoo/qwen3_vl_8b_one_gpu.toml --print-config    # the resolved recipe
 ```
 
 A run saves its resolved recipe as `recipe.toml` in the run directory. You can use it as a recipe.
