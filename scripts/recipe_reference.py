@@ -19,7 +19,7 @@ TARGET = Path(__file__).parent.parent / "docs" / "reference" / "recipes.md"
 INTRODUCTION = """\
 # Recipe keys
 
-<!-- Written by scripts/recipe_reference.py from torchmm/recipe/; do not edit by hand. -->
+<!-- Written by scripts/recipe_reference.py from torchmm/recipe/. Do not edit. -->
 
 A recipe is a TOML file that describes a run. This page lists all keys with their defaults.
 All keys are optional, except those with the default "required". Omitted keys use the default.
@@ -28,7 +28,7 @@ torchmm checks a recipe before it creates a process group. It reports all unknow
 and unsupported values at once, with file, key and how to fix them. The exit code is then 2.
 
 ```bash
-python train.py --config recipes/zoo/qwen3_vl_8b_one_gpu.toml --print-config    # the resolved recipe
+python train.py --config recipes/zoo/qwen3_vl_8b_one_gpu.toml --print-config
 ```
 
 A run saves its resolved recipe as `recipe.toml` in the run directory. You can use it as a recipe.
