@@ -19,7 +19,7 @@ TARGET = Path(__file__).parent.parent / "docs" / "reference" / "recipes.md"
 INTRODUCTION = """\
 # Recipe keys
 
-<!-- Written by scripts/recipe_reference.py from torchmm/recipe/; do not edit by hand. -->
+<!-- Written by scripts/recipe_reference.py from torchmm/recipe/. Do not edit. -->
 
 A recipe is a TOML file that describes a run. This page lists all keys with their defaults.
 All keys are optional, except those with the default "required". Omitted keys use the default.

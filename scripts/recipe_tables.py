@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "reference"
-NOTICE = "<!-- Written by scripts/recipe_tables.py; do not edit by hand. -->"
+NOTICE = "<!-- Written by scripts/recipe_tables.py. Do not edit. -->"
 MISSING = "-"
 
 
