@@ -52,7 +52,7 @@ def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
     model(microbatch([5, 9])).backward()
     assert all(p.grad is not None for p in model.parameters())
     (said,) = [
-        record.message for record in caplog.records if "'olmo' is not listed" in record.message
+        record.message for record in caplog.records if "'olmo' is not registered" in record.message
     ]
     assert "Tensor parallelism was not compared" in said
     (problem,) = tensor_problems(model.llm, 2)
