@@ -153,8 +153,8 @@ def test_what_differs_is_told(changes, told):
     ("problem", "general"),
     [
         (
-            "/tmp/x/recipe.toml: parallel.vision.pipeline = 3: interleaved modules share; "
-            "remove the key",
+            "/tmp/x/recipe.toml: parallel.vision.pipeline = 3: interleaved modules share; remove "
+            "the key",
             ("parallel.NAME.pipeline", "interleaved modules share", "remove the key"),
         ),
         (

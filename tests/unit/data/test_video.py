@@ -97,7 +97,7 @@ def test_what_is_no_clip_is_corrupt(tmp_path: Path) -> None:
         (b"", "not a video file"),
         (png(8, 8)[:20], "not a video file"),
         (PLAYLIST % str(other).encode(), "not a video file"),  # names another file
-        (whole[: len(whole) // 3], "clip"),
+        (whole[: len(whole) // 3], "video"),
     ]:
         with pytest.raises(CorruptSampleError, match=message):
             Clip(data, PIXELS)

@@ -359,7 +359,7 @@ def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"a": {"modules": ["llm"], "targets": ["_proj"]}}, "'_proj': no linear"),
+        ({"a": {"modules": ["llm"], "targets": ["_proj"]}}, "'_proj': the modules have no linear"),
         ({"a": {"modules": ["llm"], "targets": ["layers.7.*"]}}, "no linear layer of this name"),
         ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
         (

@@ -51,7 +51,7 @@ def test_generator_recipe_without_extension_is_rejected(tmp_path: Path) -> None:
 def test_unlisted_llm_without_extension_is_config_error() -> None:
     section = {"llm": {"config": {**LLMS["llama"], "model_type": "olmo"}}}
     (problem,) = problems_of_model(section)
-    assert "'olmo' is not listed" in problem and AUTO_MODELS in problem
+    assert "'olmo' is not registered" in problem and AUTO_MODELS in problem
 
 
 def test_unlisted_encoder_without_extension_is_config_error() -> None:

@@ -171,7 +171,11 @@ def test_heads_are_never_tied() -> None:
             "positions = 30: the feature extractor of qwen2_audio_",
         ),
         ("audioflamingo3", {"dropout": 0.1}, r"dropout = 0\.1 is not supported"),
-        ("qwen2_audio", {"model_type": "audioflamingo3_encoder"}, "tower 'audioflamingo3_encoder'"),
+        (
+            "qwen2_audio",
+            {"model_type": "audioflamingo3_encoder"},
+            "audio encoder 'audioflamingo3_encoder'",
+        ),
     ],
 )
 def test_impossible_towers_are_refused(name: str, changes: dict, message: str) -> None:

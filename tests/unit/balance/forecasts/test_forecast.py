@@ -195,7 +195,7 @@ def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
     assert none.makespan_ms < tuned.makespan_ms < full.makespan_ms
     assert forecast("auto").step.makespan_ms == none.makespan_ms
     refused = forecast("auto", "1 MiB")
-    assert refused.step is None and "needs" in refused.problem and "rank 0" in refused.problem
+    assert refused.step is None and "requires" in refused.problem and "rank 0" in refused.problem
 
 
 def test_forecast_without_plan_keeps_its_problem():
@@ -326,6 +326,6 @@ def test_dry_run_plans_with_the_data_of_a_recipe(real_data, tmp_path):
 def test_inline_model_with_data_needs_a_tokenizer(tmp_path, real_data):
     source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
     (tmp_path / "recipe.toml").write_text(RECIPE + source)
-    with pytest.raises(ConfigError, match=r"model\.tokenizer: is needed"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: is required"):
         load_recipe(tmp_path / "recipe.toml", [], 8)
     load_recipe(tmp_path / "recipe.toml", ["--data.sources", "[]"], 8)

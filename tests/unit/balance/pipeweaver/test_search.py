@@ -259,5 +259,7 @@ def test_a_chain_of_stages_is_never_slower_than_1f1b():
 def test_a_step_that_does_not_fit_at_all_says_what_is_missing():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=1)
-    with pytest.raises(ValueError, match=r"not even one microbatch at a time: rank 0: .* needs 1"):
+    with pytest.raises(
+        ValueError, match=r"even with one microbatch in flight: rank 0: .* requires 1"
+    ):
         StepSearch(graph, tight).search(Budget(evaluations=5), Settings())

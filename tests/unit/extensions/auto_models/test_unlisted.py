@@ -52,11 +52,11 @@ def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
     model(microbatch([5, 9])).backward()
     assert all(p.grad is not None for p in model.parameters())
     (said,) = [
-        record.message for record in caplog.records if "'olmo' is not listed" in record.message
+        record.message for record in caplog.records if "'olmo' is not registered" in record.message
     ]
     assert "Tensor parallelism was not compared" in said
     (problem,) = tensor_problems(model.llm, 2)
-    assert "type of 'llm' is not listed" in problem
+    assert "'llm' is not a registered model type" in problem
     caplog.clear()
     build_model(config, FreezeConfig())
     assert not caplog.records  # once per process
@@ -111,7 +111,7 @@ def test_a_recipe_with_such_a_type_hears_what_it_has_and_what_is_near() -> None:
     with pytest.raises(ConfigError) as caught:
         build_model(config, FreezeConfig())
     (problem,) = caught.value.problems
-    assert "'jamba' is not listed" in problem
+    assert "'jamba' is not registered" in problem
     assert "state-space (Mamba) layers" in problem
     assert "most similar registered type is" in problem
 

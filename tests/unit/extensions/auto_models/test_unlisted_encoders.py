@@ -74,10 +74,10 @@ def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
     batch = microbatch([40], {"eye": images}, images.positions_K)
     model.llm(batch, model.encode(batch)).backward()
     assert all(p.grad is not None for p in model.parameters())
-    (said,) = [r.message for r in caplog.records if "'vit' is not listed" in r.message]
+    (said,) = [r.message for r in caplog.records if "'vit' is not registered" in r.message]
     assert "Tensor parallelism was not compared" in said
     (problem,) = tensor_problems(model.encoders["eye"], 2)  # type: ignore[arg-type]
-    assert "type of 'eye' is not listed" in problem
+    assert "'eye' is not a registered model type" in problem
     caplog.clear()
     build_model(pair("vit"), FreezeConfig())
     assert not caplog.records  # once per process

@@ -57,7 +57,7 @@ def test_sizes_that_are_no_multiples_of_16_stay() -> None:
 @pytest.mark.parametrize(
     ("device", "config", "expected"),
     [
-        (CPU, {}, "needs a GPU; float8.emulate = true computes the same numbers"),
+        (CPU, {}, "requires a GPU; set float8.emulate = true"),
         (CPU, {"emulate": True}, None),
         (CPU, {"emulate": True, "first_layers": 2}, "'llm' has no linear layer for float8"),
         (CPU, {"recipe": "none"}, None),

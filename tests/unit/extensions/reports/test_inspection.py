@@ -79,7 +79,7 @@ def test_the_page_shows_samples_and_what_is_refused(inspect, tmp_path, capsys):
     code, page = inspect([*good, *bad])
     assert code == 0
     printed = capsys.readouterr().out
-    assert "8 (of 8 records), 3 refused" in printed and "caption x4, messages x1" in printed
+    assert "8 (of 8 records), 3 rejected" in printed and "caption x4, messages x1" in printed
     assert "20.0% of samples" in printed  # the last text is longer than a sequence
     assert "words" in printed and "b.png" in printed and "rows.jsonl:8" in printed
     line = next(line for line in printed.splitlines() if "rows.jsonl:8" in line)
@@ -126,7 +126,7 @@ def test_inspection_counts_filtered_and_dropped_content(inspect, tmp_path, capsy
     prompt = [{"role": "user", "content": long}, {"role": "assistant", "content": "red"}]
     _, page = inspect([*rows(tmp_path, 2), {"text": long}, {"messages": prompt}])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "4 (of 4 records), 0 refused" in printed
+    assert "4 (of 4 records), 0 rejected" in printed
     limit = "no text in the loss within training.sequence_length"
     assert f"filtered 1 (25.0%): {limit}" in printed and limit in page
     assert "filtered: " in printed and "rows.jsonl:4" in printed
