@@ -36,7 +36,13 @@ def test_removed_keys_have_former_defaults() -> None:
     assert FORMER_DEFAULTS.keys() < REMOVED_KEYS.keys()
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=needs_extension("balance") if "simulation" in key else ())
+        for key in KEYS
+    ],
+)
 def test_removed_key_raises_error_with_replacement(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(RECIPE, [f"--{key}=7"])
