@@ -91,8 +91,10 @@ class ParallelConfig(Section):
     not compiled. 0 disables it."""
     replan_threshold: float = Field(default=0.0, ge=0)
     """Relative difference between measured and planned times above which later steps are planned
-    with measured times, for example 0.1. Until then, plans use FLOPs, and "optimus" uses the device
-    profile. 0 disables measurements, and resumed runs are then bitwise identical."""
+    with measured times, for example 0.1. It applies to static schedules, which are planned with
+    FLOPs until then, and to "optimus", which is planned with the device profile. With 0, static
+    schedules only use FLOPs, and their resumed runs are bitwise identical. "optimus" then uses
+    [parallel.search], as "searched" always does."""
     virtual_stages: int = Field(default=1, ge=1)
     """Number of stages per rank. With separated modules, number of LLM stages per rank."""
     replicate: int = Field(default=1, ge=-1)
