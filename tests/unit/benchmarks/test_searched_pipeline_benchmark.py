@@ -76,7 +76,7 @@ def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
     assert (ratio.goal, ratio.met) == (goal, met)
     assert (seconds.ours, seconds.baseline) == (2.2, 2.0)
     assert share.ours == pytest.approx(0.5)
-    assert ("no core spare" in ratio.case) == (goal is None)
+    assert ("no spare core" in ratio.case) == (goal is None)
     assert ratio.case.endswith("at most 2,000 schedules")
     unbounded, *_ = beside.rows(cores, None, found)
     assert unbounded.case.endswith("unlimited schedules")
