@@ -537,7 +537,7 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
             if parts
             else ""
         )
-        + f"; supported: {', '.join(supported)}"
+        + f"; registered model types: {', '.join(supported)}"
     )
 
 

@@ -274,7 +274,7 @@ def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
     (record,) = [r for r in caplog.records if "wrong response" in r.message]
     assert wrong in record.message and "input_ids_T" in record.message
     assert site.opened[0].asked == 1  # by one data worker, in the whole run
-    with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed answer.*input_ids_T"):
+    with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed response.*input_ids_T"):
         take(site.loader(wrong, retry_timeout_s=60), 1)  # at once
 
 
