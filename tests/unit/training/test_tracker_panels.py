@@ -23,7 +23,7 @@ def test_unknown_metric_raises():
 
 def test_metrics_are_grouped_by_panel():
     record = {"step": 3, "loss": 2.0, "predicted_step_ms": 50.0, "planner": "natural", "mfu": None}
-    assert group_by_panel(record) == {"train/loss": 2.0, "planner/predicted_ms": 50.0}
+    assert group_by_panel(record) == {"train/loss": 2.0, "planner/predicted_step_ms": 50.0}
 
 
 def test_scores_are_in_validation_panel_by_source():
