@@ -215,7 +215,7 @@ def test_a_store_that_is_away_is_no_broken_row_group(store, tmp_path):
 
 def test_a_file_that_is_no_parquet_is_named(object_server, tmp_path):
     object_server.put("broken", "no.parquet", b"x" * 5000)
-    with pytest.raises(DataError, match=r"s3://broken/no\.parquet cannot be read \(no parq"):
+    with pytest.raises(DataError, match=r"s3://broken/no\.parquet cannot be read \(not a parquet"):
         open_at(tmp_path, "s3://broken/no.parquet")
 
 

@@ -75,7 +75,7 @@ def test_a_page_has_what_the_files_say(run_dir: Path) -> None:
     page = write_run_page(run_dir).read_text()
     assert "data:image/png;base64," in page and "captions[3]: torn" in page
     assert "step 20: 1 of 1 generated texts match" in page and "optimizer.lr" in page
-    assert '"points":[[1,5.0],' in page and '"held out"' in page and '"MFU"' not in page
+    assert '"points":[[1,5.0],' in page and '"validation"' in page and '"MFU"' not in page
     assert "<td>3.00 GiB</td><td>2.00 GiB</td><td>150%</td>" in page
     assert "<td>2.50 GiB</td><td></td><td></td>" in page
     assert "<svg" not in page and page.count("data:image/svg+xml;base64,") == 1
