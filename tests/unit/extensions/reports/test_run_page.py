@@ -130,7 +130,7 @@ def test_page_follows_no_link_outside(run_dir: Path, tmp_path: Path, file: str) 
     (run_dir / file).unlink(missing_ok=True)
     (run_dir / file).symlink_to(tmp_path / "secret")
     page = run_page(read_run(run_dir))
-    assert SECRET not in page and f"{file}&#x27; is left out" in page
+    assert SECRET not in page and f"{file}&#x27; is skipped" in page
     assert page.count("data:image/svg+xml") == 1
 
 
