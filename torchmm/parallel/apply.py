@@ -1,15 +1,17 @@
-"""Everything that turns a model on the meta device into this rank's part of it, in order.
+"""Parallelization of a model on the meta device, in place.
 
-The order is the documentation: tensor parallelism first (it defines the local shapes), then
-activation checkpointing inside of compilation, compilation per layer, and FSDP2 or, on one rank,
-mixed precision around it all;
-then memory is allocated and filled, so that no rank ever holds the whole model.
+The steps of each module have this order:
 
-With `mesh.layer_hooks`, layers of encoders call a hook at places where they may stop. The function
-that adds the hook is the entry "pieces" of the table "layer_stops" of extensions.
+1. Tensor parallelism, which defines local shapes.
+2. Activation checkpointing, inside of compilation.
+3. Compilation of each layer.
+4. FSDP2 or, on one rank, mixed precision.
 
-In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each
-of the rank's stages, as if it were a module of its own.
+Memory is allocated and loaded afterwards, so no rank ever stores the complete model.
+
+With `mesh.layer_hooks`, layers of encoders call a hook where they can yield. The function that adds
+the hook is the entry "pieces" of the extension section "layer_stops". In a pipeline, the model has
+been split before (`MultimodalModel.cut`), and all steps apply to each stage of the rank.
 """
 
 from __future__ import annotations
