@@ -228,7 +228,7 @@ def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanPr
                 )
                 remedy = "post the receives of a channel in the order of its sends"
                 action = plan.actions[receiver][position]
-                yield PlanProblem("channel", receiver, position, actual, text, remedy)
+                yield PlanProblem("channel", receiver, position, action, text, remedy)
                 break
 
 
