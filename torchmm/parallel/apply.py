@@ -10,7 +10,7 @@ The steps of each module have this order:
 Memory is allocated and loaded afterwards, so no rank ever stores the complete model.
 
 With `mesh.layer_hooks`, layers of encoders call a hook where they can yield. The function that adds
-the hook is the entry "pieces" of the extension section "layer_stops". In a pipeline, the model has
+the hook is the entry "pieces" of the extension table "layer_stops". In a pipeline, the model has
 been split before (`MultimodalModel.cut`), and all steps apply to each stage of the rank.
 """
 

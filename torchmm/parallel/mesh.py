@@ -151,9 +151,9 @@ class ModuleMesh:
         """
         if sizes == self.sizes:
             return self
-        # Dimensions: block, stage, replicate, shard, group, tensor. Blocks and groups are additional
-        # data-parallel dimensions. Merging them in rank order places shards on adjacent ranks, and
-        # replicas on distant ranks.
+        # Dimensions: block, stage, replicate, shard, group, tensor. Blocks and groups are
+        # additional data-parallel dimensions. Merging them in rank order places shards on adjacent
+        # ranks, and replicas on distant ranks.
         ranks = self.mesh.mesh.unflatten(0, (-1, sizes.pipeline)).unflatten(-1, (-1, sizes.tensor))
         ranks = ranks.transpose(0, 1).reshape(sizes).contiguous()
         mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=AXES)
@@ -271,7 +271,7 @@ class ParallelMesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Parallelism degrees by dimension, or by module and dimension, as stored in checkpoints."""
+        """Parallelism degrees by dimension, or by module and dimension, for checkpoints."""
         if not self.units:
             return {**self.own.sizes._asdict(), CONTEXT: self.context_size}
         return {

@@ -1,7 +1,7 @@
-"""Execution of each module in a run: ranks that split and shard it, and what it recomputes.
+"""Execution of each module in a run: parallelism, recomputation and optimizer states.
 
-A run, its forecast, the choice of segments, reordering and layer tuning all use these functions, so
-that they compute the costs of the same step.
+Training, simulation, the choice of segments, reordering and layer tuning all use these functions,
+so they compute the costs of the same step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str
 def module_executions(
     run: Resolved, modules: Sequence[ModuleDescription], device: str
 ) -> dict[str, Execution]:
-    """Return how every module of a run is executed.
+    """Return the execution of each module of a run.
 
     Args:
         run: Recipe with resolved sizes.
@@ -61,7 +61,7 @@ def module_executions(
         device: Type of the device that runs the modules, "cuda" or "cpu".
 
     Raises:
-        ConfigError: own sizes of encoders do not fit.
+        ConfigError: Parallelism degrees of an encoder are invalid.
     """
     parallel = run.recipe.parallel
     found = {}
@@ -88,11 +88,11 @@ def module_executions(
 
 
 def parameter_states(recipe: Recipe) -> States:
-    """What training holds of parameters, as [optimizer] and [training] say.
+    """Return the bytes of parameters and optimizer states in training.
 
-    8 bits are counted as if all parameters were matrices with full blocks; vectors are few. What
-    updates read and write, and what they need meanwhile, was counted in
-    `torchmm/training/optimizers`, call by call.
+    8-bit states are estimated as if all parameters were matrices with complete blocks, because
+    vectors are few. Memory traffic and temporary memory of updates were counted per operator in
+    `torchmm/training/optimizers`.
     """
     optimizer = recipe.optimizer
     narrow = recipe.training.parameter_dtype == "bfloat16"
@@ -101,13 +101,13 @@ def parameter_states(recipe: Recipe) -> States:
     muon = optimizer.name == "muon"
     updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
     average = 0.0 if recipe.training.ema_decay is None else 4.0
-    if average:  # read and written with the parameter, narrow ones twice
+    if average:  # read and written with the parameter, twice for narrow parameters
         updated += 18 if narrow else 12
     weight = 2.0 if narrow else 4.0
-    # Parameter, moments and average once each way, and the gradient.
+    # Read and write of parameter, moments and average, and read of the gradient.
     fused = 2 * (weight + 2 * moment + average) + 4
     if optimizer.state_dtype == "float32" and not narrow:
-        fused += 4  # torch's kernel writes the clipped gradient
+        fused += 4  # the fused kernel of torch writes the clipped gradient
     held = 0.0 if optimizer.offload else moment
     rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
     packed = optimizer.state_dtype != "float32"

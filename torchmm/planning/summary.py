@@ -1,6 +1,4 @@
-"""What a run is, in a few lines: sizes of modules, memory, layout; for its start and for
-`--dry-run`.
-"""
+"""Summary of a run for its start and for `--dry-run`: module sizes, memory, parallelism."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
 
 MILLIONS_FROM = 100_000
-"""Parameters that are counted in millions; fewer would be 0.0."""
+"""Minimum number of parameters that is shown in millions."""
 
 
 class StateBytes(NamedTuple):
-    """Bytes on one rank before activations. Temporary buffers and fragmentation are left out."""
+    """Bytes on one rank before activations, without temporary buffers and fragmentation."""
 
     weights: int
-    """Sharded weights, and what FSDP2 gathers in compute dtype: a layer and the next one, or all
-    weights of the rank in a pipeline."""
+    """Sharded weights, and weights that FSDP2 all-gathers in compute dtype: a layer and the next
+    one, or all weights of the rank in a pipeline."""
     gradients: int
     optimizer: int
 
@@ -57,8 +55,8 @@ def _states(
     Args:
         run: Recipe with resolved sizes.
         modules: Modules of the rank.
-        colocated: Sizes of colocated encoders by name.
-        sizes: Sizes of all other modules.
+        colocated: Parallelism degrees of colocated encoders, by name.
+        sizes: Parallelism degrees of all other modules.
     """
     recipe = run.recipe
     training = recipe.training
@@ -124,7 +122,7 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
 
 
 def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
-    """Return which modules have compiled layers, and why the others have not."""
+    """Return the line on compiled layers, with reasons for modules without them."""
     recipe = run.recipe
     compile_config = recipe.compile
     if compile_config.enabled is False or (compile_config.enabled == "auto" and device != "cuda"):
@@ -144,7 +142,7 @@ def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[s
 
 
 def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
-    """Return which encoders launch their layers as CUDA graphs, and why the others do not."""
+    """Return the line on CUDA graphs of encoders, with reasons for encoders without them."""
     if not run.recipe.compile.cuda_graphs:
         return {}
     encoders = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
@@ -162,7 +160,7 @@ def _memory_line(states: StateBytes) -> str:
 
 
 def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
-    """How ranks share the work."""
+    """Return the lines on the parallelism of the ranks."""
     world_size = run.world_size
     llm = run.llm
     if units := run.units:

@@ -31,7 +31,7 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
     If a plan unshards or reduces any stage, it must do so for all stages. The simulator computes
     memory use with the same `RuleBook`.
 
-    Extensions can add checks with entries in the section "plan_checks". An entry is a function of
+    Extensions can add checks with entries in the table "plan_checks". An entry is a function of
     the plan and its `RuleBook` that yields problems. `is_used` of the entry receives the plan.
     """
     book = RuleBook(plan)
