@@ -1,24 +1,30 @@
-"""A packed row whose tokens several ranks share: what each of them has of it (context parallelism).
+"""Slices of a packed sequence that context-parallel ranks share.
 
-The LLM of a rank computes a slice of the row: neighbouring tokens, about as many on every rank.
-Encoders of a rank read a share of the row's images: neighbouring ones too, with about as many
-patches on every rank, wherever their tokens are. So features travel, from the rank that has found
-them to the ranks that have their tokens; `FeatureRoute` says which go where.
+The LLM of a rank processes a slice of the sequence: adjacent tokens, about equally many on each
+rank. The encoders of a rank process a share of the images: adjacent images with about equally many
+patches on each rank, wherever their tokens are. A `FeatureRoute` describes how features are sent
+from the ranks that encode images to the ranks with their tokens:
 
-All of this follows from what the row contains, on the CPU, before it is moved to a device: no rank
-asks another, and nothing waits for a device. Slices need not be equal and shares may be empty.
-Rejected: slices of equal length with padding, whose tokens routers of experts would count; images
-read where their tokens are, which leaves ranks idle wherever images are not spread evenly.
+    tokens     | image 0  text  image 1 | image 1  image 2  text |
+    LLM        rank 0                   | rank 1
+    encoder    rank 0: images 0, 1      | rank 1: image 2          rank 0 sends a part of image 1
 
-In the same way ranks know who decodes what (`Reads`): a picture, or a sound, is decoded once for
-all ranks that work on the same samples, by one of those whose stages read it.
+Slices, shares and routes are computed on the CPU from the metadata of the sequence, before it is
+copied to a device. Ranks need no communication and no synchronization for this. Slices can have
+different lengths, and shares can be empty. Padded slices are not used, because routers of experts
+would count padding tokens. Encoding images where their tokens are would leave ranks idle if images
+are unevenly distributed.
 
-Without context parallelism, data-parallel ranks may encode images of each other
-(`data.balance = "images"`, `BalancedMicrobatch`). The same routes then carry the features to the
-rank that trains on the packed sequence. Another route carries the context of generated images to
-the rank that generates them.
+`Reads` defines the images that a rank decodes. Each image or audio input is decoded once for all
+ranks that process the same samples, by one of the ranks whose stages need it.
 
-Shape legend: T tokens of the row, S tokens of a slice, K output tokens of an encoder, on this rank.
+Without context parallelism, data-parallel ranks can encode images for each other
+(`data.balance = "images"`, `BalancedMicrobatch`). The same routes then send the features to the
+rank that trains on the packed sequence. A second route sends the context of generated images to the
+rank that generates them.
+
+Shape legend: T tokens of the packed sequence, S tokens of a slice, K output tokens of an encoder on
+this rank.
 """
 
 from __future__ import annotations
@@ -46,16 +52,18 @@ from torchmm.common.module_names import GENERATOR
 
 
 def slice_ranges(count: int, ranks: int) -> list[range]:
-    """`count` neighbouring things (tokens, heads) in one range for each rank, of lengths that
-    differ by at most one; some are empty where there are fewer things than ranks."""
+    """Split `count` items (tokens, heads) into one range per rank.
+
+    Lengths differ by at most one. Some ranges are empty if there are more ranks than items.
+    """
     bounds = [count * rank // ranks for rank in range(ranks + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
 def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
-    """Neighbouring images for each rank, with about as many patches each; some may be empty.
+    """Assign adjacent images to each rank, with about equal numbers of patches. Some can be empty.
 
-    An image goes to the rank in whose equal part of all patches its middle is.
+    An image is assigned to the rank whose equal part of all patches contains the image center.
     """
     total = sum(patches)
     middles = [stop - own / 2 for stop, own in zip(accumulate(patches), patches, strict=True)]
@@ -65,17 +73,23 @@ def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
 
 
 def most_images(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
-    """Images that the rank with most of them reads."""
+    """Return the maximum number of images of an encoder on a rank."""
     return max(len(own) for own in image_shares(meta.patches(encoder), ranks))
 
 
 def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
-    """The images of one of the tasks into which a rank's share of a microbatch is divided.
+    """Return the images of one of the tasks of the local share of a microbatch.
 
-    Ranks that share rows run the same tasks, so some may have nothing for a task.
+    Context-parallel ranks run the same tasks, so some ranks have no images for a task.
+
+    Args:
+        images: Number of images of this rank.
+        tasks: Number of tasks.
+        task: Index of the task.
+        ranks: Number of context-parallel ranks.
 
     Raises:
-        ValueError: a task has nothing on a rank that shares its rows with no other.
+        ValueError: A task has no images, without context parallelism.
     """
     if ranks > 1 and images < tasks:
         return range(min(task, images), min(task + 1, images))
@@ -83,7 +97,7 @@ def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
 
 
 class Share(NamedTuple):
-    """One of several parts."""
+    """Index of a part, and the number of parts."""
 
     part: int
     of: int
@@ -94,22 +108,24 @@ WHOLE = Share(0, 1)
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank decodes of its data-parallel rank's microbatches.
+    """Images that a rank decodes in the microbatches of its data-parallel rank.
 
-    Several ranks may read the same images: those of a tensor-parallel group, and replicas of an
-    encoder, of which only the plan of a step says who reads what. Each decodes a share, and they
-    exchange pixels before the step (`torchmm.pipelining.run.pixels`). Rejected: to decode where the
-    plan says, for plans are made when the data are there.
+    Several ranks can need the same images: ranks of a tensor-parallel group, and replicas of an
+    encoder, because the plan of a step assigns images to replicas. Each decodes a share, and they
+    exchange pixels before the step (`torchmm.pipelining.run.pixels`). The plan cannot select the
+    decoding rank, because plans are built after the data is loaded.
     """
 
     shares: Mapping[str, Share]
-    """By module that reads pixels here: which part of its images this rank decodes."""
+    """Share of the images that this rank decodes, by module with pixel inputs."""
     context: Share = WHOLE
-    """Which part of every row it has; its images are of these alone."""
+    """Share of each packed sequence. Images are those of this share only."""
 
     def images(self, metas: Sequence[MicrobatchMeta], module: str) -> list[range] | None:
-        """Of every microbatch of a step: images of a module that this rank decodes; None: all of
-        them, which no other rank reads."""
+        """Return the images of a module that this rank decodes, for each microbatch of a step.
+
+        None means all images, if no other rank needs them.
+        """
         share = self.shares.get(module)
         if share is None:
             return [range(0)] * len(metas)
@@ -128,10 +144,10 @@ class Reads:
 
 
 def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> list[list[range]]:
-    """By rank and microbatch of a step: the images that each of `ranks` decodes.
+    """Return the images that each rank decodes, by rank and microbatch of a step.
 
-    Neighbouring ones in the whole step, with about as many patches for every rank: where
-    microbatches have few images, a rank decodes none of some.
+    Images are adjacent within the step, with about equal numbers of patches per rank. If
+    microbatches have few images, a rank decodes no images of some microbatches.
     """
     patches = [[image.patches for image in meta.images_for(module)] for meta in metas]
     stops = list(accumulate(map(len, patches), initial=0))
@@ -148,14 +164,14 @@ def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> lis
 
 
 class FeatureRoute(NamedTuple):
-    """Which rows of an encoder's output a rank sends, and which it gets."""
+    """Rows of an encoder output that a rank sends and receives."""
 
     rows_K: Tensor
-    """int64: own output tokens, in the order of the ranks that they go to."""
+    """Local output tokens, sorted by destination rank, int64."""
     sent: list[int]
-    """By rank: how many go there."""
+    """Number of rows sent to each rank."""
     received: list[int]
-    """By rank: how many come from there."""
+    """Number of rows received from each rank."""
 
 
 class MergedRoute(NamedTuple):
@@ -220,13 +236,14 @@ class RowShare:
     start: int
     """Index of the first token of the slice in the packed sequence."""
     input_ids_T: Tensor
-    """Of the whole row."""
+    """Token IDs of the full packed sequence."""
     targets_T: Tensor
-    """Of the whole row."""
+    """Targets of the full packed sequence."""
     encoders: dict[str, EncoderInputs]
-    """Without pixels, for the LLM: `positions_K` are those of what arrives, within the slice."""
+    """Encoder inputs of the LLM, without pixels. `positions_K` are positions of received features
+    within the slice."""
     routes: dict[str, FeatureRoute]
-    """By encoder that has images in the row."""
+    """Route of each encoder with images in the packed sequence."""
     merged: MergedRoute | None
     """Route of the features of all encoders. If None, there are fewer than two encoders."""
     generator: GeneratorInputs | None = None
@@ -261,8 +278,11 @@ class RowShare:
 
 @dataclass
 class SlicedMicrobatch(Microbatch):
-    """A rank's part of a microbatch. Tokens, targets and positions are those of its slice,
-    `encoders` have the images that it reads; `cu_seqlens` and `meta` are the whole row's."""
+    """Slice of a microbatch on one rank.
+
+    Tokens, targets and positions are those of the slice. `encoders` has the images that this rank
+    encodes. `cu_seqlens` and `meta` are those of the full packed sequence.
+    """
 
     row: RowShare = field(kw_only=True)
 
@@ -278,7 +298,7 @@ class SlicedMicrobatch(Microbatch):
 
 
 def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """(T,) input ids and targets of a microbatch, or of the row that it is a slice of."""
+    """Return the (T,) token IDs and targets of a microbatch, or of the sequence of a slice."""
     row = microbatch.row if isinstance(microbatch, SlicedMicrobatch) else microbatch
     return row.input_ids_T, row.targets_T
 
@@ -286,7 +306,7 @@ def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 def slice_row(
     microbatch: Microbatch, rank: int, ranks: int, widths: Mapping[str, int]
 ) -> Microbatch:
-    """Return the part of a microbatch that one of `ranks` has; of one rank, the microbatch itself.
+    """Return the slice of a microbatch for a rank. With one rank, the microbatch itself.
 
     Args:
         widths: Widths of the features of each encoder, in any unit.
@@ -433,10 +453,12 @@ def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]
 
 
 def _route(places: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
-    """Of one encoder's features.
+    """Return the route of the features of one encoder.
 
     Args:
-        places: by rank: positions in the row of the tokens whose features it finds.
+        places: Positions in the sequence of the tokens that each rank encodes.
+        slices: Slice of each rank.
+        rank: This rank.
     """
     stops = torch.tensor([own.stop for own in slices], device=places[rank].device)
     owner_K = torch.searchsorted(stops, places[rank], right=True)
@@ -450,8 +472,7 @@ def _inside(positions_K: Tensor, own: range) -> Tensor:
 
 
 def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
-    """Of the part of a microbatch that one of `ranks` has: `tokens` are those of its slice, samples
-    have the images that it reads."""
+    """Return the sizes of the slice of a rank: tokens of the slice, and images that it encodes."""
     if ranks == 1:
         return meta
     tokens = len(slice_ranges(meta.tokens, ranks)[rank])
@@ -470,10 +491,12 @@ def _readers(meta: MicrobatchMeta) -> list[str]:
 def _with_own(
     sample: SampleMeta, owners: Mapping[str | None, Iterator[int]], rank: int
 ) -> SampleMeta:
-    """A sample with the images that one rank reads.
+    """Return a sample with the images that one rank encodes.
 
     Args:
-        owners: by encoder: the ranks that read the images from here on.
+        sample: Sample with all images.
+        owners: Iterators over the ranks of the next images, by encoder.
+        rank: Rank whose images are selected.
     """
     own = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
     return replace(sample, images=tuple(own))

@@ -244,7 +244,7 @@ def compiler_problem(config: CompileConfig, device: str) -> str:
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep compiled code in a private directory, unless the user has chosen another.
+    """Set a private cache directory for compiled code, unless the user has set one.
 
     The directory is `torchmm/compile` in XDG_CACHE_HOME, or in `~/.cache`. If it cannot be written,
     torch uses its own default, a directory of this user in the temporary directory.

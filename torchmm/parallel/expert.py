@@ -15,7 +15,7 @@ Invariant: all ranks of a group run the same forward and backward passes of the 
 order. `torchmm.recipe.check_parallel` therefore rejects schedules that depend on the data of each
 replica.
 
-There is no capacity limit per expert. A limit drops tokens, so losses would depend on the
+Experts have an unlimited capacity. A limit would drop tokens, so losses would depend on the
 parallelism degrees. The alternative of one all-gather of all tokens (`ExpertsOfRanks` in tensor
 parallelism) has traffic that does not decrease with the fraction of tokens per expert.
 

@@ -19,7 +19,7 @@ come from the host cache of torch, which reuses a buffer when its copies are com
 
 On a CPU device, inputs are not copied. `torch.autograd.graph.save_on_cpu` is not used, because its
 copies run between kernels on the compute stream. Unlike optimizer states, inputs differ in size
-between tasks, so there are no fixed device buffers.
+between tasks, so device buffers are not fixed.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ sorted by module and replica. They all read the same samples.
     one replica group:              shares = [[[0], [1], [2, 3], [4, 5]]]
 
 Replicas of a unit can have different numbers of microbatches, because gradients are summed and not
-averaged (`torchmm.parallel.fsdp`). There are no process groups across units, except for P2P
-transfers of the plan and collectives over all ranks.
+averaged (`torchmm.parallel.fsdp`). Process groups span several units only for P2P transfers
+of the plan and for collectives over all ranks.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ModuleMesh:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """All ranks of a run: the mesh of the module of this rank, and the ranks of plans."""
+    """Ranks of a run: the mesh of the module of this rank, and the ranks of plans."""
 
     device: torch.device
     own: ModuleMesh
@@ -236,7 +236,7 @@ class ParallelMesh:
 
     @property
     def is_first_of_samples(self) -> bool:
-        """Whether this rank is the first of the ranks that process the same samples."""
+        """True on the first of the ranks that process the same samples."""
         return self.rank == self.plan_ranks[0][0]
 
     @property
@@ -314,7 +314,7 @@ def select_device(device: str) -> torch.device:
 
 
 def use_expandable_segments(device: torch.device, config: ParallelConfig) -> None:
-    """Let the CUDA allocator extend its segments, unless the environment configures the allocator.
+    """Enable expandable segments of the CUDA allocator, unless the environment configures it.
 
     Microbatches differ in their numbers of patches. Without expandable segments, freed blocks are
     often too small for the next request, and reserved memory remains unused.

@@ -50,12 +50,12 @@ class Resolved:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model is split into stages on several ranks of a plan."""
+        """True if the model is split into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
 
     @property
     def gathers_by_layer(self) -> bool:
-        """Whether FSDP2 all-gathers parameters per layer in each forward and backward pass."""
+        """True if FSDP2 all-gathers parameters per layer in each forward and backward pass."""
         return not self.is_cut and self.recipe.parallel.reshard_after_forward != "never"
 
     @property
@@ -63,7 +63,8 @@ class Resolved:
         """Number of consecutive shares of the global batch whose ranks run layers in lockstep.
 
         The ranks of a shard group wait for each other in the all-gather of every layer, and
-        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 all-gathers once per step.
+        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 all-gathers
+        once per step.
         """
         if self.units:
             return 1

@@ -160,9 +160,7 @@ def step_graph(
 
     def parts(module: str, meta: MicrobatchMeta) -> int:
         if module == GENERATOR and purpose in ("text", "drawing"):
-            return int(
-                purpose == "drawing"
-            )  # one task: losses are additive, but velocities are not
+            return int(purpose == "drawing")  # one task, because velocities are not additive
         if meta.balanced:
             return 1  # all data-parallel ranks exchange features and contexts in every microbatch
         if sharding == "layer" and purpose != "text":

@@ -8,7 +8,7 @@ the last layer is all-gathered, so modules around the layers process complete se
 slices to the next stage.
 
 Slices have equal lengths. If the length is not divisible by the ranks, slices are padded with zeros
-between the regions. Inside of regions there is no padding, so attention processes only real
+between the regions. Regions process unpadded sequences, so attention has only real
 positions. Uneven slices can be empty, and collectives then hang (DTensor of torch 2.13 with gloo).
 """
 
@@ -181,9 +181,7 @@ class SequenceSlices:
         forward: Any = layer.forward
 
         def forward_at_length(*args: Any, sequence_length: Tensor, **kwargs: Any) -> Any:
-            if (
-                not torch.compiler.is_compiling()
-            ):  # recomputation of a compiled layer is in its graph
+            if not torch.compiler.is_compiling():  # compiled layers recompute in their graph
                 self._extent = sequence_length
             return forward(*args, **kwargs)
 

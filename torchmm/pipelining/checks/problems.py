@@ -34,7 +34,7 @@ class PlanProblem:
         position: Index of the action in the program of the rank. -1 if the action is missing.
         action: Action that is wrong or missing. None for specs that belong to no message.
         text: Description of the problem.
-        remedy: Description of the fix.
+        remedy: How to fix it.
     """
 
     kind: ProblemKind

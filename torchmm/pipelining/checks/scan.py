@@ -97,7 +97,7 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
 
 
 Finding = tuple[ProblemKind, str, str]
-"""(kind, text, remedy) of a problem."""
+"""Kind, description and fix of a problem."""
 FORWARDS_ONLY = ("the plan has only forward passes", "remove it, or lower with training=True")
 
 
@@ -207,7 +207,7 @@ class Scan:
 
 
 def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
-    """Explain why an action does not belong to the program of a rank."""
+    """Return the reason why an action does not belong to the program of a rank."""
     kind = action.type
     elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
     if elsewhere:
