@@ -212,7 +212,7 @@ class ModuleDescription:
     post_parameters: int = 0
     """Number of parameters after the layers: connector, or final norm and head, tied or not."""
     loss_rows: int = 0
-    """LLMs: targets per chunk of the loss, whose gradients are computed in forward. 0: no chunks."""
+    """LLMs: targets per chunk of the loss with gradients computed in forward. 0: no chunks."""
     sharded_loss_rows: int = 0
     """LLMs: `loss_rows` if tensor-parallel ranks shard the vocabulary and `loss_rows` is 0."""
     taps: tuple[int, ...] = ()

@@ -357,7 +357,7 @@ class BalancedMicrobatch(Microbatch):
     drawn: GeneratorInputs | None = field(kw_only=True)
     """Images that this rank generates. Their context positions are not used."""
     read_for: dict[str, list[int]] = field(kw_only=True)
-    """Data-parallel rank that trains on each image in `read` or `drawn`, ascending."""
+    """Data-parallel rank whose samples contain each image in `read` or `drawn`, ascending."""
     read_by: dict[str, list[int]] = field(kw_only=True)
     """Data-parallel rank that encodes or generates each image of the packed sequences."""
     balanced_meta: MicrobatchMeta = field(kw_only=True)
