@@ -129,19 +129,22 @@ class MicrobatchMeta:
 
         A sample without tokens lists the images, as most belong to samples of other ranks.
         """
-        own = [
+        local_samples = [
             replace(s, images=(), generated=()) if s.images or s.generated else s
             for s in self.samples
         ]
-        read = []
+        image_sample = []
         if images or generated:
-            read = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
+            image_sample = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
         arriving: Counter[str] = Counter()
         for sample in self.samples:
             for image in sample.images:
                 arriving[image.encoder or sample.encoder or ""] += image.tokens
         return MicrobatchMeta(
-            (*own, *read), self.tokens, balanced=True, arriving=tuple(sorted(arriving.items()))
+            (*local_samples, *image_sample),
+            self.tokens,
+            balanced=True,
+            arriving=tuple(sorted(arriving.items())),
         )
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
@@ -227,10 +230,10 @@ class ImageSizes(NamedTuple):
         total = 0
         order_N = np.argsort(groups_N, kind="stable")
         firsts = np.flatnonzero(np.diff(groups_N[order_N])) + 1
-        for own in np.split(order_N, firsts) if len(order_N) else []:
-            part = read(int(groups_N[own[0]]), own)
-            counts_N[own] = part.counts_N
-            starts_N[own] = total + np.cumsum(part.counts_N) - part.counts_N
+        for members in np.split(order_N, firsts) if len(order_N) else []:
+            part = read(int(groups_N[members[0]]), members)
+            counts_N[members] = part.counts_N
+            starts_N[members] = total + np.cumsum(part.counts_N) - part.counts_N
             parts.append(part.sizes_I4)
             total += len(part.sizes_I4)
         return cls(counts_N, np.concatenate(parts)[consecutive(starts_N, counts_N)])
@@ -334,11 +337,11 @@ class EncoderInputs:
         if self.pixels.dtype != torch.uint8:
             return self
         assert self.byte_values is not None
-        found = self.byte_values.look_up(self.pixels)
+        pixels = self.byte_values.look_up(self.pixels)
         for image in self.blank:
             rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
-            found[rows] = 0
-        return replace(self, pixels=found, byte_values=None)
+            pixels[rows] = 0
+        return replace(self, pixels=pixels, byte_values=None)
 
     def without_pixels(self) -> EncoderInputs:
         """Return the same sizes and positions without pixels."""
@@ -364,22 +367,24 @@ class EncoderInputs:
         patches = [prod(grid) for grid in self.grids_thw]
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
-        own = slice(images.start, images.stop)
+        selected = slice(images.start, images.stop)
         if self.kept is not None:
-            places = _slice_of([kept.tokens for kept in self.kept], own)
+            tokens_of_images = _slice_of([kept.tokens for kept in self.kept], selected)
         elif self.patches_per_token is not None:
-            places = _slice_of([count // self.patches_per_token for count in patches], own)
+            tokens_of_images = _slice_of(
+                [count // self.patches_per_token for count in patches], selected
+            )
         else:
             # All images of an encoder have the same number of patches per output token.
             tokens = len(self.positions_K)
             total = sum(patches)
-            places = slice(start * tokens // total, stop * tokens // total)
+            tokens_of_images = slice(start * tokens // total, stop * tokens // total)
         rows, held = held_rows(self.pixel_rows, self.held, images)
         return EncoderInputs(
             self.pixels[rows],
-            self.grids_thw[own],
-            self.positions_K[places],
-            self.kept and self.kept[own],
+            self.grids_thw[selected],
+            self.positions_K[tokens_of_images],
+            self.kept and self.kept[selected],
             self.patches_per_token,
             held,
             self.byte_values,
@@ -387,10 +392,10 @@ class EncoderInputs:
         )
 
 
-def _slice_of(counts: list[int], own: slice) -> slice:
+def _slice_of(counts: list[int], selected: slice) -> slice:
     """Return the slice of the tokens of some images."""
-    first = sum(counts[: own.start])
-    return slice(first, first + sum(counts[own]))
+    first = sum(counts[: selected.start])
+    return slice(first, first + sum(counts[selected]))
 
 
 def even_ranges(count: int, parts: int) -> list[range]:

@@ -146,10 +146,10 @@ def install_command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:  # the package was copied, not installed
         lines = []
     parts = [line.replace("'", '"').partition(";") for line in lines]
-    found = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
-    if not found:
+    requirements = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
+    if not requirements:
         return f"install the packages of torchmm's extra {extra!r}"
-    return f"pip install {shlex.join(found)}"
+    return f"pip install {shlex.join(requirements)}"
 
 
 def describe_refusal(error: Exception) -> str:

@@ -95,11 +95,11 @@ def _is_installed(name: str) -> bool:
 @cache
 def find_entries(table: str) -> tuple[Entry, ...]:
     """Return the entries of all installed extensions in a table."""
-    found: list[Entry] = []
+    result: list[Entry] = []
     for name in extension_names():
         entries: Entries = import_module(f"{name}.extension").ENTRIES
-        found += entries.get(table, ())
-    return tuple(found)
+        result += entries.get(table, ())
+    return tuple(result)
 
 
 def find_entry(table: str, name: str) -> Entry | None:

@@ -152,8 +152,8 @@ def overwrite(path: Path, data: bytes) -> None:
 
 def allocated_bytes(path: Path) -> int:
     """Return the allocated space of a file on disk, which is a multiple of the block size."""
-    found = path.stat()
-    return max(found.st_size, found.st_blocks * 512)
+    status = path.stat()
+    return max(status.st_size, status.st_blocks * 512)
 
 
 def sync_directory(path: Path) -> None:

@@ -118,12 +118,12 @@ class GeneratorInputs:
         """Return float32 pixels, for generators. Pixels of images outside the loss are 0."""
         if self.patches_PV.dtype != torch.uint8:
             return self
-        found = DRAWN.look_up(self.patches_PV)
+        pixels_PV = DRAWN.look_up(self.patches_PV)
         for image, counted in enumerate(self.counted):
             if not counted:
                 rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
-                found[rows] = 0
-        return replace(self, patches_PV=found)
+                pixels_PV[rows] = 0
+        return replace(self, patches_PV=pixels_PV)
 
     def without_pixels(self) -> GeneratorInputs:
         """Return the same sizes, times and positions without pixels."""
@@ -150,18 +150,18 @@ class GeneratorInputs:
                 f"generated images {images} are out of range; the batch has "
                 f"{len(self.grids_thw)} generated images"
             )
-        own = slice(images.start, images.stop)
+        selected = slice(images.start, images.stop)
         of_patches, held = held_rows(self.pixel_rows, self.held, images)
         tokens = list(accumulate(self.contexts, initial=0))
         of_tokens = slice(tokens[images.start], tokens[images.stop])
         return GeneratorInputs(
             self.patches_PV[of_patches],
             self.noise_PV[of_patches],
-            self.times[own],
-            self.grids_thw[own],
+            self.times[selected],
+            self.grids_thw[selected],
             self.context_positions_K[of_tokens],
-            self.contexts[own],
-            self.counted[own],
+            self.contexts[selected],
+            self.counted[selected],
             held,
             self.latent_values,
             self.encoded,
@@ -190,8 +190,8 @@ def held_rows(
     Returns:
         (slice of the pixel rows, indices within `images`). The indices are None if `held` is None.
     """
-    here = range(len(rows)) if held is None else held
-    start = sum(rows[image] for image in here if image < images.start)
-    own = [image for image in here if image in images]
-    found = slice(start, start + sum(rows[image] for image in own))
-    return found, None if held is None else [image - images.start for image in own]
+    available = range(len(rows)) if held is None else held
+    start = sum(rows[image] for image in available if image < images.start)
+    selected = [image for image in available if image in images]
+    pixel_slice = slice(start, start + sum(rows[image] for image in selected))
+    return pixel_slice, None if held is None else [image - images.start for image in selected]

@@ -129,10 +129,10 @@ def allow_open_files() -> int:
     Each tensor from a worker uses a file descriptor. The usual limit of 1024 is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
@@ -280,13 +280,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _number(
-    environment: Mapping[str, str], name: str, default: str, least: int, problems: list[str]
+    environment: Mapping[str, str], name: str, default: str, minimum: int, problems: list[str]
 ) -> int:
     text = environment.get(name, default)
-    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
+    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= minimum:
         return int(text)
-    problems.append(f"{name} = {text!r} is not an integer >= {least}")
-    return least
+    problems.append(f"{name} = {text!r} is not an integer >= {minimum}")
+    return minimum
 
 
 @contextmanager

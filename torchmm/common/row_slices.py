@@ -66,7 +66,7 @@ def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
     An image is assigned to the rank whose equal part of all patches contains the image center.
     """
     total = sum(patches)
-    middles = [stop - own / 2 for stop, own in zip(accumulate(patches), patches, strict=True)]
+    middles = [stop - count / 2 for stop, count in zip(accumulate(patches), patches, strict=True)]
     owners = [min(int(middle * ranks / total), ranks - 1) for middle in middles]
     bounds = [sum(owner < rank for owner in owners) for rank in range(ranks + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]
@@ -74,7 +74,7 @@ def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
 
 def most_images(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
     """Return the maximum number of images of an encoder on a rank."""
-    return max(len(own) for own in image_shares(meta.patches(encoder), ranks))
+    return max(len(share) for share in image_shares(meta.patches(encoder), ranks))
 
 
 def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
@@ -136,10 +136,10 @@ class Reads:
             part, ranks = self.context
             firsts = [image_shares(m.patches(module), ranks)[part].start for m in metas]
             metas = [slice_meta(meta, part, ranks) for meta in metas]
-        own = step_shares(metas, module, share.of)[share.part]
+        local_shares = step_shares(metas, module, share.of)[share.part]
         return [
             range(first + images.start, first + images.stop)
-            for first, images in zip(firsts, own, strict=True)
+            for first, images in zip(firsts, local_shares, strict=True)
         ]
 
 
@@ -154,12 +154,12 @@ def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> lis
     return [
         [
             range(
-                min(max(own.start, first), stop) - first,
-                min(max(own.stop, first), stop) - first,
+                min(max(share.start, first), stop) - first,
+                min(max(share.stop, first), stop) - first,
             )
             for first, stop in pairwise(stops)
         ]
-        for own in image_shares([count for row in patches for count in row], ranks)
+        for share in image_shares([count for row in patches for count in row], ranks)
     ]
 
 
@@ -314,7 +314,7 @@ def slice_row(
     if ranks == 1:
         return microbatch
     slices = slice_ranges(len(microbatch.input_ids_T), ranks)
-    own = slices[rank]
+    local_slice = slices[rank]
     read: dict[str, EncoderInputs] = {}
     shown: dict[str, EncoderInputs] = {}
     routes: dict[str, FeatureRoute] = {}
@@ -322,13 +322,13 @@ def slice_row(
         shares = image_shares(microbatch.meta.patches(name), ranks)
         parts = [inputs.select(share) if share else None for share in shares]
         nothing = inputs.positions_K[:0]
-        places = [nothing if part is None else part.positions_K for part in parts]
+        positions = [nothing if part is None else part.positions_K for part in parts]
         if (part := parts[rank]) is not None:
             read[name] = part
-        routes[name] = _route(places, slices, rank)
-        arriving_K = torch.cat([_inside(positions_K, own) for positions_K in places])
-        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - own.start)
-    tokens = slice(own.start, own.stop)
+        routes[name] = _route(positions, slices, rank)
+        arriving_K = torch.cat([_inside(positions_K, local_slice) for positions_K in positions])
+        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - local_slice.start)
+    tokens = slice(local_slice.start, local_slice.stop)
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     return SlicedMicrobatch(
         **values
@@ -339,7 +339,7 @@ def slice_row(
             "target_positions_L": None,
             "encoders": read,
         },
-        row=_row_share(microbatch, own.start, shown, routes, widths),
+        row=_row_share(microbatch, local_slice.start, shown, routes, widths),
     )
 
 
@@ -394,16 +394,16 @@ def exchanged_row(
     for name, read_by in microbatch.read_by.items():
         if name == GENERATOR:
             continue
-        own = [image.tokens for image in microbatch.meta.images_read_by(name)]
+        tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
         read = [image.tokens for image in microbatch.balanced_meta.images_read_by(name)]
-        order = sorted(range(len(own)), key=read_by.__getitem__)
+        order = sorted(range(len(tokens)), key=read_by.__getitem__)
         sent = _sums(read, microbatch.read_for[name], ranks)
-        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(own, read_by, ranks))
+        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(tokens, read_by, ranks))
         inputs = microbatch.encoders.get(name)
         if inputs is None:
             shown[name] = EncoderInputs(torch.empty(0), [], torch.empty(0, dtype=torch.int64))
             continue
-        positions = inputs.positions_K.split(own)
+        positions = inputs.positions_K.split(tokens)
         shown[name] = replace(
             inputs.without_pixels(),
             positions_K=torch.cat([positions[image] for image in order]),
@@ -446,29 +446,29 @@ def _row_share(
 
 def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
     """Return the sum of the values of each owner."""
-    found = [0] * ranks
+    sums = [0] * ranks
     for value, owner in zip(values, owners, strict=True):
-        found[owner] += value
-    return found
+        sums[owner] += value
+    return sums
 
 
-def _route(places: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
+def _route(positions: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
     """Return the route of the features of one encoder.
 
     Args:
-        places: Positions in the sequence of the tokens that each rank encodes.
+        positions: Positions in the sequence of the tokens that each rank encodes.
         slices: Slice of each rank.
         rank: This rank.
     """
-    stops = torch.tensor([own.stop for own in slices], device=places[rank].device)
-    owner_K = torch.searchsorted(stops, places[rank], right=True)
+    stops = torch.tensor([each.stop for each in slices], device=positions[rank].device)
+    owner_K = torch.searchsorted(stops, positions[rank], right=True)
     sent = torch.bincount(owner_K, minlength=len(slices)).tolist()
-    received = [len(_inside(positions_K, slices[rank])) for positions_K in places]
+    received = [len(_inside(positions_K, slices[rank])) for positions_K in positions]
     return FeatureRoute(owner_K.argsort(stable=True), sent, received)
 
 
-def _inside(positions_K: Tensor, own: range) -> Tensor:
-    return positions_K[(positions_K >= own.start) & (positions_K < own.stop)]
+def _inside(positions_K: Tensor, token_range: range) -> Tensor:
+    return positions_K[(positions_K >= token_range.start) & (positions_K < token_range.stop)]
 
 
 def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
@@ -479,7 +479,7 @@ def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
     owners: dict[str | None, Iterator[int]] = {}
     for encoder in _readers(meta):
         shares = image_shares(meta.patches(encoder), ranks)
-        owners[encoder] = iter([reader for reader, own in enumerate(shares) for _ in own])
+        owners[encoder] = iter([reader for reader, share in enumerate(shares) for _ in share])
     return MicrobatchMeta(tuple(_with_own(s, owners, rank) for s in meta.samples), tokens)
 
 
@@ -498,5 +498,5 @@ def _with_own(
         owners: Iterators over the ranks of the next images, by encoder.
         rank: Rank whose images are selected.
     """
-    own = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
-    return replace(sample, images=tuple(own))
+    local_images = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
+    return replace(sample, images=tuple(local_images))

@@ -175,8 +175,8 @@ class StepProcess(Generic[Answer]):
         if answered == number:
             if isinstance(answer, Exception):
                 raise answer
-            found: Answer = answer
-            return found
+            result: Answer = answer
+            return result
         if self._ended:
             self._process.join(EXIT_S)
             raise self.error(f"exited with code {self._process.exitcode}")
@@ -304,12 +304,12 @@ class RestartingProcess(Generic[Answer]):
             self.close()
             self._deaths += 1
             self._restart_after = step + 2**self._deaths
-            what = (
+            consequence = (
                 f"a new process starts with step {self._restart_after}; until then {self._fallback}"
             )
             if self.is_lost:
-                what = f"from now on {self._final_fallback}"
-            self._logger.warning("%s; %s", error, what)
+                consequence = f"from now on {self._final_fallback}"
+            self._logger.warning("%s; %s", error, consequence)
             return None
         if answer is not None:
             self._deaths = 0

@@ -86,5 +86,5 @@ def shrink_weights(before: int, after: int) -> np.ndarray:
 
     NumPy, because a tensor that is created in inference mode cannot be used in training.
     """
-    every = torch.eye(before, device="cpu")[None, None]
-    return functional.interpolate(every, [after, before], mode="bilinear")[0, 0].numpy()
+    identity = torch.eye(before, device="cpu")[None, None]
+    return functional.interpolate(identity, [after, before], mode="bilinear")[0, 0].numpy()

@@ -77,10 +77,10 @@ def apply_activation_checkpoint(
         )
         recomputing = partial(_recomputing, is_frozen=is_frozen)
         if tuned:
-            ways = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
+            forwards = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
             if is_eager_on_cuda:
-                ways["selective"] = ways["full"]
-            layer.forward = _choosing(ways, module.layer_modes, index)
+                forwards["selective"] = forwards["full"]
+            layer.forward = _choosing(forwards, module.layer_modes, index)
         elif mode != "none":
             chosen = recomputing(layer.forward, _settings(mode))
             full = recomputing(layer.forward, _settings("full"))
@@ -117,8 +117,8 @@ def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
 
 def host_inputs(module: LayeredModule) -> HostInputs | None:
     """Return the activation offloading of a module, or None if it has none."""
-    found: HostInputs | None = getattr(module, HOST_INPUTS, None)
-    return found
+    inputs: HostInputs | None = getattr(module, HOST_INPUTS, None)
+    return inputs
 
 
 def _settings(mode: str) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _ways(
     }
 
 
-def _choosing(ways: dict[str, Forward], modes: list[str], index: int) -> Forward:
+def _choosing(forwards: dict[str, Forward], modes: list[str], index: int) -> Forward:
     def choosing_forward(*args: Any, **kwargs: Any) -> Any:
-        return ways[modes[index]](*args, **kwargs)
+        return forwards[modes[index]](*args, **kwargs)
 
     return choosing_forward
 
@@ -191,7 +191,7 @@ def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _KEPT_OPERATORS or str(operator).startswith(
+    is_saved = operator in _KEPT_OPERATORS or str(operator).startswith(
         tuple(name.replace("::", ".") for name in _KEPT_NAMESPACES)
     )
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -41,9 +41,9 @@ def use_kernels(kernels: Kernels, device: torch.device) -> str:
     if kernels != "default":
         activate: Callable[[str], None] = attention.activate_flash_attention_impl
         activate(kernels.upper())
-    found = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
+    name = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
     images = describe_image_kernels(device)
-    return f"attention kernels: {found}" + (f"; images of one size: {images}" if images else "")
+    return f"attention kernels: {name}" + (f"; images of one size: {images}" if images else "")
 
 
 def describe_image_kernels(device: torch.device) -> str:

@@ -166,7 +166,7 @@ class Compilation:
             way: Name of a variant, if a run has several graphs of the same layer.
         """
         sizes = module.layer_sizes()
-        found = []
+        kinds = []
         for index, layer in module.indexed_layers():
             key = (module.name, type(layer), sizes[index], way)
             if key not in self._kinds:
@@ -178,15 +178,15 @@ class Compilation:
                     has_constant_tokens=self._has_constant_rows and module.kind == "llm",
                     falls_back=self._falls_back,
                 )
-            found.append(self._kinds[key])
-        return found
+            kinds.append(self._kinds[key])
+        return kinds
 
     def new_graphs(self) -> list[Graph]:
         """Return the graphs that were compiled since the last call."""
         graphs = []
         for kind in self._kinds.values():
-            told = self._told.get(kind.name, 0)
-            for number, compilation in enumerate(kind.compilations[told:], told + 1):
+            reported = self._told.get(kind.name, 0)
+            for number, compilation in enumerate(kind.compilations[reported:], reported + 1):
                 graphs.append(Graph(kind.name, number, *compilation.figures()))
             self._told[kind.name] = len(kind.compilations)
         return graphs
@@ -197,9 +197,9 @@ def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None
     if not graphs:
         return
     took_s = sum(graph.compile_ms for graph in graphs) / 1e3
-    kept = sum(graph.from_cache for graph in graphs)
+    cached = sum(graph.from_cache for graph in graphs)
     text = "step %d: %d graphs of layers compiled in %.1f s, %d of them from %s"
-    log.info(text, step, len(graphs), took_s, kept, os.environ.get(CACHE_VARIABLE, "a cache"))
+    log.info(text, step, len(graphs), took_s, cached, os.environ.get(CACHE_VARIABLE, "a cache"))
     for graph in graphs:
         if graph.number > MOST_GRAPHS:
             text = "%s have %d compiled graphs, but %d are expected; recompiled because of: %s"

@@ -66,7 +66,7 @@ class ContextRanks(FeatureRanks):
 
     def heads(self, tokens: int) -> ContextHeads:
         return ContextHeads(
-            self.group, self.rank, [len(own) for own in slice_ranges(tokens, self.size)]
+            self.group, self.rank, [len(each) for each in slice_ranges(tokens, self.size)]
         )
 
     def summed(self, values: Tensor) -> Tensor:
@@ -94,13 +94,19 @@ class ContextHeads:
         heads = divided_SHD.shape[1]
         owned = slice_ranges(heads, len(self._tokens))
         readers = [heads // x.shape[1] for x in inputs]
-        needed = [[_read(own, count) for count in readers] for own in owned]
+        needed = [[_read(local_heads, count) for count in readers] for local_heads in owned]
         # One message per rank with its heads of the first tensor, then of the second tensor, etc.
         messages = [
-            [x[:, own.start : own.stop].flatten() for x, own in zip(inputs, ranges, strict=True)]
+            [
+                x[:, local_heads.start : local_heads.stop].flatten()
+                for x, local_heads in zip(inputs, ranges, strict=True)
+            ]
             for ranges in needed
         ]
-        shapes = [(len(own), x.shape[2]) for x, own in zip(inputs, needed[self._rank], strict=True)]
+        shapes = [
+            (len(local_heads), x.shape[2])
+            for x, local_heads in zip(inputs, needed[self._rank], strict=True)
+        ]
         per_token = sum(heads * features for heads, features in shapes)
         counts = Counts(
             [sum(len(part) for part in message) for message in messages],
@@ -108,9 +114,10 @@ class ContextHeads:
         )
         packed = torch.cat([part for message in messages for part in message])
         arrived = self._unpacked(exchange(packed, counts, self._group), shapes)
-        own = owned[self._rank]
+        local_heads = owned[self._rank]
         return [
-            _for_readers(x, own, count, dim=1) for x, count in zip(arrived, readers, strict=True)
+            _for_readers(x, local_heads, count, dim=1)
+            for x, count in zip(arrived, readers, strict=True)
         ]
 
     def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -129,7 +136,7 @@ class ContextHeads:
 
     def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
         tokens = self._tokens[self._rank]
-        shares = [len(own) for own in slice_ranges(heads, len(self._tokens))]
+        shares = [len(each) for each in slice_ranges(heads, len(self._tokens))]
         per_token = out_THE[0].numel()
         counts = Counts(
             [count * per_token for count in self._tokens],
@@ -143,23 +150,23 @@ class ContextHeads:
         return torch.cat(heads_of_ranks, 1)
 
     def own_heads(self, values: Tensor, heads: int) -> Tensor:
-        own = slice_ranges(heads, len(self._tokens))[self._rank]
+        local_heads = slice_ranges(heads, len(self._tokens))[self._rank]
         readers = heads // len(values)
-        read = _read(own, readers)
-        return _for_readers(values[read.start : read.stop], own, readers, dim=0)
+        read = _read(local_heads, readers)
+        return _for_readers(values[read.start : read.stop], local_heads, readers, dim=0)
 
 
-def _read(own: range, readers: int) -> range:
-    """Return the heads that the `own` heads read, if `readers` heads read the same head."""
-    return range(own.start // readers, (own.stop - 1) // readers + 1)
+def _read(local_heads: range, readers: int) -> range:
+    """Return the heads that the local heads read, if `readers` heads read the same head."""
+    return range(local_heads.start // readers, (local_heads.stop - 1) // readers + 1)
 
 
-def _for_readers(x: Tensor, own: range, readers: int, dim: int) -> Tensor:
-    """Return the heads that the `own` heads read, for attention with groups of equal size.
+def _for_readers(x: Tensor, local_heads: range, readers: int, dim: int) -> Tensor:
+    """Return the heads that the local heads read, for attention with groups of equal size.
 
     If the numbers of readers per head differ, the result has one head for each reader.
     """
-    groups = Counter(head // readers for head in own).values()
+    groups = Counter(head // readers for head in local_heads).values()
     if len(set(groups)) == 1:
         return x
     repeated = [x.narrow(dim, i, 1) for i, size in enumerate(groups) for _ in range(size)]
@@ -195,16 +202,16 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
         heads = sizes.heads
-        what = "attention heads"
+        unit = "attention heads"
         if isinstance(sizes.mixer, DeltaSizes):
             heads = sizes.mixer.value_heads
-            what = "value heads of delta nets"
+            unit = "value heads of delta nets"
         elif isinstance(sizes.mixer, ConvolutionSizes):
             heads = sizes.hidden_size
-            what = "channels of convolutions"
+            unit = "channels of convolutions"
         if heads // tensor < ranks:
             problems.append(
-                f"{key} is above the {heads // tensor} {what} of {llm.name!r} per "
+                f"{key} is above the {heads // tensor} {unit} of {llm.name!r} per "
                 "tensor-parallel rank, which are split over context ranks; use a smaller "
                 "number"
             )

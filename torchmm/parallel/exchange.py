@@ -91,8 +91,8 @@ def data_parallel_exchange(mesh: ParallelMesh) -> FeatureRanks:
     """Return the data-parallel ranks with the same tensor-parallel rank. Collective."""
     # Separate groups, because FSDP2 all-gathers in its own groups at the same time.
     groups = [[*ranks] for ranks in zip(*(share[0] for share in mesh.shares), strict=True)]
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    return FeatureRanks(own)
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return FeatureRanks(group)
 
 
 class _Exchange(torch.autograd.Function):

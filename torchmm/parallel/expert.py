@@ -78,7 +78,7 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
 
 def _divide(experts: Any, mesh: DeviceMesh) -> None:
     compute = own_experts(experts, mesh, some_elsewhere=False)
-    own = experts.num_experts // mesh.size()
+    local_experts = experts.num_experts // mesh.size()
     group = mesh.get_group()
 
     def compute_own(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
 
     def forward(rows_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         expert_S, order_S = index_TK.flatten().sort(stable=True)
-        counts, arriving_R = _announce(expert_S, own, group)
+        counts, arriving_R = _announce(expert_S, local_experts, group)
         tokens_S = order_S // index_TK.shape[1]
         arrived_RD = exchange(rows_TD[tokens_S], counts, group)
         results_RD = compute_own(arrived_RD, arriving_R)
@@ -105,7 +105,9 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
     experts.forward = forward
 
 
-def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[Counts, Tensor]:
+def _announce(
+    expert_S: Tensor, local_experts: int, group: dist.ProcessGroup
+) -> tuple[Counts, Tensor]:
     """Exchange row counts, and return them with the local expert index of each received row.
 
     The host needs the message sizes, so this synchronizes with the device once per layer and
@@ -113,16 +115,16 @@ def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[Cou
 
     Args:
         expert_S: Expert of each row to send, in ascending order.
-        own: Number of experts per rank.
+        local_experts: Number of experts per rank.
         group: Expert-parallel group.
     """
     ranks = group.size()
     ones_S = torch.ones_like(expert_S)
-    sent_E = expert_S.new_zeros(ranks * own).index_add(0, expert_S, ones_S)
+    sent_E = expert_S.new_zeros(ranks * local_experts).index_add(0, expert_S, ones_S)
     received_E = torch.empty_like(sent_E)  # sorted by sender, then by local expert
     dist.all_to_all_single(received_E, sent_E, group=group)
-    both = torch.stack([sent_E, received_E]).view(2, ranks, own).sum(-1)
+    both = torch.stack([sent_E, received_E]).view(2, ranks, local_experts).sum(-1)
     sent, received = both.tolist()
-    own_experts_E = torch.arange(own, device=expert_S.device).repeat(ranks)
+    own_experts_E = torch.arange(local_experts, device=expert_S.device).repeat(ranks)
     arriving_R = own_experts_E.repeat_interleave(received_E, output_size=sum(received))
     return Counts(sent, received), arriving_R

@@ -39,12 +39,12 @@ def gather_texts(text: str) -> list[str]:
     if len(sizes) == 1:
         return [text]
     device = exchange_device()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    local = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    every = mine.new_empty(len(sizes) * len(mine))
-    dist.all_gather_into_tensor(every, mine)
-    rows = every.view(len(sizes), -1).cpu().numpy()
+        local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    gathered = local.new_empty(len(sizes) * len(local))
+    dist.all_gather_into_tensor(gathered, local)
+    rows = gathered.view(len(sizes), -1).cpu().numpy()
     return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
 
 

@@ -121,14 +121,14 @@ class Waiting:
         """Return an input for computation on its stream, and start to prefetch the next input."""
         self.bring(index)
         guest = self._guests[index]
-        found, guest.copy = guest.copy, None
-        assert self._streams is not None and found is not None
+        tensor, guest.copy = guest.copy, None
+        assert self._streams is not None and tensor is not None
         self._streams.await_arrival(guest)
         if index > 0:
             self.bring(index - 1)
         elif self.following is not None:
             self.following.bring()
-        return found
+        return tensor
 
 
 class HostInputs:

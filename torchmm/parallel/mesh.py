@@ -189,10 +189,10 @@ class ParallelMesh:
     def _place(self) -> tuple[int, int]:
         """(share of the global batch, plan rank) of this rank."""
         return next(
-            (share, place)
-            for share, ranks in enumerate(self.shares)
-            for place, alike in enumerate(ranks)
-            if self.rank in alike
+            (share, plan_rank)
+            for share, plan_ranks in enumerate(self.shares)
+            for plan_rank, ranks in enumerate(plan_ranks)
+            if self.rank in ranks
         )
 
     @property
@@ -216,8 +216,8 @@ class ParallelMesh:
 
         It is the number of tensor-parallel groups that encoders have within this group.
         """
-        alike = len(self.plan_ranks[self.pipeline_rank])
-        return self.own.sizes.tensor * self.context_size // alike
+        group_size = len(self.plan_ranks[self.pipeline_rank])
+        return self.own.sizes.tensor * self.context_size // group_size
 
     @property
     def context_size(self) -> int:
@@ -232,7 +232,7 @@ class ParallelMesh:
     @property
     def samples_ranks(self) -> int:
         """Number of ranks that process the same samples."""
-        return sum(len(alike) for alike in self.plan_ranks)
+        return sum(len(ranks) for ranks in self.plan_ranks)
 
     @property
     def is_first_of_samples(self) -> bool:
@@ -449,14 +449,14 @@ def encoder_meshes(
     """
     if config.placement != "colocated":
         return {}
-    made: dict[MeshSizes, ModuleMesh] = {}
-    found = {}
+    mesh_of_sizes: dict[MeshSizes, ModuleMesh] = {}
+    meshes = {}
     for name in encoders:
         sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
-        if sizes not in made:
-            made[sizes] = mesh.own.colocated(sizes)
-        found[name] = made[sizes]
-    return found
+        if sizes not in mesh_of_sizes:
+            mesh_of_sizes[sizes] = mesh.own.colocated(sizes)
+        meshes[name] = mesh_of_sizes[sizes]
+    return meshes
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
@@ -480,8 +480,8 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     ranks = _by_share(mesh.mesh).unflatten(0, (-1, config.context)).transpose(1, 2)
     group_size = config.context * sizes.tensor // config.mirrors
     shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
-    own = ModuleMesh(mesh, experts, contexts)
-    return ParallelMesh(device, own, shares.tolist(), layer_hooks=layer_hooks)
+    module_mesh = ModuleMesh(mesh, experts, contexts)
+    return ParallelMesh(device, module_mesh, shares.tolist(), layer_hooks=layer_hooks)
 
 
 def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh | None:
@@ -513,28 +513,28 @@ def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> Paralle
     Raises:
         ConfigError: The number of ranks of all units is not the world size.
     """
-    wanted = sum(unit.ranks for unit in units.values())
+    required = sum(unit.ranks for unit in units.values())
     world_size = dist.get_world_size()
-    if wanted != world_size:
+    if required != world_size:
         sizes = ", ".join(f"{name} {unit.ranks}" for name, unit in units.items())
         raise ConfigError(
-            f"disaggregated modules: {sizes} require {wanted} ranks, not {world_size}"
+            f"disaggregated modules: {sizes} require {required} ranks, not {world_size}"
         )
-    found = None
+    module_mesh = None
     for ranks in _unit_ranks(units).values():
         # Creating the groups of a unit is collective over all ranks.
         mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
         if dist.get_rank() in ranks.flatten().tolist():
-            found = ModuleMesh(mesh)
-    assert found is not None
+            module_mesh = ModuleMesh(mesh)
+    assert module_mesh is not None
     # Global ranks by replica group and plan rank.
     groups = replica_groups(units)
     shares: list[list[list[int]]] = [[] for _ in range(groups)]
     for name, ranks in _unit_ranks(units).items():
         by_group = _by_share(ranks).unflatten(0, (groups, units[name].data_parallel // groups))
-        for group, own in enumerate(by_group):
-            shares[group] += own.flatten(0, 1).tolist()
-    return ParallelMesh(device, found, shares, units)
+        for group, replicas in enumerate(by_group):
+            shares[group] += replicas.flatten(0, 1).tolist()
+    return ParallelMesh(device, module_mesh, shares, units)
 
 
 def _unit_ranks(units: Mapping[str, MeshSizes]) -> dict[str, torch.Tensor]:

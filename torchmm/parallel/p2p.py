@@ -70,12 +70,12 @@ def check_hardware_queues(channels: Collection[tuple[int, int]]) -> None:
     """
     if not channels:
         return
-    own = Counter(rank for channel in channels for rank in channel)
-    needed = min(HARDWARE_QUEUES, max(own.values()) + _OTHER_STREAMS)
-    given = os.environ.get(_QUEUES_VARIABLE, "")
-    if given.isdigit() and int(given) < needed:
+    streams = Counter(rank for channel in channels for rank in channel)
+    needed = min(HARDWARE_QUEUES, max(streams.values()) + _OTHER_STREAMS)
+    value = os.environ.get(_QUEUES_VARIABLE, "")
+    if value.isdigit() and int(value) < needed:
         raise ConfigError(
-            f"{_QUEUES_VARIABLE} = {given} in the environment: point-to-point communication "
+            f"{_QUEUES_VARIABLE} = {value} in the environment: point-to-point communication "
             f"requires {needed} hardware queues, otherwise pending receives block all other "
             f"work; unset the variable to use {HARDWARE_QUEUES}"
         )
@@ -178,16 +178,16 @@ class P2PChannels:
         Raises:
             PeerError: A rank did not join.
         """
-        own = self.plan_rank
+        rank = self.plan_rank
         for source, destination in sorted(set(pairs)):
             sizes = len(self._ranks[source]), len(self._ranks[destination])
             # Full tensors and slices use different pairs of ranks if group sizes differ.
             for cut in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
-                rows = lcm(sizes[0], sizes[1]) // cut[source != own]
+                rows = lcm(sizes[0], sizes[1]) // cut[source != rank]
                 probe = torch.zeros(rows, device=self.device)
-                if source == own:
+                if source == rank:
                     self.send((probe,), (probe,), destination, "warm-up", [cut]).wait("warm-up")
-                elif destination == own:
+                elif destination == rank:
                     self.receive((probe,), source, "warm-up", [cut]).wait("warm-up")
 
     def send(
@@ -244,18 +244,24 @@ class P2PChannels:
         self, tensor: Tensor, cut: Cut, peers: Sequence[int], *, sends: bool
     ) -> list[tuple[Tensor, int]]:
         """Return (part of the tensor, global rank of the peer) for each transfer."""
-        own = len(self._ranks[self._plan_rank])
-        others = len(peers)
+        group_size = len(self._ranks[self._plan_rank])
+        peer_count = len(peers)
         if cut[0] == cut[1]:
             if not sends:
-                return [(tensor, peers[self._place * others // own])]
-            here = (place for place in range(others) if place * own // others == self._place)
+                return [(tensor, peers[self._place * peer_count // group_size])]
+            here = (
+                place
+                for place in range(peer_count)
+                if place * group_size // peer_count == self._place
+            )
             return [(tensor, peers[place]) for place in here]
-        assert cut == ((own, others) if sends else (others, own)), "slices of other ranks"
+        assert cut == ((group_size, peer_count) if sends else (peer_count, group_size)), (
+            "slices of other ranks"
+        )
         assert tensor.ndim <= 2, "rows of other ranks are not next to each other"
         rows = len(tensor)
         first = self._place * rows
-        size = rows * own // others  # rows of a peer's slice
+        size = rows * group_size // peer_count  # rows of a peer's slice
         parts = []
         for place, peer in enumerate(peers):
             begin = max(first, place * size)
@@ -302,9 +308,9 @@ def _check(tensors: Sequence[Tensor], specs: Sequence[ShapeAndDtype], action: ob
         t.shape == s.shape and t.dtype == s.dtype for t, s in zip(tensors, specs, strict=True)
     ):
         return
-    found = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+    actual = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
     planned = [f"{tuple(s.shape)} {s.dtype}" for s in specs]
     raise ValueError(
-        f"action {action} would send {found}, but the plan requires {planned}; compute the "
+        f"action {action} would send {actual}, but the plan requires {planned}; compute the "
         "specs of the plan from the metadata of the same microbatches"
     )

@@ -54,8 +54,8 @@ def apply_mixed_precision(module: LayeredModule, dtype: torch.dtype) -> None:
 
 def mixed_precision(module: nn.Module) -> MixedPrecision | None:
     """Return the mixed precision of a stage, or None if it has none."""
-    found: MixedPrecision | None = getattr(module, _ATTRIBUTE, None)
-    return found
+    precision: MixedPrecision | None = getattr(module, _ATTRIBUTE, None)
+    return precision
 
 
 class MixedPrecision:
@@ -89,9 +89,9 @@ class MixedPrecision:
             if weight.needs_copy():
                 copied.setdefault(weight.master.dtype, []).append(weight)
         with torch.no_grad():
-            for alike in copied.values():
-                copies: list[Tensor] = [weight.compute for weight in alike]
-                masters: list[Tensor] = [weight.master for weight in alike]
+            for weights in copied.values():
+                copies: list[Tensor] = [weight.compute for weight in weights]
+                masters: list[Tensor] = [weight.master for weight in weights]
                 torch._foreach_copy_(copies, masters)
         for weight in self._weights:
             weight.begin_step(sums=backwards > 1)
@@ -128,7 +128,7 @@ class MixedPrecision:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owners.setdefault(parameter, []).append((owner, name))
-        return [_Weight(parameter, own, self._dtype) for parameter, own in owners.items()]
+        return [_Weight(parameter, places, self._dtype) for parameter, places in owners.items()]
 
 
 class _Weight:
@@ -256,9 +256,9 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
-        own = {part.name: getattr(value, part.name) for part in fields(value)}
-        cast = cast_floats(own, dtype)
-        return value if cast is own else replace(value, **cast)
+        values = {part.name: getattr(value, part.name) for part in fields(value)}
+        cast = cast_floats(values, dtype)
+        return value if cast is values else replace(value, **cast)
     return value
 
 

@@ -106,12 +106,12 @@ def stage_backward_weight(
     nodes, in the order of memory addresses. Tensor-parallel ranks could exchange gradients of
     different weights, such as the weight and the bias of a norm.
     """
-    known = list(weights)
-    position = {_get_grad_fn_or_grad_acc(weight): index for index, weight in enumerate(known)}
+    ordered = list(weights)
+    position = {_get_grad_fn_or_grad_acc(weight): index for index, weight in enumerate(ordered)}
     for group in groups:
         group["params"] = sorted(group["params"], key=position.__getitem__)
     groups.sort(key=lambda group: position[group["params"][0]])
-    _backward_weight(iter(known), groups, retain_graph=retain_graph)
+    _backward_weight(iter(ordered), groups, retain_graph=retain_graph)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -166,13 +166,13 @@ def fill_missing_gradients(module: FSDPModule) -> None:
     accumulate_gradients(module)
     for group in _groups(module):
         for parameter in group.fsdp_params:
-            whole = parameter.unsharded_param
-            if not parameter.sharded_param.requires_grad or whole.grad is not None:
+            unsharded = parameter.unsharded_param
+            if not parameter.sharded_param.requires_grad or unsharded.grad is not None:
                 continue
-            if parameter.reduce_dtype in (None, whole.dtype):
-                whole.grad = torch.zeros_like(whole)
+            if parameter.reduce_dtype in (None, unsharded.dtype):
+                unsharded.grad = torch.zeros_like(unsharded)
             elif parameter.unsharded_accumulated_grad is None:
-                zeros = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+                zeros = torch.zeros_like(unsharded, dtype=parameter.reduce_dtype)
                 parameter.unsharded_accumulated_grad = zeros
 
 
@@ -186,17 +186,17 @@ def start_reducing(module: FSDPModule) -> list[Any]:
         State for `finish_reducing`.
     """
     communication: Any = module._get_fsdp_state()._comm_ctx
-    held: list[Any] = []
+    states: list[Any] = []
     for group in _groups(module):
         group.post_backward()
         # A list since 2.13. Before, one state or None.
         if hasattr(communication, "reduce_scatter_states"):
-            held += communication.reduce_scatter_states
+            states += communication.reduce_scatter_states
             communication.reduce_scatter_states.clear()
         else:
-            held.append(communication.reduce_scatter_state)
+            states.append(communication.reduce_scatter_state)
             communication.reduce_scatter_state = None
-    return held
+    return states
 
 
 def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
@@ -213,15 +213,15 @@ def release_reduced(module: FSDPModule) -> None:
     """
     communication: Any = module._get_fsdp_state()._comm_ctx
     # A list since 2.13. Before, one state or None.
-    held = getattr(communication, "reduce_scatter_states", None)
-    if held is None:
-        own = communication.reduce_scatter_state
-        held = [] if own is None else [own]
+    states = getattr(communication, "reduce_scatter_states", None)
+    if states is None:
+        state_of_scatter = communication.reduce_scatter_state
+        states = [] if state_of_scatter is None else [state_of_scatter]
         communication.reduce_scatter_state = None
-    for state in held:
+    for state in states:
         if state.event is not None:
             communication.device_handle.current_stream().wait_event(state.event)
-    held.clear()
+    states.clear()
 
 
 def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:
@@ -251,14 +251,14 @@ class CompileEvent(NamedTuple):
 
     def figures(self) -> tuple[str, float, bool]:
         """Return (failed guards of other graphs, duration in ms, whether a cache had the code)."""
-        parts = [  # forward and backward; a reset of torch.compile restarts the numbers
+        metrics = [  # forward and backward; a reset of torch.compile restarts the numbers
             part
             for part in get_compilation_metrics()
             if str(part.compile_id) == self.number and (part.end_time_us or 0) >= self.during_us
         ]
-        reason = next((part.recompile_reason for part in parts if part.recompile_reason), "")
-        took_ms = sum((part.duration_us or 0) / 1e3 for part in parts)
-        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in parts)
+        reason = next((part.recompile_reason for part in metrics if part.recompile_reason), "")
+        took_ms = sum((part.duration_us or 0) / 1e3 for part in metrics)
+        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in metrics)
         return reason, took_ms, hits > 0
 
 

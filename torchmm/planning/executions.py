@@ -64,18 +64,18 @@ def module_executions(
         ConfigError: Parallelism degrees of an encoder are invalid.
     """
     parallel = run.recipe.parallel
-    found = {}
+    executions = {}
     for module in modules:
-        own = run.units.get(module.name, run.llm)
+        sizes = run.units.get(module.name, run.llm)
         if parallel.placement == "colocated" and module.kind == "encoder":
-            own = encoder_mesh_sizes(parallel, module.name, own)
+            sizes = encoder_mesh_sizes(parallel, module.name, sizes)
         recompute = recompute_mode(run.recipe, module, device)
-        found[module.name] = Execution(
-            tensor=own.tensor,
+        executions[module.name] = Execution(
+            tensor=sizes.tensor,
             sequence_parallel=parallel.sequence_parallel,
             async_tensor=parallel.async_tensor_parallel,
-            shard=own.shard,
-            replicate=own.replicate,
+            shard=sizes.shard,
+            replicate=sizes.replicate,
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
             recompute=recompute,
@@ -84,7 +84,7 @@ def module_executions(
             states=parameter_states(run.recipe),
             reduces_each=parallel.gradient_reduction == "microbatch",
         )
-    return found
+    return executions
 
 
 def parameter_states(recipe: Recipe) -> States:
@@ -108,18 +108,18 @@ def parameter_states(recipe: Recipe) -> States:
     fused = 2 * (weight + 2 * moment + average) + 4
     if optimizer.state_dtype == "float32" and not narrow:
         fused += 4  # the fused kernel of torch writes the clipped gradient
-    held = 0.0 if optimizer.offload else moment
+    device_moment = 0.0 if optimizer.offload else moment
     rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
     packed = optimizer.state_dtype != "float32"
     in_place = not (narrow or muon or optimizer.offload or packed)
     return States(
         weight=weight,
-        moments=2 * held,
-        layer_moments=(1 if muon else 2) * held,
+        moments=2 * device_moment,
+        layer_moments=(1 if muon else 2) * device_moment,
         average=average,
         updated=updated,
         fused=updated if muon else fused,
-        visiting=(1 if muon else 2) * (moment - held),
+        visiting=(1 if muon else 2) * (moment - device_moment),
         orthogonal=muon,
         portion=0 if in_place else UPDATE_PORTION,
         copy=4.0 * narrow,

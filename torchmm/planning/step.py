@@ -110,15 +110,15 @@ def _tensor_ranks(
 ) -> dict[str, TensorRanks]:
     """Return the tensor parallelism of each module."""
     sliced = config.sequence_parallel
-    found = {}
+    tensor_ranks = {}
     for module in modules:
         size = config.tensor
         if units is not None:
             size = units[module.name].tensor
         elif module.kind == "encoder" and config.placement == "colocated":
             size = config.encoder_tensor(module.name)
-        found[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
-    return found if any(ranks.size > 1 for ranks in found.values()) else {}
+        tensor_ranks[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
+    return tensor_ranks if any(ranks.size > 1 for ranks in tensor_ranks.values()) else {}
 
 
 def cut_modules(

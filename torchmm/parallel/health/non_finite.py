@@ -74,10 +74,10 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
                 handle = module.register_forward_hook(watch.hook(name), with_kwargs=True)
                 stack.callback(handle.remove)
         run_again()
-    found = gather_texts(watch.found)
+    origins = gather_texts(watch.found)
     begins = [began for [began] in gather_floats([float(watch.begins)])]
-    modules = [f"{text} on rank {rank}" for rank, text in enumerate(found) if text]
-    first = [f"{text} on rank {rank}" for rank, text in enumerate(found) if begins[rank]]
+    modules = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if text]
+    first = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if begins[rank]]
     if modules:
         return (
             "after running the step again, the first non-finite output is that of "

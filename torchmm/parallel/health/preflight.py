@@ -148,8 +148,8 @@ def _rates(mesh: ParallelMesh, dtype: torch.dtype) -> list[float]:
         if size == 1:  # the same on all ranks of the group
             rates.append(math.nan)
             continue
-        whole = share.new_empty(size * len(share))
-        gather = partial(dist.all_gather_into_tensor, whole, share, group)
+        output = share.new_empty(size * len(share))
+        gather = partial(dist.all_gather_into_tensor, output, share, group)
         gather_s = _best_s(gather, device)
         rates.append((size - 1) * share.nbytes / gather_s / 1e9)
     return rates

@@ -152,14 +152,14 @@ def _apply_styles(
     slices: SequenceSlices | None,
     exchange: Exchange | None,
 ) -> None:
-    every = module.layer_sizes()
-    sizes = {part: every[i] for i, layer in module.indexed_layers() for part in layer.modules()}
+    all_sizes = module.layer_sizes()
+    sizes = {part: all_sizes[i] for i, layer in module.indexed_layers() for part in layer.modules()}
     for pattern, name in plan.items():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
         inside = (slices, exchange) if in_layers else (None, None)
         for part in module.matching(pattern):
-            own = sizes.get(part, every[0])
-            style = _style(f"{module.name}.{pattern}", name, own, mesh.size(), *inside)
+            layer_sizes = sizes.get(part, all_sizes[0])
+            style = _style(f"{module.name}.{pattern}", name, layer_sizes, mesh.size(), *inside)
             if style is not None:
                 parallelize_module(part, mesh, style)
 
@@ -307,7 +307,7 @@ class _HeadScores(ParallelStyle):
 
 
 class _GatherInput(ParallelStyle):
-    """Converts the first tensor argument to a replicated DTensor. Slices are all-gathered.
+    """Conversion of the first tensor argument to a replicated DTensor. Slices are all-gathered.
 
     The gradients of the input are partial sums over the heads of each rank. The backward pass of
     the conversion reduces (and slices) them. The context of a cross attention is converted, too,
@@ -333,8 +333,10 @@ class _GatherInput(ParallelStyle):
             context = kwargs.get(_CONTEXT)
             if context is None:
                 return None
-            whole = DTensor.from_local(context, device_mesh, [Replicate()], run_check=False)
-            return args, {**kwargs, _CONTEXT: whole}
+            replicated_context = DTensor.from_local(
+                context, device_mesh, [Replicate()], run_check=False
+            )
+            return args, {**kwargs, _CONTEXT: replicated_context}
 
         # Before the hook of a linear, if the scope is a linear.
         change_input(module, gather, prepend=True)
@@ -364,8 +366,8 @@ class _ReplicatedKeyValue(ParallelStyle):
             rows = parameter.to_local(grad_placements=[Partial()])
             return rows[first : first + self.head_dim]
 
-        def keep_head(_: nn.Module, __: tuple, whole: Tensor) -> Tensor:
-            return whole[..., first : first + self.head_dim]
+        def keep_head(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
+            return output[..., first : first + self.head_dim]
 
         if self.overlap is not None:
             module.forward = self.overlap.column(module, own_rows)

@@ -110,11 +110,11 @@ class _Exchanged(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        there: Callable[[Tensor], Tensor] | None,
-        back: Callable[[Tensor], Tensor] | None,
+        forward: Callable[[Tensor], Tensor] | None,
+        backward: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        ctx.back = back
-        return x.view_as(x) if there is None else there(x)
+        ctx.back = backward
+        return x.view_as(x) if forward is None else forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

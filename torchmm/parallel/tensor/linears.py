@@ -36,8 +36,8 @@ MULTIPLY = "torchmm_multiply"
 
 def multiply_of(linear: nn.Module) -> Multiply:
     """Return the matmul function of a linear."""
-    found: Multiply = getattr(linear, MULTIPLY, functional.linear)
-    return found
+    multiply: Multiply = getattr(linear, MULTIPLY, functional.linear)
+    return multiply
 
 
 def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:

@@ -50,13 +50,13 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
         **dict.fromkeys(("up", "magnitude"), Shard(0) if placement == Shard(0) else Replicate()),
     )
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
-    parts = placement == Shard(1)
+    is_partial = placement == Shard(1)
     lora.part = Part(
         of_input=_local_summed,
         of_down=_local_summed,
         of_rows=own_rows or _local_summed,
-        summed=partial(_sum, mesh) if parts else _local,
-        biased=not parts,
+        summed=partial(_sum, mesh) if is_partial else _local,
+        biased=not is_partial,
     )
 
 
@@ -69,14 +69,14 @@ def _local(x: Tensor, summed: bool = False) -> Tensor:
     """
     if not isinstance(x, DTensor):
         return x
-    whole = x.placements == (Replicate(),)
-    return x.to_local(grad_placements=[Partial()] if whole and summed else None)
+    is_replicated = x.placements == (Replicate(),)
+    return x.to_local(grad_placements=[Partial()] if is_replicated and summed else None)
 
 
 _local_summed = partial(_local, summed=True)
 
 
-def _sum(mesh: DeviceMesh, own: Tensor) -> Tensor:
+def _sum(mesh: DeviceMesh, partial_sum: Tensor) -> Tensor:
     """Return the sum of partial sums over the ranks."""
-    parts = DTensor.from_local(own, mesh, [Partial()], run_check=False)
-    return parts.redistribute(placements=[Replicate()]).to_local()
+    distributed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+    return distributed.redistribute(placements=[Replicate()]).to_local()

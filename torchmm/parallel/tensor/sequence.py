@@ -222,8 +222,8 @@ class SequenceSlices:
         All ranks have all rows. Rows of other slices are added as zeros, because their number is
         unknown without synchronizing with the device.
         """
-        every = DTensor.from_local(rows_KD, self._mesh, [Replicate()], run_check=False)
-        rows_KD = every.to_local(grad_placements=[Partial()])
+        replicated = DTensor.from_local(rows_KD, self._mesh, [Replicate()], run_check=False)
+        rows_KD = replicated.to_local(grad_placements=[Partial()])
         at_K = positions_K - self._mesh.get_local_rank() * self.slice_length
         inside_K = (at_K >= 0) & (at_K < self.slice_length)
         at_K = at_K.clamp(0, self.slice_length - 1)
@@ -235,21 +235,21 @@ class SequenceSlices:
 
         Gradients are partial sums. The backward pass sums them over the ranks.
         """
-        whole = DTensor.from_local(values, self._mesh, [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+        replicated = DTensor.from_local(values, self._mesh, [Replicate()], run_check=False)
+        return replicated.to_local(grad_placements=[Partial()])
 
     def leave(self, _: nn.Module | None, __: tuple, output: Tensor) -> Tensor:
         """All-gather the output of the last layer."""
         if self.overlap is None:
             return self.whole(output).to_local()
         rows, batch = sequence_first(output)
-        whole = self.overlap.gather_slices(rows, self.length * batch.numel())
-        return batch_first(whole, batch)
+        gathered_rows = self.overlap.gather_slices(rows, self.length * batch.numel())
+        return batch_first(gathered_rows, batch)
 
     def _slice(self, local: Tensor, placement: Placement) -> Tensor:
         padded = self._padded(local)
-        whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
-        return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+        distributed = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
+        return distributed.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
 
     def _padded(self, local: Tensor) -> Tensor:
         padding = -self.length % self._mesh.size()
@@ -263,8 +263,8 @@ class MeshRows:
         self._mesh = mesh
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        whole = DTensor.from_local(rows, self._mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(rows.ndim + SEQUENCE_DIM)]).to_local()
+        replicated = DTensor.from_local(rows, self._mesh, [Replicate()], run_check=False)
+        return replicated.redistribute(placements=[Shard(rows.ndim + SEQUENCE_DIM)]).to_local()
 
     def every_row(self, own: Tensor) -> Tensor:
         part = [Shard(own.ndim + SEQUENCE_DIM)]

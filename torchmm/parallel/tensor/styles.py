@@ -65,9 +65,9 @@ class _Rows(NamedTuple):
 def _own_rows(matrices: list[_Rows], mesh: DeviceMesh, parameter: DTensor) -> Tensor:
     """Return the local rows of a replicated parameter. Other rows have zero gradients."""
     sizes = [m.units * m.unit_size for m in matrices]
-    every = parameter.to_local(grad_placements=[Partial()]).split(sizes)
+    matrices_rows = parameter.to_local(grad_placements=[Partial()]).split(sizes)
     at = mesh.size(), mesh.get_local_rank()
-    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, every, strict=True)])
+    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, matrices_rows, strict=True)])
 
 
 class PackedLinear(ParallelStyle):
@@ -220,11 +220,11 @@ class ExpertsOfRanks(ParallelStyle):
         if hasattr(block, "shared_expert_gate"):
             # Multiplied with partial sums, so its gradients are partial sums.
             compute_locally(block.shared_expert_gate, device_mesh, Replicate())
-        whole: Any = type(block).forward
+        forward_all: Any = type(block).forward
 
         def forward(hidden: DTensor) -> Any:
             # Each rank adds the gradients of its local experts.
-            out = whole(block, hidden.to_local(grad_placements=[Partial()]))
+            out = forward_all(block, hidden.to_local(grad_placements=[Partial()]))
             if isinstance(out, tuple):  # with router scores, which are not used
                 return _summed(out[0], device_mesh, self._slices), out[1]
             return _summed(out, device_mesh, self._slices)
@@ -247,9 +247,9 @@ class ExpertsAlone(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
         split_experts(experts, device_mesh)
-        own: Any = experts.forward
+        local_forward: Any = experts.forward
 
-        def whole(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             if self._slices is not None:
                 replicated = self._slices.whole(x)
             else:
@@ -258,7 +258,7 @@ class ExpertsAlone(ParallelStyle):
             return replicated.to_local(grad_placements=[Partial()])
 
         def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            out = own(whole(rows), whole(index), whole(weights))
+            out = local_forward(gather(rows), gather(index), gather(weights))
             return _summed(out, device_mesh, self._slices)
 
         experts.forward = forward
@@ -268,13 +268,15 @@ class ExpertsAlone(ParallelStyle):
 def split_experts(experts: Any, mesh: DeviceMesh) -> None:
     """Assign some experts to each rank. Their forward returns partial sums."""
     compute = own_experts(experts, mesh, some_elsewhere=True)
-    own = experts.num_experts // mesh.size()
-    first = mesh.get_local_rank() * own
+    local_experts = experts.num_experts // mesh.size()
+    first = mesh.get_local_rank() * local_experts
 
     def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         index = index - first
-        others = (index < 0) | (index >= own)
-        index = index.masked_fill(others, own)  # number of non-local experts in Hugging Face
+        is_remote = (index < 0) | (index >= local_experts)
+        index = index.masked_fill(
+            is_remote, local_experts
+        )  # number of non-local experts in Hugging Face
         return compute(rows, index, weights)
 
     experts.forward = forward
@@ -330,10 +332,10 @@ class ShardedNorm(ParallelStyle):
                 "not supported; tensor_problems should have rejected this"
             )
             wide = x.float()
-            own = wide.square().sum(-1, keepdim=True)
-            squares = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
-            whole = squares.redistribute(placements=[Replicate()])
-            mean = whole.to_local(grad_placements=[Partial()]) / features
+            local_squares = wide.square().sum(-1, keepdim=True)
+            squares = DTensor.from_local(local_squares, device_mesh, [Partial()], run_check=False)
+            total = squares.redistribute(placements=[Replicate()])
+            mean = total.to_local(grad_placements=[Partial()]) / features
             return (weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
 
         module.forward = forward
@@ -344,14 +346,14 @@ class LatentHeads(ParallelStyle):
     """Latent attention: keys, values and optionally queries are computed from few features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        parts = {name: part for name, part in module.named_children() if part is not None}
+        submodules = {name: part for name, part in module.named_children() if part is not None}
         for name in ("q_a_proj", "kv_a_proj_with_mqa"):
-            if name in parts:
-                compute_locally(parts[name], device_mesh, Replicate())
+            if name in submodules:
+                compute_locally(submodules[name], device_mesh, Replicate())
         for name in ("q_a_layernorm", "kv_a_layernorm"):
-            if name in parts:
-                LocalNorm()._apply(parts[name], device_mesh)
+            if name in submodules:
+                LocalNorm()._apply(submodules[name], device_mesh)
         for name in ("q_proj", "q_b_proj", "kv_b_proj"):
-            if name in parts:
-                compute_locally(parts[name], device_mesh, Shard(0))
+            if name in submodules:
+                compute_locally(submodules[name], device_mesh, Shard(0))
         return module

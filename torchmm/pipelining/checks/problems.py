@@ -46,8 +46,8 @@ class PlanProblem:
 
     def __str__(self) -> str:
         where = f", action {self.position}" if self.position >= 0 else ""
-        what = "" if self.action is None else f" ({self.action})"
-        return f"rank {self.rank}{where}{what}: {self.text}; {self.remedy}"
+        named = "" if self.action is None else f" ({self.action})"
+        return f"rank {self.rank}{where}{named}: {self.text}; {self.remedy}"
 
 
 @dataclass(frozen=True)

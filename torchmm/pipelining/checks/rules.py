@@ -209,12 +209,12 @@ class RuleBook:
         consumer.inputs[backward].append(arrived)
         sends = self._counter(transfer.source, transfer.destination)
         receives = sends + 1
-        here = self.rules[transfer.source]
-        here[send] = Rule((origin,), (sent,), sent_bytes, 0, sends, None, sent)
-        here[wait_send] = Rule((sent,), (released,), 0, sent_bytes, None, receives, sent)
-        there = self.rules[transfer.destination]
-        there[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
-        there[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)
+        source_rules = self.rules[transfer.source]
+        source_rules[send] = Rule((origin,), (sent,), sent_bytes, 0, sends, None, sent)
+        source_rules[wait_send] = Rule((sent,), (released,), 0, sent_bytes, None, receives, sent)
+        destination_rules = self.rules[transfer.destination]
+        destination_rules[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
+        destination_rules[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)
 
     def _counter(self, source: int, destination: int, *tied: int) -> int:
         """Return the counter of operations from `source` to `destination`.
@@ -272,19 +272,21 @@ class RuleBook:
         facts = self.tasks[action.task] if action.type in COMPUTE else None
         if facts is None or facts.gradient is None:
             return rule.allocates, rule.frees
-        kept = memory.kept_bytes(action.task)
+        saved = memory.kept_bytes(action.task)
         if action.type is ActionType.F:
-            return rule.allocates + kept, rule.frees
+            return rule.allocates + saved, rule.frees
         if action.type is ActionType.B:
-            return rule.allocates, rule.frees + kept
-        later = 0
+            return rule.allocates, rule.frees + saved
+        saved_for_weights = 0
         if facts.weights is not None:
             weights = memory.kept_for_weights_bytes
-            later = kept if weights is None else weights(action.task)
+            saved_for_weights = saved if weights is None else weights(action.task)
         if action.type is ActionType.W:
-            return rule.allocates, rule.frees + later
-        more = max(0, later - kept)  # gradients that W needs can exceed the bytes that I frees
-        return rule.allocates + more, rule.frees + kept + more - later
+            return rule.allocates, rule.frees + saved_for_weights
+        growth = max(
+            0, saved_for_weights - saved
+        )  # gradients that W needs can exceed the bytes that I frees
+        return rule.allocates + growth, rule.frees + saved + growth - saved_for_weights
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:
         """Add the rules of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIED of a rank."""
@@ -304,12 +306,12 @@ class RuleBook:
         for action in tied_reductions(self.graph, rank) if self.training else ():
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
             first = self._counter(ends[0][1], ends[1][1], ends[0][0], ends[1][0])
-            own, other = (first, first + 1) if ends[0][1] == rank else (first + 1, first)
+            raised, awaited = (first, first + 1) if ends[0][1] == rank else (first + 1, first)
             fact = self._fact(rank, action)
             rules[action] = Rule(
                 finished[action.stage],
                 (fact,),
-                raises=own,
-                awaits=other,
+                raises=raised,
+                awaits=awaited,
                 pair=self._tied_pairs.setdefault(first, fact),
             )

@@ -178,12 +178,14 @@ class Scan:
         for position, action in enumerate(self.plan.actions[rank]):
             mirrors = together.get((action.stage, rank))
             if action.type in COMPUTE and mirrors:
-                own = self.book.together[rank, mirrors]
-                posted = self.posts[own]
+                counter = self.book.together[rank, mirrors]
+                posted = self.posts[counter]
                 posted.append(len(posted))
-                events.append((own, 0, position))
-                others = (self.book.together[other, mirrors] for other in mirrors if other != rank)
-                events += ((other, len(posted), position) for other in others)
+                events.append((counter, 0, position))
+                mirror_counters = (
+                    self.book.together[other, mirrors] for other in mirrors if other != rank
+                )
+                events += ((other, len(posted), position) for other in mirror_counters)
         return events
 
     def position(self, rank: int, counter: int, index: int) -> int:
@@ -211,12 +213,12 @@ def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
     kind = action.type
     elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
     if elsewhere:
-        places = " or ".join(str(r) for r in elsewhere)
-        return "wrong_rank", f"it belongs to rank {places}", "move it there"
-    for known in book.rules[rank] if rank < len(book.rules) else ():
-        if known[:5] == action[:5] and known.peer >= 0:
+        ranks = " or ".join(str(r) for r in elsewhere)
+        return "wrong_rank", f"it belongs to rank {ranks}", "move it there"
+    for expected in book.rules[rank] if rank < len(book.rules) else ():
+        if expected[:5] == action[:5] and expected.peer >= 0:
             text = f"the other end is not on rank {action.peer}"
-            return "wrong_peer", text, f"set peer to {known.peer}"
+            return "wrong_peer", text, f"set peer to {expected.peer}"
     stages = book.graph.layout.stages
     if not 0 <= action.stage < len(stages):
         text = f"there is no stage {action.stage}"
@@ -230,11 +232,11 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
     graph = book.graph
     task = action.task
     if task not in book.tasks:
-        parts = 0
+        count = 0
         if 0 <= task.microbatch < graph.microbatches:
-            parts = graph.parts(task.stage, task.microbatch)
+            count = graph.parts(task.stage, task.microbatch)
         text = (
-            f"stage {task.stage} has {parts} task(s) for microbatch {task.microbatch} of "
+            f"stage {task.stage} has {count} task(s) for microbatch {task.microbatch} of "
             f"{graph.microbatches}"
         )
         return "unknown", text, "remove it, or make the order from the graph of this step"

@@ -116,8 +116,8 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
         if f.weights is not None and f.gradient is not None
     }
     never_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
-    for fact, found in enumerate(established):
-        if found or (fact in with_gradient and not established[with_gradient[fact]]):
+    for fact, is_established in enumerate(established):
+        if is_established or (fact in with_gradient and not established[with_gradient[fact]]):
             continue
         rank = book.giver_ranks[fact]
         action = book.givers[fact]
@@ -181,24 +181,24 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
     Mirrors communicate within their actions, so they need the same actions in the same order.
     """
     layout = plan.graph.layout
-    found: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    actions_of_pair: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, program in enumerate(plan.actions):
         for position, action in enumerate(program):
             mirrors = layout.together.get((action.stage, rank), ())
             for other in mirrors if action.type in COMPUTE else ():
                 same = action._replace(stage=layout.mirrored[action.stage][0])
-                found[rank, other].append((position, same))
+                actions_of_pair[rank, other].append((position, same))
     for first, rank in sorted(
         {(min(mirrors), rank) for (_, rank), mirrors in layout.together.items()}
     ):
         if first == rank:
             continue
-        expected = [action for _, action in found[first, rank]]
-        own = found[rank, first]
-        if [action for _, action in own] != expected:
-            pairs = enumerate(zip(own, expected, strict=False))
+        expected = [action for _, action in actions_of_pair[first, rank]]
+        local = actions_of_pair[rank, first]
+        if [action for _, action in local] != expected:
+            pairs = enumerate(zip(local, expected, strict=False))
             at = next((i for i, ((_, a), b) in pairs if a != b), -1)
-            position = own[at][0] if at >= 0 else -1
+            position = local[at][0] if at >= 0 else -1
             actual = plan.actions[rank][position] if at >= 0 else None
             text = f"rank {first} runs the same layers, but different actions or another order"
             remedy = "use the actions of the first replica for all replicas"
@@ -257,9 +257,9 @@ def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Yield recomputation modes of tasks without a backward pass, or with a wrong layer count."""
     layout = plan.graph.layout
     remedy = "tune the layers of the plan that will run"
-    known = set(plan.graph.tasks()) if plan.recompute else set()
+    tasks = set(plan.graph.tasks()) if plan.recompute else set()
     for task, modes in plan.recompute.items():
-        if task not in known:
+        if task not in tasks:
             yield PlanProblem(
                 "recompute", 0, -1, None, f"{task} has a choice but is not a task", remedy
             )

@@ -158,7 +158,9 @@ class StepState:
             kind.W: self._backward_weight,
         }
         if self._offloading:
-            computing = {k: partial(self._prefetch_and_run, own) for k, own in computing.items()}
+            computing = {
+                k: partial(self._prefetch_and_run, handler) for k, handler in computing.items()
+            }
         return {
             **computing,
             kind.SEND_F: partial(self._send, False),
@@ -197,13 +199,13 @@ class StepState:
         Raises:
             ValueError: The plan is incomplete.
         """
-        left = [f"{task} has no backward" for task in (*self._kept, *self._split)]
+        unfinished = [f"{task} has no backward" for task in (*self._kept, *self._split)]
         for lane in self._lanes:
             for box in (lane.outbox, lane.sending, lane.receiving, lane.inbox):
-                left += [f"{message} was not sent, waited for or used" for message in box]
-        if left:
+                unfinished += [f"{message} was not sent, waited for or used" for message in box]
+        if unfinished:
             raise ValueError(
-                f"the plan of rank {self._rank} is incomplete: {'; '.join(left[:5])}; run "
+                f"the plan of rank {self._rank} is incomplete: {'; '.join(unfinished[:5])}; run "
                 "validate_plan to find the missing action"
             )
         for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
@@ -223,9 +225,9 @@ class StepState:
         """
         following = self._next_waiting.get(action)
         if following in self._waiting:
-            own = None if action.type is ActionType.F else self._waiting.get(action.task)
-            if own is not None:
-                own.following = self._waiting[following]
+            current = None if action.type is ActionType.F else self._waiting.get(action.task)
+            if current is not None:
+                current.following = self._waiting[following]
             else:
                 self._waiting[following].bring()
         handler(action)
@@ -353,9 +355,9 @@ class StepState:
         """Return the roots of a backward pass, and the gradients that were received for them."""
         roots: list[Root] = []
         gradients: list[Tensor] = []
-        for message, own in (root for root in kept.roots if root[1]):
+        for message, message_roots in (root for root in kept.roots if root[1]):
             arrived = _take(self._backward_lane.inbox, message, action)
-            for root, gradient in zip(own, arrived, strict=True):
+            for root, gradient in zip(message_roots, arrived, strict=True):
                 if root is not None:
                     roots.append(root)
                     gradients.append(gradient)
@@ -366,14 +368,14 @@ class StepState:
 
     def _return_gradients(self, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
         """Pass the gradients of the inputs of a task to their producers."""
-        found = iter(gradients)
+        remaining = iter(gradients)
         for message, leaves in kept.leaves:
-            given = [(next(found), leaf) for leaf in leaves]
-            own = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in given)
+            pairs = [(next(remaining), leaf) for leaf in leaves]
+            returned = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
             stays = message.source in self._here or self._runs_here(self._graph.producer(message))
             lane = self._backward_lane
             if self._graph.carries_gradient(message):  # if not, a different mirror sends it
-                (lane.inbox if stays else lane.outbox)[message] = own
+                (lane.inbox if stays else lane.outbox)[message] = returned
 
     def _trained(self, index: int) -> list[nn.Parameter]:
         """Return the trainable parameters of a stage. The list is cached after unsharding."""
@@ -422,10 +424,10 @@ class StepState:
             Specs on this rank, and (source slices, destination slices) of each tensor, swapped for
             backward transfers.
         """
-        found = [spec for spec in self._specs[message] if spec.requires_grad or not backward]
-        cuts = [spec.slices[:2] if spec.slices else (1, 1) for spec in found]
-        own = [spec.on_rank(source=sends != backward) for spec in found]
-        return own, [cut[::-1] for cut in cuts] if backward else cuts
+        sent_specs = [spec for spec in self._specs[message] if spec.requires_grad or not backward]
+        cuts = [spec.slices[:2] if spec.slices else (1, 1) for spec in sent_specs]
+        local_specs = [spec.on_rank(source=sends != backward) for spec in sent_specs]
+        return local_specs, [cut[::-1] for cut in cuts] if backward else cuts
 
     # Sharded parameters.
 
@@ -464,11 +466,11 @@ class StepState:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
-        own = local_tensor(grad)
-        sending = self._channels.send((own,), (own,), action.peer, action)
-        (other,) = self._channels.receive((own,), action.peer, action).wait(action)
+        local = local_tensor(grad)
+        sending = self._channels.send((local,), (local,), action.peer, action)
+        (received,) = self._channels.receive((local,), action.peer, action).wait(action)
         sending.wait(action)
-        own += other
+        local += received
 
 
 def _next_offloaded(plan: PipelinePlan, rank: int, offloading: set[Task]) -> dict[Action, Task]:
@@ -480,15 +482,15 @@ def _next_offloaded(plan: PipelinePlan, rank: int, offloading: set[Task]) -> dic
         return {}
     graph = plan.graph
     computing = [action for action in plan.actions[rank] if action.type in COMPUTE]
-    found = {}
+    next_tasks = {}
     for action, following in pairwise(computing):
         task = following.task
         if task in offloading:
             passes_on = any(map(graph.differentiates, graph.incoming(task)))
-            left_to = ActionType.I if passes_on else ActionType.W  # of a split backward pass
-            if following.type in (ActionType.B, left_to):
-                found[action] = task
-    return found
+            last_type = ActionType.I if passes_on else ActionType.W  # of a split backward pass
+            if following.type in (ActionType.B, last_type):
+                next_tasks[action] = task
+    return next_tasks
 
 
 def _message(action: Action, from_other: bool) -> Message:

@@ -184,10 +184,10 @@ def _module_colours(panels: Sequence[Panel]) -> dict[str, int]:
 def _shade(module_index: int, kind: ActionType) -> tuple[int, ...]:
     """Return the (red, green, blue) color of a box."""
     colour = _COLOURS[module_index % len(_COLOURS)]
-    share = _SHADES[kind]
-    goal = 255 if share > 0 else 0
+    fraction = _SHADES[kind]
+    goal = 255 if fraction > 0 else 0
     rgb = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return tuple(round(c + (goal - c) * abs(share)) for c in rgb)
+    return tuple(round(c + (goal - c) * abs(fraction)) for c in rgb)
 
 
 def _class(module_index: int, kind: ActionType) -> str:
@@ -238,14 +238,14 @@ def _readable(kind: BubbleClass) -> str:
 
 def _heading(label: str, timeline: Timeline, top: float) -> Iterator[str]:
     """Yield the label, the makespan and the idle time by cause."""
-    parts = [
+    classes = [
         f"{_readable(kind)} {100 * share:.1f} %"
         for kind, share in timeline.bubble_share.items()
         if share
     ]
     idle = f"bubbles {100 * timeline.bubble_fraction:.1f} %"
     modules = [f"{m} {_ms(ms)}" for m, ms in timeline.mean_module_ms().items() if ms]
-    text = f"{_ms(timeline.makespan_ms)}; {idle}{' = ' if parts else ''}{' + '.join(parts)}"
+    text = f"{_ms(timeline.makespan_ms)}; {idle}{' = ' if classes else ''}{' + '.join(classes)}"
     if modules:
         text += f"; mean compute per rank: {', '.join(modules)}"
     x = _LEFT + 12 + _LETTER * 1.25 * len(label)

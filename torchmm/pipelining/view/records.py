@@ -49,7 +49,7 @@ def write_records(
 
     Raises:
         ValueError: A time is infinite or not a number.
-        ValueError: a time is infinite or not a number.
+        ValueError: A time is infinite or not a number.
     """
     for r in records:
         if not (isfinite(r.start_ms) and isfinite(r.end_ms)):

@@ -112,8 +112,8 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
     makespan_ms = max((record.end_ms for record in records), default=0.0)
     busy_ms: list[float] = []
     bubbles: list[Bubble] = []
-    for rank, own in enumerate(by_rank):
-        pieces = list(_pieces(own, makespan_ms))
+    for rank, rank_records in enumerate(by_rank):
+        pieces = list(_pieces(rank_records, makespan_ms))
         busy_ms.append(sum(end - start for doing, start, end in pieces if doing == "compute"))
         bubbles += _bubbles(rank, pieces)
     return Timeline(
@@ -156,8 +156,8 @@ def _pieces(
     now: _Doing = "wait"
     since_ms = 0.0
     # At equal times, starts are first, so that two consecutive actions are one period.
-    for time_ms, change, what in sorted(changes, key=lambda c: (c[0], -c[1])):
-        running[what] += change
+    for time_ms, change, activity in sorted(changes, key=lambda c: (c[0], -c[1])):
+        running[activity] += change
         new: _Doing = next((d for d in precedence if running[d]), "wait")
         if new != now or time_ms == makespan_ms:
             if time_ms > since_ms:
