@@ -8,11 +8,12 @@ matches the k-th receive. `validate` checks that both have the same message.
 Reductions wait for data-parallel replicas, which run different plans. Each plan must therefore be
 safe with all other plans (`torchmm.pipelining.plan.reductions`). Each rank has a *turn*. It is one
 more than the turn of its last reduction, or the turn of a rank that it has waited for since then,
-if that is higher. A reduction is unsafe if its turn is lower than the turn of the rank, because the
-reduction then depends on an operation that follows a later reduction elsewhere:
+if that is higher. A reduction is unsafe if its turn is lower than the turn of the rank. In this
+example, replica A is unsafe, because rank 1 depends on turn 1 before it reduces turn 0. The
+reductions of both replicas wait for each other forever:
 
-    replica 0, rank 0:  reduce turn 1, SEND  ->  rank 1 waits for it, then reduces turn 0
-    replica 1, rank 1:  reduce turn 0, ...   ->  reduces turn 0 first: both wait forever
+    replica A, rank 0   reduce turn 1, send     replica B, rank 0   receive, reduce turn 1
+    replica A, rank 1   receive, reduce turn 0  replica B, rank 1   reduce turn 0, send
 
 Without unsafe reductions, turns never decrease along a chain of waiting ranks, and increase at each
 reduction. No cycle of waiting ranks is possible.
