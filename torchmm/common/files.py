@@ -41,7 +41,7 @@ class UnsafeNameError(ValueError):
 
 
 def require_relative_name(name: object, where: str) -> str:
-    """Return `name` if it is a file inside of a directory on every operating system.
+    """Return `name` if it is a relative path without "..", on every operating system.
 
     Call it for each file name of a manifest, an index or an archive, before the name is joined to a
     path. Symbolic links are not resolved.

@@ -1,10 +1,9 @@
 """torch.compile of layers: graphs, the reasons for recompilation, and the cache of compiled code.
 
 Layers of one kind share their graphs. Microbatches differ in their number of segments, images and
-patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph then serves
-all of them, and a second one a single image, because torch.compile specializes on a size of one.
+patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph is then
+sufficient, plus a second graph for single images, because torch.compile specializes on size 1.
 Training pads every packed sequence, so the number of tokens in the layers of an LLM is constant and
-stays static. `Compilation.new_graphs` counts the graphs and names the guard that failed if there
 stays static. `Compilation.new_graphs` counts the graphs. If there are more, it reports the guard
 that failed, because the host would otherwise compile for minutes during training. `dynamic=True`
 would also make the number of features dynamic, with slower code. Automatic dynamic shapes need an

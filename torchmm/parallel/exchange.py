@@ -57,7 +57,7 @@ class FeatureRanks:
         return exchange(rows.index_select(0, route.rows_K), counts, self.group)
 
     def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
-        """Return the features (K, D) of this rank's tokens by encoder.
+        """Return the features (K, D) of the local tokens, by encoder.
 
         One all-to-all exchanges the features of all encoders. In the backward pass, a second one
         returns the gradients.

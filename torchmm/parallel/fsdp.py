@@ -115,10 +115,9 @@ class StepSharding:
     """FSDP2 of one stage, with one all-gather and one reduction per unit and step.
 
     Call `unshard` before the first forward pass of the stage in a step, and `start_reducing` (or
-    `reshard` without gradients) after its last action. All data-parallel replicas of a
-    stage must call them in the same order relative to their other stages, even if they did not run
-    the stage. On CUDA, later work overlaps with the reduction. Gradients are valid after
-    `finish_reducing`.
+    `reshard` without gradients) after its last action. All data-parallel replicas of a stage must
+    call them in the same order relative to their other stages, even if they did not run the stage.
+    On CUDA, later work overlaps with the reduction. Gradients are valid after `finish_reducing`.
 
     Args:
         module: Root of FSDP2 (see `apply_fsdp`). Its memory can still be unallocated.

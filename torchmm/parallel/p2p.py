@@ -296,7 +296,8 @@ class P2PChannels:
 
 
 def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
-    reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]  # where in gloo's source
+    # Without the source location in gloo.
+    reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]
     return PeerError(
         f"rank {rank} lost rank {peer} in action {action}: {reason}. Rank {peer} exited, "
         "hangs, or waits for another rank; see its log. parallel.timeout_s sets the timeout"

@@ -1,7 +1,7 @@
 """Mixed precision of a stage whose parameters are unsharded on one rank, without FSDP2.
 
-On a mesh of one rank FSDP2 communicates nothing, but casts and copies every parameter before each
-forward and backward pass, and copies every gradient. `MixedPrecision` computes the same values:
+On a mesh of one rank FSDP2 does not communicate, but casts and copies each parameter before each
+forward and backward pass, and copies each gradient. `MixedPrecision` computes the same values:
 
 - Modules compute with copies of the parameters in the compute dtype, made once per step.
   Parameters that have the compute dtype already are used as they are.

@@ -3,8 +3,8 @@
     run = resolve(recipe, world_size)
     run.llm, run.units, run.shares
 
-This module is the only place that derives mesh sizes, shares of the global batch and disaggregated
-modules from a recipe.
+Only this module derives mesh sizes, shares of the global batch and disaggregated modules from a
+recipe.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Resolved:
         """Number of consecutive shares of the global batch whose ranks run layers in lockstep.
 
         The ranks of a shard group wait for each other in the all-gather of every layer, and
-        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 all-gathers
-        once per step.
+        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 all-gathers once per
+        step.
         """
         if self.units:
             return 1

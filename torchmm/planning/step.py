@@ -1,4 +1,4 @@
-"""The plan of a step: from the sizes of microbatches to validated actions.
+"""Planning of a step: from the sizes of microbatches to validated actions.
 
     layout = plan_layout(recipe.parallel, descriptions, metas)      once per run
     plan = plan_step(layout, recipe.parallel, descriptions, metas)  every step
@@ -164,7 +164,7 @@ def step_graph(
         if meta.balanced:
             return 1  # all data-parallel ranks exchange features and contexts in every microbatch
         if sharding == "layer" and purpose != "text":
-            return 1  # all replicas run the same tasks, whatever images they have
+            return 1  # all replicas run the same tasks, with or without images
         images = meta.images_of(module)
         if config.context > 1:
             images = most_images(meta, module, config.context)

@@ -265,7 +265,7 @@ def _style(
 
 
 def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
-    """Return the style of a submodule whose input is gathered once for all linears inside."""
+    """Return the style of a submodule whose input is all-gathered once for its linears."""
     if slices is None or slices.overlap is None:
         return _GatherInput(slices, exchange)
     return slices.overlap.scope(slices)

@@ -72,7 +72,7 @@ class LocalColumn(ParallelStyle):
     """A column-wise linear, from the full input of its scope to the outputs of this rank.
 
     Args:
-        overlap: Styles of linears whose communication overlaps with their products, or None.
+        overlap: Styles of linears whose communication overlaps with their matmuls, or None.
     """
 
     def __init__(self, overlap: OverlapStyles | None = None) -> None:

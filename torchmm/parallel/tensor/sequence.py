@@ -3,13 +3,13 @@
     stage 0: take slice -> layer -> layer ->(send slice)-> stage 1: layer -> layer -> all-gather
              rank 0: tokens 0-3, rank 1: tokens 4-7        norms and residuals process slices
 
-The first layer takes the local slice of the sequence dimension (the last but one). The output of
+The first layer takes the local slice of the sequence dimension (the second to last). The output of
 the last layer is all-gathered, so modules around the layers process complete sequences. Stages send
 slices to the next stage.
 
 Slices have equal lengths. If the length is not divisible by the ranks, slices are padded with zeros
-between the regions. Regions process unpadded sequences, so attention has only real
-positions. Uneven slices can be empty, and collectives then hang (DTensor of torch 2.13 with gloo).
+between the regions. Regions process unpadded sequences, so attention has only real positions.
+Uneven slices can be empty, and collectives then hang (DTensor of torch 2.13 with gloo).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LocalRows = Callable[[DTensor], Tensor]
 
 
 class OverlapStyles(ABC):
-    """Styles of linears whose communication overlaps with their matrix products.
+    """Styles of linears whose communication overlaps with their matmuls.
 
     A scope is an attention or MLP. It has column-wise linears with a common input and one row-wise
     linear at its end. Between scopes, each rank has a slice of the sequence.
