@@ -192,7 +192,8 @@ class ConvolutionChannels(PackedLinear):
 class ExpertsOfRanks(ParallelStyle):
     """MLP with `gate` or `router`, and `experts`. MLPs without experts do not change.
 
-    Shared experts (`shared_expert`, `shared_experts`) are sharded by their inner features. `tensor_problems` checks the number of experts.
+    Shared experts (`shared_expert`, `shared_experts`) are sharded by their inner features.
+    `tensor_problems` checks the number of experts.
     """
 
     def __init__(self, slices: SequenceSlices | None) -> None:

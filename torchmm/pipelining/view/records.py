@@ -49,7 +49,6 @@ def write_records(
 
     Raises:
         ValueError: A time is infinite or not a number.
-        ValueError: A time is infinite or not a number.
     """
     for r in records:
         if not (isfinite(r.start_ms) and isfinite(r.end_ms)):
