@@ -184,13 +184,13 @@ class MergedRoute(NamedTuple):
     units: dict[str, int]
     """Units of a token by encoder."""
     sent_U: Tensor
-    """int64: units to send, rank after rank, as indices into the units of all encoders."""
+    """Units to send, sorted by rank, as indices into the units of all encoders, int64."""
     received_U: Tensor
-    """int64: the received units, encoder after encoder, as indices into the messages."""
+    """Received units, sorted by encoder, as indices into the messages, int64."""
     sent: list[int]
-    """Number of units that go to each rank."""
+    """Number of units sent to each rank."""
     received: list[int]
-    """Number of units that come from each rank."""
+    """Number of units received from each rank."""
 
 
 def merge_routes(routes: Mapping[str, FeatureRoute], widths: Mapping[str, int]) -> MergedRoute:

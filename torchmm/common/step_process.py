@@ -1,4 +1,4 @@
-"""A child process that computes the next step while this process trains the current step.
+"""Child process that computes the next step while this process trains the current step.
 
     process = StepProcess(work, "planning")
     process.submit(8, request)      the inputs of step 8 are known
@@ -149,7 +149,7 @@ class StepProcess(Generic[Answer]):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process ID."""
         return self._process.pid or 0
 
     def submit(self, number: int, request: Any) -> None:

@@ -134,7 +134,7 @@ class LayerKind:
 
 
 class Compilation:
-    """The compiled layers of a rank.
+    """Compiled layers of a rank.
 
     Args:
         backend: Backend of torch.compile.
