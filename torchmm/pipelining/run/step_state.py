@@ -158,9 +158,7 @@ class StepState:
             kind.W: self._backward_weight,
         }
         if self._offloading:
-            computing = {
-                k: partial(self._prefetch_and_run, handler) for k, handler in computing.items()
-            }
+            computing = {k: partial(self._bringing, handler) for k, handler in computing.items()}
         return {
             **computing,
             kind.SEND_F: partial(self._send, False),
@@ -218,7 +216,7 @@ class StepState:
 
     # Computation.
 
-    def _prefetch_and_run(self, handler: Callable[[Action], None], action: Action) -> None:
+    def _bringing(self, handler: Callable[[Action], None], action: Action) -> None:
         """Run a compute action while the inputs of the next backward pass are prefetched.
 
         If the action is a backward pass with offloaded inputs, these inputs are copied first.
