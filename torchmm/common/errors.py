@@ -101,10 +101,7 @@ class DataError(TorchmmError):
 
 
 class CheckpointError(TorchmmError):
-    """A checkpoint or weight file is missing, incomplete, changed, or cannot be saved.
-
-    Also raised if it does not match the model.
-    """
+    """Checkpoint or weights are missing, corrupt, do not match the model, or cannot be saved."""
 
     exit_code = 4
 

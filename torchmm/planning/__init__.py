@@ -1,1 +1,1 @@
-"""Planning: parallelism degrees, stage layouts and plans of a recipe, without process groups."""
+"""Parallelism degrees, stage layouts and plans of a recipe, without process groups."""
