@@ -152,7 +152,7 @@ def trained_parameters(
 
 
 def module_tensors(module: ModuleDescription, start: int, stop: int) -> float:
-    """Return the approximate number of trained tensors of layers [start, stop): weights and norms."""
+    """Return the approximate number of trained tensors (weights, norms) of layers [start, stop)."""
     found = 0.0
     for layer, equal in groupby(module.layers[start:stop]):
         count = len(list(equal))

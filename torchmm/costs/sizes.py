@@ -311,7 +311,7 @@ def pack_sizes(
 
     Returns:
         Indices of the sequences with inputs for the module, and the sizes of one task for each of
-        them. The sizes are None if there are no such sequences.
+        them. The sizes are None without such sequences.
     """
     if module.kind == "llm":
         targets = [text_tokens(pack) for pack in packs]

@@ -26,8 +26,8 @@ plus `kept_for_weights_bytes` of the tasks between I and W.
 Invariants:
 
 - A task without a backward pass has kept_bytes = 0.
-- A tensor on several stages is counted once: the receiving stage counts stage inputs only if its
-  first layer does not save the same tensor (`torchmm.costs.layers.received_bytes`).
+- The input of a stage is counted once, either as a tensor that its first layer saves or by
+  `torchmm.costs.layers.received_bytes`.
 - Times include all tensor-parallel communication. `tensor_ms` is the part that is not overlapped.
 """
 
@@ -421,7 +421,9 @@ def _keep_arriving(
 
 
 def _held(cut: Slices | None) -> float:
-    """Return the saved fraction of a received tensor: all of it, or a slice and the gathered tensor.
+    """Return the saved bytes of a received tensor, as a fraction of the tensor.
+
+    A rank saves the full tensor, or its slice and, if it gathers slices, the full tensor.
 
     Args:
         cut: Slices of the tensor per tensor-parallel rank. If None, ranks receive the full tensor.
@@ -603,7 +605,7 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     if graph.replica or all(len(end.ranks) == 1 for end in ends):
         return None
     ranks = [end.ranks for end in ends]
-    same = ends[0].module == ends[1].module  # a replica sends to itself
+    same = ends[0].module == ends[1].module  # replica i sends to replica i
     pairs = zip(*ranks, strict=True) if same else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
     return (NETWORK if NETWORK in links else NODE) if links else None
