@@ -83,7 +83,7 @@ class Component:
         }
 
     def local_linears(self, tensor: int) -> dict[str, Linear]:
-        """Return (inputs, outputs) of the matmuls of a rank, by name. Packed weights are one matmul."""
+        """Return (inputs, outputs) of the matmuls of a rank. Packed weights are one matmul."""
         return self.sharded_linears(tensor)
 
     def products(self, sizes: TaskSizes, setting: Setting) -> list[Operator]:
@@ -445,7 +445,7 @@ class SharedExpert(Component):
         return bool(layer.shared_ffn_size)
 
     def extra_readers(self) -> int:
-        """Return the number of matmuls that read the input of the expert in addition to routing."""
+        """Return the number of matmuls that read the MLP input: gate, up and result gate."""
         return 2 + self.layer.shared_gate
 
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -82,7 +82,7 @@ class Attention(Component):
         }
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Return the shards. Heads are sharded, or replicated if there are fewer KV heads than ranks."""
+        """Return the shards. KV heads are replicated if there are fewer of them than ranks."""
         linears = self.linears()
         inputs, outputs = linears["attention_output"]
         shards = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
