@@ -68,7 +68,7 @@ class Layers(Block):
     layer: LayerDescription = field(kw_only=True)
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """See `torchmm.costs.layers`."""
+        """Return the forward FLOPs of a layer, see `torchmm.costs.layers`."""
         return layer_flops(self.layer, sizes)
 
     def weight_flops(self, sizes: TaskSizes) -> Array:
@@ -78,15 +78,15 @@ class Layers(Block):
         return super().weight_flops(sizes)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """See `torchmm.costs.layers`."""
+        """Return the operators of a layer, see `torchmm.costs.layers`."""
         return layer_operators(self.layer, sizes, setting)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """See `torchmm.costs.layers`."""
+        """Return the bytes that a layer saves, see `torchmm.costs.layers`."""
         return layer_kept_bytes(self.layer, sizes, setting, weights=weights)
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """See `torchmm.costs.layers`."""
+        """Return the bytes of gradients of a layer from I to W, see `torchmm.costs.layers`."""
         return layer_gradients_bytes(self.layer, sizes, setting)
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
@@ -276,7 +276,7 @@ class Head(Block):
 
     @property
     def backward_in_forward(self) -> bool:
-        """Whether F already computes the gradients. Includes the norm, whose time is negligible."""
+        """Return True if F computes the gradients, including those of the norm."""
         return self.rows > 0
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:

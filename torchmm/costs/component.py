@@ -6,7 +6,7 @@ A token is routed to `experts_per_token` experts, and each of them has a row for
 that depend on tokens are multiplied by this number. Costs that depend on weights include all
 experts of a rank, because every microbatch reads all expert weights and computes their gradients.
 
-The shape suffix N stands for tasks.
+The shape suffix N means tasks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ more class and one more entry of the list:
       |  linears, flops_N, operators, kept_bytes, ...
     layers.py                     sums: costs of the layer
 
-The shape suffix N stands for tasks.
+The shape suffix N means tasks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Gated delta nets and short convolutions replace attention. The FLOPs of a delta 
 chunked recurrence, with a full last chunk for each segment. Convolutions also process the zeros
 between segments.
 
-The shape suffix N stands for tasks.
+The shape suffix N means tasks.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class DeltaNet(Component):
         return passes
 
     def _solve_flops_N(self, sizes: TaskSizes) -> Array:
-        """Return the FLOPs of the two triangular solves, which the torch counter does not include."""
+        """Return the FLOPs of the two triangular solves, which torch does not count."""
         d = self.delta
         length_N = _chunk_lengths_N(sizes)
         widths = d.key_dim + d.value_dim
@@ -213,7 +213,7 @@ class ShortConvolution(Component):
         return isinstance(layer.mixer, ConvolutionSizes)
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Return the projection to both gates and the convolution input, and the output projection."""
+        """Return the input projection, which includes both gates, and the output projection."""
         hidden = self.layer.hidden_size
         return {
             "convolution_input": (hidden, 3 * hidden),

@@ -568,7 +568,7 @@ class Block(ABC):
 
     @property
     def backward_in_forward(self) -> bool:
-        """Whether F already computes the gradients."""
+        """Return True if F already computes the gradients."""
         return False
 
     @abstractmethod
@@ -645,7 +645,7 @@ class Encoding(Block):
         return 0.0 * sizes.drawn_N
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """Return zeros, because there are no gradients."""
+        """Return zeros, because the VAE encoder has no backward pass."""
         return 0.0 * sizes.drawn_N
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:

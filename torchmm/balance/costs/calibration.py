@@ -182,7 +182,7 @@ SPLIT_KINDS: dict[str, Kind] = {
 
 
 def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> dict[Kind, float]:
-    """Return the host time per call of layers on several ranks, beyond operators and collectives."""
+    """Return the host time in us per call of layers on several ranks, by operator class."""
     calls_us = {**profile.call_us, **dict.fromkeys(SPLIT_KINDS.values(), 0.0)}
 
     def predicted_ms(layers: SplitLayers) -> tuple[float, float]:

@@ -1,22 +1,27 @@
-"""Orders of a step, each as fast as it is once its layers are tuned: PipeWeaver §6.1 and §6.3.
+"""Joint search for a schedule and its recomputation (PipeWeaver, sections 6.1 and 6.3).
 
     step = TunedSearch(graph, costs, tuner)
-    found = step.search(Budget(evaluations=2000))
+    result = step.search(Budget(evaluations=2000))
 
-How far microbatches may run ahead depends on what they keep, what they may keep on which others are
-in memory, so an order and what its tasks recompute have to be chosen together. The paper scores
-every rollout of its search by the time after layer tuning. That takes 100 to 1,000 times as long
-as an evaluation of the dispatcher; here the search sees tuned steps as a few *levels*: at one
-price of memory for the whole step every stage runs its layers in the cheapest way, which
-gives times and bytes that the dispatcher counts with. From "keep everything" to "recompute
-everything" there are at most `LEVELS`. Each is searched for a part of the budget; its best order is
-tuned for real; the most promising levels are searched for the rest, and of all tuned orders the
-fastest stays.
+The number of microbatches in flight depends on their saved bytes. The bytes that they can save
+depend on the microbatches in flight. Schedule and recomputation therefore have to be selected
+jointly. The paper scores every rollout of the search by the time after memory tuning, which takes
+100 to 1,000 times the time of an evaluation of the dispatcher. torchmm approximates tuned steps by
+a few levels:
 
-Rejected: searching with the costs of keeping everything and tuning what comes out: little then runs
-ahead, and steps that fit only recomputed are not searched at all (PipeWeaver's VLM-L took 21.6 s
-in simulation, recomputing everything 20.3 s). Rejected: searching again with the times and bytes
-of the tuned plan: its memory is full, so hardly any other order fits.
+    level     0                 1, 2, ...                        LEVELS
+    price     0                 one price per byte for all       infinite
+    layers    save everything   cheapest mode at this price      recompute everything
+
+1. Each level is searched with a fraction of the budget, with the times and bytes of its modes.
+2. The best schedule of each level is tuned exactly.
+3. The `KEPT_LEVELS` fastest levels are searched with the remaining budget.
+4. The result is the fastest of all tuned schedules.
+
+Two alternatives are worse. If the search uses the costs of saving everything, few microbatches run
+ahead, and steps that require recomputation are not searched (VLM-L of PipeWeaver: 21.6 s simulated,
+20.3 s with full recomputation). If a second search uses the costs of the tuned plan, hardly any
+other schedule fits, because its memory is full.
 """
 
 from __future__ import annotations
@@ -45,25 +50,28 @@ from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.separated import separated
 
 LEVELS = 8
-"""Shares of what recomputing everything would save: 1/8, 2/8, ... Some are the same."""
+"""Number of levels. Level i saves at least i / LEVELS of the bytes of full recomputation.
+
+Several levels can be equal."""
 FEW_LEVELS = 3
-"""The same where layouts are compared."""
+"""Number of levels for comparing layouts."""
 FIRST_SHARE = 0.5
-"""Of the budget, for all levels alike; the rest is for the best."""
+"""Fraction of the budget that all levels share equally. The rest is for the fastest levels."""
 KEPT_LEVELS = 2
+"""Number of levels that are searched with the rest of the budget."""
 
 
 class TunedSearch:
-    """One step whose layers are tuned; the same interface as `StepSearch`.
+    """Search for schedules of one step with memory tuning. Same interface as `StepSearch`.
 
     Args:
-        graph: of a training step.
-        costs: of keeping everything, perhaps corrected by what was measured.
-        tuner: of the step.
-        least_gain: see `StepSearch`.
+        graph: Task graph of a training step.
+        costs: Costs of saving all activations, optionally corrected by measurements.
+        tuner: Tuner of the step.
+        least_gain: Minimum gain over static schedules, see `StepSearch`.
 
     Raises:
-        SimulationError: a cost is missing or no number.
+        SimulationError: A cost is missing or is not a number.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class TunedSearch:
 
     @cached_property
     def _steps(self) -> list[StepSearch]:
-        """Searches with the costs of levels at which anything fits."""
+        """Searches of the levels at which a schedule fits into memory."""
         steps = [StepSearch(self._graph, costs) for costs in self._levels(LEVELS)]
         return [step for step in steps if step.fits]
 
@@ -88,19 +96,19 @@ class TunedSearch:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Of the fastest level, whose segments are those of all."""
+        """Dispatcher of the fastest level. All levels have the same segments."""
         return self._steps[0].dispatcher
 
     @property
     def fits(self) -> bool:
-        """Whether any order was found that stays within memory when it is tuned."""
+        """True if a schedule fits into memory after tuning."""
         return self._static is not None
 
     def best(self) -> SearchedOrder:
-        """The best of static and natural orders.
+        """Return the fastest static or natural schedule.
 
         Raises:
-            ValueError: none fits.
+            ValueError: No schedule fits into memory.
         """
         if self._static is None:
             raise ValueError("no order fits in memory, even with full recomputation of all layers")
@@ -152,8 +160,10 @@ class TunedSearch:
         )
 
     def estimate_ms(self, budget: Budget, settings: Settings) -> float:
-        """About how long the step takes, from the best of few levels; infinite if it does not fit
-        there. To compare layouts of a step."""
+        """Return an estimate of the step time in ms for comparing layouts.
+
+        Only `FEW_LEVELS` levels are searched. The estimate is infinite if none of them fits.
+        """
         steps = [StepSearch(self._graph, costs) for costs in self._levels(FEW_LEVELS)]
         share = budget.part(1 / len(steps))
         found = [step.search(share, settings) for step in steps if step.fits]
@@ -163,7 +173,7 @@ class TunedSearch:
         return inf if tuned is None else tuned.predicted_ms
 
     def _levels(self, count: int) -> list[PlanCosts]:
-        """Return different costs at some prices of memory, from the fastest to the leanest."""
+        """Return the distinct costs of the levels, from the fastest to the lowest memory."""
         found: dict[float, PlanCosts] = {}
         everything = self._at_price(inf)[1]
         for level in range(count + 1):
@@ -185,7 +195,7 @@ class TunedSearch:
         return list(found.values())
 
     def _room(self, costs: PlanCosts) -> list[int]:
-        """By rank: what messages take, and the most that any one action needs while it runs."""
+        """Return the bytes of messages plus the largest temporaries of an action, by rank."""
         room = [0] * self._graph.layout.rank_count
         for action, nbytes in costs.temporary_bytes.items():
             rank = self._graph.rank(action.task)
@@ -194,7 +204,7 @@ class TunedSearch:
 
     @cached_property
     def _message_bytes(self) -> list[int]:
-        """By rank: the most that messages take at any time, in the separated schedule."""
+        """Maximum bytes of messages at any time in the separated schedule, by rank."""
         if not self._tuner.specs:
             return [0] * self._graph.layout.rank_count
         order = separated(self._graph, self._costs.compute_ms.__getitem__)
@@ -202,7 +212,7 @@ class TunedSearch:
         return [int(np.cumsum(own).max()) for own in memory_changes(plan, PlanCosts({}))]
 
     def _saving(self, nbytes: float) -> tuple[dict[Task, Modes], float]:
-        """What to recompute at the lowest price at which so much is saved."""
+        """Return modes and saved bytes at the lowest price that saves at least `nbytes`."""
         low, high = 1e-15, 1e9  # milliseconds per byte
         while high / low > 1.001:
             middle = (low * high) ** 0.5
@@ -213,7 +223,7 @@ class TunedSearch:
         return self._at_price(high)
 
     def _at_price(self, price: float) -> tuple[dict[Task, Modes], float]:
-        """What to recompute if memory costs so much per byte, and what that saves."""
+        """Return the modes at a memory price in ms per byte, and the saved bytes."""
         recompute: dict[Task, Modes] = {}
         saved = 0.0
         for stage, (extra_ms_C, saved_bytes_C) in self._sums.items():
@@ -227,7 +237,7 @@ class TunedSearch:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[Float64s, Float64s]]:
-        """By stage, over all of its tasks: time that each candidate adds, and bytes it saves."""
+        """Added time and saved bytes of each candidate by stage, summed over tasks."""
         found = {}
         for stage, own in self._choices.items():
             modes = self._tuner.rows.stage_candidates[stage]
@@ -237,7 +247,7 @@ class TunedSearch:
         return found
 
     def _best_of(self, orders: Sequence[SearchedOrder]) -> SearchedOrder | None:
-        """The fastest of some orders when they are tuned; None if none fits then."""
+        """Return the fastest schedule after tuning, or None if no schedule fits."""
         tuned = [each for each in map(self._tune, orders) if each is not None]
         if not tuned:
             return None
@@ -270,4 +280,5 @@ class TunedSearch:
 
 
 def _is_static(found: SearchedOrder) -> bool:
+    """Return True for a static schedule, which has no segments."""
     return found.segments is None
