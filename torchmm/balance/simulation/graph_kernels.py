@@ -13,11 +13,11 @@ computes all times:
     time_lanes                        end times for many sets of durations, vectorized
     defer_nodes                       latest times of movable operators
 
-Times of `time_nodes` are integers. Integer sums do not depend on their order, so times of a subgraph
-and of a graph that contains it are bitwise identical.
+Times of `time_nodes` are integers. Integer sums do not depend on their order, so times of a
+subgraph and of a graph that contains it are bitwise identical.
 
-The dispatcher and the placement of encoder kernels have separate loops, because they select the next
-operator by its earliest start time.
+The dispatcher and the placement of encoder kernels have separate loops, because they select the
+next operator by its earliest start time.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class SimulatedStep:
     def timeline(self) -> Timeline:
         """Busy time and bubbles by class.
 
-        Exposed tensor-parallel communication is a bubble of class tp at the end of its action. It is
-        not included in the busy time, but in `module_ms`.
+        Exposed tensor-parallel communication is a bubble of class tp at the end of its action. It
+        is not included in the busy time, but in `module_ms`.
         """
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
         busy_ms = list(timeline.busy_ms)
@@ -133,8 +133,8 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None)
         book: Rules of the plan, as for `memory_changes`.
 
     Raises:
-        SimulationError: A cost is missing, negative or not a number, or the plan has a deadlock. The
-            error message lists all problems.
+        SimulationError: A cost is missing, negative or not a number, or the plan has a deadlock.
+            The error message lists all problems.
     """
     problems = _problems(plan, costs)
     try:

@@ -19,8 +19,8 @@ With "offload", the input of a recomputed layer is stored in host memory, if the
 memory. It is copied while the layer runs, and copied back during the backward pass of the following
 layer (`torchmm.parallel.host_inputs`). On GPUs, the time of the layer is the maximum of computing
 and copying. Otherwise, it is the sum. The next input is prefetched, so a rank with offloading
-always has memory for the largest input. The runtime retains the received input of a stage on the device,
-so offloading does not help for the first layer of such a stage.
+always has memory for the largest input. The runtime retains the received input of a stage on the
+device, so offloading does not help for the first layer of such a stage.
 
 The candidates of a stage are the Pareto front of a multiple-choice knapsack problem. Each layer has
 one mode, times and bytes are added, and dominated combinations are dropped:

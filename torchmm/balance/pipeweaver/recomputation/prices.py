@@ -33,9 +33,9 @@ from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem, Tuni
 #   valid choice, because a valid choice uses at most free_T bytes.
 # - Prices increase at positions with too many bytes, and otherwise decrease to at least 0
 #   (`_change_prices`: subgradient with momentum and Polyak step size).
-# - Every `REPAIR_EVERY` rounds, the selected choice is made valid (`_repair`). From the first to the
-#   last position, pairs change to candidates with less memory, at the minimum cost per needed byte.
-#   Then pairs change to faster candidates that fit into the remaining memory (`_relax`).
+# - Every `REPAIR_EVERY` rounds, the selected choice is made valid (`_repair`). From the first to
+#   the last position, pairs change to candidates with less memory, at the minimum cost per needed
+#   byte. Then pairs change to faster candidates that fit into the remaining memory (`_relax`).
 #
 # Pairs are intervals, so the relaxed problem is a covering of points by intervals. Its prices are
 # good after a few rounds. The remaining gap is mostly due to integrality.
