@@ -452,16 +452,20 @@ def _after(module: ModuleDescription) -> list[Block]:
         norm = module.layers[-1].norm
         rows = module.loss_rows
         return [Head(module.trainable, linear=sizes, norm=norm, rows=rows) for sizes in linears]
-    found: list[Block] = []
-    own = len(linears) - module.connector_linears  # linear layers of the encoder
+    blocks: list[Block] = []
+    encoder_linears = len(linears) - module.connector_linears  # linear layers of the encoder
     for index, linear in enumerate(linears):
-        of_connector = module.kind == "encoder" and index >= own
+        of_connector = module.kind == "encoder" and index >= encoder_linears
         first = index == 0
-        opens_connector = of_connector and index == own
+        opens_connector = of_connector and index == encoder_linears
         whole = not module.connector_adapters
-        adapter = None if whole or not of_connector else module.connector_adapters[index - own]
+        adapter = (
+            None
+            if whole or not of_connector
+            else module.connector_adapters[index - encoder_linears]
+        )
         trained = module.connector_trainable and (whole or adapter is not None)
-        found.append(
+        blocks.append(
             Projection(
                 trained if of_connector else module.trainable,
                 role="output",
@@ -474,7 +478,7 @@ def _after(module: ModuleDescription) -> list[Block]:
                 adapter=adapter,
             )
         )
-    return found
+    return blocks
 
 
 def _norm(module: ModuleDescription, *kinds: str) -> tuple[str, int] | None:

@@ -204,11 +204,11 @@ class GatedAttention(Attention):
         fused = setting.execution.compiled
         # If fused, the forward pass reads result and gate and writes one tensor. The backward pass
         # also reads a gradient, and writes two.
-        for own, passed, calls in (
+        for of_pass, passed, calls in (
             (passes.forward, *((3, 1) if fused else (6, 3))),
             (passes.inputs, *((5, 1) if fused else (14, 6))),
         ):
-            own.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
@@ -393,16 +393,19 @@ class Heads(Component):
         passes = Operators.none()
         if layer.rotary and setting.execution.compiled:
             # After norms, the forward pass reads the tensor again that their sums have read.
-            for own, passed in ((passes.forward, 1 if layer.qk_norm else 2), (passes.inputs, 2)):
+            for of_pass, passed in (
+                (passes.forward, 1 if layer.qk_norm else 2),
+                (passes.inputs, 2),
+            ):
                 moved_N = passed * size * sizes.units_N * (query + key)
-                own.append(Operator("elementwise", memory_bytes=moved_N, calls=2))
+                of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=2))
         elif layer.rotary:
             wide = max(size, 4) if layer.rotary_float32 else size
             casts = 4 + 4 * size if wide > size else 0
             rotated_N = sizes.units_N * (query + key)
-            for own, count in ((passes.forward, 10), (passes.inputs, 14)):
+            for of_pass, count in ((passes.forward, 10), (passes.inputs, 14)):
                 moved_N = (count * wide + casts) * rotated_N
-                own.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
+                of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
         if setting.execution.compiled:
             # Gradients of values are made contiguous. Those of packed projections are concatenated.
             joined = 2 * (query + 2 * key) if layer.packed_qkv else 2 * key

@@ -138,9 +138,9 @@ def _arriving(
     if module.kind == "encoder":
         return np.zeros(len(microbatches), bool)
     sources = [m for m in modules if m.kind == "encoder" and (learns(m) or m.connector_trainable)]
-    found = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
+    has_source = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
     is_trained = module.kind == "generator" and any(learns(m) for m in modules if m.kind == "llm")
-    return np.array(found, bool) | is_trained
+    return np.array(has_source, bool) | is_trained
 
 
 def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) -> TaskSizes | None:
@@ -272,9 +272,9 @@ def task_durations(
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
         # Generator tasks have different padding, which requires time, so it is included.
         sizes = tasks.sizes if tasks.module.kind == "generator" else tasks.useful
-        found = pass_flops(blocks, sizes, arrives_N)
-        backward_N = found.inputs_N + found.weights_N
-        values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
+        of_passes = pass_flops(blocks, sizes, arrives_N)
+        backward_N = of_passes.inputs_N + of_passes.weights_N
+        values = (of_passes.forward_N, backward_N, of_passes.inputs_N, of_passes.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):
             for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
                 flops[kind, stage.index, *key] = value / len(graph.layout.mirrored[stage.index])

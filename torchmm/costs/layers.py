@@ -153,15 +153,15 @@ def trained_parameters(
 
 def module_tensors(module: ModuleDescription, start: int, stop: int) -> float:
     """Return the approximate number of trained tensors (weights, norms) of layers [start, stop)."""
-    found = 0.0
+    tensors = 0.0
     for layer, equal in groupby(module.layers[start:stop]):
         count = len(list(equal))
         if layer.adapters:
-            found += count * 2 * len(layer.adapters)
+            tensors += count * 2 * len(layer.adapters)
         elif module.trainable:
             norms = _norm_count(layer, _sublayers(layer)) + 2 * layer.qk_norm
-            found += count * (norms + len(layer_linears(layer)))
-    return found + 1
+            tensors += count * (norms + len(layer_linears(layer)))
+    return tensors + 1
 
 
 def learns(module: ModuleDescription) -> bool:

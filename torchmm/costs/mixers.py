@@ -124,12 +124,12 @@ class DeltaNet(Component):
         gated_N = 4 * sizes.units_N * self.values / tensor
         passes = Operators([forward], [backward], [], [])
         fused = setting.execution.compiled
-        for own, mixed, gated, calls in (
+        for of_pass, mixed, gated, calls in (
             (passes.forward, *((7, 4, 11) if fused else (12, 12, 34))),
             (passes.inputs, *((12, 8, 14) if fused else (20, 30, 48))),
         ):
             moved_N = mixed * mixed_N + gated * gated_N
-            own.append(Operator("elementwise", memory_bytes=moved_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=calls))
         return passes
 
     def _solve_flops_N(self, sizes: TaskSizes) -> Array:
@@ -242,12 +242,12 @@ class ShortConvolution(Component):
         apart_N = setting.element_bytes * channels * spaced_N(self.width, sizes)
         passes = Operators.none()
         fused = setting.execution.compiled
-        for own, moved, calls in (
+        for of_pass, moved, calls in (
             (passes.forward, *((9, 6) if fused else (9, 12))),
             (passes.inputs, *((16, 6) if fused else (30, 12))),
         ):
             nbytes_N = moved * moved_N + 6 * apart_N
-            own.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
@@ -325,12 +325,12 @@ class LowRanks:
     def _local(self, tensor: int) -> list[_Adapter]:
         return [
             _Adapter(
-                own.inputs / (tensor if own.divided == "inputs" else 1),
-                own.outputs / (tensor if own.divided == "outputs" else 1),
-                own.rank,
-                own.magnitudes,
+                adapter.inputs / (tensor if adapter.divided == "inputs" else 1),
+                adapter.outputs / (tensor if adapter.divided == "outputs" else 1),
+                adapter.rank,
+                adapter.magnitudes,
             )
-            for own in self._adapters
+            for adapter in self._adapters
         ]
 
     def parameters(self, tensor: int) -> float:
@@ -339,7 +339,11 @@ class LowRanks:
 
     def flops_N(self, rows_N: Array) -> Array:
         """Return the FLOPs of both matmuls. Norms of weight rows are not included."""
-        return 2 * sum(own.rank * (own.inputs + own.outputs) for own in self._adapters) * rows_N
+        return (
+            2
+            * sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in self._adapters)
+            * rows_N
+        )
 
     def operators(self, rows_N: Array, setting: Setting) -> Operators:
         """Return both matmuls, the scaling of the low-rank features, and the sum.
@@ -349,8 +353,8 @@ class LowRanks:
         """
         size = setting.element_bytes
         passes = Operators.none()
-        for own in self._local(setting.execution.tensor):
-            inputs, outputs, rank, magnitudes = own
+        for adapter in self._local(setting.execution.tensor):
+            inputs, outputs, rank, magnitudes = adapter
             products = [
                 matmul(rows_N, inputs, rank, setting),
                 matmul(rows_N, rank, outputs, setting),
@@ -360,36 +364,36 @@ class LowRanks:
             for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
                 moved_N = size * rows_N * (2 * rank + passed * width)
                 part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=calls)])
-            sums = accumulate(own.parameters, setting, 2 + magnitudes)
+            sums = accumulate(adapter.parameters, setting, 2 + magnitudes)
             passes.weights.extend([*products, sums])
             if magnitudes:
-                passes.add(_scaling(own, rows_N, setting))
+                passes.add(_scaling(adapter, rows_N, setting))
         passes.forward.extend(self._sums_of_squares(setting))
         return passes
 
     def _sums_of_squares(self, setting: Setting) -> Iterator[Operator]:
         """Yield the all-reduces of squared row norms for weights with sharded rows (DoRA)."""
         tensor = setting.execution.tensor
-        for own in self._adapters:
-            if own.magnitudes and own.divided == "inputs" and tensor > 1:
-                sent = all_reduce_bytes(4 * own.outputs, tensor)
+        for adapter in self._adapters:
+            if adapter.magnitudes and adapter.divided == "inputs" and tensor > 1:
+                sent = all_reduce_bytes(4 * adapter.outputs, tensor)
                 yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
 
     def kept_bytes(self, rows_N: Array, setting: Setting) -> Array:
         """Return the bytes of low-rank features, and of the inputs of magnitudes."""
         local = self._local(setting.execution.tensor)
-        kept = sum(own.rank + own.magnitudes * own.outputs for own in local)
+        kept = sum(adapter.rank + adapter.magnitudes * adapter.outputs for adapter in local)
         return setting.element_bytes * rows_N * kept
 
     def kept_results_bytes(self, rows_N: Array, setting: Setting) -> Array:
         """Return the bytes of the results of all matmuls, including those for row norms."""
         size = setting.element_bytes
         local = self._local(setting.execution.tensor)
-        results = sum(own.outputs + own.rank for own in local)
+        results = sum(adapter.outputs + adapter.rank for adapter in local)
         of_norms = sum(
-            (size + 4) * own.outputs * own.rank + size * own.rank**2
-            for own in local
-            if own.magnitudes
+            (size + 4) * adapter.outputs * adapter.rank + size * adapter.rank**2
+            for adapter in local
+            if adapter.magnitudes
         )
         return size * rows_N * results + of_norms
 
@@ -401,8 +405,8 @@ class LowRanks:
         local = self._local(setting.execution.tensor)
         bytes_N = setting.element_bytes * rows_N
         return Temporaries(
-            3 * bytes_N * max(own.outputs for own in local),
-            3 * bytes_N * max(own.inputs for own in local),
+            3 * bytes_N * max(adapter.outputs for adapter in local),
+            3 * bytes_N * max(adapter.inputs for adapter in local),
         )
 
 
@@ -449,7 +453,7 @@ class Adapters(Component):
         return self.low_ranks.temporaries(sizes.units_N, setting)
 
 
-def _scaling(own: _Adapter, rows_N: Array, setting: Setting) -> Operators:
+def _scaling(adapter: _Adapter, rows_N: Array, setting: Setting) -> Operators:
     """Return the operators of DoRA: norms of the weight rows, and a factor per output.
 
     The norms require squares of the weight, its matmul with A, and small matmuls. The factor is a
@@ -457,11 +461,13 @@ def _scaling(own: _Adapter, rows_N: Array, setting: Setting) -> Operators:
     over tokens for the magnitudes.
     """
     size = setting.element_bytes
-    squares = Operator("elementwise", memory_bytes=size * own.outputs * own.inputs, calls=10)
-    norms = [squares, matmul(own.outputs, own.inputs, own.rank, setting)]
-    norms += [matmul(own.rank, own.inputs, own.rank, setting)]
-    norms += [matmul(own.outputs, own.rank, own.rank, setting)]
-    result_N = size * rows_N * own.outputs
+    squares = Operator(
+        "elementwise", memory_bytes=size * adapter.outputs * adapter.inputs, calls=10
+    )
+    norms = [squares, matmul(adapter.outputs, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul(adapter.rank, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul(adapter.outputs, adapter.rank, adapter.rank, setting)]
+    result_N = size * rows_N * adapter.outputs
     factor = Operator("elementwise", memory_bytes=2 * result_N)
     summed = Operator("elementwise", memory_bytes=4 * result_N, calls=3)
     return Operators([*norms, factor], [factor], [summed], [])

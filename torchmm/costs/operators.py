@@ -269,12 +269,12 @@ def hops_s(kind: Kind, link: Link, device: Device) -> float:
     return (link.nodes - 1) * ((link.local - 1) * 1.9e-6 + 4e-6)
 
 
-def _peak_flops(device: Device, own: str, dtype: str) -> float:
-    """Return the peak FLOP/s of matmuls in dtype `own`, or in the compute dtype if there is none.
+def _peak_flops(device: Device, matmul_dtype: str, dtype: str) -> float:
+    """Return the peak FLOP/s in `matmul_dtype`, or in the compute dtype if there is none.
 
     The efficiency of float8 matmuls is assumed to be that of other matmuls with the same FLOPs.
     """
-    return device.peak_flops.get(own, device.peak_flops[dtype])
+    return device.peak_flops.get(matmul_dtype, device.peak_flops[dtype])
 
 
 def main_quantity(operator: Operator) -> Array:
@@ -303,8 +303,8 @@ class Operators(NamedTuple):
 
     def add(self, other: Operators) -> None:
         """Append the operators of `other` to each pass."""
-        for own, more in zip(self, other, strict=True):
-            own.extend(more)
+        for operators, more in zip(self, other, strict=True):
+            operators.extend(more)
 
 
 class Times(NamedTuple):

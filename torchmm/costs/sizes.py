@@ -78,22 +78,22 @@ class TaskSizes:
     @cached_property
     def drawn_N(self) -> Array:
         """Number of patches of all generated frames."""
-        return np.array([sum(own) for own in self.frames], float)
+        return np.array([sum(patches) for patches in self.frames], float)
 
     @cached_property
     def frames_N(self) -> Array:
         """Number of generated frames."""
-        return np.array([len(own) for own in self.frames], float)
+        return np.array([len(patches) for patches in self.frames], float)
 
     @cached_property
     def frame_pairs_N(self) -> Array:
         """Number of pairs of patches of the same frame."""
-        return np.array([sum(n * n for n in own) for own in self.frames], float)
+        return np.array([sum(n * n for n in patches) for patches in self.frames], float)
 
     @cached_property
     def largest_frame_N(self) -> Array:
         """Number of patches of the largest frame."""
-        return np.array([max(own, default=0) for own in self.frames], float)
+        return np.array([max(patches, default=0) for patches in self.frames], float)
 
     @property
     def tasks(self) -> int:
@@ -105,10 +105,10 @@ class TaskSizes:
         every = (self, *others)
 
         def joined(name: str) -> Array:
-            return np.concatenate([getattr(own, name) for own in every])
+            return np.concatenate([getattr(of_rank, name) for of_rank in every])
 
-        first = np.cumsum([0, *(own.tasks for own in every)])
-        tasks = [own.task_S + start for own, start in zip(every, first[:-1], strict=True)]
+        first = np.cumsum([0, *(of_rank.tasks for of_rank in every)])
+        tasks = [of_rank.task_S + start for of_rank, start in zip(every, first[:-1], strict=True)]
         return replace(
             self,
             inputs_N=joined("inputs_N"),
@@ -118,7 +118,7 @@ class TaskSizes:
             task_S=np.concatenate(tasks),
             contexts_S=joined("contexts_S"),
             given_N=joined("given_N"),
-            frames=tuple(frames for own in every for frames in own.frames),
+            frames=tuple(frames for of_rank in every for frames in of_rank.frames),
         )
 
     @cached_property
@@ -253,13 +253,16 @@ def llm_sizes(
     lengths = [[sample.tokens for sample in meta.samples] for meta in microbatches]
     if padding:
         gaps = [meta.tokens - meta.used_tokens for meta in microbatches]
-        lengths = [[*own, gap] if gap > 0 else own for own, gap in zip(lengths, gaps, strict=True)]
+        lengths = [
+            [*of_task, gap] if gap > 0 else of_task
+            for of_task, gap in zip(lengths, gaps, strict=True)
+        ]
     sizes = _sizes(
-        inputs=[sum(own) for own in lengths],
+        inputs=[sum(of_task) for of_task in lengths],
         outputs=list(targets),
         images=[meta.image_count for meta in microbatches],
         lengths=lengths,
-        contexts=[[0] * len(own) for own in lengths],
+        contexts=[[0] * len(of_task) for of_task in lengths],
     )
     if context == 1:
         return sizes
@@ -284,20 +287,21 @@ def generator_sizes(
     lengths = [[image.patches for image in images] for images in tasks]
     frames = tuple(tuple(n for image in images for n in _frames_of(image)) for images in tasks)
     contexts = [[image.context for image in images] for images in tasks]
-    given = [sum(own) for own in contexts]
+    context_tokens = [sum(of_task) for of_task in contexts]
     if padding:
         lengths, contexts = (
-            [[max(own)] * len(own) if own else [] for own in each] for each in (lengths, contexts)
+            [[max(of_task)] * len(of_task) if of_task else [] for of_task in each]
+            for each in (lengths, contexts)
         )
-    found = _sizes(
-        inputs=[sum(own) for own in lengths],
-        outputs=[sum(own) for own in lengths],
-        images=[len(own) for own in lengths],
+    sizes = _sizes(
+        inputs=[sum(of_task) for of_task in lengths],
+        outputs=[sum(of_task) for of_task in lengths],
+        images=[len(of_task) for of_task in lengths],
         lengths=lengths,
         contexts=contexts,
-        given=given,
+        given=context_tokens,
     )
-    return replace(found, frames=frames)
+    return replace(sizes, frames=frames)
 
 
 def pack_sizes(
@@ -317,12 +321,12 @@ def pack_sizes(
         targets = [text_tokens(pack) for pack in packs]
         return np.arange(len(packs)), llm_sizes(packs, targets, padding=True)
     if module.kind == "generator":
-        drawn = [pack.generated for pack in packs]
-        at = np.flatnonzero([bool(own) for own in drawn])
+        generated = [pack.generated for pack in packs]
+        at = np.flatnonzero([bool(images) for images in generated])
         # Padding depends on the number of sub-microbatches. Without padding, bounds stay valid.
-        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
+        return at, generator_sizes([generated[i] for i in at]) if len(at) else None
     shown = [pack.images_read_by(module.name) for pack in packs]
-    at = np.flatnonzero([bool(own) for own in shown])
+    at = np.flatnonzero([bool(images) for images in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
 
 
@@ -358,9 +362,9 @@ def _sizes(
         np.array(inputs, float),
         np.array(outputs, float),
         np.array(images, float),
-        np.array([n for own in lengths for n in own], float),
-        np.repeat(np.arange(len(lengths)), [len(own) for own in lengths]),
-        np.array([n for own in contexts for n in own], float),
+        np.array([n for of_task in lengths for n in of_task], float),
+        np.repeat(np.arange(len(lengths)), [len(of_task) for of_task in lengths]),
+        np.array([n for of_task in contexts for n in of_task], float),
         np.array(given or [0] * len(lengths), float),
     )
 
@@ -446,9 +450,9 @@ def module_tasks(
             return ModuleTasks(module, keys, encoder_sizes(module, largest), useful)
         sizes = encoder_sizes(module, _groups(module.name, read, parts))
     else:
-        drawn = _groups(module.name, [meta.generated for meta in microbatches], parts)
-        sizes = generator_sizes(drawn, padding=True)
-        return ModuleTasks(module, keys, sizes, generator_sizes(drawn))
+        generated = _groups(module.name, [meta.generated for meta in microbatches], parts)
+        sizes = generator_sizes(generated, padding=True)
+        return ModuleTasks(module, keys, sizes, generator_sizes(generated))
     return ModuleTasks(module, keys, sizes, sizes)
 
 
@@ -490,15 +494,15 @@ def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[
         parts: Number of sub-microbatches of each microbatch.
     """
     groups: list[list[T]] = []
-    for index, (own, count) in enumerate(zip(images, parts, strict=True)):
-        if count == 1 or not own:
-            groups += [own] * count
+    for index, (available, count) in enumerate(zip(images, parts, strict=True)):
+        if count == 1 or not available:
+            groups += [available] * count
             continue
-        if count > len(own):
+        if count > len(available):
             raise ValueError(
-                f"{name}: {count} sub-microbatches for the {len(own)} images of microbatch "
+                f"{name}: {count} sub-microbatches for the {len(available)} images of microbatch "
                 f"{index}; use at most one per image"
             )
         if count:
-            groups += [own[r.start : r.stop] for r in even_ranges(len(own), count)]
+            groups += [available[r.start : r.stop] for r in even_ranges(len(available), count)]
     return groups

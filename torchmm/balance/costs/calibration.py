@@ -129,9 +129,9 @@ def fit_profile(
     rates = [_Rate.of(m, tiny_us) for m in found.operators]
     device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
     measured = {
-        kind: _curve(own, _peak(device, kind, dtype))
+        kind: _curve(of_kind, _peak(device, kind, dtype))
         for kind in kinds
-        if (own := [r for r in rates if r.kind == kind and not r.between])
+        if (of_kind := [r for r in rates if r.kind == kind and not r.between])
     }
     curves = {**base.efficiency, **measured}
     between = [r for r in rates if r.between]
@@ -335,7 +335,7 @@ def learn(profile: Profile, observed: Iterable[Observed]) -> Profile:
     for each in observed:
         if each.predicted_ms > 0 and each.measured_ms > 0:
             groups.setdefault((each.module, each.action_type), []).append(each)
-    factors = {module: dict(own) for module, own in profile.factors.items()}
+    factors = {module: dict(of_module) for module, of_module in profile.factors.items()}
     for (module, kind), actions in groups.items():
         usual = median(o.measured_ms / o.predicted_ms for o in actions)
         regular = [o for o in actions if o.measured_ms <= OUTLIER * usual * o.predicted_ms]

@@ -457,20 +457,20 @@ class CostModel:
     ) -> BlockWork:
         key = replace(block, count=1)
         if key not in cache:
-            found = block.operators(sizes, setting)
+            passes = block.operators(sizes, setting)
             compiled = setting.execution.compiled and isinstance(block, Layers)
-            for own in (found.forward, found.again) if not compiled else ():
-                made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
-                own.append(Operator("forward_call", calls=made))
+            for of_pass in (passes.forward, passes.again) if not compiled else ():
+                made = sum(o.calls for o in of_pass if o.kind not in HOST_KINDS)
+                of_pass.append(Operator("forward_call", calls=made))
             if isinstance(block, Layers) and not compiled:
                 # Added after `forward_call`, so that these calls have no Python overhead.
                 calls = CHECKPOINT_CALLS[setting.execution.recompute]
-                for own, count in zip((found.forward, found.again), calls, strict=True):
-                    own.append(Operator("elementwise", calls=count))
+                for of_pass, count in zip((passes.forward, passes.again), calls, strict=True):
+                    of_pass.append(Operator("elementwise", calls=count))
             cache[key] = BlockWork(
                 *(
-                    Work.of(own, self.profile, self.dtype, sizes.tasks, compiled=compiled)
-                    for own in found
+                    Work.of(of_pass, self.profile, self.dtype, sizes.tasks, compiled=compiled)
+                    for of_pass in passes
                 )
             )
         return cache[key]
@@ -497,8 +497,8 @@ class CostModel:
         execution = self.execution_of(module)
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
-        found = work.times(self.profile, hidden)
-        return Times(*(factor * own_ms for own_ms in found))
+        times = work.times(self.profile, hidden)
+        return Times(*(factor * own_ms for own_ms in times))
 
     def group_link(self, ranks: int, stride: int = 1) -> Link:
         """Return the placement of a group of ranks on nodes.
@@ -513,8 +513,8 @@ class CostModel:
     def _shard_links(self, execution: Execution) -> ShardLinks:
         """Return the placement of the ranks that share parameters."""
         expert = execution.expert
-        own = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
-        return ShardLinks(self.group_link(execution.shard, execution.tensor), own)
+        expert_link = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
+        return ShardLinks(self.group_link(execution.shard, execution.tensor), expert_link)
 
     def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
@@ -553,9 +553,11 @@ class CostModel:
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
-        own = moved.sharded.gradient_bytes
-        summed = all_reduce_bytes(own, copies) if replicas else 0.0
-        added = 3 * own if execution.reduces_each else 0.0  # accumulation of gradient shards
+        shard_bytes = moved.sharded.gradient_bytes
+        summed = all_reduce_bytes(shard_bytes, copies) if replicas else 0.0
+        added = (
+            3 * shard_bytes if execution.reduces_each else 0.0
+        )  # accumulation of gradient shards
         return self._work(
             Operator("copy", memory_bytes=3 * whole + added, calls=calls),
             *_collective("reduce_scatter", scattered, moved, self._shard_links(execution)),
@@ -573,53 +575,53 @@ class CostModel:
         """
         execution = self.execution_of(module)
         states = execution.states
-        own = _moved(module, start, stop, execution).sharded
+        shard = _moved(module, start, stop, execution).sharded
         fused = self.profile.device.asynchronous
         copied = 0.0
         if fused and not execution.uses_fsdp and self.element_bytes < states.weight:
             copied = states.weight + self.element_bytes
         calls = UPDATE_CALLS * module_tensors(module, start, stop) if fused else 1.0
         before_ms = self._sum_ms(
-            Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * own.trained)
+            Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * shard.trained)
         )
         updated = (states.fused if fused else states.updated) + copied
-        update = Operator("elementwise", memory_bytes=updated * own.trained, calls=calls)
-        update_ms = self._sum_ms(update, *self._orthogonal(module, own, start, stop))
+        update = Operator("elementwise", memory_bytes=updated * shard.trained, calls=calls)
+        update_ms = self._sum_ms(update, *self._orthogonal(module, shard, start, stop))
         # Offloaded states are copied in both directions at the same time, overlapped with updates.
         link = self.profile.device.host_bytes_per_s
-        copied_ms = 1e3 * states.visiting * own.trained / link if link else 0.0
+        copied_ms = 1e3 * states.visiting * shard.trained / link if link else 0.0
         return before_ms + max(update_ms, copied_ms)
 
     def update_bytes(self, module: ModuleDescription, start: int, stop: int) -> UpdateBytes:
         """Return the bytes of a stage on one rank during the update, when activations are freed."""
         execution = self.execution_of(module)
         states = execution.states
-        own = _moved(module, start, stop, execution).sharded
-        room = states.room_bytes(own.trained)
+        shard = _moved(module, start, stop, execution).sharded
+        room = states.room_bytes(shard.trained)
         if states.orthogonal:
             ranks = execution.sharing
             for together in matrix_rounds(module, start, stop, ranks, execution.expert):
                 needed = states.room_of_matrices_bytes(together, ranks, self.element_bytes)
                 room = max(room, needed)
         # Accumulated gradients are float32. The optimizer receives them in the weight dtype.
-        gradient_bytes = states.weight * own.trained
-        held = own.weight_bytes + own.optimizer_bytes + gradient_bytes
+        gradient_bytes = states.weight * shard.trained
+        held = shard.weight_bytes + shard.optimizer_bytes + gradient_bytes
         return UpdateBytes(round(held), round(room))
 
     def _orthogonal(
-        self, module: ModuleDescription, own: Parameters, start: int, stop: int
+        self, module: ModuleDescription, shard: Parameters, start: int, stop: int
     ) -> list[Operator]:
         """Return the operators of Muon: all-gather, orthogonalization per rank, all-reduce."""
         execution = self.execution_of(module)
         ranks = execution.sharing
-        if not execution.states.orthogonal or not own.in_layers:
+        if not execution.states.orthogonal or not shard.in_layers:
             return []
         rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
         flops = sum(matrix.orthogonal_flops for together in rounds for matrix in together)
-        sent = self.element_bytes * own.in_layers * execution.shard * (1 - 1 / ranks)
+        sent = self.element_bytes * shard.in_layers * execution.shard * (1 - 1 / ranks)
         link = self.group_link(ranks)
         return [
-            Operator("matmul", flops=flops / ranks, memory_bytes=own.in_layers),
+            Operator("matmul", flops=flops / ranks, memory_bytes=shard.in_layers),
             Operator("all_gather", network_bytes=sent, link=link),
             Operator("all_reduce", network_bytes=2 * sent, link=link),
         ]

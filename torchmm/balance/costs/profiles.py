@@ -119,7 +119,7 @@ def save_profile(path: Path, profile: Profile) -> None:
         "call_us": dict(profile.call_us),
         "launch_us": profile.launch_us,
         "host_us": dict(profile.host_us),
-        "factors": {name: dict(own) for name, own in profile.factors.items()},
+        "factors": {name: dict(of_module) for name, of_module in profile.factors.items()},
         "measured_on": profile.measured_on,
     }
     if profile.network is not None:
@@ -198,7 +198,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         problems.append(f"no efficiency of {', '.join(lacking)}; set them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
     host_us: dict[Kind, float] = dict(base.host_us) if base else {}
-    for section, known, found in (
+    for section, known, values in (
         ("call_us", (*KINDS, *HOST_KINDS), calls),
         ("host_us", KINDS, host_us),
     ):
@@ -208,7 +208,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
                     f"{section}.{key} = {value!r}: must be a number >= 0 for an operator class"
                 )
             else:
-                found[key] = float(value)
+                values[key] = float(value)
     network = _network(content, base, problems)
     factors = _factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
@@ -228,11 +228,11 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     )
 
 
-def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
+def _device(section: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
     known = {f.name for f in fields(Device)}
     problems += (
         f"device.{key}: unknown field; use one of: {', '.join(sorted(known))}"
-        for key in given
+        for key in section
         if key not in known
     )
     for key in (
@@ -242,29 +242,29 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
         "network_bytes_per_s",
         "devices_per_node",
     ):
-        if key in given and not (_is_number(given[key]) and given[key] > 0):
-            problems.append(f"device.{key} = {given[key]!r}: must be a number > 0")
-    peaks = given.get("peak_flops", {})
+        if key in section and not (_is_number(section[key]) and section[key] > 0):
+            problems.append(f"device.{key} = {section[key]!r}: must be a number > 0")
+    peaks = section.get("peak_flops", {})
     if not isinstance(peaks, Mapping) or not all(_is_number(v) and v > 0 for v in peaks.values()):
         problems.append(f"device.peak_flops = {peaks!r}: must map dtypes to FLOP/s > 0")
     for key in ("host_bytes_per_s", "host_memory_bytes"):
-        if key in given and not (_is_number(given[key]) and given[key] >= 0):
-            problems.append(f"device.{key} = {given[key]!r}: must be a number >= 0")
+        if key in section and not (_is_number(section[key]) and section[key] >= 0):
+            problems.append(f"device.{key} = {section[key]!r}: must be a number >= 0")
     needed = {f.name for f in fields(Device) if f.default is MISSING}
-    if base is None and (missing := needed - set(given)):
+    if base is None and (missing := needed - set(section)):
         problems.append(f"device has no {', '.join(sorted(missing))}; set them or a base")
     if problems:
         return None
-    return replace(base, **given) if base else Device(**given)
+    return replace(base, **section) if base else Device(**section)
 
 
 def _read_curves(
-    given: Mapping[str, Any],
+    section: Mapping[str, Any],
     curves: dict[Any, Curve],
     problems: list[str],
     known: Sequence[str] = KINDS,
 ) -> None:
-    for key, value in given.items():
+    for key, value in section.items():
         if key not in known:
             problems.append(
                 f"efficiency.{key}: unknown operator class; use one of: {', '.join(known)}"
@@ -281,16 +281,18 @@ def _read_curves(
 
 def _network(content: Mapping[str, Any], base: Profile | None, problems: list[str]) -> Curve | None:
     """Return the network efficiency of a file, or of its base."""
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     if "network" in content:
-        _read_curves({"network": content["network"]}, found, problems, ("network",))
-    return found.get("network", base.network if base else None)
+        _read_curves({"network": content["network"]}, curves, problems, ("network",))
+    return curves.get("network", base.network if base else None)
 
 
-def _factors(given: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
+def _factors(section: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
     factors: dict[str, dict[str, float]] = {}
-    for module, own in given.items():
-        for kind, value in own.items() if isinstance(own, Mapping) else [("", own)]:
+    for module, of_module in section.items():
+        for kind, value in (
+            of_module.items() if isinstance(of_module, Mapping) else [("", of_module)]
+        ):
             if kind not in _ACTION_TYPES or not _is_number(value) or not value > 0:
                 problems.append(
                     f"factors.{module}.{kind} = {value!r}: must map F, B, I or W to a number > 0"

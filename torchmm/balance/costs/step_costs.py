@@ -169,14 +169,14 @@ def lockstep_tasks(
         execution: Parallelism and options of the module.
         peers: Microbatches of the other ranks of the group, rank by rank.
     """
-    own = module_tasks(graph, module, microbatches, targets)
+    local = module_tasks(graph, module, microbatches, targets)
     if graph.layout.rank_count > 1 and execution.expert == 1:
-        return own
+        return local
     others = tuple(
         module_tasks(graph, module, metas, [text_tokens(meta) for meta in metas]).sizes
         for metas in peers
     )
-    return replace(own, others=others)
+    return replace(local, others=others)
 
 
 def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
@@ -188,9 +188,9 @@ def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> Stage
 def _pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
     """Return the sub-layer chunks of the encoder layers, by module name."""
     return {
-        name: layer_pieces(own.module.layers[0], own.sizes, model.execution(name))
-        for name, own in tasks.items()
-        if own.module.kind == "encoder"
+        name: layer_pieces(of_module.module.layers[0], of_module.sizes, model.execution(name))
+        for name, of_module in tasks.items()
+        if of_module.module.kind == "encoder"
     }
 
 
@@ -201,10 +201,10 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
     gradients are not counted. All gradients exist in the update only, without activations.
     """
     module = tasks.module
-    found = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
+    static_bytes = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
     if not layerwise or tasks.sizes.tasks > 1:
-        return found
-    return found - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
+        return static_bytes
+    return static_bytes - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
 
 
 def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
@@ -243,10 +243,10 @@ def _update_bytes(
     held = [inputs] * layout.rank_count
     transient = [0] * layout.rank_count
     for stage in layout.stages:
-        found = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
+        update = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
         for rank in stage.ranks:
-            held[rank] += found.held
-            transient[rank] = max(transient[rank], found.room)
+            held[rank] += update.held
+            transient[rank] = max(transient[rank], update.room)
     return tuple(map(sum, zip(held, transient, strict=True)))
 
 
@@ -380,10 +380,10 @@ def _keep_features(
             _keep_context(kept, graph, (source, destination), tasks, element_bytes)
         if module.kind != "encoder":
             continue
-        own = tasks[module.name]
+        of_module = tasks[module.name]
         width = tasks[stages[destination].module].module.layers[0].hidden_size
         width *= 1 + len(module.taps)
-        for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
+        for key, tokens in zip(of_module.keys, of_module.sizes.outputs_N.tolist(), strict=True):
             message = Message(source, destination, *key)
             if graph.differentiates(message):
                 copies = _held(graph.slices(message).others)
@@ -444,11 +444,11 @@ def _keep_context(
 
     A trained connector already counts the context as input of its linear layer.
     """
-    own = tasks[graph.layout.stages[edge[1]].module]
-    if own.module.connector_trainable:
+    of_module = tasks[graph.layout.stages[edge[1]].module]
+    if of_module.module.connector_trainable:
         return
     width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
-    for key, tokens in zip(own.keys, own.sizes.given_N.tolist(), strict=True):
+    for key, tokens in zip(of_module.keys, of_module.sizes.given_N.tolist(), strict=True):
         message = Message(*edge, *key)
         if graph.differentiates(message):
             task = Task(edge[1], *key)
@@ -480,7 +480,7 @@ def _transfers(
     Returns:
         Times by (message, whether it is the gradient).
     """
-    found: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    sent_over: dict[tuple[Message, bool], tuple[float, Link]] = {}
     slowest = {edge: _slowest_link(graph, edge, model) for edge in graph.layout.edges}
     for transfer in transfers(graph):
         message = transfer.message
@@ -490,13 +490,15 @@ def _transfers(
             if transfer.source == transfer.destination:
                 continue
             link = model.pipeline_link(transfer.source, transfer.destination)
-        found[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
-    times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
-    return dict(zip(found, times_ms, strict=True))
+        sent_over[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
+    times_ms = model.transfers_ms(
+        [n for n, _ in sent_over.values()], [k for _, k in sent_over.values()]
+    )
+    return dict(zip(sent_over, times_ms, strict=True))
 
 
 def _add_gathers(
-    found: _Collected,
+    collected: _Collected,
     graph: StageGraph,
     sent: Mapping[tuple[int, int], _Sent],
     model: CostModel,
@@ -506,7 +508,7 @@ def _add_gathers(
     The consumer gathers in F. The producer gathers gradients in B or I.
     """
     gathers: list[tuple[tuple[Action, ...], int, float]] = []
-    slices = [cut for own in sent.values() for cut in own.slices]
+    slices = [cut for of_edge in sent.values() for cut in of_edge.slices]
     if not any(cut is not None and cut.gathered for cut in slices):
         return
     layout = graph.layout
@@ -531,9 +533,9 @@ def _add_gathers(
         times_ms = model.gather_rows_ms([n for _, n in chosen], size)
         for (actions, _), ms in zip(chosen, times_ms, strict=True):
             for action in actions:
-                if action in found.compute_ms:
-                    found.compute_ms[action] += ms
-                    found.tensor_ms[action] = found.tensor_ms.get(action, 0.0) + ms
+                if action in collected.compute_ms:
+                    collected.compute_ms[action] += ms
+                    collected.tensor_ms[action] = collected.tensor_ms.get(action, 0.0) + ms
 
 
 @dataclass(frozen=True)
@@ -575,24 +577,26 @@ def _sent(
 ) -> dict[tuple[int, int], _Sent]:
     """Return the message bytes of each edge."""
     layout = graph.layout
-    found = {}
+    by_edge = {}
     for edge in layout.edges:
         source, destination = edge
         # The module with sub-microbatches defines the sizes of messages.
         divided = layout.has_parts(destination) and not layout.has_parts(source)
-        own = tasks[layout.stages[destination if divided else source].module]
-        hidden = dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
+        of_module = tasks[layout.stages[destination if divided else source].module]
+        hidden = dict(
+            zip(of_module.keys, _message_bytes(layout, edge, of_module, model), strict=True)
+        )
         beside = _beside(layout, edge, tasks).items()
         others = {key: model.element_bytes * values for key, values in beside}
         # Intermediate features for DeepStack connectors have the slices of hidden states.
-        if own.module.kind == "encoder":
+        if of_module.module.kind == "encoder":
             hidden = {key: n + others.get(key, 0.0) for key, n in hidden.items()}
             others = {}
         sizes = layout.tensor_ranks(source).size, layout.tensor_ranks(destination).size
         groups = layout.group_size(source), layout.group_size(destination)
         cuts = layout.slices(*edge, stays=False)
-        found[edge] = _Sent(cuts, sizes, groups, hidden, others)
-    return found
+        by_edge[edge] = _Sent(cuts, sizes, groups, hidden, others)
+    return by_edge
 
 
 def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> Link | None:
@@ -628,24 +632,26 @@ def _beside(
         return {}
     hidden = module.layers[0].hidden_size
     if module.kind == "generator":
-        own = tasks[source.module]
-        values_N = (own.sizes.given_N + TIME_WIDTH * own.sizes.images_N) * hidden
+        of_module = tasks[source.module]
+        values_N = (of_module.sizes.given_N + TIME_WIDTH * of_module.sizes.images_N) * hidden
         if module.latents is not None:
-            values_N = values_N + module.latents.values * own.sizes.drawn_N
-        return dict(zip(own.keys, values_N.tolist(), strict=True))
+            values_N = values_N + module.latents.values * of_module.sizes.drawn_N
+        return dict(zip(of_module.keys, values_N.tolist(), strict=True))
     if not module.taps:
         return {}
     if module.kind == "encoder":
         tapped = sum(tap < source.stop for tap in module.taps)
-        own = tasks[source.module]
-        return dict(zip(own.keys, (tapped * hidden * own.sizes.units_N).tolist(), strict=True))
+        of_module = tasks[source.module]
+        return dict(
+            zip(of_module.keys, (tapped * hidden * of_module.sizes.units_N).tolist(), strict=True)
+        )
     remaining = sum(tap >= source.stop for tap in module.taps)
-    found: dict[tuple[int, int], float] = {}
+    values: dict[tuple[int, int], float] = {}
     vision = tasks[VISION]
     for (microbatch, _), tokens in zip(vision.keys, vision.sizes.outputs_N.tolist(), strict=True):
         key = microbatch, 0
-        found[key] = found.get(key, 0.0) + remaining * hidden * tokens
-    return found
+        values[key] = values.get(key, 0.0) + remaining * hidden * tokens
+    return values
 
 
 def _message_bytes(
@@ -670,10 +676,10 @@ def _tied(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> dict[int, float]:
     """Return the times in ms of REDUCE_TIED for weights on two stages, by stage."""
-    found: dict[int, float] = {}
+    times_ms: dict[int, float] = {}
     for pair in tied_stages(graph):
         ranks = [graph.layout.stages[stage].ranks[0] for stage in pair]
         module = tasks[graph.layout.stages[pair[0]].module].module
         time_ms = model.tied_ms(module, model.pipeline_link(*ranks))
-        found |= dict.fromkeys(pair, time_ms)
-    return found
+        times_ms |= dict.fromkeys(pair, time_ms)
+    return times_ms

@@ -101,12 +101,12 @@ def working_layers(device: torch.device, rounds: int, *, quick: bool) -> list[Wo
         if several:
             dist.barrier()
         measured.append([_forward_and_backward(case, clock) for case in cases])
-    found = []
+    results = []
     for case, *times in zip(cases, *measured, strict=True):
-        forward_s, backward_s = (median(own) for own in zip(*times, strict=True))
+        forward_s, backward_s = (median(seconds) for seconds in zip(*times, strict=True))
         operators = case.forward_operators, case.backward_operators
-        found.append(WorkingLayers(*operators, forward_s, backward_s))
-    return found
+        results.append(WorkingLayers(*operators, forward_s, backward_s))
+    return results
 
 
 def _forward_and_backward(case: LayerCase, clock: Callable[[], float]) -> tuple[float, float]:
@@ -257,7 +257,9 @@ def _operators(
     for block in stage_blocks(module, 0, len(module.layers)):
         passes = block.operators(sizes, setting)
         if not isinstance(block, Layers):  # not compiled
-            passes = Operators(*([o._replace(in_layer=False) for o in own] for own in passes))
+            passes = Operators(
+                *([o._replace(in_layer=False) for o in of_pass] for of_pass in passes)
+            )
         forward += passes.forward * block.count
         backward += [*passes.inputs, *passes.weights] * block.count
     return forward, backward

@@ -117,8 +117,8 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
 
         def reduce(whole: Tensor = whole) -> None:
             # DTensor also reduces into a copy.
-            found = functional_collectives.all_reduce(whole, "sum", world)
-            functional_collectives.wait_tensor(found)
+            reduced = functional_collectives.all_reduce(whole, "sum", world)
+            functional_collectives.wait_tensor(reduced)
 
         def message(whole: Tensor = whole) -> None:
             if rank < 2:

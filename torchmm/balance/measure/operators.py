@@ -130,8 +130,10 @@ def measure(
             tiny_device[case.operator.kind] = took.device_s / float(case.operator.calls)
         else:
             operators.append(Measured(case.operator, took.device_s))
-    for found in (tiny, tiny_device):
-        found["norm"] = found["elementwise"]  # an RMSNorm consists of element-wise calls
+    for times_of_kind in (tiny, tiny_device):
+        times_of_kind["norm"] = times_of_kind[
+            "elementwise"
+        ]  # an RMSNorm consists of element-wise calls
     for sent, seconds_each in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
         if sent.tiny:
             tiny[sent.operator.kind] = seconds_each / float(sent.operator.calls)
@@ -144,8 +146,10 @@ def measure(
     layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
     compiled = None
     if device.type == "cuda":
-        own = compiled_case(device, *TINY_LAYER)
-        compiled = SplitLayers((*own.forward_operators, *own.backward_operators), best_s(own))
+        tiny_case = compiled_case(device, *TINY_LAYER)
+        compiled = SplitLayers(
+            (*tiny_case.forward_operators, *tiny_case.backward_operators), best_s(tiny_case)
+        )
     working = []
     if device.type == "cpu" and dtype == torch.float32:
         working = working_layers(device, rounds, quick=quick)
@@ -302,7 +306,9 @@ def _time_all(
             times.append(_call_times(case.run, device, budget_s, lambda: square @ square))
         rounds.append(times)
     medians = [
-        median(own) for times in zip(*rounds, strict=True) for own in zip(*times, strict=True)
+        median(seconds_of_rounds)
+        for times in zip(*rounds, strict=True)
+        for seconds_of_rounds in zip(*times, strict=True)
     ]
     means = iter(_mean_over_ranks(medians, device))
     return [CallTimes(device_s, next(means)) for device_s in means]
@@ -320,7 +326,7 @@ def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Ite
     pool = _Pool(device, dtype)
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     if quick:
-        sizes = _Sizes(*(own[:2] for own in sizes))
+        sizes = _Sizes(*(values[:2] for values in sizes))
     widths = [*((n, n) for n in sizes.widths), *pairwise(sizes.widths)]
     for rows, (inputs, outputs) in product(sizes.rows, widths):
         if rows * inputs * outputs <= 2.2e9 or device.type == "cuda":

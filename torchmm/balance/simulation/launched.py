@@ -64,14 +64,14 @@ def timed_pieces(action: Action, graph: StageGraph, costs: PlanCosts) -> list[Ti
     compute_ms = (costs.compute_ms[action] - tensor_ms) / layers
     sends = sum(piece.sends for piece in pieces)
     send_ms = tensor_ms / (layers * sends) if sends else 0.0
-    own = [TimedPiece(action, share * compute_ms, send_ms * ends) for share, ends in pieces]
+    timed = [TimedPiece(action, share * compute_ms, send_ms * ends) for share, ends in pieces]
     # The last piece is empty, because only the end of the action follows its last stop. Backward
     # passes have an empty first piece instead: they stop before they start, when the gradient of
     # the last output is ready, unless it has to be communicated.
     rest = [TimedPiece(action, 0.0, 0.0)]
     if action.type is ActionType.F or sends:
-        return own * layers + rest
-    return rest + own * layers
+        return timed * layers + rest
+    return rest + timed * layers
 
 
 def collective_room_ms(action: Action, graph: StageGraph, costs: PlanCosts) -> list[float]:

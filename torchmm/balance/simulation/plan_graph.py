@@ -224,13 +224,13 @@ class _Builder:
         return self.meetings[key]
 
     def _transfer(self, rank: int, action: Action) -> list[int]:
-        found = self.transfers.get(transfer_key(action))
-        if found is None:
+        transfer = self.transfers.get(transfer_key(action))
+        if transfer is None:
             self.problems.append(
                 f"{action} on rank {rank}: no rank sends this message; validate the plan"
             )
             return []
-        return [found]
+        return [transfer]
 
     def _duration_ms(self, rank: int, action: Action) -> float:
         if action.type in COMPUTE:

@@ -229,8 +229,8 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
     """Yield the problems of sizes of input images and of target images."""
     for name, images in config.images.items():
         key = f"simulation.images.{name}"
-        own = (images.patches, images.tokens, images.rows, images.columns)
-        if images.sizes and any(value is not None for value in own):
+        common_size = (images.patches, images.tokens, images.rows, images.columns)
+        if images.sizes and any(value is not None for value in common_size):
             yield Contradiction(
                 f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
             )
@@ -242,30 +242,30 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
             if size.patches is None and step**2 != images.patches_per_token:
                 text = "is not a square number, so the multiples of rows and columns are undefined"
                 yield Contradiction(f"{key}.patches_per_token", images.patches_per_token, text)
-    drawn = config.generated
-    if drawn is None:
+    generated = config.generated
+    if generated is None:
         return
     key = "simulation.generated"
-    yield from _wrong({f"{key}.frames": drawn.frames}, least=1)
-    if drawn.sizes and (drawn.rows is not None or drawn.columns is not None):
+    yield from _wrong({f"{key}.frames": generated.frames}, least=1)
+    if generated.sizes and (generated.rows is not None or generated.columns is not None):
         yield Contradiction(
             f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
         )
         return
-    for index, grid in enumerate(drawn_sizes(drawn)):
-        place = f"{key}.sizes[{index}]" if drawn.sizes else key
+    for index, grid in enumerate(drawn_sizes(generated)):
+        place = f"{key}.sizes[{index}]" if generated.sizes else key
         yield from _wrong_sides(place, {"rows": grid.rows, "columns": grid.columns})
 
 
 def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradiction]:
     """Yield the problems of a size of input images."""
     sides = {"rows": size.rows, "columns": size.columns}
-    given = [name for name, side in sides.items() if side is not None]
+    set_names = [name for name, side in sides.items() if side is not None]
     if size.patches is None:
         yield from _wrong_sides(key, sides, step, instead=", or patches")
-    elif given:
+    elif set_names:
         text = f"cannot be combined with patches = {size.patches}; remove one of them"
-        yield Contradiction(f"{key}.{given[0]}", sides[given[0]], text)
+        yield Contradiction(f"{key}.{set_names[0]}", sides[set_names[0]], text)
     else:
         yield from _wrong_sides(key, {"patches": size.patches})
     if size.tokens is not None and len(set(size.patches or ())) != 1:

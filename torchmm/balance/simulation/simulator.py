@@ -92,12 +92,12 @@ class SimulatedStep:
         """Return the peak of the saved activations of some modules, by rank of the plan."""
         stages = {s.index for s in self.plan.graph.layout.stages if s.module in modules}
         kept, later = (
-            {task: nbytes for task, nbytes in own.items() if task.stage in stages}
-            for own in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
+            {task: nbytes for task, nbytes in of_tasks.items() if task.stage in stages}
+            for of_tasks in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
         )
         costs = PlanCosts({}, kept_bytes=kept, kept_for_weights_bytes=later)
         changes = memory_changes(replace(self.plan, specs={}), costs)
-        return tuple(int(np.cumsum(own).max(initial=0)) for own in changes)
+        return tuple(int(np.cumsum(of_tasks).max(initial=0)) for of_tasks in changes)
 
     @property
     def model_flops(self) -> float:
@@ -161,9 +161,9 @@ def _memory(
     all_changes = memory_changes(plan, costs, book)
     timelines, begin = [], 0
     for rank, program in enumerate(plan.actions):
-        own = records[begin : begin + len(program)]
+        of_rank = records[begin : begin + len(program)]
         begin += len(program)
-        times = np.array([0.0] + [t for record in own for t in record[2:]])
+        times = np.array([0.0] + [t for record in of_rank for t in record[2:]])
         used = np.cumsum(np.concatenate((np.array([static[rank]]), all_changes[rank])))
         changed = np.concatenate((np.array([True]), all_changes[rank] != 0))
         timelines.append(MemoryTimeline(times[changed], used[changed]))

@@ -68,8 +68,8 @@ def sample_microbatches(
         ValueError: The statistics are inconsistent or do not fit into a sequence.
     """
     kinds = config.sequences or [SimulatedSequences()]
-    if found := list(contradictions(config, sequence_length)):
-        raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in found))
+    if problems := list(contradictions(config, sequence_length)):
+        raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in problems))
     bounds = _bounds([kind.weight for kind in kinds])
     microbatches = []
     for index in range(count):
@@ -130,8 +130,11 @@ def _sample_images(size: SimulatedImages, count: int, seeds: Sequence[int]) -> l
     """Return metadata of `count` images of an encoder."""
     each = size.patches_per_token
     sizes = image_sizes(size)
-    sides = [sides_of(own, side_step(each)) for own in sizes]
-    weights = [own.weight if isinstance(own, SimulatedImageSize) else 1.0 for own in sizes]
+    sides = [sides_of(image_size, side_step(each)) for image_size in sizes]
+    weights = [
+        image_size.weight if isinstance(image_size, SimulatedImageSize) else 1.0
+        for image_size in sizes
+    ]
     images = []
     for which, (rows, columns) in _sample_sides(sides, weights, count, seeds):
         tokens = tokens_of(sizes[which], rows * columns, each)
@@ -161,16 +164,16 @@ def _sample_sides(
     """Return (index of the size, (rows, columns)) of `count` images."""
     rng = np.random.default_rng(seeds)
     bounds = _bounds(weights)
-    found = []
+    chosen = []
     for _ in range(count):
         which = _pick(bounds, rng)
-        own = sizes[which]
+        size = sizes[which]
         rows, columns = (
-            own.step * _between([side[0] // own.step, side[1] // own.step], rng)
-            for side in (own.rows, own.columns)
+            size.step * _between([side[0] // size.step, side[1] // size.step], rng)
+            for side in (size.rows, size.columns)
         )
-        found.append((which, (rows, columns)))
-    return found
+        chosen.append((which, (rows, columns)))
+    return chosen
 
 
 def _bounds(weights: Sequence[float]) -> np.ndarray:

@@ -193,48 +193,48 @@ def stage_choices(
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     tables: _Tables = {}
-    found = {}
+    by_stage = {}
     for module in modules:
         if module.name not in names:
             continue
         execution = model.execution(module.name)
-        own = lockstep_tasks(graph, module, microbatches, counts, execution, peers)
+        of_module = lockstep_tasks(graph, module, microbatches, counts, execution, peers)
         modes: Modes = ALL_MODES if module.name in offloads else LAYER_MODES
         for stage in graph.layout.stages:
             if stage.module == module.name:
-                choices = _stage(graph, stage, own, model, modes, tables)
+                choices = _stage(graph, stage, of_module, model, modes, tables)
                 if choices is not None:
-                    found[stage.index] = choices
-    return found
+                    by_stage[stage.index] = choices
+    return by_stage
 
 
 def _stage(
     graph: StageGraph,
     stage: StageSpec,
-    own: ModuleTasks,
+    of_module: ModuleTasks,
     model: CostModel,
     modes: Modes,
     tables: _Tables,
 ) -> StageRecompute | None:
-    module = own.module
-    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in own.keys], bool)
+    module = of_module.module
+    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in of_module.keys], bool)
     if stage.stop == stage.start or not needed_N.any():
         return None
     layers = module.layers[stage.start : stage.stop]
     distinct = list(dict.fromkeys(layers))
-    arrives_N = own.gradient_arrives_N(graph, stage.index)
+    arrives_N = of_module.gradient_arrives_N(graph, stage.index)
     if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
         arrives_N = np.ones_like(arrives_N)  # for the connector before the layers
     rows = []
     for layer in distinct:
         key = module.name, layer, arrives_N.tobytes()
         if key not in tables:
-            tables[key] = _layer(layer, own, model, arrives_N, modes)
+            tables[key] = _layer(layer, of_module, model, arrives_N, modes)
         rows.append(tables[key])
     forward, again, tensor, kept, received = (
         np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)
     )
-    tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
+    tasks = [Task(stage.index, *key) for key, n in zip(of_module.keys, needed_N, strict=True) if n]
     kinds = tuple(map(distinct.index, layers))
     first = received[kinds[0]] * (stage.start > 0)
     return StageRecompute(
@@ -244,7 +244,7 @@ def _stage(
 
 def _layer(
     layer: LayerDescription,
-    own: ModuleTasks,
+    of_module: ModuleTasks,
     model: CostModel,
     arrives_N: np.ndarray,
     modes: Modes,
@@ -255,8 +255,8 @@ def _layer(
         Time added to the forward pass, time added to the backward pass, exposed communication in
         the latter, saved bytes, and bytes of a received input that are not in the saved bytes.
     """
-    module = own.module
-    sizes = own.of_ranks
+    module = of_module.module
+    sizes = of_module.of_ranks
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = arrives_N | trained
@@ -267,17 +267,17 @@ def _layer(
         execution = replace(model.execution(module.name), recompute=mode)
         changed = replace(model, executions={**model.executions, module.name: execution})
         costs = changed.stage_costs(
-            module, index, index + 1, sizes, arrives_N, own.useful, ranks=own.ranks
+            module, index, index + 1, sizes, arrives_N, of_module.useful, ranks=of_module.ranks
         )
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
-        setting = changed.setting(module, own.sizes.tasks)
+        setting = changed.setting(module, of_module.sizes.tasks)
         kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
         received_N = received_bytes(layer, sizes, setting, weights=trained)
-        for found, own_N in ((kept, kept_N), (received, received_N)):
-            of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(own.ranks, -1)
-            found.append(has_backward_N * of_ranks_RN.max(0))
+        for by_mode, own_N in ((kept, kept_N), (received, received_N)):
+            of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(of_module.ranks, -1)
+            by_mode.append(has_backward_N * of_ranks_RN.max(0))
     if "offload" in modes:
         for times in (forward, again):
             times.append(_with_copy_ms(times[-1], kept[-1], model))
@@ -382,13 +382,15 @@ def charged(
     kept = dict(costs.kept_bytes)
     waiting = dict(costs.kept_for_weights_bytes)
     temporary = dict(costs.temporary_bytes)
-    places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
+    places = {
+        index: {t: i for i, t in enumerate(of_stage.tasks)} for index, of_stage in choices.items()
+    }
     for (stage, modes), tasks in by_modes.items():
-        own = choices[stage]
-        tables = (own.forward_ms_KMN, own.again_ms_KMN, own.tensor_ms_KMN)
-        before, extra, exposed = (own.sum_N(table, modes).tolist() for table in tables)
-        saved = own.saved_bytes_N(modes).tolist()
-        passing = own.passing_bytes_N(modes).tolist()
+        of_stage = choices[stage]
+        tables = (of_stage.forward_ms_KMN, of_stage.again_ms_KMN, of_stage.tensor_ms_KMN)
+        before, extra, exposed = (of_stage.sum_N(table, modes).tolist() for table in tables)
+        saved = of_stage.saved_bytes_N(modes).tolist()
+        passing = of_stage.passing_bytes_N(modes).tolist()
         for task in tasks:
             place = places[stage][task]
             whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
@@ -424,11 +426,11 @@ def charged(
 
 def inputs_ahead(choices: Mapping[int, StageRecompute]) -> dict[int, int]:
     """Return the bytes of the largest prefetched layer input, by rank."""
-    found: dict[int, int] = {}
-    for own in choices.values():
-        for rank in own.ranks:
-            found[rank] = max(found.get(rank, 0), own.ahead_bytes)
-    return found
+    by_rank: dict[int, int] = {}
+    for of_stage in choices.values():
+        for rank in of_stage.ranks:
+            by_rank[rank] = max(by_rank.get(rank, 0), of_stage.ahead_bytes)
+    return by_rank
 
 
 _BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)
@@ -475,11 +477,11 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
     for kind in range(kinds):
         again = extra_ms_KMN[kind].mean(1)
         kept = choices.kept_bytes_KMN[kind].mean(1)
-        own = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
+        of_kind = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
         sums = [
             _Point(a.extra_ms + b.extra_ms, a.kept_bytes + b.kept_bytes, a.counts + b.counts)
             for a in front
-            for b in own
+            for b in of_kind
         ]
         front = _thinned(_front(sums), most if kind == kinds - 1 else MOST_PARTIAL)
     return [_modes(choices.kinds, point.counts) for point in front]
@@ -491,16 +493,16 @@ def ordered(extra_ms_NC: Float64s, kept_bytes_NC: Int64s) -> Int64s:
     Dominated candidates of a pair are dropped, and the last candidate is repeated instead.
     """
     pairs, candidates = extra_ms_NC.shape
-    found_NC = np.tile(np.arange(candidates), (pairs, 1))
+    index_NC = np.tile(np.arange(candidates), (pairs, 1))
     wrong_N = (np.diff(extra_ms_NC) < 0).any(1) | (np.diff(kept_bytes_NC) > 0).any(1)
     for pair in np.flatnonzero(wrong_N).tolist():
-        own = zip(extra_ms_NC[pair].tolist(), kept_bytes_NC[pair].tolist(), strict=True)
+        of_pair = zip(extra_ms_NC[pair].tolist(), kept_bytes_NC[pair].tolist(), strict=True)
         kept: list[int] = []
-        for _, nbytes, index in sorted((ms, n, i) for i, (ms, n) in enumerate(own)):
+        for _, nbytes, index in sorted((ms, n, i) for i, (ms, n) in enumerate(of_pair)):
             if not kept or nbytes < kept_bytes_NC[pair, kept[-1]]:
                 kept.append(index)
-        found_NC[pair] = kept + kept[-1:] * (candidates - len(kept))
-    return found_NC
+        index_NC[pair] = kept + kept[-1:] * (candidates - len(kept))
+    return index_NC
 
 
 @cache
@@ -526,11 +528,11 @@ def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) ->
 
 def _front(points: list[_Point]) -> list[_Point]:
     """Return the Pareto front, from the fastest point to the lowest memory."""
-    found: list[_Point] = []
+    front: list[_Point] = []
     for point in sorted(points, key=lambda p: (p.extra_ms, p.kept_bytes)):
-        if not found or point.kept_bytes < found[-1].kept_bytes:
-            found.append(point)
-    return found
+        if not front or point.kept_bytes < front[-1].kept_bytes:
+            front.append(point)
+    return front
 
 
 def _thinned(front: list[_Point], most: int) -> list[_Point]:
@@ -540,10 +542,10 @@ def _thinned(front: list[_Point], most: int) -> list[_Point]:
     first = front[0]
     last = front[-1]
     width = (first.kept_bytes - last.kept_bytes) / max(1, most - 2)
-    found: dict[int, _Point] = {}
+    by_range: dict[int, _Point] = {}
     for point in front[1:-1]:  # the fastest of a range comes first
-        found.setdefault(int((first.kept_bytes - point.kept_bytes) / width), point)
-    return [first, *found.values(), last]
+        by_range.setdefault(int((first.kept_bytes - point.kept_bytes) / width), point)
+    return [first, *by_range.values(), last]
 
 
 def _modes(kinds: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Modes:

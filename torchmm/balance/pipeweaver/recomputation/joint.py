@@ -166,33 +166,33 @@ class TunedSearch:
         """
         steps = [StepSearch(self._graph, costs) for costs in self._levels(FEW_LEVELS)]
         share = budget.part(1 / len(steps))
-        found = [step.search(share, settings) for step in steps if step.fits]
-        if not found:
+        results = [step.search(share, settings) for step in steps if step.fits]
+        if not results:
             return inf
-        tuned = self._tune(min(found, key=lambda each: each.predicted_ms))
+        tuned = self._tune(min(results, key=lambda each: each.predicted_ms))
         return inf if tuned is None else tuned.predicted_ms
 
     def _levels(self, count: int) -> list[PlanCosts]:
         """Return the distinct costs of the levels, from the fastest to the lowest memory."""
-        found: dict[float, PlanCosts] = {}
+        by_saving: dict[float, PlanCosts] = {}
         everything = self._at_price(inf)[1]
         for level in range(count + 1):
             recompute, saved = self._saving(everything * level / count)
-            if saved in found:
+            if saved in by_saving:
                 continue
             costs = charged(self._costs, recompute, self._choices)
             room = self._room(costs)
             # The dispatcher counts neither messages nor temporary tensors.
             static = costs.static_bytes or (0,) * len(room)
             in_use = [a + b for a, b in zip(static, room, strict=True)]
-            found[saved] = replace(costs, static_bytes=tuple(in_use))
+            by_saving[saved] = replace(costs, static_bytes=tuple(in_use))
             if level == 0:
                 for task in self._graph.tasks():
                     in_use[self._graph.rank(task)] += costs.kept_bytes.get(task, 0)
                 limit_bytes = costs.memory_limit_bytes
                 if limit_bytes is None or max(in_use) <= limit_bytes:
                     break  # Everything fits without recomputation.
-        return list(found.values())
+        return list(by_saving.values())
 
     def _room(self, costs: PlanCosts) -> list[int]:
         """Return the bytes of messages plus the largest temporaries of an action, by rank."""
@@ -209,7 +209,7 @@ class TunedSearch:
             return [0] * self._graph.layout.rank_count
         order = separated(self._graph, self._costs.compute_ms.__getitem__)
         plan = lower_plan(order, self._graph, self._tuner.specs)
-        return [int(np.cumsum(own).max()) for own in memory_changes(plan, PlanCosts({}))]
+        return [int(np.cumsum(of_rank).max()) for of_rank in memory_changes(plan, PlanCosts({}))]
 
     def _saving(self, nbytes: float) -> tuple[dict[Task, Modes], float]:
         """Return modes and saved bytes at the lowest price that saves at least `nbytes`."""
@@ -238,13 +238,13 @@ class TunedSearch:
     @cached_property
     def _sums(self) -> dict[int, tuple[Float64s, Float64s]]:
         """Added time and saved bytes of each candidate by stage, summed over tasks."""
-        found = {}
-        for stage, own in self._choices.items():
+        sums = {}
+        for stage, of_stage in self._choices.items():
             modes = self._tuner.rows.stage_candidates[stage]
-            extra_ms_C = np.array([own.extra_ms_N(m).sum() for m in modes])
-            saved_bytes_C = np.array([own.saved_bytes_N(m).sum() for m in modes])
-            found[stage] = extra_ms_C, saved_bytes_C
-        return found
+            extra_ms_C = np.array([of_stage.extra_ms_N(m).sum() for m in modes])
+            saved_bytes_C = np.array([of_stage.saved_bytes_N(m).sum() for m in modes])
+            sums[stage] = extra_ms_C, saved_bytes_C
+        return sums
 
     def _best_of(self, orders: Sequence[SearchedOrder]) -> SearchedOrder | None:
         """Return the fastest schedule after tuning, or None if no schedule fits."""
@@ -257,12 +257,12 @@ class TunedSearch:
         times_ms = min(natural, default=best.predicted_ms), min(static, default=inf)
         return replace(best, natural_ms=times_ms[0], static_ms=times_ms[1])
 
-    def _tune(self, found: SearchedOrder) -> SearchedOrder | None:
+    def _tune(self, result: SearchedOrder) -> SearchedOrder | None:
         """Return an order with its time and memory after tuning, or None if it does not fit."""
-        key = found.order
+        key = result.order
         if key in self._tuned:
             return self._tuned[key]
-        plan = lower_plan(found.order, self._graph, self._tuner.specs)
+        plan = lower_plan(result.order, self._graph, self._tuner.specs)
         if self._book is None:
             self._book = RuleBook(plan)  # All orders have the same rules.
         try:
@@ -273,12 +273,12 @@ class TunedSearch:
         assert tuned.plan.recompute is not None
         costs = charged(self._costs, tuned.plan.recompute, self._choices)
         free = Dispatcher(self._graph, replace(costs, memory_limit_bytes=None))
-        makespan_ms = time_order(free, found.order).makespan_ms
-        retimed = replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
+        makespan_ms = time_order(free, result.order).makespan_ms
+        retimed = replace(result, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
         self._tuned[key] = retimed
         return retimed
 
 
-def _is_static(found: SearchedOrder) -> bool:
+def _is_static(result: SearchedOrder) -> bool:
     """Return True for a static schedule, which has no segments."""
-    return found.segments is None
+    return result.segments is None

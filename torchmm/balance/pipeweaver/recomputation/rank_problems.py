@@ -117,12 +117,14 @@ def rank_problems(
     )
     static = costs.static_bytes or (0,) * len(plan.actions)
     every = zip(plan.actions, memory_changes(plan, fixed, book), static, strict=True)
-    found = []
-    for rank, (program, changes, own) in enumerate(every):
+    problems = []
+    for rank, (program, changes, static_bytes) in enumerate(every):
         ahead = rows.ahead_bytes.get(rank, 0)
-        available = memory_limit_bytes - own - ahead
-        found.append(replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead))
-    return found
+        available = memory_limit_bytes - static_bytes - ahead
+        problems.append(
+            replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead)
+        )
+    return problems
 
 
 class Rows:
@@ -151,28 +153,28 @@ class Rows:
         self.of_task: dict[Task, tuple[np.ndarray, ...]] = {}
         by_costs: dict[tuple[bytes, ...], list[Modes]] = {}
         self.width = 1
-        for stage, own in choices.items():
-            tables = own.forward_ms_KMN, own.again_ms_KMN, own.kept_bytes_KMN
-            key = bytes(own.kinds), *(table.tobytes() for table in tables)
+        for stage, of_stage in choices.items():
+            tables = of_stage.forward_ms_KMN, of_stage.again_ms_KMN, of_stage.kept_bytes_KMN
+            key = bytes(of_stage.kinds), *(table.tobytes() for table in tables)
             if key not in by_costs:
-                by_costs[key] = stage_candidates(own, candidates)
+                by_costs[key] = stage_candidates(of_stage, candidates)
             self.stage_candidates[stage] = by_costs[key]
             self.width = max(self.width, len(by_costs[key]))
-        for stage, own in choices.items():
-            self._add(own, self.stage_candidates[stage])
+        for stage, of_stage in choices.items():
+            self._add(of_stage, self.stage_candidates[stage])
         self.keeping = {
             stage: {i for i, modes in enumerate(found) if set(modes) == {"none"}}
             for stage, found in self.stage_candidates.items()
         }
 
-    def _add(self, own: StageRecompute, modes: list[Modes]) -> None:
-        kept_N = np.array([self.costs.kept_bytes[t] for t in own.tasks], float)
+    def _add(self, of_stage: StageRecompute, modes: list[Modes]) -> None:
+        kept_N = np.array([self.costs.kept_bytes[t] for t in of_stage.tasks], float)
         columns = [
             (
-                own.extra_ms_N(m),
-                kept_N - own.saved_bytes_N(m),
-                own.passing_bytes_N(m),
-                own.host_bytes_N(m),
+                of_stage.extra_ms_N(m),
+                kept_N - of_stage.saved_bytes_N(m),
+                of_stage.passing_bytes_N(m),
+                of_stage.host_bytes_N(m),
             )
             for m in modes
         ]
@@ -185,7 +187,7 @@ class Rows:
             np.take_along_axis(table, index_NC, 1)
             for table in (extra, kept_NC, *(np.rint(t).astype(np.int64) for t in (passing, host)))
         ]
-        for task, *row in zip(own.tasks, *tables, index_NC, strict=True):
+        for task, *row in zip(of_stage.tasks, *tables, index_NC, strict=True):
             self.of_task[task] = tuple(row)
 
 
@@ -234,7 +236,7 @@ def _rank_problem(
         later[pair] = waiting
         passing[pair] = np.where(whole, np.maximum(0, waiting - kept[pair]), passing[pair])
     starts, middles, ends = (
-        np.array([own[i] for own in spans.values()], np.int64) for i in (0, 1, -1)
+        np.array([positions[i] for positions in spans.values()], np.int64) for i in (0, 1, -1)
     )
     free_T = available_bytes - np.array(base, np.int64)
     problem = TuningProblem(

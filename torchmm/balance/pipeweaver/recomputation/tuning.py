@@ -213,20 +213,20 @@ class Tuner:
 
         The factor of a stage is the ratio of its total backward time in both costs.
         """
-        found = {}
-        for stage, own in self.choices.items():
-            backwards = [Action(ActionType.B, *task) for task in own.tasks]
+        scaled = {}
+        for stage, of_stage in self.choices.items():
+            backwards = [Action(ActionType.B, *task) for task in of_stage.tasks]
             modelled_ms = sum(self.costs.compute_ms[action] for action in backwards)
             factor = 1.0
             if modelled_ms > 0:
                 factor = sum(costs.compute_ms[action] for action in backwards) / modelled_ms
-            found[stage] = replace(
-                own,
-                forward_ms_KMN=factor * own.forward_ms_KMN,
-                again_ms_KMN=factor * own.again_ms_KMN,
-                tensor_ms_KMN=factor * own.tensor_ms_KMN,
+            scaled[stage] = replace(
+                of_stage,
+                forward_ms_KMN=factor * of_stage.forward_ms_KMN,
+                again_ms_KMN=factor * of_stage.again_ms_KMN,
+                tensor_ms_KMN=factor * of_stage.tensor_ms_KMN,
             )
-        return found
+        return scaled
 
     def tune(self, plan: PipelinePlan, book: RuleBook | None = None) -> TunedPlan:
         """Return a plan of the step with recomputation modes, or without if all activations fit.
@@ -246,16 +246,16 @@ class Tuner:
             nothing = (0.0,) * len(kept_bytes)
             kept = replace(plan, recompute={})
             return TunedPlan(kept, self.costs, kept_bytes, nothing, nothing, (0,) * len(nothing))
-        found = self._solved(plan, book)
+        solved = self._solved(plan, book)
         if short := [
             _shortage(rank, each, limit_bytes)
-            for rank, (each, solution) in enumerate(found)
+            for rank, (each, solution) in enumerate(solved)
             if solution is None
         ]:
             raise PlanError(short)
         recompute: dict[Task, Modes] = {}
         peaks, extra, bounds, hosts = [], [], [], []
-        for each, solution in found:
+        for each, solution in solved:
             assert solution is not None
             recompute |= each.recompute(solution.choice_N)
             free_T = each.problem.free_bytes_T
@@ -285,42 +285,42 @@ class Tuner:
         """
         limit_bytes = self.tuning.memory_limit_bytes
         problems = rank_problems(plan, self.costs, self.rows, limit_bytes, book)
-        found = [(each, self._solve(each.problem)) for each in problems]
+        solved = [(each, self._solve(each.problem)) for each in problems]
         if not any(self.rows.ahead_bytes.values()):
-            return self._agreed(plan.graph.layout, found)
+            return self._agreed(plan.graph.layout, solved)
         other = self._without_offloads
         leaner = rank_problems(plan, other.costs, other.rows, limit_bytes, book)
         for rank, each in enumerate(leaner):
-            solution = self._solve(each.problem) if found[rank][0].ahead_bytes else None
-            best = found[rank][1]
+            solution = self._solve(each.problem) if solved[rank][0].ahead_bytes else None
+            best = solved[rank][1]
             if solution and (best is None or solution.extra_ms <= best.extra_ms):
-                found[rank] = each, solution
-        differ = _differing(plan.graph.layout, found, {})
-        return other._solved(plan, book) if differ else found
+                solved[rank] = each, solution
+        differ = _differing(plan.graph.layout, solved, {})
+        return other._solved(plan, book) if differ else solved
 
-    def _agreed(self, layout: StageLayout, found: list[Solved]) -> list[Solved]:
+    def _agreed(self, layout: StageLayout, solved: list[Solved]) -> list[Solved]:
         """Return solutions in which mirrors have the same modes."""
         places: dict[Task, int] = {}
-        free = [each for each, _ in found]
-        while more := _differing(layout, found, places):
+        free = [each for each, _ in solved]
+        while more := _differing(layout, solved, places):
             places |= more
             problems = [each.settled(places) for each in free]
-            found = [(each, self._solve(each.problem)) for each in problems]
-        return found
+            solved = [(each, self._solve(each.problem)) for each in problems]
+        return solved
 
     def _all_kept_bytes(self, plan: PipelinePlan, book: RuleBook) -> tuple[int, ...]:
         """Return the peak memory of each rank without recomputation."""
         static = self.costs.static_bytes or (0,) * len(plan.actions)
         changes = memory_changes(plan, self.costs, book)
         return tuple(
-            own + int(np.cumsum(rows).max(initial=0))
-            for own, rows in zip(static, changes, strict=True)
+            static_bytes + int(np.cumsum(rows).max(initial=0))
+            for static_bytes, rows in zip(static, changes, strict=True)
         )
 
     def _solve(self, problem: TuningProblem) -> TuningSolution | None:
-        found = self.tuning.solver(problem)
-        if found is not None or self.tuning.refuses:
-            return found
+        solution = self.tuning.solver(problem)
+        if solution is not None or self.tuning.refuses:
+            return solution
         extra_ms = problem.extra_ms(problem.leanest_N)
         return TuningSolution(problem.leanest_N, extra_ms, extra_ms)
 
@@ -336,25 +336,25 @@ Solved = tuple[RankProblem, TuningSolution | None]
 
 
 def _differing(
-    layout: StageLayout, found: Sequence[Solved], settled: Mapping[Task, int]
+    layout: StageLayout, solved: Sequence[Solved], decided: Mapping[Task, int]
 ) -> dict[Task, int]:
     """Return the tasks with different candidates on mirrors, and the one with the lowest memory.
 
     Args:
         layout: Stages of the run.
-        found: Problem and solution of each rank.
-        settled: Tasks whose candidate is already decided.
+        solved: Problem and solution of each rank.
+        decided: Tasks whose candidate is already decided.
 
     Returns:
         Index of the candidate with the lowest memory that a mirror has selected, by task.
     """
     chosen: dict[Task, dict[Task, int]] = {}
-    for each, solution in found:
+    for each, solution in solved:
         if solution is None:
             return {}
         for task, place in zip(each.tasks, solution.choice_N.tolist(), strict=True):
             mirrors = layout.mirrored[task.stage]
-            if len(mirrors) > 1 and task not in settled:
+            if len(mirrors) > 1 and task not in decided:
                 of_mirrors = chosen.setdefault(task._replace(stage=mirrors[0]), {})
                 of_mirrors[task] = place
     return {
