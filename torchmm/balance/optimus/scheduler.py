@@ -127,7 +127,7 @@ def search_assignment(
 def _moved(
     current: Int32s, free: Sequence[int], choices: Sequence[range], rng: random.Random
 ) -> Int32s:
-    """Return an assignment with first task moved, or with two tasks of the same choices exchanged."""
+    """Return an assignment with one task moved, or two tasks of the same choices exchanged."""
     moved = current.copy()
     first = rng.choice(free)
     second = rng.choice(free)

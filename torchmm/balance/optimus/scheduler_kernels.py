@@ -7,8 +7,7 @@ timeline. Times before its start are negative.
 Invariants of every loop:
 
 - The free intervals of a device are sorted and do not touch. The first has no start and the last
-  has no end, so a kernel always fits, except if a deadline or a finite list rules this out
-  (`NEVER_PS`).
+  has no end, so every kernel fits into the last one. `NEVER_PS` covers lists without it.
 - A cursor never moves back. One pass over all tasks visits each interval at most once per device.
 - A kernel is never split over two intervals.
 """
@@ -378,8 +377,8 @@ def assign_tasks(
         count = tasks.first[task + 1] - tasks.first[task]
         encoder = tasks.encoder[task]
         best, best_end = -1, NEVER_PS
-        # Place the task on each pipeline and undo the placement. The last iteration places it on the
-        # best pipeline and does not undo it.
+        # Place the task on each pipeline and undo the placement. The last iteration places it on
+        # the best pipeline and does not undo it.
         for pipeline in range(pipelines.first[encoder], pipelines.first[encoder + 1] + 1):
             commit = pipeline == pipelines.first[encoder + 1]
             tried = best if commit else pipeline
