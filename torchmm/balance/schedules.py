@@ -167,8 +167,9 @@ def step_search(
     least_gain: float = LEAST_GAIN,
     tuner: Tuner | None = None,
 ) -> StepSearch | TunedSearch:
-    """Return the search for the order of a step, as used by runs, background processes and
-    simulations.
+    """Return the search for the order of a step.
+
+    Runs, background processes and simulations use the same search.
 
     Args:
         graph: Tasks of the step.

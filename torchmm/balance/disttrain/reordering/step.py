@@ -65,8 +65,7 @@ SEED = 0
 OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
 """Function that returns the order of a step with equal task times, and the replica of each task."""
 NS_PER_MS = 1e6
-"""Durations are whole nanoseconds, so that ranks with different processors compute equal results.
-"""
+"""Durations are whole nanoseconds, so that all processors compute equal results."""
 
 
 class OrderedLayout(NamedTuple):
@@ -345,7 +344,7 @@ class StepReorder:
         return np.stack([group[balance_groups(sizes_N[group], count)] for group in members])
 
     def pack_ms(self, packs: Sequence[MicrobatchMeta]) -> tuple[Float64s, Float64s]:
-        """Return forward and backward times (S, N) of packs at the positions of the chain, in ms."""
+        """Return forward and backward times (S, N) of packs at the positions of the chain in ms."""
         times = self._at_places(self.stage_times(packs))
         return times.forward_SN / NS_PER_MS, times.backward_SN / NS_PER_MS
 
