@@ -81,7 +81,7 @@ def _leading(chosen: Sequence[_Members], lead: int) -> list[int]:
 
 
 HOT, COLD = 1e-4, 1e-5
-"""Temperatures at begin and end, as shares of the step's time."""
+"""Initial and final temperature as fractions of the step time."""
 GROUPS_SHARE = 0.6
 """Fraction of the budget for groups. The rest is for single segments."""
 REACH = 24
