@@ -1,17 +1,17 @@
-"""How loops are compiled: numba's options, types of arrays, and what kernels of all files call.
+"""Numba options, array types and shared kernels of compiled loops.
 
-Kernels are cached on disk. Numba does not notice when something changes in another file that a
-cached kernel calls, so none calls functions of another file, except for those at the end of this
-file and `simulation.graph_kernels.time_lanes`. These never change: a function that is to do
-something else gets another name, and with it its callers' files change.
+Kernels are cached on disk. Numba does not detect changes of functions in other files that a cached
+kernel calls. Kernels therefore call only functions of their file, the functions at the end of this
+file, and `simulation.graph_kernels.time_lanes`. These functions never change. A changed function
+gets a new name, so that the files of its callers change too.
 
-Types of arguments are cached by name, and found again by a function's name and line: where a tuple
-that kernels take gets another name, move the functions that take it by a line.
+Argument types are cached by name and found by the name and line of a function. If a tuple type of
+kernel arguments is renamed, move the functions that use it by a line.
 
-`loop` is for functions that take tuples of arrays and allocate nothing. Numba counts references to
-all arrays of a tuple wherever it is used, atomically; in loops of a few nanoseconds that takes
-more time than all else. `_nrt` turns it off. Rejected: passing the arrays one by one, which is
-nearly as slow unless all is written out in one function.
+`loop` is for functions that take tuples of arrays and allocate no memory. Numba atomically counts
+references to all arrays of a tuple at each use. In loops of a few nanoseconds, this dominates the
+time. `_nrt` disables it. Passing arrays one by one is nearly as slow unless all code is in one
+function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _njit: Any = njit  # takes options that its annotations do not have
 
 
 def _cached(**options: Any) -> Any:
-    """Decorator; where numba finds no directory to write to, every process compiles anew."""
+    """Return a caching decorator. Without a writable directory, every process compiles again."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
@@ -49,12 +49,13 @@ def _cached(**options: Any) -> Any:
 
 compiled: Any = _cached()
 unlocked: Any = _cached(nogil=True)
-"""Threads that call it run at the same time."""
+"""Decorator for kernels that run without the GIL, so that threads run them concurrently."""
 loop: Any = _cached(_nrt=False)
 without_nans: Any = _cached(fastmath={"nnan", "nsz"})
-"""For times: with no NaNs, and -0 the same as 0, a maximum is one vector instruction."""
+"""Decorator for kernels on times. Without NaNs and signed zeros, a maximum is one vector
+instruction."""
 inner: Any = _njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For functions that only compiled ones call: half the time to compile."""
+"""Decorator for functions that only compiled functions call. Halves the compilation time."""
 
 
 def _count(typing_context: Any, word: Any) -> Any:
@@ -65,16 +66,16 @@ def _count(typing_context: Any, word: Any) -> Any:
 
 
 trailing_zeros: Any = intrinsic(_count)
-"""Index of the lowest bit that is set in a uint64, which must not be 0."""
+"""Index of the lowest set bit of a uint64, which must not be 0."""
 
 COARSE = 16777216.0
-"""Logarithms and powers are cut to multiples of its inverse: their last bits differ by processor,
-and all ranks have to anneal alike."""
+"""Logarithms and powers are truncated to multiples of 1 / COARSE. Their last bits differ between
+processors, and all ranks must compute equal results."""
 
 
 @compiled
 def next_random(state: np.uint64) -> np.uint64:
-    """Marsaglia's xorshift: random bits that are the same on every machine."""
+    """Return the next state of the xorshift generator of Marsaglia, equal on all machines."""
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -82,15 +83,15 @@ def next_random(state: np.uint64) -> np.uint64:
 
 @compiled
 def random_index(bits: np.uint64, count: int) -> np.int64:
-    """An index below `count`, from the lowest 16 bits."""
+    """Return an index below `count` from the lowest 16 bits."""
     return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
 
 
 @without_nans
 def acceptable_rise(bits: np.uint64, heat: float) -> float:
-    """The rise in cost below which annealing accepts a change, from the highest 32 bits.
+    """Return the cost increase below which annealing accepts a change, from the highest 32 bits.
 
-    A rise is accepted with a probability of exp(-rise / heat).
+    An increase is accepted with probability exp(-rise / heat).
     """
     chance = (float(bits >> np.uint64(32)) + 1.0) / 4294967296.0
     return heat * np.floor(-np.log(chance) * COARSE) / COARSE
@@ -98,5 +99,5 @@ def acceptable_rise(bits: np.uint64, heat: float) -> float:
 
 @without_nans
 def cooling_factor(steps: int) -> float:
-    """What the heat is multiplied by in every step, to fall to a fiftieth in all of them."""
+    """Return the temperature factor per step. The product over all steps is 1/50."""
     return np.floor(0.02 ** (1.0 / max(steps, 1)) * COARSE) / COARSE

@@ -1,4 +1,4 @@
-"""Entries of this extension in the tables of the core."""
+"""Extension entries of schedules, planners and recipe sections."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torchmm.common.extensions import Entries, Entry
 
 
 def plans_schedule(name: str) -> bool:
-    """Return True if this extension plans the schedule: other extensions may add schedules."""
+    """Return True if this extension plans a schedule. Other extensions can add schedules."""
     return any(entry.name == name for entry in ENTRIES["schedules"])
 
 
@@ -16,8 +16,10 @@ def _selects_layers(run: Any, pipeline_size: int) -> bool:
 
 
 def _uses_times(run: Any, pipeline_size: int) -> bool:
-    """Return True for the schedules of this extension, and for all with
-    `parallel.replan_threshold`."""
+    """Return True if plans use modeled or measured times.
+
+    These are the schedules of this extension, and all schedules with `parallel.replan_threshold`.
+    """
     parallel = run.recipe.parallel
     return pipeline_size > 1 and (
         plans_schedule(parallel.schedule) or parallel.replan_threshold > 0

@@ -3,15 +3,18 @@
 Ranks without a pipeline wait for each other in every layer, so a microbatch takes as long as the
 encoder of the slowest rank. All ranks compute the same assignment from the metadata of all ranks.
 
-Longest processing time first: images are assigned in the order of decreasing cost, each to the rank
-with the least work. Graham's bound holds: the slowest rank has at most 4/3 of the optimal work. If
-the rank that trains on an image is as idle as any other rank, it encodes the image itself, so that
-no features travel if all ranks have the same images.
+    images     rank 0: 9 5 4     rank 1: 2        work 18 and 2
+    assigned   rank 0: 9         rank 1: 5 4 2    work 9 and 11
 
-Images that a generator learns are padded to the largest image of the rank
-(`torchmm.models.generator`). The work of a rank is then the number of images times
-the cost of the largest one. In the order of decreasing cost, each rank gets consecutive images up
-to a limit. The smallest feasible limit is optimal.
+**Encoders.** Longest processing time first: images are assigned in descending order of cost, each
+to the rank with the least work. By the bound of Graham, the slowest rank has at most 4/3 of the
+optimal work. If the rank that trains on an image has as little work as any rank, it encodes the
+image, so no features are sent if all ranks have equal images.
+
+**Generators.** Target images are padded to the largest image of the rank
+(`torchmm.models.generator`). The work of a rank is the number of images times the cost of the
+largest one. Each rank gets consecutive images, in descending order of cost, up to a limit. The
+smallest feasible limit is optimal.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ def assign_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
     Args:
         cost_I: Cost of each image.
         home_I: Rank that trains on each image, ascending.
+        ranks: Number of data-parallel ranks.
     """
     if not len(cost_I):
         return np.zeros(0, np.int64)
@@ -56,9 +60,9 @@ def assign_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
 
 
 def assign_padded_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
-    """Return the rank that generates each image. Arguments are those of `assign_images`.
+    """Return the rank that generates each image. The arguments are those of `assign_images`.
 
-    The assignment of `assign_images` is kept if no assignment is better: it moves fewer images.
+    The assignment of `assign_images` is used if it is not worse, because it moves fewer images.
     """
     owners_I = assign_images(cost_I, home_I, ranks)
     order_I = np.argsort(-cost_I, kind="stable")
@@ -85,10 +89,11 @@ def padded_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Int64s:
 
 @compiled
 def _fill(cost_I: Int64s, ranks: int) -> Int64s:
-    """Return the rank of each image.
+    """Return the rank of each image with the smallest feasible limit.
 
     Args:
         cost_I: Cost of each image, descending.
+        ranks: Number of data-parallel ranks.
     """
     ranks_I = np.zeros(len(cost_I), np.int64)
     if not len(cost_I):
@@ -143,7 +148,7 @@ def _assign(order_I: Int64s, home_I: Int64s, cost_I: Int64s, ranks: int) -> Int6
 
 @dataclass(frozen=True)
 class ImageBalance:
-    """Assigns the images of one microbatch of all data-parallel ranks.
+    """Assignment of the images of one microbatch to data-parallel ranks.
 
     Attributes:
         modules: Descriptions of all encoders of the model and of its generator.
@@ -163,15 +168,15 @@ class ImageBalance:
         owners_I = np.empty_like(homes_I)
         before, after, total = 0.0, 0.0, 0.0
         for number, module in enumerate(self.modules):
-            own = np.flatnonzero(sizes_I4[:, 0] == number)
-            costs = self.costs(module, sizes_I4[own, 1:])
+            module_images = np.flatnonzero(sizes_I4[:, 0] == number)
+            costs = self.costs(module, sizes_I4[module_images, 1:])
             pads = module.kind == "generator"
             assign, work = (
                 (assign_padded_images, padded_work) if pads else (assign_images, summed_work)
             )
-            owners_I[own] = assign(costs, homes_I[own], ranks)
-            before += float(work(costs, homes_I[own], ranks).max())
-            after += float(work(costs, owners_I[own], ranks).max())
+            owners_I[module_images] = assign(costs, homes_I[module_images], ranks)
+            before += float(work(costs, homes_I[module_images], ranks).max())
+            after += float(work(costs, owners_I[module_images], ranks).max())
             total += float(costs.sum())
         return ImageOwners(owners_I, before, after, total / ranks)
 
@@ -203,8 +208,8 @@ class ImageBalance:
             known_K, cost_K = all_K[order], np.append(cost_K, costs)[order]
             self._costs[module.name] = known_K, cost_K
             index_I = np.searchsorted(known_K, key_I)
-        found: Int64s = cost_K[index_I]
-        return found
+        cost_I: Int64s = cost_K[index_I]
+        return cost_I
 
 
 def image_costs(module: ModuleDescription, sizes_I3: Int64s) -> list[int]:
@@ -221,7 +226,7 @@ def image_costs(module: ModuleDescription, sizes_I3: Int64s) -> list[int]:
             ]
         )
     else:
-        sizes = encoder_sizes(module, [[ImageMeta(0, 0, *own)] for own in sizes_I3.tolist()])
+        sizes = encoder_sizes(module, [[ImageMeta(0, 0, *size)] for size in sizes_I3.tolist()])
     flops = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, False)
     return [max(1, round(value / 1e6)) for value in flops.forward_N.tolist()]
 
@@ -229,9 +234,10 @@ def image_costs(module: ModuleDescription, sizes_I3: Int64s) -> list[int]:
 def balanced_shares(
     balance: ImageBalance, shares: Sequence[Sequence[MicrobatchMeta]]
 ) -> list[list[MicrobatchMeta]]:
-    """Return the sizes of the tasks of every rank in a step.
+    """Return the task sizes of every rank in a step with balanced images.
 
     Args:
+        balance: Balance of the run.
         shares: Microbatches of each rank.
     """
     columns = [balanced_metas(metas, balance(metas)) for metas in zip(*shares, strict=True)]
@@ -244,21 +250,22 @@ def balanced_metas(
     """Return one microbatch of every rank with the images that the rank encodes and generates.
 
     Args:
+        metas: Microbatch of each rank.
         owners: Rank that reads each image, by module, in the order of the ranks.
     """
-    following = {name: iter(of_images) for name, of_images in owners.items()}
+    following = {name: iter(ranks) for name, ranks in owners.items()}
     read: list[list[ImageMeta]] = [[] for _ in metas]
-    drawn: list[list[GeneratedMeta]] = [[] for _ in metas]
+    targets: list[list[GeneratedMeta]] = [[] for _ in metas]
     for sample in (sample for meta in metas for sample in meta.samples):
         for image in sample.images:
             name = image.encoder or sample.encoder
             assert name is not None
             read[next(following[name])].append(replace(image, encoder=name))
         for generated in sample.generated:
-            drawn[next(following[GENERATOR])].append(generated)
+            targets[next(following[GENERATOR])].append(generated)
     return [
         meta.with_images(images, generated)
-        for meta, images, generated in zip(metas, read, drawn, strict=True)
+        for meta, images, generated in zip(metas, read, targets, strict=True)
     ]
 
 
@@ -273,11 +280,15 @@ def with_feature_exchange(
     """Return the costs of a plan without a pipeline, with the exchanges of balanced images.
 
     Features are sent to the LLM and contexts to the generator, and gradients back. An exchange is
-    timed as messages to all ranks evenly, and nothing hides it.
+    modeled as equal messages to all ranks, without overlap.
 
     Args:
+        costs: Costs of the plan.
+        graph: Tasks of the step.
+        modules: Descriptions of the complete modules.
         metas: Sizes of the tasks (`balanced_metas`).
-        ranks: Data-parallel ranks.
+        model: Cost model of the run.
+        ranks: Number of data-parallel ranks.
     """
     [llm] = [module for module in modules if module.kind == "llm"]
     by_name = {module.name: module for module in modules if module.kind != "llm"}

@@ -1,4 +1,4 @@
-"""Times in whole picoseconds, in which the simulator and the searches count to agree to the bit."""
+"""Times in whole picoseconds, with which the simulator and searches agree exactly."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchmm.common.errors import count_problems, list_problems
 
 PICOSECONDS_PER_MS = 10**9
 LONGEST_MS = 4e9
-"""What all operators of a graph may take together: 46 days, half of what 63 bits can count."""
+"""Maximum total duration of the operators of a graph: 46 days, half of the 63-bit range."""
 
 
 class SimulationError(ValueError):
-    """What is to be simulated has impossible costs or dependencies.
+    """Error that lists invalid costs or dependencies of a simulation.
 
     Args:
-        problems: every problem found; the message lists the first ones.
+        problems: All problems. The message lists the first ones.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -24,12 +24,12 @@ class SimulationError(ValueError):
 
 
 def to_picoseconds(duration_ms: float) -> int:
-    """Milliseconds as the whole picoseconds that simulations count in."""
+    """Convert milliseconds to whole picoseconds."""
     return round(duration_ms * PICOSECONDS_PER_MS)
 
 
 def duration_problem(duration_ms: float) -> str:
-    """Why a number is no duration; empty if it is one."""
+    """Return a message if a number is not a valid duration. Empty if it is valid."""
     if 0 <= duration_ms <= LONGEST_MS:
         return ""
     limit = f"0 to {LONGEST_MS:g} ms"

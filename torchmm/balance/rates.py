@@ -1,17 +1,21 @@
-"""Whether actions still take as long as steps are planned with, and what to plan with otherwise.
+"""Online calibration: measured rates of actions, and detection of changes.
 
-Planners weigh actions by FLOPs, or by a model's times; how fast a device does the FLOPs of each
-module and kind of action follows from measured steps, as one rate each (Optimus §6, "online
-scheduling"). Rates are smoothed over steps, so that one interrupted step changes little. Only rates
-compared with each other count: a device that does everything slower needs no other plan.
+Planners weigh actions by FLOPs or by modeled times. The speed of a device for each module and
+action type follows from measured steps, as one rate each (Optimus §6, "online scheduling"):
 
-Orders of single actions are searched with more than that: what an action takes on its rank is a
-constant, which small actions consist of, and a rate (`ActionTimes`). Both follow from the same
-sums, of which ranks add up five numbers for each of their kinds of actions after a step.
+    records of a step --> sums by kind (all-reduced) --> Rates        ms per FLOP, smoothed
+                                                     --> ActionTimes  constant + rate, by rank
+                                                     --> DriftMonitor plan again if rates change
 
-Rejected: new plans after every step, which would differ by noise and hide what changed; a drift by
-rank, as a rank that is slow for good is to be replaced: until then orders are searched with its
-times, but no plan is made anew for them.
+Rates are smoothed over steps, so one interrupted step changes little. Only ratios of rates matter:
+a device that is uniformly slower needs no other plan.
+
+Searches for orders of single actions use more detail. The time of an action on its rank is a
+constant, which dominates small actions, plus a rate (`ActionTimes`). Both follow from the same
+sums. Ranks add up five numbers per kind after a step.
+
+Plans are not replaced after every step, because they would differ by noise. Drift is not monitored
+per rank, because a permanently slow rank should be replaced. Until then, searches use its times.
 """
 
 from __future__ import annotations
@@ -27,28 +31,28 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ActionRecord, Durations
 
 SMOOTHING = 0.5
-"""Share of the newest step in a rate."""
+"""Weight of the newest step in a rate."""
 SPREAD_STEPS, LEAST_STEPS = 20, 5
-"""Steps whose predictions are compared with what was measured: at most, and at least."""
+"""Maximum and minimum number of steps whose predictions are compared with measurements."""
 FINEST_GAIN, COARSEST_GAIN = 0.001, 0.05
-"""Between these is what an order has to promise."""
+"""Lower and upper limit of the predicted gain that an order must have."""
 NEGLIGIBLE = 0.01
-"""Share of a step's time below which a kind of action drifts unnoticed."""
+"""Fraction of the step time below which drift of an action kind is ignored."""
 
 STEADINESS = 0.01
-"""How far work has to vary, as the square of its relative deviation, for half of the constant that
-fits best to be believed: where all actions are alike, constant and rate cannot be told apart."""
+"""Squared relative deviation of work at which half of the best constant is used. If all actions
+have equal work, constant and rate cannot be distinguished."""
 MOST_CONSTANT = 0.9
-"""Share of a mean action that its constant can be."""
+"""Maximum constant as a fraction of a mean action."""
 
 ActionKind = tuple[str, ActionType]
-"""A module's name and F, B, I or W."""
+"""Module name and action type F, B, I or W."""
 RankKind = tuple[int, str, ActionType]
-"""The same of a rank of the plan."""
+"""Rank of the plan, module name and action type."""
 
 
 class Total(NamedTuple):
-    """All actions of a kind in a step: sums over them. Its time may be a model's."""
+    """Sums over all actions of a kind in a step. The time can be measured or modeled."""
 
     measured_ms: float
     flops: float
@@ -57,33 +61,33 @@ class Total(NamedTuple):
     ms_times_flops: float = 0.0
 
     def plus(self, other: Total, share: float = 1.0, own: float = 1.0) -> Total:
-        """Both, each times a factor."""
+        """Return the weighted sum of two totals."""
         return Total(*(own * a + share * b for a, b in zip(self, other, strict=True)))
 
 
 class Change(NamedTuple):
-    """A kind whose time moved."""
+    """Action kind whose time has changed."""
 
     kind: ActionKind
     times: float
-    """What it takes now, as a multiple of what was planned with, relative to the whole step."""
+    """Ratio of the current to the planned time, relative to the complete step."""
 
 
 @dataclass
 class Rates:
-    """What a FLOP of each kind of action takes, smoothed over the steps of a run.
+    """Time per FLOP of each action kind, smoothed over the steps of a run.
 
     Attributes:
-        ms_per_flop: by kind; kinds that never ran are missing.
+        ms_per_flop: Rate of each kind. Kinds that never ran are missing.
     """
 
     ms_per_flop: dict[ActionKind, float] = field(default_factory=dict)
 
     def learn(self, totals: Mapping[ActionKind, Total]) -> None:
-        """Takes in a step.
+        """Update the rates with a step.
 
         Args:
-            totals: of all ranks together, by kind.
+            totals: Totals of all ranks together, by kind.
         """
         for kind, total in totals.items():
             if total.flops > 0 and total.measured_ms > 0:
@@ -92,26 +96,26 @@ class Rates:
                 self.ms_per_flop[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
 
     def complete(self, modules: Iterable[str]) -> dict[ActionKind, float]:
-        """Rates of every kind of action of these modules; none before the first step.
+        """Return the rates of every action kind of the given modules. Empty before the first step.
 
-        Modules without any work so far have the median of the others, and halves of a backward
-        that never ran alone have the rate of the whole one.
+        Modules without any work have the median of all rates. I and W actions that never ran have
+        the rate of B.
         """
         if not self.ms_per_flop:
             return {}
         middle = median(self.ms_per_flop.values())
-        found: dict[ActionKind, float] = {}
+        completed: dict[ActionKind, float] = {}
         for module in modules:
             backward = self.ms_per_flop.get((module, ActionType.B), middle)
-            found[module, ActionType.F] = self.ms_per_flop.get((module, ActionType.F), middle)
-            found[module, ActionType.B] = backward
+            completed[module, ActionType.F] = self.ms_per_flop.get((module, ActionType.F), middle)
+            completed[module, ActionType.B] = backward
             for half in (ActionType.I, ActionType.W):
-                found[module, half] = self.ms_per_flop.get((module, half), backward)
-        return found
+                completed[module, half] = self.ms_per_flop.get((module, half), backward)
+        return completed
 
 
 class ActionFit(NamedTuple):
-    """What an action of a kind takes on a rank."""
+    """Linear model of the time of an action kind on a rank."""
 
     constant_ms: float
     ms_per_flop: float
@@ -119,30 +123,35 @@ class ActionFit(NamedTuple):
 
 @dataclass
 class ActionTimes:
-    """What actions of each rank take, smoothed over the steps of a run.
+    """Times of the actions of each rank, smoothed over the steps of a run.
 
     Attributes:
-        totals: of a step; kinds that never ran on a rank are missing.
+        totals: Totals of a step. Kinds that never ran on a rank are missing.
     """
 
     totals: dict[RankKind, Total] = field(default_factory=dict)
 
     def learn(self, totals: Mapping[RankKind, Total]) -> None:
-        """Takes in a step."""
+        """Update the totals with a step."""
         for key, new in totals.items():
             if new.flops > 0 and new.measured_ms > 0:
                 old = self.totals.get(key, new)
                 self.totals[key] = old.plus(new, SMOOTHING, 1 - SMOOTHING)
 
     def fits(self) -> dict[RankKind, ActionFit]:
-        """The best line through the actions of each kind, bent towards one through zero where their
-        work hardly differs. A step's actions of a kind together take what was measured."""
+        """Return the best line through the actions of each kind.
+
+        If the work of actions hardly differs, the line is moved towards one through zero. The total
+        time of a step is preserved.
+        """
         return {key: _line(total) for key, total in self.totals.items() if total.actions > 0}
 
 
 def _line(total: Total) -> ActionFit:
-    """Least squares, in which a constant costs as much as if `STEADINESS` of the actions had no
-    work and took no time."""
+    """Return a regularized least-squares line.
+
+    The regularization adds a fraction of `STEADINESS` of actions without work and time.
+    """
     ms, flops, count, squares, products = total
     determinant = (1 + STEADINESS) * count * squares - flops**2
     constant_ms = (ms * squares - flops * products) / determinant if determinant > 0 else 0.0
@@ -152,25 +161,25 @@ def _line(total: Total) -> ActionFit:
 
 @dataclass
 class Spread:
-    """How exact predictions of steps are: what a searched order has to promise to be taken.
+    """Accuracy of step predictions, which determines the required gain of a searched order.
 
-    A prediction that is always wrong by the same share ranks orders as well as a right one, so the
-    spread counts, not the error: the standard deviation of measured over predicted times in the
-    latest steps, as a share of their mean. Rejected: a fixed share, which is too much where steps
-    repeat to a thousandth, and too little on a busy host.
+    A prediction with a constant relative error ranks orders correctly, so the spread matters and
+    not the error. It is the standard deviation of measured over predicted times in the latest
+    steps, relative to their mean. A fixed fraction would be too large if steps repeat within 0.1 %,
+    and too small on a busy host.
     """
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))
     """Measured over predicted times."""
 
     def observe(self, predicted_ms: float, measured_ms: float) -> None:
-        """Takes in a step."""
+        """Add a step."""
         if predicted_ms > 0 and measured_ms > 0:
             self.ratios.append(measured_ms / predicted_ms)
 
     @property
     def least_gain(self) -> float | None:
-        """Share by which an order has to be faster than others; None: too few steps to say."""
+        """Minimum relative gain of an order. None if too few steps were observed."""
         if len(self.ratios) < LEAST_STEPS:
             return None
         share = stdev(self.ratios) / mean(self.ratios)
@@ -179,16 +188,16 @@ class Spread:
 
 @dataclass
 class DriftMonitor:
-    """Factors on FLOPs with which to plan, kept up to date.
+    """Monitor that updates the factors on FLOPs with which steps are planned.
 
     Args:
-        threshold: relative change of a kind's time, compared with the others', that asks for new
-            plans.
-        rates: learned from the same steps, before `observe`.
+        threshold: Relative change of the time of a kind, compared with the other kinds, that
+            requires new plans.
+        rates: Rates of the same steps, updated before `observe`.
 
     Attributes:
-        factors: by kind; 1 where none is given.
-        ms_per_flop: the measured rates behind them; none before anything drifted.
+        factors: Factor of each kind. 1 for missing kinds.
+        ms_per_flop: Measured rates of the factors. Empty before any drift.
     """
 
     threshold: float
@@ -197,20 +206,21 @@ class DriftMonitor:
     ms_per_flop: dict[ActionKind, float] = field(default_factory=dict)
 
     def expect(self, totals: Mapping[ActionKind, Total]) -> None:
-        """Takes the times that the first plans are made with, where these are not FLOPs."""
+        """Set the times of the first plans if these are not FLOPs."""
         ran = {kind: t for kind, t in totals.items() if t.flops > 0 and t.measured_ms > 0}
         if not self.factors and ran:
             mean = sum(t.measured_ms for t in ran.values()) / sum(t.flops for t in ran.values())
             self.factors = {kind: t.measured_ms / t.flops / mean for kind, t in ran.items()}
 
     def observe(self, totals: Mapping[ActionKind, Total]) -> list[Change]:
-        """Compares a step with the plans' factors.
+        """Compare a step with the factors of the plans.
 
         Args:
-            totals: of all ranks together, by kind.
+            totals: Totals of all ranks together, by kind.
 
         Returns:
-            What drifted too far, worst first; then `factors` are new. Empty otherwise.
+            Kinds with too much drift, largest first, or an empty list. `factors` are updated if it
+            is not empty.
         """
         ran = {kind: t for kind, t in totals.items() if t.flops > 0 and t.measured_ms > 0}
         if not ran:
@@ -236,10 +246,12 @@ class DriftMonitor:
 def rank_totals(
     records: Iterable[ActionRecord], graph: StageGraph, durations: Durations
 ) -> dict[RankKind, Total]:
-    """Measured time and FLOPs of actions by rank and kind.
+    """Return measured time and FLOPs of actions by rank and kind.
 
     Args:
-        durations: FLOPs of the step's actions, without factors.
+        records: Records of the actions of a step.
+        graph: Tasks of the step.
+        durations: FLOPs of the actions, without factors.
     """
     found: dict[RankKind, Total] = {}
     for record in records:
@@ -248,13 +260,13 @@ def rank_totals(
             key = record.rank, graph.layout.stages[action.stage].module, action.type
             ms = record.end_ms - record.start_ms
             flops = durations(action)
-            own = Total(ms, flops, 1.0, flops**2, ms * flops)
-            found[key] = found.get(key, Total(0.0, 0.0)).plus(own)
+            total = Total(ms, flops, 1.0, flops**2, ms * flops)
+            found[key] = found.get(key, Total(0.0, 0.0)).plus(total)
     return found
 
 
 def step_totals(totals: Mapping[RankKind, Total]) -> dict[ActionKind, Total]:
-    """Of all ranks together."""
+    """Return the totals of all ranks together."""
     found: dict[ActionKind, Total] = {}
     for (_, module, kind), total in totals.items():
         found[module, kind] = found.get((module, kind), Total(0.0, 0.0)).plus(total)
@@ -264,12 +276,12 @@ def step_totals(totals: Mapping[RankKind, Total]) -> dict[ActionKind, Total]:
 def scaled(
     durations: Durations, graph: StageGraph, factors: Mapping[ActionKind, float] | None
 ) -> Durations:
-    """Durations with the factors of their kinds."""
+    """Return durations multiplied by the factors of their kinds."""
     if not factors:
         return durations
     modules = [stage.module for stage in graph.layout.stages]
 
-    def found(action: Action) -> float:
+    def scaled_duration(action: Action) -> float:
         return durations(action) * factors.get((modules[action.stage], action.type), 1.0)
 
-    return found
+    return scaled_duration

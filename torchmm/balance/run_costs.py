@@ -104,10 +104,10 @@ def layer_tuning(
     """Return how plans select the layers that recompute, or None if they do not.
 
     Args:
-        recipe: Recipe of the run. Under "optimus", plans also select layers of encoders.
+        recipe: Recipe of the run. With "optimus", plans also select layers of encoders.
         model: Costs of the modules.
-        layerwise: Whether FSDP2 gathers layer by layer.
-        device_bytes: Memory of the device. If None, that of the profile.
+        layerwise: Whether FSDP2 all-gathers layer by layer.
+        device_bytes: Memory of the device. None for that of the profile.
     """
     names = recipe.tuned_modules
     if not names:
@@ -115,9 +115,9 @@ def layer_tuning(
     checkpointing = recipe.activation_checkpoint
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
-    asked = frozenset(name for name in names if checkpointing.tunes(name))
-    offloads = asked if checkpointing.offload else frozenset()
-    return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(asked))
+    requested = frozenset(name for name in names if checkpointing.tunes(name))
+    offloads = requested if checkpointing.offload else frozenset()
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(requested))
 
 
 def run_tuning(

@@ -1,4 +1,4 @@
-"""The schedules "optimus" and "searched", which need costs, as entries of the table "schedules".
+"""Entries "optimus" and "searched" of the registry "schedules", which need costs.
 
 Schedules of the core depend only on the graph of a step (`torchmm.pipelining.schedules.names`).
 These schedules also select the replica that runs each task, by the durations of tasks.
@@ -41,20 +41,20 @@ from torchmm.planning.step import PlannedSchedule
 from torchmm.recipe.parallel_section import ParallelConfig
 
 EVALUATIONS = 4000
-"""Orders tried for a step, where neither the recipe nor the time of a step says how many: a few
-seconds for the largest steps of PipeWeaver."""
+"""Default number of evaluated orders per step if neither the recipe nor the step time limits it. A
+few seconds for the largest steps of PipeWeaver."""
 MOST_ASSIGNMENTS = 256
-"""Of encoder tasks to pipelines, tried for each of Optimus' candidates."""
+"""Maximum number of assignments of encoder tasks to pipelines per Optimus candidate."""
 
 
 @dataclass(frozen=True)
 class RelativeCosts:
-    """Costs that compare orders of a step, although nobody knows its seconds and bytes.
+    """Costs that compare orders of a step without known seconds and bytes.
 
     Attributes:
-        costs: times are thousandths of the step's whole work, and bytes proportional to them.
-        unit: such a thousandth in the unit of the durations it comes from (FLOPs, or milliseconds
-            where rates were measured).
+        costs: Times in thousandths of the total work of the step, and bytes proportional to them.
+        unit: One thousandth of the total work in the unit of the input durations (FLOPs, or
+            milliseconds if rates were measured).
     """
 
     costs: PlanCosts
@@ -62,24 +62,29 @@ class RelativeCosts:
 
 
 def relative_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
-    """Costs of compute actions alone.
+    """Return the costs of compute actions only.
 
     Args:
-        durations: in any unit; only their ratios count.
+        graph: Tasks of the step.
+        durations: Durations in any unit. Only their ratios matter.
     """
-    found = {Action(k, *t): float(durations(Action(k, *t))) for t in graph.tasks() for k in COMPUTE}
-    total = sum(found.values())
+    durations_by_action = {
+        Action(k, *t): float(durations(Action(k, *t))) for t in graph.tasks() for k in COMPUTE
+    }
+    total = sum(durations_by_action.values())
     scale = 1000.0 / total if total > 0 else 1.0
-    costs = PlanCosts({action: value * scale for action, value in found.items()})
+    costs = PlanCosts({action: value * scale for action, value in durations_by_action.items()})
     return RelativeCosts(costs, 1.0 / scale)
 
 
 def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
-    """Encoders in pipelines of their own, in stages of single layers unless the recipe wants
-    fewer: a stage is the least that can be put into a bubble.
+    """Return a layout with encoders in separate pipelines.
+
+    Encoder stages have one layer unless the recipe sets fewer stages, because a bubble holds at
+    least one stage.
 
     Raises:
-        ValueError: the modules cannot be cut like this.
+        ValueError: The modules cannot be split like this.
     """
     encoders = {module.name: module for module in modules if module.kind == "encoder"}
     pipelines = {name: config.sizes_given(name).get("pipeline", 1) for name in encoders}
@@ -101,11 +106,10 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
 def plan_optimus(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """Optimus where only durations are known, as in sketches of a step: encoders in the bubbles of
-    the LLM's own schedule, as `config` says.
+    """Return an Optimus step from durations only, as in sketches of a step.
 
     Raises:
-        ValueError: the layout is not colocated.
+        ValueError: The layout is not colocated.
     """
     costs = relative_costs(graph, durations).costs
     planned = optimus(
@@ -118,10 +122,10 @@ def plan_optimus(
 
 
 def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
-    """Modality-separated segments, or what [parallel.search] stages says.
+    """Return a layout with modality-separated segments, or as set by `stages` in [parallel.search].
 
     Raises:
-        ValueError: a module has fewer layers than stages.
+        ValueError: A module has fewer layers than stages.
     """
     if SearchConfig.of(config).stages == "megatron":
         return megatron_layout(modules, config.pipeline, config.virtual_stages)
@@ -132,10 +136,11 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
 
 
 def search_budget(section: SearchConfig, seconds: float | None = None) -> Budget:
-    """How long a step's order is searched.
+    """Return the limits of the search for the order of a step.
 
     Args:
-        seconds: where the step before takes as long; None: nothing bounds the time.
+        section: [parallel.search] section.
+        seconds: Duration of the previous step. None for no time limit.
     """
     evaluations = section.evaluations
     if evaluations is None and seconds is None:
@@ -146,11 +151,12 @@ def search_budget(section: SearchConfig, seconds: float | None = None) -> Budget
 def search_settings(
     section: SearchConfig, workers: int | None = None, starts: Sequence[Uint32s] = ()
 ) -> Settings:
-    """How a step's order is searched.
+    """Return the settings of the search for the order of a step.
 
     Args:
-        workers: threads; None: the recipe's.
-        starts: orders that are tried first.
+        section: [parallel.search] section.
+        workers: Number of threads. None for the value of the recipe.
+        starts: Orders that are evaluated first.
     """
     return Settings(workers=workers or section.workers, starts=starts)
 
@@ -161,16 +167,19 @@ def step_search(
     least_gain: float = LEAST_GAIN,
     tuner: Tuner | None = None,
 ) -> StepSearch | TunedSearch:
-    """A step to be searched: what runs, the process beside them and forecasts search alike.
+    """Return the search for the order of a step.
+
+    Runs, background processes and simulations use the same search.
 
     Args:
-        costs: `torchmm.balance.step_plans.searched_costs`.
-        least_gain: see `StepSearch`.
-        tuner: of the step, where layers are tuned. If no order is found that fits then, ranks may
-            use what the separated schedule would.
+        graph: Tasks of the step.
+        costs: Costs of `torchmm.balance.step_plans.searched_costs`.
+        least_gain: Minimum gain of `StepSearch`.
+        tuner: Tuner of the step if layers are tuned. If no order fits then, ranks may use as much
+            memory as the separated schedule.
 
     Raises:
-        SimulationError: a cost is missing or no number.
+        SimulationError: A cost is missing or invalid.
     """
     if tuner is not None:
         tuned = TunedSearch(graph, costs, tuner, least_gain)
@@ -186,17 +195,18 @@ def search_by_costs(
     budget: Budget | None = None,
     tuner: Tuner | None = None,
 ) -> SearchedOrder:
-    """PipeWeaver's schedule of one step, as [parallel.search] says: transfers count, and memory is
-    that of the device.
+    """Return the PipeWeaver order of one step, with transfers and device memory.
 
     Args:
-        costs: `torchmm.balance.step_plans.searched_costs`, in runs and forecasts alike.
-        budget: None: the recipe's.
-        tuner: see `step_search`.
+        config: [parallel] section.
+        graph: Tasks of the step.
+        costs: Costs of `torchmm.balance.step_plans.searched_costs`, in runs and simulations.
+        budget: Search limits. None for those of the recipe.
+        tuner: Tuner of the step. See `step_search`.
 
     Raises:
-        ValueError: nothing fits into memory.
-        SimulationError: a cost is missing or no number.
+        ValueError: No order fits into memory.
+        SimulationError: A cost is missing or invalid.
     """
     section = SearchConfig.of(config)
     step = step_search(graph, costs, tuner=tuner)
@@ -205,11 +215,11 @@ def search_by_costs(
 
 @dataclass(frozen=True)
 class PlannedOrder:
-    """The schedule of a step.
+    """Order of a step with search metrics.
 
     Attributes:
-        step: order of the actions.
-        statistics: metrics of the search by their names in `torchmm.training.metrics`. The value of
+        step: Order of the actions.
+        statistics: Metrics of the search by their names in `torchmm.training.metrics`. The value of
             "predicted_step_ms" does not include all-gathers and reductions of searched schedules.
         refused: Whether the step does not fit into memory even if its layers are tuned.
     """
@@ -220,7 +230,7 @@ class PlannedOrder:
 
     @property
     def predicted_ms(self) -> float:
-        """Predicted time of the step."""
+        """Predicted step time in ms."""
         return float(self.statistics["predicted_step_ms"])
 
 
@@ -243,17 +253,19 @@ def optimus_orders(
     evaluations: int | None = None,
     tuner: Tuner | None = None,
 ) -> Iterator[PlannedOrder]:
-    """The best after each candidate that was simulated (`bubble_choices`); the last is the best.
+    """Yield the best Optimus order after each simulated candidate (`bubble_choices`).
 
     Args:
-        costs: `torchmm.balance.step_plans.searched_costs`.
-        sharding: as the plan will be lowered.
-        evaluations: of each candidate, at most; None: the recipe's. Candidates need few.
-        tuner: of the step, where layers are tuned.
+        config: [parallel] section.
+        graph: Tasks of the step.
+        costs: Costs of `torchmm.balance.step_plans.searched_costs`.
+        sharding: Collectives with which the plan will be lowered.
+        evaluations: Maximum number of evaluations per candidate. None for that of the recipe.
+        tuner: Tuner of the step if layers are tuned.
 
     Raises:
-        ValueError: the layout is not colocated.
-        SimulationError: a cost is missing or no number.
+        ValueError: The layout is not colocated.
+        SimulationError: A cost is missing or invalid.
     """
     for best in bubble_choices(
         graph,
@@ -278,19 +290,21 @@ def optimus_orders(
 
 
 def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
-    given = (MOST_ASSIGNMENTS, SearchConfig.of(config).evaluations, evaluations)
-    return min(most for most in given if most is not None)
+    limits = (MOST_ASSIGNMENTS, SearchConfig.of(config).evaluations, evaluations)
+    return min(limit for limit in limits if limit is not None)
 
 
 def promised_ms(
     config: ParallelConfig, graph: StageGraph, costs: PlanCosts, sharding: Gathering
 ) -> float:
-    """How long the bubble scheduler promises a step of `optimus_orders` to take with everything
-    kept. That is neither a bound nor a forecast, but it is had in a tenth of a forecast's time, and
-    what it promises to be shorter mostly is.
+    """Return the bubble scheduler estimate of the step time without recomputation.
+
+    The estimate is neither a bound nor a simulation, but needs a tenth of the time of a simulation.
+    Steps with a lower estimate are usually faster.
 
     Raises:
-        As `optimus_orders`.
+        ValueError: The layout is not colocated.
+        SimulationError: A cost is missing or invalid.
     """
     step = optimus(
         graph,
@@ -311,18 +325,20 @@ def plan_by_costs(
     budget: Budget | None = None,
     tuner: Tuner | None = None,
 ) -> PlannedOrder:
-    """The schedule of one step of a planner that times orders before it chooses.
+    """Return the order of one step of a schedule that is planned by costs.
 
     Args:
-        costs: as for `search_by_costs`.
-        sharding: as the plan will be lowered.
-        budget: None: the recipe's. With one evaluation it is the natural order, or the first
-            coarse one that is not refused.
-        tuner: see `step_search`.
+        config: [parallel] section.
+        graph: Tasks of the step.
+        costs: Costs as for `search_by_costs`.
+        sharding: Collectives with which the plan will be lowered.
+        budget: Search limits. None for those of the recipe. With one evaluation, the result is the
+            default order, or the first coarse order that fits.
+        tuner: Tuner of the step. See `step_search`.
 
     Raises:
-        ValueError: nothing fits into memory.
-        SimulationError: a cost is missing or no number.
+        ValueError: No order fits into memory.
+        SimulationError: A cost is missing or invalid.
     """
     if config.schedule == "optimus":
         evaluations = None if budget is None else budget.evaluations
@@ -335,26 +351,30 @@ def plan_by_costs(
 
 
 class Improvements(Protocol):
-    """Who takes the orders that are found while better ones are looked for."""
+    """Receiver of orders while the search for better orders continues."""
 
     def leave(self, best: PlannedOrder) -> None:
-        """Takes one."""
+        """Receive an order."""
 
     def seen(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
-        """Is told how long the best order so far takes, and how to make it, which it may do to take
-        it; whether to go on."""
+        """Report the best step time so far, with a function that builds its order.
+
+        Returns:
+            Whether the search should continue.
+        """
 
     def seconds_left(self) -> float | None:
-        """For a search; None: as long as all its evaluations take."""
+        """Return the remaining seconds of a search. None for no time limit."""
 
 
 class Search(NamedTuple):
-    """How orders are searched beside a run.
+    """Settings of a background search for orders.
 
     Attributes:
-        least_gain, tuner: see `step_search`.
-        remembered: orders of steps before.
-        workers: threads.
+        least_gain: Minimum gain. See `step_search`.
+        tuner: Tuner of the step. See `step_search`.
+        remembered: Orders of previous steps.
+        workers: Number of threads.
     """
 
     least_gain: float
@@ -371,19 +391,22 @@ def improve_order(
     improvements: Improvements,
     search: Search,
 ) -> PlannedOrder:
-    """As `plan_by_costs`, but hands over what it has on the way: at once the first order, static or
-    coarse, which takes little time to find, then better ones."""
+    """Return the order of `plan_by_costs`, and report intermediate orders.
+
+    The first order, static or coarse, is fast to compute and is reported at once. Better orders
+    follow.
+    """
     if config.schedule == "optimus":
         orders = optimus_orders(config, graph, costs, sharding, tuner=search.tuner)
-        left = False
+        is_reported = False
         for best in orders:
             if best.refused:
                 continue
-            if left and not improvements.seen(best.predicted_ms, partial(_same, best)):
+            if is_reported and not improvements.seen(best.predicted_ms, partial(_same, best)):
                 break
-            if not left:
+            if not is_reported:
                 improvements.leave(best)
-            left = True
+            is_reported = True
         return best
     step = step_search(graph, costs, search.least_gain, search.tuner)
     improvements.leave(searched_order(graph, step.best()))
@@ -393,10 +416,10 @@ def improve_order(
 
     section = SearchConfig.of(config)
     settings = search_settings(section, search.workers, search.remembered.starts(step.dispatcher))
-    found = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
-    if found.segments is not None:
-        search.remembered.add(step.dispatcher, found.segments)
-    return searched_order(graph, found)
+    result = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
+    if result.segments is not None:
+        search.remembered.add(step.dispatcher, result.segments)
+    return searched_order(graph, result)
 
 
 def _same(order: PlannedOrder) -> PlannedOrder:
@@ -406,13 +429,16 @@ def _same(order: PlannedOrder) -> PlannedOrder:
 def plan_by_search(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """The same where only durations are known, as in sketches of a step: what a task keeps is then
-    proportional to its forward's work, and ranks have the memory of the separated schedule."""
+    """Return a searched step from durations only, as in sketches of a step.
+
+    Activations of a task are proportional to its forward work, and ranks have the memory of the
+    separated schedule.
+    """
     costs = relative_costs(graph, durations).costs
-    # Whole numbers, fine enough to separate tasks that differ by a billionth of the step.
+    # Integers with a resolution of a billionth of the step.
     work = costs.compute_ms
-    kept = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
-    return graph, search_by_costs(config, graph, replace(costs, kept_bytes=kept)).order
+    saved_bytes = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
+    return graph, search_by_costs(config, graph, replace(costs, kept_bytes=saved_bytes)).order
 
 
 OPTIMUS_SCHEDULE = PlannedSchedule(layout_optimus, plan_optimus)

@@ -1,4 +1,4 @@
-"""What the tasks and messages of one step cost: the data that planners and the simulator read."""
+"""Costs of the tasks and messages of one step, for planners and the simulator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchmm.pipelining.plan.graph import Message, Task
 
 
 class Piece(NamedTuple):
-    """Part of an encoder layer between two stops."""
+    """Part of an encoder layer between two stop points."""
 
     share: float
-    """Fraction of the layer's computation."""
+    """Fraction of the computation of the layer."""
     sends: bool
-    """Whether it ends with the start of a collective."""
+    """Whether the piece ends with the start of a collective."""
 
 
 class LayerPieces(NamedTuple):
@@ -28,34 +28,33 @@ class LayerPieces(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Costs of every action of one step, whatever the order they are planned in.
+    """Costs of every action of one step, independent of the order.
+
+    Except in `compute_ms`, missing keys stand for 0.
 
     Attributes:
-        compute_ms: of every F, B, I and W that a plan of the step may hold: the whole duration,
-            exposed tensor-parallel communication included.
-        tensor_ms: of these, exposed tensor-parallel communication; 0 where missing.
-        gather_ms: by stage: gathering its parameters over data-parallel ranks (UNSHARD).
-        reduce_ms: by stage: reducing its gradients (REDUCE_GRAD).
-        tied_ms: by stage: exchanging the gradient of a weight that another stage has a copy of
-            (REDUCE_TIED); 0 where missing.
-        transfer_ms: by (message, whether it is the gradient that goes back): time on the wire;
-            0 where missing, as for messages that stay on a rank.
-        kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
-            without a backward).
-        kept_for_weights_bytes: by task: what stays between its I and its W; with gradients that
-            wait there, it may be more than `kept_bytes`.
-        temporary_bytes: by action: more while it runs, beyond the temporaries in `static_bytes`; 0
-            where missing.
-        static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
-            microbatches, and the largest temporary of any of its tasks.
-        update_bytes: by rank: what the optimizer's update has in use, after all tasks; none where
-            missing.
-        memory_limit_bytes: of every rank; None: unlimited.
-        runs_beside: whether the device computes while it communicates, as GPUs do.
-        flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
-            a tensor-parallel group together; of a mirror, its share.
-        pieces: by encoder: pieces of a layer, which may run during collectives of the LLM.
-        collectives: number of these collectives in an LLM layer's forward and backward.
+        compute_ms: Duration of every F, B, I and W action that a plan can contain, with exposed
+            tensor-parallel communication.
+        tensor_ms: Exposed tensor-parallel communication of each action, included in `compute_ms`.
+        gather_ms: Time to all-gather the parameters of each stage (UNSHARD).
+        reduce_ms: Time to reduce the gradients of each stage (REDUCE_GRAD).
+        tied_ms: Time to sum the gradients of the tied weight of each stage (REDUCE_TIED).
+        transfer_ms: Transfer time by (message, whether it is the gradient). 0 on the same rank.
+        kept_bytes: Activations of each task from its F until its B or W. If a task has no backward,
+            until the end of F.
+        kept_for_weights_bytes: Bytes of each task between its I and its W. They include gradients
+            and can exceed `kept_bytes`.
+        temporary_bytes: Additional bytes while an action runs, beyond the temporaries in
+            `static_bytes`.
+        static_bytes: Bytes of each rank of the plan: weights, gradients, optimizer state, the
+            microbatches of the step, and the largest temporary of its tasks.
+        update_bytes: Bytes of each rank during the optimizer update, after all tasks.
+        memory_limit_bytes: Memory limit of every rank. None for no limit.
+        runs_beside: Whether the device computes during communication, as GPUs do.
+        flops: Model FLOPs of every action in `compute_ms` without recomputation, on all ranks of a
+            tensor-parallel group together. Mirrors have their fraction.
+        pieces: Pieces of a layer of each encoder, which can run during collectives of the LLM.
+        collectives: Number of these collectives in the forward and backward pass of an LLM layer.
     """
 
     compute_ms: Mapping[Action, float]

@@ -50,22 +50,22 @@ def searched_costs(
     fits: Mapping[RankKind, ActionFit] | None = None,
     between_ms: Mapping[Pair, float] | None = None,
 ) -> PlanCosts:
-    """Return the costs of a searched schedule: times, transfers and bytes of the device.
+    """Return the costs of a searched schedule: times, transfers and memory of the device.
 
-    Runs, their planning processes and forecasts use the same costs.
+    Runs, their planning processes and simulations use the same costs.
 
     Args:
-        graph: Graph of the step.
+        graph: Tasks of the step.
         modules: Descriptions of the complete modules.
         microbatches: Microbatches of the step.
         model: Cost model of the device of the run.
-        layerwise: Whether FSDP2 gathers layer by layer.
-        rates: Measured milliseconds per FLOP, by kind of action. They scale the modelled times of
-            all actions of a kind to the measured sum. If None or empty, times are modelled.
+        layerwise: Whether FSDP2 all-gathers layer by layer.
+        rates: Measured milliseconds per FLOP by action kind. They scale the modeled times of all
+            actions of a kind to the measured sum. If None or empty, times are modeled.
         fits: Measured times of the actions of a rank, used instead of the rates: a constant for
             each action and a rate.
         between_ms: Measured times of a mean message between two ranks. Other messages differ from
-            it by the modelled difference.
+            it by the modeled difference.
     """
     costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
     if not rates:
@@ -78,7 +78,7 @@ def searched_costs(
 def _with_transfers(
     costs: PlanCosts, graph: StageGraph, between_ms: Mapping[Pair, float]
 ) -> PlanCosts:
-    """Costs with measured times of messages."""
+    """Return costs with measured transfer times."""
     pairs: dict[tuple[Message, bool], Pair] = {}
     modelled_ms: dict[Pair, list[float]] = defaultdict(list)
     for key, ms in costs.transfer_ms.items():
@@ -87,8 +87,8 @@ def _with_transfers(
         pair = pairs[key] = min(ends), max(ends)
         modelled_ms[pair].append(ms)
     more_ms = {
-        pair: between_ms[pair] - mean(own)
-        for pair, own in modelled_ms.items()
+        pair: between_ms[pair] - mean(pair_ms)
+        for pair, pair_ms in modelled_ms.items()
         if pair in between_ms
     }
     transfer_ms = {
@@ -104,7 +104,7 @@ def _measured(
     rates: Mapping[ActionKind, float],
     fits: Mapping[RankKind, ActionFit],
 ) -> PlanCosts:
-    """Costs with times as `searched_costs` says."""
+    """Return costs with the measured times described in `searched_costs`."""
     stages = graph.layout.stages
     modelled_ms: dict[RankKind, float] = defaultdict(float)
     work: dict[RankKind, float] = defaultdict(float)
@@ -112,8 +112,10 @@ def _measured(
     for action, ms in costs.compute_ms.items():
         stage = stages[action.stage]
         known = bool(graph.replica) or len(stage.ranks) == 1
-        own = (graph.rank(action.task) if known else ALL_RANKS, stage.module, action.type)
-        group = groups[action] = own if own in fits else (ALL_RANKS, stage.module, action.type)
+        rank_kind = (graph.rank(action.task) if known else ALL_RANKS, stage.module, action.type)
+        group = groups[action] = (
+            rank_kind if rank_kind in fits else (ALL_RANKS, stage.module, action.type)
+        )
         modelled_ms[group] += ms
         work[group] += flops(action)
     factors: dict[RankKind, float] = {}
@@ -134,13 +136,13 @@ def _measured(
 def modelled_totals(
     graph: StageGraph, costs: PlanCosts, flops: Durations
 ) -> dict[ActionKind, Total]:
-    """Return the modelled time and the FLOPs of all actions of each kind."""
+    """Return the modeled time and the FLOPs of all actions of each kind."""
     owners = [stage.module for stage in graph.layout.stages]
-    found: dict[ActionKind, Total] = {}
+    totals: dict[ActionKind, Total] = {}
     for action, action_ms in costs.compute_ms.items():
         kind = owners[action.stage], action.type
-        found[kind] = found.get(kind, Total(0.0, 0.0)).plus(Total(action_ms, flops(action)))
-    return found
+        totals[kind] = totals.get(kind, Total(0.0, 0.0)).plus(Total(action_ms, flops(action)))
+    return totals
 
 
 @without_collection()
@@ -164,11 +166,17 @@ def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost 
     layers, the plan has the first separated schedule that fits.
 
     Args:
-        layout: see `plan_step`, also for the arguments up to `reduces_early`.
-        factors: measured factors on FLOPs by type of action.
-        search: function that returns the order for a graph and durations. If None, the order is
-            that of the recipe's schedule.
-        tuning: selection of the layers that recompute. If None, the plan does not select layers.
+        layout: Stages, as in `plan_step`.
+        config: [parallel] section, as in `plan_step`.
+        modules: Descriptions of the complete modules.
+        microbatches: Microbatches of the step.
+        targets: Number of targets of each microbatch, as in `plan_step`.
+        specs: Returns the tensors of each message of a graph.
+        sharding: Collectives, as in `plan_step`.
+        reduces_early: Whether reductions overlap, as in `plan_step`.
+        factors: Measured factors on FLOPs by action kind.
+        search: Returns the order for a graph and durations. None for the schedule of the recipe.
+        tuning: Selection of the layers that recompute. None if the plan does not select layers.
 
     Raises:
         PlanError: The schedule does not support the microbatches, or they do not fit into memory.

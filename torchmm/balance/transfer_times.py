@@ -1,17 +1,20 @@
-"""What messages take between two ranks of a plan, from records of steps, whatever their clocks say.
+"""Transfer times of messages between two ranks of a plan, independent of clock offsets.
 
-A rank knows when it began to send, and when a message arrived for which it was waiting. The two are
-times of different clocks, whose difference nobody knows; but it is added to messages in one
-direction and taken off those in the other. So the mean of both directions is free of it:
+A rank records when it starts to send, and when a message arrives for which it waits. The times come
+from different clocks with an unknown offset. The offset is added in one direction and subtracted in
+the other, so the mean of both directions is independent of it:
 
-    (arrival of a -> b - its sending + arrival of b -> a - its sending) / 2
+    rank a   send |------>            wait    |
+    rank b            wait | arrive   send |--+-->
 
-Of each direction the median counts. A message that was there before its WAIT says nothing: when it
-came is not known. Ranks add up the times of the first messages of each channel, which come in the
-order of sending, in one small table.
+    (arrival of a -> b - its start + arrival of b -> a - its start) / 2
 
-Rejected: clocks set by messages before the step, which drift and take turns of their own; the time
-of a WAIT, most of which is the sender computing.
+The median of each direction is used. A message that arrives before its WAIT is ignored, because its
+arrival time is unknown. Ranks sum the times of the first messages of each channel, in sending
+order, in one small array.
+
+Clock synchronization before the step would drift. The duration of a WAIT is mostly computation of
+the sender.
 """
 
 from __future__ import annotations
@@ -29,49 +32,54 @@ from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT
 
 Pair = tuple[int, int]
-"""Ranks of a plan: of a channel source and destination, else the lower one first."""
+"""Two ranks of a plan: source and destination of a channel, otherwise the lower rank first."""
 MESSAGES = 64
-"""Of a channel, in a step."""
+"""Maximum number of recorded messages per channel in a step."""
 BLOCKED_MS = 0.05
-"""A WAIT that took longer has waited for its message."""
+"""Minimum duration of a WAIT that has waited for its message."""
 
 
 def message_stamps(records: Iterable[ActionRecord], channels: Sequence[Pair]) -> Float64s:
-    """(channels, `MESSAGES`, 4): when a rank began to send, and 1; when a message arrived for which
-    it waited, and 1; zeros for what is not known here. To be added up over ranks.
+    """Return the times of messages as an array (channels, `MESSAGES`, 4), for a sum over ranks.
+
+    The columns are the start of a send, 1, the arrival of a message after a wait, and 1. Values
+    that are unknown on this rank are 0.
 
     Args:
-        records: of one rank, from its step's start.
-        channels: of the plan, the same on all ranks.
+        records: Records of one rank, relative to the start of its step.
+        channels: Channels of the plan, equal on all ranks.
     """
-    found = np.zeros((len(channels), MESSAGES, 4))
+    stamps = np.zeros((len(channels), MESSAGES, 4))
     index = {channel: number for number, channel in enumerate(channels)}
     sent: Counter[Pair] = Counter()
     posted: Counter[Pair] = Counter()
-    places: dict[Action, tuple[int, int]] = {}
+    awaited: dict[Action, tuple[int, int]] = {}
     for record in records:
         action = record.action
         if action.type in SEND:
             channel = record.rank, action.peer
             if sent[channel] < MESSAGES and channel in index:
-                found[index[channel], sent[channel], :2] = record.start_ms, 1.0
+                stamps[index[channel], sent[channel], :2] = record.start_ms, 1.0
             sent[channel] += 1
         elif action.type in RECV:
             channel = action.peer, record.rank
             if posted[channel] < MESSAGES and channel in index:
                 wait = WAIT[RECV.index(action.type)]
-                places[action._replace(type=wait)] = index[channel], posted[channel]
+                awaited[action._replace(type=wait)] = index[channel], posted[channel]
             posted[channel] += 1
-        elif action in places and record.end_ms - record.start_ms > BLOCKED_MS:
-            found[*places[action], 2:] = record.end_ms, 1.0
-    return found
+        elif action in awaited and record.end_ms - record.start_ms > BLOCKED_MS:
+            stamps[*awaited[action], 2:] = record.end_ms, 1.0
+    return stamps
 
 
 def between_ranks_ms(stamps: Float64s, channels: Sequence[Pair]) -> dict[Pair, float]:
-    """What messages took between two ranks; nothing where one direction is not known.
+    """Return the transfer time between pairs of ranks.
+
+    Pairs with an unknown direction are omitted.
 
     Args:
-        stamps: `message_stamps` of all ranks.
+        stamps: Sum of `message_stamps` over all ranks.
+        channels: Channels of the plan.
     """
     delays: dict[Pair, float] = {}
     for channel, (sent_M, is_sent_M, arrived_M, is_awaited_M) in zip(
@@ -89,16 +97,16 @@ def between_ranks_ms(stamps: Float64s, channels: Sequence[Pair]) -> dict[Pair, f
 
 @dataclass
 class TransferTimes:
-    """What messages take, smoothed over the steps of a run.
+    """Transfer times of messages, smoothed over the steps of a run.
 
     Attributes:
-        ms: by pair of ranks; those that were never measured are missing.
+        ms: Time by pair of ranks. Pairs without a measurement are missing.
     """
 
     ms: dict[Pair, float] = field(default_factory=dict)
 
     def learn(self, measured_ms: Mapping[Pair, float]) -> None:
-        """Takes in a step."""
+        """Update the times with a step."""
         for pair, new in measured_ms.items():
             old = self.ms.get(pair, new)
             self.ms[pair] = SMOOTHING * new + (1 - SMOOTHING) * old

@@ -1,11 +1,11 @@
-"""Data-aware reordering of a run: which packs of a global batch go to which rank, in which order.
+"""Data reordering of a run: assignment of the packs of a global batch to ranks and microbatches.
 
     arrange = arrangement(run, descriptions, costs, layout)
 
-The trainer passes the result to the loader, which has no access to costs. All ranks arrange the
-step locally from the same sizes, so nothing is sent, and the metadata of a step are known on all
-ranks before decoding. The samples of a step do not change, so its loss and gradients are those
-without reordering, up to the rounding of sums.
+The trainer passes the result to the data loader, which has no access to costs. All ranks compute
+the same arrangement from the same sizes without communication. The metadata of a step are available
+on all ranks before decoding. A step has the same samples as without reordering, so loss and
+gradients differ only by rounding.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def arrangement(
     model: CostModel,
     layout: StageLayout,
 ) -> StepReorder:
-    """Return what `data.reorder` requests: "intra", "inter" or "both".
+    """Return the reordering that `data.reorder` requests: "intra", "inter" or "both".
 
     Args:
-        run: Recipe and parallel sizes.
-        modules: Complete encoders, LLM and generator.
+        run: Recipe and parallelism degrees.
+        modules: Encoders, LLM and generator with all layers.
         model: Costs of the modules as executed (`run_costs`).
         layout: Stages of the modules.
     """
@@ -64,11 +64,14 @@ def run_arrangement(
     layout: StageLayout,
     device: torch.device,
 ) -> StepReorder | None:
-    """Return the `arrangement` of a run on a device; None if packs keep their order.
+    """Return the `arrangement` of a run on a device. None if packs are not reordered.
 
     Args:
-        parallel: Section of the recipe, with all open choices made.
+        run: Recipe and parallelism degrees.
+        modules: Encoders, LLM and generator with all layers.
+        parallel: Resolved [parallel] section.
         layout: Stages of the modules.
+        device: Device of the run.
     """
     if not run.recipe.data.is_reordered:
         return None
@@ -83,23 +86,27 @@ def run_balance(
     layout: StageLayout,
     device: torch.device,
 ) -> ImageBalance | None:
-    """Return the `image_balance` of a run. Parameters are those of `run_arrangement`."""
+    """Return the `image_balance` of a run. The parameters are those of `run_arrangement`."""
     return image_balance(run.recipe, modules)
 
 
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
-    """Return the balance that `data.balance` requests; None: each rank reads its own images."""
+    """Return the balance that `data.balance` requests. None if each rank reads its local images."""
     if recipe.data.balance != "images":
         return None
     return ImageBalance(tuple(module for module in modules if module.kind != "llm"))
 
 
 def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayout:
-    """Return a layout of the section with its schedule."""
-    known = find_schedule(parallel.schedule)
+    """Return a layout with the schedule of [parallel]."""
+    schedule = find_schedule(parallel.schedule)
     order: OrderOfStep | None = None
-    # Others are made from the batch, or split backwards.
-    if known is not None and known.cut in ("balanced", "megatron") and not known.splits_backward:
+    # Other schedules depend on the batch, or split backward passes.
+    if (
+        schedule is not None
+        and schedule.cut in ("balanced", "megatron")
+        and not schedule.splits_backward
+    ):
         order = partial(order_step, config=parallel)
     return OrderedLayout(layout, parallel.schedule, order)
 
@@ -111,19 +118,24 @@ def dealt(
     layout: StageLayout,
     packs: Sequence[MicrobatchMeta],
 ) -> list[list[MicrobatchMeta]]:
-    """Return the microbatches of each share of a global batch after `arrangement`.
+    """Return the microbatches of each data-parallel rank after `arrangement`.
 
     Args:
-        packs: as of `reordered`.
+        run: Recipe and parallelism degrees.
+        modules: Encoders, LLM and generator with all layers.
+        model: Costs of the modules as executed.
+        layout: Stages of the modules.
+        packs: Packs of the global batch, each as a separate microbatch.
     """
     return reordered(arrangement(run, modules, model, layout), packs)
 
 
 def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:
-    """Microbatches of each share of a global batch.
+    """Return the microbatches of each data-parallel rank of a global batch.
 
     Args:
-        packs: of the global batch, each as a microbatch of its own.
+        reorder: Reordering of the run.
+        packs: Packs of the global batch, each as a separate microbatch.
     """
 
     return [
@@ -133,6 +145,6 @@ def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[lis
 
 
 def join_packs(packs: Sequence[MicrobatchMeta]) -> MicrobatchMeta:
-    """Return the microbatch of several packs."""
+    """Join several packs into one microbatch."""
     samples = tuple(sample for pack in packs for sample in pack.samples)
     return MicrobatchMeta(samples, sum(pack.tokens for pack in packs))

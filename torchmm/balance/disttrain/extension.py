@@ -1,4 +1,4 @@
-"""Entries of reordering and balanced images in the tables of the core."""
+"""Extension entries of reordering and balanced images."""
 
 from torchmm.common.extensions import Entries, Entry
 

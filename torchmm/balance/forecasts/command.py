@@ -1,6 +1,6 @@
-"""What `scripts/simulate.py` does once it knows what it is asked for.
+"""Implementation of `scripts/simulate.py` after its command line is parsed.
 
-Apart from the script, so that its command line answers before torch is loaded.
+It is separate from the script so that `--help` works without importing torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES
 
 SCHEDULE_BUDGET_S = 5.0
-"""Processor time in which sizes that the recipe leaves open are searched, for each schedule."""
+"""CPU time of the search for open parallelism degrees, for each schedule."""
 
 
 def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Prints the forecasts of a recipe and writes what is to be written; the exit code.
+    """Print the simulated steps of a recipe, write output files, and return the exit code.
 
     Args:
-        options: config, gpus, device, schedule and out, as the script's command line gives them.
-        overrides: further words of it: sections and keys of the recipe.
+        options: Parsed options config, gpus, device, schedule and out.
+        overrides: Further arguments: sections and keys of the recipe.
     """
     try:
         return _simulate(options, overrides)
@@ -66,14 +66,16 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
             )
         else:
             plans = {}
-        found = [plan for plan in plans.values() if isinstance(plan, Candidate)]
-        forecasts = [plan.forecast for plan in found]
+        candidates = [plan for plan in plans.values() if isinstance(plan, Candidate)]
+        forecasts = [plan.forecast for plan in candidates]
         if not plans:
             forecasts = [forecaster.forecast(name) for name in names or [None]]
-    notes = {plan.forecast.schedule: describe_choices(plan.plan, recipe) for plan in found}
+    notes = {plan.forecast.schedule: describe_choices(plan.plan, recipe) for plan in candidates}
     notes = {name: f"with {text}" for name, text in notes.items() if text}
     notes |= {name: plan for name, plan in plans.items() if isinstance(plan, str)}
-    notes |= {made.schedule: made.problem for made in forecasts if made.step is None}
+    notes |= {
+        forecast.schedule: forecast.problem for forecast in forecasts if forecast.step is None
+    }
     console = make_console(width=150)
     console.print(forecast_table(forecaster, forecasts))
     for name, note in notes.items():

@@ -1,7 +1,7 @@
-"""What a run would be, without starting it: modules, layout, batch and memory per rank.
+"""Dry run: modules, layout, batch and memory per rank of a run without starting it.
 
-Built from the recipe alone on the meta device, so it costs seconds and no memory for models and
-clusters that are not at hand. Also the content of the table a run shows at its start.
+Everything is computed from the recipe on the meta device. This takes seconds, and needs neither
+memory for the model nor the cluster. A run logs the same table at its start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchmm.recipe.data_section import is_address
 from torchmm.recipe.recipe import Recipe
 
 HSDP_MIN_GAIN = 0.02
-"""Smallest fraction of a step that HSDP has to save before `--dry-run` recommends it."""
+"""Minimum gain of HSDP as a fraction of a step for a recommendation of `--dry-run`."""
 
 
 def describe_run(
@@ -40,16 +40,18 @@ def describe_run(
     arguments: Sequence[str] = (),
     program: str = "train.py",
 ) -> str:
-    """The start table of `recipe` on `world_size` ranks and its first step, simulated, as text.
+    """Return the start table of a recipe and its simulated first step as text.
 
     Args:
-        picture: where to draw the step's plan (SVG).
-        arguments: Arguments of the command that would start the run. If empty, omit the command.
-        program: Program of that command, as torchrun takes it.
+        recipe: Recipe of the run.
+        world_size: Number of ranks.
+        picture: Path of a timeline of the plan (SVG).
+        arguments: Arguments of the command that starts the run. If empty, the command is omitted.
+        program: Program of this command, as passed to torchrun.
 
     Raises:
-        ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
-            a rank needs more memory than it has.
+        ConfigError: The model cannot be built or split as in the recipe, the device is unknown, or
+            a rank exceeds its memory.
     """
     profile = simulated_profile(recipe)
     model = None
@@ -66,11 +68,11 @@ def describe_run(
     forecaster = Forecaster(recipe, world_size, profile, model)
     chosen: dict[str, str] = {}
     if leaves_encoders_open(recipe):
-        found = search_encoder_sizes(forecaster)
-        best = find_best(found, world_size)
+        result = search_encoder_sizes(forecaster)
+        best = find_best(result, world_size)
         recipe = best.recipe.model_copy(update={"data": recipe.data})
         forecaster = Forecaster(recipe, world_size, profile, sample=forecaster.sample)
-        chosen = {"chosen": f"{best.sizes} ({certificate(found)})"}
+        chosen = {"chosen": f"{best.sizes} ({certificate(result)})"}
     forecast = forecaster.forecast_parallel(recipe.parallel)
     run = forecaster.run.with_parallel(recipe.parallel)
     lines = run_summary(run, forecaster.model, profile.device.type)
@@ -95,7 +97,7 @@ def describe_run(
 
 
 def _reads_local_data(recipe: Recipe) -> bool:
-    """Return True if measuring the data needs no network, so that a dry run may do it."""
+    """Return True if the data can be measured without network access."""
     sources = recipe.data.sources
     return bool(sources) and all(
         not source.streaming and not is_address(source.path) and source.format != "hub"
@@ -106,7 +108,7 @@ def _reads_local_data(recipe: Recipe) -> bool:
 def _launch_lines(
     arguments: Sequence[str], world_size: int, per_node: int, program: str = "train.py"
 ) -> dict[str, str]:
-    """Return the command that starts the run, and in a clone that of Slurm for several nodes."""
+    """Return the command that starts the run. In a clone, add that of Slurm for several nodes."""
     ranks = min(world_size, per_node)
     nodes = -(-world_size // ranks)
     fewer = world_size - (nodes - 1) * ranks
@@ -126,10 +128,10 @@ def _launch_lines(
 
 
 def _with_other_reduction(forecaster: Forecaster, recipe: Recipe) -> Forecast | None:
-    """Return the forecast with the other `parallel.gradient_reduction`, if the recipe may set it.
+    """Return the forecast with the other `parallel.gradient_reduction`, if the recipe supports it.
 
-    None if FSDP2 is not used or does not gather layer by layer, if parameters are bfloat16, or if a
-    step has one microbatch, for which both settings are the same.
+    None if FSDP2 is not used or does not all-gather layer by layer, or if parameters are bfloat16.
+    Also None for a step with one microbatch, for which both settings are equal.
     """
     run = forecaster.run
     if recipe.parallel.placement != "interleaved" or not run.gathers_by_layer:
@@ -149,14 +151,14 @@ def _fits(forecast: Forecast | None) -> bool:
 
 
 def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) -> dict[str, str]:
-    """When gradients are reduced, and the step and memory with the other setting."""
+    """Return a line about gradient reduction, with step time and memory of the other setting."""
     if other is None or other.step is None:
         return {}
     names = {"step": "once per step", "microbatch": "in every microbatch"}
-    own = recipe.parallel.gradient_reduction
-    alternative = "step" if own == "microbatch" else "microbatch"
+    current = recipe.parallel.gradient_reduction
+    alternative = "step" if current == "microbatch" else "microbatch"
     line = (
-        f'reduced {names[own]}; with parallel.gradient_reduction = "{alternative}": '
+        f'reduced {names[current]}; with parallel.gradient_reduction = "{alternative}": '
         f"{other.iteration_ms:,.1f} ms, {max(other.step.peak_bytes) / 2**30:.2f} GiB"
     )
     if not other.step.fits:
@@ -178,15 +180,15 @@ def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
     parallel = run.recipe.parallel.model_copy(update={"shard": shard, "replicate": replicate})
     recipe = run.recipe.model_copy(update={"parallel": parallel})
     sample = forecaster.sample
-    found = Forecaster(recipe, run.world_size, forecaster.profile, sample=sample).forecast()
-    if found.step is None or not found.step.fits:
+    hsdp = Forecaster(recipe, run.world_size, forecaster.profile, sample=sample).forecast()
+    if hsdp.step is None or not hsdp.step.fits:
         return {}
-    if found.iteration_ms > (1 - HSDP_MIN_GAIN) * forecast.iteration_ms:
+    if hsdp.iteration_ms > (1 - HSDP_MIN_GAIN) * forecast.iteration_ms:
         return {}
     return {
         "faster": f"parallel.replicate = {replicate} and parallel.shard = {shard} (HSDP): "
-        f"{found.iteration_ms:,.1f} ms, simulated, and "
-        f"{max(found.step.peak_bytes) / 2**30:.2f} GiB"
+        f"{hsdp.iteration_ms:,.1f} ms, simulated, and "
+        f"{max(hsdp.step.peak_bytes) / 2**30:.2f} GiB"
     }
 
 
@@ -196,13 +198,13 @@ def _step_lines(
     """Return the lines of the predicted first step.
 
     Args:
-        forecast: first step.
-        other: first step with the other `parallel.gradient_reduction`.
-        device: name of the device.
-        memory_bytes: memory of the device.
+        forecast: First step.
+        other: First step with the other `parallel.gradient_reduction`.
+        device: Name of the device.
+        memory_bytes: Memory of the device.
 
     Raises:
-        ConfigError: the step cannot be planned, or does not fit into memory.
+        ConfigError: The step cannot be planned, or does not fit into memory.
     """
     step = forecast.step
     hint = 'parallel.gradient_reduction = "microbatch", ' if _fits(other) else ""

@@ -1,4 +1,4 @@
-"""Microbatches of the first step of forecasts: simulated, or with the sizes of the data."""
+"""Microbatches of the first step of simulations: sampled, or with the sizes of the data."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from torchmm.recipe.recipe import Recipe
 
 
 class Workload(NamedTuple):
-    """Microbatches of the data-parallel rank with the most to compute.
+    """Microbatches of the data-parallel rank with the most work.
 
-    If ranks run layers in lockstep, microbatch i is the one that takes longest among the
-    microbatches i of the slowest group.
+    If ranks run layers in lockstep, microbatch i is the slowest of the microbatches i of the
+    slowest group.
     """
 
     microbatches: list[MicrobatchMeta]
@@ -56,10 +56,10 @@ def first_microbatches(
         _check_sizes(recipe, model)
         metas = simulated_microbatches(recipe, shares * per_rank)
         return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
-    found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
-    if not found:
+    shares_of_step = first_step(recipe, model, load_tokenizer(recipe.model), shares)
+    if not shares_of_step:
         raise ConfigError("data.sources: sample sizes of a stream are unknown; use [simulation]")
-    return found
+    return shares_of_step
 
 
 def describe_samples(recipe: Recipe) -> str:
@@ -72,7 +72,7 @@ def describe_samples(recipe: Recipe) -> str:
 def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
     """Return the first microbatches of a recipe whose data are statistics.
 
-    With `data.packing` = "balanced", the samples of the sequences are packed as the loader does.
+    With `data.packing` = "balanced", samples are packed into sequences as in the data loader.
     """
     size = recipe.training.microbatch_size
     length = recipe.training.sequence_length
@@ -80,7 +80,7 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
         return sample_microbatches(
             SimulationConfig.of(recipe), count, sequence_length=length, microbatch_size=size
         )
-    drawn = (
+    samples = (
         sample
         for first in count_from(step=SEQUENCES)
         for sequence in sample_microbatches(
@@ -88,7 +88,7 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
         )
         for sample in sequence.samples
     )
-    packed = balanced_sequences(drawn, length, recipe.data.max_tiles_per_sequence)
+    packed = balanced_sequences(samples, length, recipe.data.max_tiles_per_sequence)
     sequences = list(islice(packed, count * size))
     return [
         MicrobatchMeta(tuple(chain(*sequences[first : first + size])), size * length)
@@ -102,8 +102,8 @@ def balanced_sequences(
     """Yield the samples of each sequence with `data.packing` = "balanced".
 
     Args:
-        samples: Samples in the order in which they are drawn. The last ones are omitted if they do
-            not fill sequences.
+        samples: Samples in sampling order. The last samples are omitted if they do not fill
+            sequences.
         sequence_length: Tokens of a sequence.
         max_tiles: Maximum number of images and tiles of a sequence.
     """
@@ -151,15 +151,15 @@ def slowest_group(
 ) -> Workload:
     """Return the microbatches of the slowest group of ranks that run layers in lockstep.
 
-    A group takes the sum over its microbatches of the slowest rank, separately for every module in
-    forward and backward. Different groups only wait for each other at the end of a step.
+    The time of a group is the sum over its microbatches of the slowest rank, separately for every
+    module in forward and backward. Different groups wait for each other only at the end of a step.
 
     Args:
-        modules: complete modules.
-        shares: microbatches of each share of the global batch.
-        ranks: shares of a group, which are consecutive.
-        model: costs of the modules.
-        graph: tasks of the microbatches of all shares, with complete modules as stages.
+        modules: Complete modules.
+        shares: Microbatches of each data-parallel rank.
+        ranks: Number of consecutive data-parallel ranks of a group.
+        model: Costs of the modules.
+        graph: Tasks of the microbatches of all ranks, with complete modules as stages.
     """
     metas = [meta for share in shares for meta in share]
     targets = [text_tokens(meta) for meta in metas]
@@ -189,7 +189,9 @@ def slowest_group(
 def heaviest(
     modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
 ) -> Workload:
-    """Return the share of the global batch with the most FLOPs, which the others wait for."""
+    """Return the microbatches of the data-parallel rank with the max_flops FLOPs."""
     flops = [sum(step_flops(modules, share).tolist()) for share in shares]
-    most = max(flops)
-    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)
+    max_flops = max(flops)
+    return Workload(
+        shares[flops.index(max_flops)], sum(flops) / len(flops) / max_flops if max_flops else 1.0
+    )

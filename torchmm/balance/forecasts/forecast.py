@@ -1,13 +1,13 @@
-"""What a recipe's step would take on devices that are not at hand: time, MFU, bubbles, memory.
+"""Simulated step of a recipe on devices that are not available: time, MFU, bubbles and memory.
 
-The recipe's modules are described on the meta device, its first step's microbatches come from its
-data or are drawn from `[simulation]`, the plan is the one a run would execute, and the simulator
-times it with a device's profile. PipeWeaver §4.
+    recipe --> modules on the meta device --> plan, as in a run --> simulator with a device profile
+           --> microbatches of the first step of the data, or sampled from [simulation]
 
-One plan is simulated. In a pipeline it is that of the data-parallel rank with the most work, which
-the other ranks wait for at the end of the step. If ranks run layers in lockstep (FSDP2 that gathers
-layer by layer, expert parallelism), every action takes as long as on the slowest rank of its group.
-The simulated plan and its timeline are then those of the slowest group, not of a single rank.
+One plan is simulated (PipeWeaver §4). In a pipeline, it is the plan of the data-parallel rank with
+the most work, which the other ranks wait for at the end of the step. If ranks run layers in
+lockstep (layer-by-layer all-gathers of FSDP2, expert parallelism), every action takes as long as on
+the slowest rank of its group. The simulated plan and its timeline are then those of the slowest
+group, not of a single rank.
 """
 
 from __future__ import annotations
@@ -68,22 +68,23 @@ from torchmm.recipe.sizes import MeshSizes, replica_groups
 ARRANGEMENTS = {"reorder": "intra", "balance": "images"}
 """Values that "auto" tries, by key of [data]."""
 MIN_GAINS = {"reorder": 0.0, "balance": 0.01}
-"""Fractions of a step that a forecast has to gain with them. That of balanced images does not
-include the host time of the exchange."""
+"""Minimum simulated gain of these values as a fraction of a step. That of balanced images allows
+for the host time of the exchange, which is not simulated."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step under one schedule.
+    """Simulated step with one schedule.
 
     Attributes:
-        schedule: the recipe's name of it.
-        step: simulated; None if the recipe cannot be planned so.
-        problem: why not.
-        mfu: share of all devices' peak that the model's FLOPs need; those of images included.
-        tokens_per_s: of all devices together, padding included.
-        update_ms: after the plan's last action: the optimizer, on the rank that takes longest,
-            as all wait for the gradients' norm. MFU and tokens include it.
+        schedule: Name of the schedule in the recipe.
+        step: Simulated step. None if the recipe cannot be planned.
+        problem: Reason why there is no step.
+        mfu: Model FLOPs, including encoders and generators, as a fraction of the peak of all
+            devices.
+        tokens_per_s: Tokens of all devices together, including padding.
+        update_ms: Optimizer time on the slowest rank after the last action of the plan. All ranks
+            wait for the gradient norm. MFU and tokens include it.
     """
 
     schedule: str
@@ -95,13 +96,12 @@ class Forecast:
 
     @property
     def iteration_ms(self) -> float:
-        """Time of the plan and the update; infinite without a plan."""
+        """Time of the plan and the update. Infinite without a plan."""
         return inf if self.step is None else self.step.makespan_ms + self.update_ms
 
     @cached_property
     def encoder_bytes(self) -> int:
-        """Activations that encoders keep at once, on the rank where that is most; 0 without a
-        plan."""
+        """Maximum over ranks of the activations that encoders save at once. 0 without a plan."""
         if self.step is None:
             return 0
         encoders = encoder_names(self.step.plan.graph.layout)
@@ -109,7 +109,7 @@ class Forecast:
 
     @property
     def memory_words(self) -> str:
-        """What of the memory encoders have, and whether it fits; of a forecast with a step."""
+        """Description of the memory of encoders, and whether the step fits."""
         assert self.step is not None
         fits = "fits" if self.step.fits else "does not fit"
         words = [fits]
@@ -120,7 +120,7 @@ class Forecast:
         return ", ".join(words)
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures, for a JSON file."""
+        """Return the metrics for a JSON file."""
         if self.step is None:
             return {"schedule": self.schedule, "problem": self.problem}
         timeline = self.step.timeline
@@ -142,14 +142,16 @@ class Forecast:
 
 
 class StepSample:
-    """A recipe's model and the packs of its first step: what forecasts of it share, whatever sizes,
-    schedule and recomputation they are for.
+    """Model of a recipe and packs of its first step.
+
+    Simulations with different parallelism degrees, schedules and recomputation share it.
 
     Args:
-        model: the recipe's, if it has been built before.
+        recipe: Recipe of the sample.
+        model: Model of the recipe, if it exists.
 
     Raises:
-        ConfigError: the model cannot be built.
+        ConfigError: The model cannot be built.
     """
 
     def __init__(self, recipe: Recipe, model: MultimodalModel | None = None) -> None:
@@ -162,21 +164,21 @@ class StepSample:
         self._cuts: dict[tuple[int, int], list[ModuleLayers]] = {}
 
     def shares(self, recipe: Recipe, count: int) -> list[list[MicrobatchMeta]]:
-        """Return the microbatches of every share of the global batch, without reordering.
+        """Return the microbatches of each data-parallel rank without reordering.
 
         Args:
-            recipe: the recipe of the sample, with microbatches of any size.
-            count: number of shares.
+            recipe: Recipe of the sample, with any microbatch size.
+            count: Number of data-parallel ranks.
         """
         size = recipe.training.microbatch_size
         key = count, size
         if key not in self._shares:
             if recipe.data.sources:
                 self._shares[key] = first_microbatches(recipe, self.model, count)
-            else:  # statistics, which are drawn in the order of the packs
+            else:  # packs are sampled from statistics in a fixed order
                 joined = self.joined(size)
-                own = len(joined) // count
-                self._shares[key] = [joined[rank * own :][:own] for rank in range(count)]
+                per_rank = len(joined) // count
+                self._shares[key] = [joined[rank * per_rank :][:per_rank] for rank in range(count)]
         return self._shares[key]
 
     def joined(self, size: int) -> list[MicrobatchMeta]:
@@ -190,7 +192,7 @@ class StepSample:
         return self._joined[size]
 
     def cut_layers(self, recipe: Recipe, count: int) -> list[ModuleLayers]:
-        """Return the modules as they are cut for the microbatches of `shares`."""
+        """Return the module layers with which modules are split for the microbatches of `shares`."""
         key = count, recipe.training.microbatch_size
         if key not in self._cuts:
             metas = [meta for share in self.shares(recipe, count) for meta in share]
@@ -199,36 +201,39 @@ class StepSample:
 
     @cached_property
     def packs(self) -> list[MicrobatchMeta]:
-        """Of the global batch, each as a microbatch of its own.
+        """Packs of the global batch, each as a separate microbatch.
 
         Raises:
-            ConfigError: there is nothing to draw them from.
+            ConfigError: The recipe has neither data nor a [simulation] section.
         """
         return first_microbatches(one_by_one(self.recipe), self.model, 1)[0]
 
     @cached_property
     def layers(self) -> list[ModuleLayers]:
-        """The modules as they are cut for these packs."""
+        """Module layers with which modules are split for these packs."""
         return module_layers(self.modules, self.packs)
 
     @cached_property
     def flops(self) -> float:
-        """Of the whole global batch."""
+        """FLOPs of the global batch."""
         return float(step_flops(self.modules, self.packs).sum())
 
 
 class Forecaster:
-    """Forecasts steps of one recipe on `world_size` devices; needs no process group, no weights.
+    """Simulator of steps of one recipe, without process groups and weights.
 
     Values of [data] that are "auto" are chosen first (`choose_arrangement`).
 
     Args:
-        profile: of the devices.
-        model: the recipe's, if it has been built before.
-        sample: the recipe's, or that of one with other sizes, schedule or recomputation.
+        recipe: Recipe to simulate.
+        world_size: Number of devices.
+        profile: Profile of the devices.
+        model: Model of the recipe, if it exists.
+        sample: Sample of the recipe, or of a recipe with other parallelism degrees, schedule or
+            recomputation.
 
     Raises:
-        ConfigError: the model cannot be built, or there is nothing to draw microbatches from.
+        ConfigError: The model cannot be built, or there is no data for microbatches.
     """
 
     def __init__(
@@ -246,7 +251,7 @@ class Forecaster:
         self.recipe = recipe = self.run.recipe
         self.model = self.sample.model
         self.modules = self.sample.modules
-        costs = self._costs(recipe.parallel)  # what is wrong with it, now
+        costs = self._costs(recipe.parallel)  # raises early if the section is invalid
         self._divisions: dict[str, ParallelConfig] = {}
         self._promises_ms: dict[str, float] = {}
         if not recipe.data.is_reordered:
@@ -254,28 +259,28 @@ class Forecaster:
         else:
             parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
             shares = self._shares = self._dealt(parallel)
-            if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
+            if leaves_segments_open(parallel):  # the layout changes, so reorder again
                 shares = self._dealt(self.divided(parallel))
         balance = image_balance(recipe, self.modules)
         self._balanced = balance is not None and self.run.llm.pipeline == 1 and not self.run.units
         if balance is not None and self._balanced:
             shares = self._shares = balanced_shares(balance, shares)
         self.shares: list[list[MicrobatchMeta]] = shares
-        """Microbatches of the first step, by share of the global batch."""
+        """Microbatches of the first step, by data-parallel rank."""
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
-            own = float(step_flops(self.modules, shares[busiest]).sum())
+            flops = float(step_flops(self.modules, shares[busiest]).sum())
             mean = self.sample.flops / len(shares)
-            self.workload = Workload(shares[busiest], mean / own if own else 1.0)
+            self.workload = Workload(shares[busiest], mean / flops if flops else 1.0)
         else:
             self.workload = self._slowest(self.run.lockstep_shares, costs)
 
     def _slowest(self, ranks: int, costs: CostModel) -> Workload:
-        """Return the microbatches that decide how long a step takes.
+        """Return the microbatches that determine the step time.
 
         Args:
-            ranks: consecutive shares of the global batch whose ranks run layers in lockstep.
-            costs: of the modules.
+            ranks: Number of consecutive data-parallel ranks that run layers in lockstep.
+            costs: Costs of the modules.
         """
         if ranks == 1:
             return heaviest(self.modules, self.shares)
@@ -285,32 +290,32 @@ class Forecaster:
         return slowest_group(self.modules, self.shares, ranks, costs, graph)
 
     def workload_of(self, parallel: ParallelConfig) -> Workload:
-        """Return the workload of another section, whose ranks may not run layers in lockstep."""
+        """Return the workload of another [parallel] section, which may have no lockstep ranks."""
         run = self.run.with_parallel(parallel)
         if run.lockstep_shares == self.run.lockstep_shares:
             return self.workload
         return self._slowest(run.lockstep_shares, self._costs(parallel))
 
     def _dealt(self, parallel: ParallelConfig) -> list[list[MicrobatchMeta]]:
-        """The first step's microbatches where reordering for a section puts them, by share."""
+        """Return the reordered microbatches of the first step, by data-parallel rank."""
         run = self.run.with_parallel(parallel)
         costs = self._costs(parallel)
         return dealt(run, self.modules, costs, self.layout(parallel), self.sample.packs)
 
     def divided(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Return a section with the LLM ranks of the run, and open segments chosen as in a run."""
+        """Return a section with the LLM ranks of the run, and with segments chosen as in a run."""
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         if not leaves_segments_open(parallel):
             return parallel
         key = parallel.model_dump_json()
         if key not in self._divisions:
             costs = self._costs(parallel)
-            found = chosen_segments(self.recipe, parallel, self.modules, self._shares, costs)
-            self._divisions[key] = found
+            section = chosen_segments(self.recipe, parallel, self.modules, self._shares, costs)
+            self._divisions[key] = section
         return self._divisions[key]
 
     def layout(self, parallel: ParallelConfig) -> StageLayout:
-        """How modules are cut."""
+        """Return the stage layout of a [parallel] section."""
         sample = self.sample
         if self.run.units:
             return plan_layout(parallel, self.modules, sample.packs, self.run.units, sample.layers)
@@ -322,7 +327,7 @@ class Forecaster:
 
     @cached_property
     def typical(self) -> list[MicrobatchMeta]:
-        """The first step's microbatches as they come, which decide how modules are cut."""
+        """Microbatches of the first step without reordering, which determine the split of modules."""
         return [meta for share in self._as_they_come for meta in share]
 
     @cached_property
@@ -333,10 +338,10 @@ class Forecaster:
         return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)
 
     def forecast(self, schedule: str | None = None) -> Forecast:
-        """The first step.
+        """Simulate the first step.
 
         Args:
-            schedule: instead of the recipe's.
+            schedule: Replaces the schedule of the recipe.
         """
         name = schedule or self.recipe.parallel.schedule
         stages = 1 if name == "1f1b" else self.recipe.parallel.virtual_stages
@@ -346,10 +351,11 @@ class Forecaster:
 
     @without_collection()
     def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
-        """The first step with another section, whose LLM is on as many ranks.
+        """Simulate the first step with another [parallel] section with the same number of LLM
+        ranks.
 
         Raises:
-            ConfigError: own sizes of encoders do not fit.
+            ConfigError: Separate parallelism degrees of encoders do not fit.
         """
         name = parallel.schedule
         parallel = self.divided(parallel)
@@ -399,11 +405,16 @@ class Forecaster:
 
     @without_collection()
     def promised_ms(self, parallel: ParallelConfig) -> float:
-        """What the bubble scheduler promises (`planners.promised_ms`) for the first step with
-        another section, of colocated encoders; infinite where the modules cannot be cut like this.
+        """Return the bubble scheduler estimate (`schedules.promised_ms`) of the first step.
+
+        Args:
+            parallel: [parallel] section with colocated encoders.
+
+        Returns:
+            The time in ms. Infinite if the modules cannot be split like this.
 
         Raises:
-            ConfigError: as `forecast_parallel`.
+            ConfigError: As for `forecast_parallel`.
         """
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         key = parallel.model_dump_json()
@@ -419,14 +430,14 @@ class Forecaster:
             return inf
         costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
         if graph.layout.rank_count == 1:
-            found_ms = sum(costs.compute_ms.values())
+            estimate_ms = sum(costs.compute_ms.values())
         else:
-            found_ms = promised_ms(parallel, graph, costs, sharding)
-        self._promises_ms[key] = found_ms
-        return found_ms
+            estimate_ms = promised_ms(parallel, graph, costs, sharding)
+        self._promises_ms[key] = estimate_ms
+        return estimate_ms
 
     def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[Gathering, bool]:
-        """When parameters are gathered, and whether FSDP2 is the one to do it, layer by layer."""
+        """Return when parameters are all-gathered, and whether FSDP2 does so layer by layer."""
         layerwise = self.run.with_parallel(parallel).gathers_by_layer
         if all(model.execution(module.name).shard == 1 for module in self.modules):
             return "none", layerwise
@@ -442,10 +453,10 @@ class Forecaster:
         """Return the forecast of a simulated step: MFU, throughput and optimizer time.
 
         Args:
-            name: of the schedule.
-            step: simulated step of the workload.
-            model: costs of the plan. By default, those of [parallel] of the recipe.
-            workload: microbatches of the step. By default, those of the recipe.
+            name: Name of the schedule.
+            step: Simulated step of the workload.
+            model: Costs of the plan. By default, those of [parallel] of the recipe.
+            workload: Microbatches of the step. By default, those of the recipe.
         """
         workload = workload or self.workload
         model = model or self._costs(self.recipe.parallel)
@@ -462,27 +473,30 @@ class Forecaster:
 def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSample) -> Resolved:
     """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
-    All supported combinations are forecast for the first step, and the fastest is chosen
+    All supported combinations are simulated for the first step, and the fastest is chosen
     (`MIN_GAINS`). The choice depends only on the recipe, the first step of its data and the number
-    of ranks, so that all ranks choose the same, also after a restart.
+    of ranks. All ranks therefore make the same choice, also after a restart.
 
     Args:
-        run: Recipe with resolved sizes.
-        profile: Profile of the devices; None if it is not available.
+        run: Recipe with resolved parallelism degrees.
+        profile: Profile of the devices. None if it is not available.
         sample: Model and first step of the recipe.
     """
     keys = [key for key in ARRANGEMENTS if getattr(run.recipe.data, key) == "auto"]
     reasons = {key: _reason_against(run, key, profile, sample) for key in keys}
-    tried = [("none", ARRANGEMENTS[key]) if not reasons[key] else ("none",) for key in keys]
+    options = [("none", ARRANGEMENTS[key]) if not reasons[key] else ("none",) for key in keys]
     runs = {
-        values: _with_data(run, dict(zip(keys, values, strict=True))) for values in product(*tried)
+        values: _with_data(run, dict(zip(keys, values, strict=True)))
+        for values in product(*options)
     }
     best = ("none",) * len(keys)
     if profile is not None and len(runs) > 1:
         try:
             forecasts = {
-                values: Forecaster(own.recipe, own.world_size, profile, sample=sample).forecast()
-                for values, own in runs.items()
+                values: Forecaster(
+                    candidate.recipe, candidate.world_size, profile, sample=sample
+                ).forecast()
+                for values, candidate in runs.items()
             }
         except ConfigError as error:
             reasons |= {key: f"no simulation: {'; '.join(error.problems)}" for key in keys}
@@ -498,9 +512,9 @@ def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSampl
 
 
 def _score(forecast: Forecast, keys: Sequence[str], values: Sequence[str]) -> tuple[bool, float]:
-    """Return a value that is small for good forecasts.
+    """Return a score that is lower for better forecasts.
 
-    Times are rounded to microseconds, so that ranks with other processors agree.
+    Times are rounded to microseconds, so that ranks with different processors agree.
     """
     gain = sum(MIN_GAINS[key] for key, value in zip(keys, values, strict=True) if value != "none")
     fits = forecast.step is not None and forecast.step.fits
@@ -522,10 +536,10 @@ def _with_data(run: Resolved, values: Mapping[str, str]) -> Resolved:
 
 
 def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: StepSample) -> str:
-    """Return why an arrangement cannot be forecast, or cannot help; an empty string if it can.
+    """Return the reason why an arrangement cannot be simulated, or cannot help. Otherwise "".
 
     Args:
-        run: Recipe with resolved sizes.
+        run: Recipe with resolved parallelism degrees.
         key: Key of the arrangement in [data].
         profile: Profile of the devices.
         sample: Model and first step of the recipe.
@@ -540,8 +554,8 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
         "producers plan the steps": data.producers.plan,
     }
     if key == "balance":
-        own = _with_data(run, {key: ARRANGEMENTS[key]})
-        problems = find_problems(own.recipe, run.world_size)
+        changed = _with_data(run, {key: ARRANGEMENTS[key]})
+        problems = find_problems(changed.recipe, run.world_size)
         reasons |= {p.text.partition(";")[0]: p.key == "data.balance" for p in problems}
         kinds = [module.kind for module in sample.modules]
         reasons["the model has neither encoders nor a generator"] = set(kinds) == {"llm"}
@@ -556,14 +570,14 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
     reasons[f"no profile of simulation.device = {SimulationConfig.of(run.recipe).device}"] = (
         profile is None
     )
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return next((reason for reason, is_true in reasons.items() if is_true), "")
 
 
-def _placement(schedule: str, given: Placement) -> Placement:
-    """That of the recipe, unless another schedule needs another."""
+def _placement(schedule: str, placement: Placement) -> Placement:
+    """Return the placement of the recipe, unless the schedule requires another one."""
     if schedule in schedules_for("colocated"):
         return "colocated"
-    return "interleaved" if given == "colocated" else given
+    return "interleaved" if placement == "colocated" else placement
 
 
 def _busiest(
@@ -572,8 +586,11 @@ def _busiest(
     units: Mapping[str, MeshSizes],
     model: CostModel,
 ) -> int:
-    """The share whose busiest rank has most to do: with modules apart, a step ends no earlier, and
-    the share with the most work may have it where ranks are many."""
+    """Return the data-parallel rank of the LLM whose busiest device has the most work.
+
+    With disaggregated modules, a step cannot end earlier. This need not be the rank with the most
+    total work, because that can be spread over many devices.
+    """
     metas = [meta for share in shares for meta in share]
     share_N = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
     busiest_ms = np.zeros(len(shares))
@@ -583,10 +600,10 @@ def _busiest(
             continue
         arrives_N = np.array([gradients_arrive(modules, metas[i])[module.name] for i in at], bool)
         costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
-        whole_N = costs.forward.total_ms + costs.backward.total_ms
-        own = units[module.name]
-        fullest = -(-len(module.layers) // own.pipeline) / len(module.layers)
-        replicas = own.data_parallel // replica_groups(units)
-        rank_ms = np.bincount(share_N[at], whole_N, len(shares)) * fullest / replicas
+        total_N = costs.forward.total_ms + costs.backward.total_ms
+        sizes_of_unit = units[module.name]
+        fullest = -(-len(module.layers) // sizes_of_unit.pipeline) / len(module.layers)
+        replicas = sizes_of_unit.data_parallel // replica_groups(units)
+        rank_ms = np.bincount(share_N[at], total_N, len(shares)) * fullest / replicas
         busiest_ms = np.maximum(busiest_ms, rank_ms)
     return int(busiest_ms.argmax())

@@ -1,7 +1,7 @@
-"""Host memory of a run that follows from the recipe, as a lower bound per node.
+"""Lower bound of the host memory of a run per node, computed from the recipe.
 
-Python processes, libraries, image decoding and the page cache need more memory. The dry run
-therefore writes "at least".
+Python processes, libraries, image decoding and the page cache need additional memory. The dry run
+therefore prints "at least".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def host_memory_bytes(
 ) -> dict[str, float]:
     """Return a lower bound of the host memory of a node by use.
 
-    Terms are means over all nodes, so that the node with the largest use needs at least as much.
+    Terms are means over all nodes, so the node with the largest use needs at least as much.
     """
     device = forecaster.profile.device
     data = run.recipe.data
@@ -75,15 +75,15 @@ def host_memory_bytes(
 def _batch_bytes(forecaster: Forecaster, run: Resolved) -> float:
     """Return the bytes of one step in the memory of all ranks.
 
-    Every rank of a pipeline stores the tokens. Pixels are counted for one rank of each share, with
-    one byte per value, because ranks without an encoder store no pixels. Context parallel ranks
-    count as one rank, and so do ranks of disaggregated modules.
+    Every rank of a pipeline stores the tokens. Pixels are included for one rank of each
+    data-parallel group, with one byte per value, because ranks without an encoder store no pixels.
+    Context-parallel ranks are one rank, and so are ranks of disaggregated modules.
     """
     ranks = run.world_size // (run.shares * run.recipe.parallel.context)
     copies = 1 if run.units else ranks
     positions = 3 if forecaster.model.text.mrope else 1
     specs = forecaster.model.image_specs()
-    values = {  # per patch; sounds are small and not counted
+    values = {  # per patch; audio is small and not included
         name: 3 * spec.patch_size_px**2
         for name, spec in specs.items()
         if spec.modality == "image" and spec.patch_size_px
@@ -125,5 +125,5 @@ def _offloaded_bytes(forecaster: Forecaster, run: Resolved, step: SimulatedStep)
     if not waiting:
         return 0.0
     changes = memory_changes(step.plan, PlanCosts({}, kept_bytes=waiting))
-    peaks = [int(np.cumsum(own).max(initial=0)) for own in changes]
+    peaks = [int(np.cumsum(changes_of_rank).max(initial=0)) for changes_of_rank in changes]
     return sum(peaks) / len(peaks)

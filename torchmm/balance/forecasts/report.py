@@ -1,9 +1,9 @@
-"""Forecasts as a table, a JSON file, pictures and Perfetto traces.
+"""Simulated steps as a table, a JSON file, timelines and Perfetto traces.
 
-simulation.json          figures of every schedule
-SCHEDULE.svg             what each pipeline rank does when; bubbles by class
+simulation.json          metrics of every schedule
+SCHEDULE.svg             timeline of each pipeline rank, with bubbles by class
 SCHEDULE.trace.json      the same for Perfetto and chrome://tracing
-SCHEDULE.json            the records, to be drawn next to measured ones (scripts/draw.py --records)
+SCHEDULE.json            action records, to plot with measured records (scripts/draw.py --records)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ GIB = 2**30
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
     """Return a table with a row for each schedule that has a plan.
 
-    An iteration is the step of the plan and the update of the optimizer. Shares of bubbles are of
-    the plan.
+    An iteration is the step of the plan and the optimizer update. Bubble fractions refer to the
+    plan.
     """
     ranks = forecaster.run.llm
     devices = f"{forecaster.run.world_size} x {forecaster.profile.device.name}"
@@ -38,7 +38,7 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
         f"{ranks.tensor}"
     )
     if units := forecaster.run.units:
-        sizes = "; ".join(f"{name} {show_sizes(own)}" for name, own in units.items())
+        sizes = "; ".join(f"{name} {show_sizes(degrees)}" for name, degrees in units.items())
     shares = "  ".join(f"{m.name} {_count(m.parameters)}" for m in forecaster.modules)
     title = (
         f"{forecaster.recipe.name} on {devices}, simulated\n"
@@ -91,7 +91,7 @@ def fastest(forecasts: Sequence[Forecast]) -> Forecast | None:
 def write_forecasts(
     directory: Path, forecaster: Forecaster, forecasts: Sequence[Forecast]
 ) -> list[Path]:
-    """Writes everything into `directory`, which is made; returns the files."""
+    """Write all files into a new or existing directory. Return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         "recipe": forecaster.recipe.name,
@@ -111,7 +111,7 @@ def write_forecasts(
 
 
 def write_picture(path: Path, recipe: str, forecast: Forecast) -> None:
-    """Draws a forecast that has a step; the directory is made."""
+    """Write the timeline of a forecast with a step as SVG. Create the directory if needed."""
     assert forecast.step is not None
     panel = Panel(forecast.schedule, forecast.step.records, forecast.step.plan.graph.layout)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,19 @@
-"""Run pieces of encoder actions during collectives of the LLM, as a plan launches them.
+"""Execution of encoder pieces during collectives of the LLM, as launched by a plan.
 
     caller    LLM: matmul | collective starts            waits | matmul
     thread                  encoder: piece, piece, stop
 
 Encoder actions that start early (`torchmm.balance.optimus.launches`) run in a separate thread,
-which stops at the end of each piece. The two threads hand over to each other, so exactly one of
-them runs, in an order that depends only on the plan. All tensor-parallel ranks therefore issue the
-collectives of both modules in the same order. On CUDA both threads use one stream: a piece that
-lasts longer than the collective delays the LLM, and nothing has to synchronize streams.
+which stops at the end of each piece. The two threads hand over control explicitly, so exactly one
+of them runs at a time. The order depends only on the plan, so all tensor-parallel ranks issue the
+collectives of both modules in the same order. On CUDA both threads use one stream: a piece that is
+longer than the collective delays the LLM, and streams need no synchronization.
 
-Rejected: layers split into lists of functions, which would copy the code of Hugging Face for each
-family and need a backward of their own; generators, which cannot yield from within a forward or
-from the autograd engine; greenlets, which share the thread-local state of autograd. Also rejected:
-whole encoder actions on a second CUDA stream. They need encoders without tensor parallelism and
-waits between both streams, and saved no time in simulated steps of the paper's models.
+Why a thread: layers as lists of functions would copy the Hugging Face code of each family and need
+a separate backward pass. Generators cannot yield from a forward pass or from the autograd engine.
+Greenlets share the thread-local state of autograd. Complete encoder actions on a second CUDA stream
+need encoders without tensor parallelism, and saved no time in simulated steps of the models in the
+paper.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ class Span(NamedTuple):
 
 
 class _Closed(BaseException):
-    """Ends the thread when the step is over."""
+    """Exception that ends the thread at the end of the step."""
 
 
 class Ahead:
     """Early encoder actions of one step on one rank.
 
     Args:
-        handlers: functions that run each type of action.
-        hooks: hooks of this rank's layers.
-        mark: function that records a time on the compute stream, for `spans`.
+        plan: Plan with launches.
+        handlers: Functions that run each type of action.
+        hooks: Hooks of the layers of this rank.
+        device: Device of this rank.
+        mark: Function that records a time on the compute stream, for `spans`.
 
     Attributes:
-        spans: times of the pieces, if there is a `mark`.
+        spans: Times of the pieces, if there is a `mark`.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class Ahead:
         self._llm: Action | None = None  # the LLM action that runs, and its pieces by collective
         self._pieces: Iterator[int] = iter(())
         self._ready: deque[Action] = deque()  # encoder actions that may start
-        self._running: Action | None = None  # the one that the thread has started
-        self._due: Action | None = None  # the one that the program waits for
+        self._running: Action | None = None  # encoder action that the thread has started
+        self._due: Action | None = None  # encoder action that the program waits for
         self._finished: set[Action] = set()
         self._begin: Any = None
-        self._left = 0  # pieces until the thread stops
+        self._left = 0  # remaining pieces until the thread stops
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._grad = torch.is_grad_enabled()
         self._thread = threading.Thread(target=self._run, name="encoder layers", daemon=True)
@@ -92,7 +94,7 @@ class Ahead:
 
     @contextmanager
     def active(self) -> Iterator[Handlers]:
-        """Yield handlers that run pieces too. The thread ends with the context."""
+        """Yield handlers that also run pieces. The thread ends with the context."""
         self._hooks.on_collective = self._fill
         self._hooks.on_stop = self._stop
         try:
@@ -118,7 +120,7 @@ class Ahead:
         return result
 
     def _complete(self, action: Action) -> Any:
-        """Run the rest of an encoder action at its place in the program."""
+        """Run the rest of an encoder action at its position in the program."""
         if action == self._running:
             self._due = action
             self._switch(UNLIMITED)
@@ -133,12 +135,12 @@ class Ahead:
         return self._handlers[action.type](action)
 
     def _fill(self) -> None:
-        """Run the planned pieces; a collective of the LLM has started."""
+        """Run the planned pieces after a collective of the LLM has started."""
         if count := next(self._pieces, 0):
             self._switch(count)
 
     def _switch(self, pieces: int) -> None:
-        """Let the thread run until it has finished this number of pieces or all of its actions."""
+        """Run the thread until it has finished a number of pieces or all of its actions."""
         self._left = pieces
         if self._thread.ident is None:
             self._thread.start()
@@ -163,7 +165,7 @@ class Ahead:
                     self._run_next()
         except _Closed:
             pass
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # raised again by the caller, which waits for this thread
             self._error = error
         finally:
             self._back.release()
@@ -187,7 +189,7 @@ class Ahead:
             self._pause()
 
     def _stop(self) -> None:
-        """End a piece. Actions that run at their own place, in the other thread, do not stop."""
+        """End a piece. Actions that run at their position, in the other thread, do not stop."""
         if threading.get_ident() == self._thread.ident:
             self._left -= 1
             if self._left <= 0:
@@ -217,12 +219,15 @@ def run_ahead(
     device: torch.device,
     clock: Any | None,
 ) -> Iterator[Handlers]:
-    """Yield handlers that run the launches of a plan; an `Interleave` of `PipelineRuntime`."""
+    """Yield handlers that run the launches of a plan.
+
+    This is an `Interleave` of `PipelineRuntime`.
+    """
     if not plan.launches:
         yield handlers
         return
     ahead = Ahead(plan, handlers, hooks, device, clock and clock.mark)
-    with ahead.active() as own:
-        yield own
+    with ahead.active() as active_handlers:
+        yield active_handlers
     if clock is not None:
         clock.spans = ahead.spans

@@ -1,21 +1,23 @@
-"""Choose one of the schedules of Optimus for a step: simulate all of them, run the fastest.
+"""Choice of an Optimus schedule for a step: simulate all candidates and run the fastest.
 
-The bubble scheduler predicts times under simplifications: messages never wait for each other, and
-all planned pieces fit into the LLM's actions. So a fine schedule may take longer than a coarse one.
-Each candidate is therefore lowered and simulated with all costs, including transfers, gathers and
-reductions:
+The bubble scheduler makes two simplifications: pipeline messages never wait for each other, and all
+planned pieces fit into LLM actions. A fine schedule can therefore be slower than a coarse schedule.
+For this reason, each candidate is lowered and simulated with all costs, including transfers,
+all-gathers and reductions:
 
-    coarse, fine, launched (fine, with pieces in TP bubbles)   x   orders of the LLM (`llm_orders`)
+    coarse, fine, launched (fine, with pieces in TP bubbles)   x   LLM schedules (`llm_orders`)
 
-Coarse candidates come first, because they need the least planning time. Launched ones (`launches`)
-are taken only if they are shorter than all others.
+Coarse candidates come first, because they need the least planning time. Launched candidates
+(`launches`) are selected only if they are faster than all other candidates.
 
-**Memory.** Encoders run ahead of the LLM, and backwards that fit into no bubble come after it;
-until then their activations are kept. Where a candidate needs more than there is, its layers are
-tuned (`recomputation.tuning`): tasks whose activations wait longest recompute them, chosen task by
-task. Of the best one, whose backwards are then longer, encoders are placed once more with these
-times. Steps that fit with everything kept are not touched. Rejected: fewer forwards ahead as a rule
-of the scheduler; which tasks are in memory together is known only when all are placed.
+Encoders run ahead of the LLM, and backward passes that fit into no bubble run after the LLM. Their
+activations are saved until then. If a candidate exceeds the available memory, activation
+checkpointing is tuned (`recomputation.tuning`): tasks whose activations are saved longest recompute
+them, selected per task. Recomputation lengthens backward passes, so encoders of the best candidate
+are placed again with these times. Steps that fit without recomputation are unchanged.
+
+A limit on forward passes ahead of the LLM cannot replace this: the set of tasks that are in memory
+at the same time is known only after all tasks are placed.
 """
 
 from __future__ import annotations
@@ -45,33 +47,34 @@ from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, Launch
 from torchmm.pipelining.schedules.colocated import encoder_stages
 
 ROUNDS = 3
-"""In which encoders are placed once more with the times of what is recomputed."""
+"""Maximum number of times that encoders are placed again with the times of recomputed layers."""
 
 Bubbles = Literal["coarse", "fine", "launched"]
-"""Where encoders run: before and after the LLM; also between its actions; also inside them."""
+"""Position of encoder actions: before and after the LLM; also between its actions; also inside
+them."""
 
 
 @dataclass(frozen=True)
 class StepOrder:
-    """How a step is to be run."""
+    """Action order of a step."""
 
     graph: StageGraph
-    """With the replica that runs each task."""
+    """Tasks, with the replica that runs each task."""
     order: ComputeOrder
     launches: Mapping[Action, Launch] = field(default_factory=dict)
-    """What LLM actions launch (`with_launches`)."""
+    """Encoder pieces that LLM actions launch (`with_launches`)."""
 
 
 @dataclass(frozen=True)
 class BubbleChoice:
-    """The best of the candidates that were played so far.
+    """Best of the candidates that have been simulated.
 
     Attributes:
-        step: how to run it.
-        bubbles: what kind of candidate it is.
-        simulated: its step, tuned if it would not fit otherwise.
-        coarse_ms: the shortest step of a coarse candidate; infinite if none fits, but another does.
-        played: how many candidates were.
+        step: Action order of the candidate.
+        bubbles: Kind of the candidate.
+        simulated: Simulated step, with recomputation if it does not fit otherwise.
+        coarse_ms: Shortest step of a coarse candidate. Infinite if only other candidates fit.
+        played: Number of simulated candidates.
     """
 
     step: StepOrder
@@ -92,23 +95,25 @@ def bubble_choices(
     evaluations: int = 256,
     tuner: Tuner | None = None,
 ) -> Iterator[BubbleChoice]:
-    """The best one after each candidate; steps that fit into memory come before others, and of
-    those the leanest first.
+    """Yield the best candidate after each simulated candidate.
+
+    Candidates that fit into memory are better than others. Among others, the lowest memory is best.
 
     Args:
-        graph: of a colocated layout.
-        costs: of the graph.
-        llm_schedule: see `optimus`; of "searched" what was not searched is a candidate too.
-        evaluations: see `optimus`.
-        granularity: "coarse": no other candidates.
-        sharding: as the plan will be lowered.
-        tensor_share: fraction of LLM actions in which they communicate, and encoders may run in
-            pieces; 0: they may not.
-        tuner: of the step: candidates that do not fit are tuned before they are compared.
+        graph: Tasks of a colocated layout.
+        costs: Costs of the graph.
+        llm_schedule: LLM schedule as in `optimus`. "searched" includes the candidates without a
+            search.
+        granularity: "coarse" excludes all other candidates.
+        sharding: Collectives with which the plan will be lowered.
+        tensor_share: Fraction of LLM actions that is tensor-parallel communication, in which
+            encoder pieces may run. 0 excludes launched candidates.
+        evaluations: Evaluations as in `optimus`.
+        tuner: Tuner of the step. Candidates that do not fit are tuned before they are compared.
 
     Raises:
-        SimulationError: a cost is missing or no duration.
-        ValueError: the layout is not colocated, or does not suit the LLM's schedule.
+        SimulationError: A cost is missing or invalid.
+        ValueError: The layout is not colocated, or does not match the LLM schedule.
     """
     kinds: Sequence[Bubbles] = ("coarse", "fine") if granularity == "fine" else ("coarse",)
     if tensor_share:
@@ -119,9 +124,9 @@ def bubble_choices(
     compared = _Compared(costs, sharding, tuner)
     steps = partial(_candidates, graph, sharding=sharding, evaluations=evaluations)
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
-    for kind, own in zip(kinds, orders, strict=True):
-        for found in steps(costs, own, kind):
-            yield compared.best_with(found, kind)
+    for kind, kind_orders in zip(kinds, orders, strict=True):
+        for candidate in steps(costs, kind_orders, kind):
+            yield compared.best_with(candidate, kind)
     for _ in range(ROUNDS):
         best = compared.best
         if best is None or not compared.recomputing_shows:
@@ -129,8 +134,8 @@ def bubble_choices(
         llm = tuple(rank.actions for rank in compared.found.schedule.llm)
         kind = best.bubbles
         longer = best.simulated.costs
-        for found in steps(longer, [llm], kind):
-            now = compared.best_with(found, kind)
+        for candidate in steps(longer, [llm], kind):
+            now = compared.best_with(candidate, kind)
         yield now
         if _key(now.simulated) >= _key(best.simulated):
             return
@@ -145,8 +150,10 @@ def _candidates(
     sharding: Gathering,
     evaluations: int,
 ) -> Iterator[OptimusStep]:
-    """Yield the candidates of one kind. Pieces are launched from orders without and with a place
-    for them."""
+    """Yield the candidates of one kind.
+
+    Launched candidates come from schedules without and with TP bubbles.
+    """
     steps = partial(
         optimus_steps,
         graph,
@@ -162,16 +169,16 @@ def _candidates(
 
 
 _Key = tuple[int, float]
-"""How many bytes more than there are a step needs, and how long it takes."""
+"""Missing memory in bytes, and duration of a step in ms."""
 
 
 class _Compared:
-    """Candidates that were played through with all costs.
+    """Candidates that have been simulated with all costs.
 
     Attributes:
-        best: the best of them.
-        found: what that comes from.
-        recomputing_shows: whether it is longer than if everything was kept.
+        best: Best candidate.
+        found: Schedule of the best candidate.
+        recomputing_shows: Whether recomputation makes the best candidate slower.
     """
 
     found: OptimusStep
@@ -185,27 +192,29 @@ class _Compared:
         self._played = 0
 
     def best_with(self, found: OptimusStep, kind: Bubbles) -> BubbleChoice:
-        """The best after one more candidate; of equal ones the last, which are more deliberate, but
-        for those that launch."""
-        kept, step = self._play(found, kind)
-        if kind == "launched" and not kept.plan.launches:
-            kind = "fine"  # no piece fits
+        """Return the best candidate after one more candidate.
+
+        Of equal candidates, the later one is best, except for launched candidates.
+        """
+        unrecomputed, step = self._play(found, kind)
+        if kind == "launched" and not unrecomputed.plan.launches:
+            kind = "fine"  # no piece fits into a TP bubble
         key = _key(step)
         self._played += 1
         if kind == "coarse":
             self._coarse = key if self._coarse is None else min(self._coarse, key)
         best = self.best
-        # Candidates that launch have to be better than the others.
+        # Launched candidates must be strictly better.
         if (
             best is None
             or key < _key(best.simulated)
             or (kind != "launched" and key == _key(best.simulated))
         ):
             self.found = found
-            self.recomputing_shows = step.makespan_ms > kept.makespan_ms
-            made = StepOrder(found.graph, found.order, kept.plan.launches)
-            best = BubbleChoice(made, kind, step, inf, 0)
-        assert self._coarse is not None  # they come first
+            self.recomputing_shows = step.makespan_ms > unrecomputed.makespan_ms
+            step_order = StepOrder(found.graph, found.order, unrecomputed.plan.launches)
+            best = BubbleChoice(step_order, kind, step, inf, 0)
+        assert self._coarse is not None  # coarse candidates come first
         missing, coarse_ms = self._coarse
         if missing and best.simulated.fits:
             coarse_ms = inf
@@ -213,7 +222,8 @@ class _Compared:
         return self.best
 
     def _play(self, found: OptimusStep, kind: Bubbles) -> tuple[SimulatedStep, SimulatedStep]:
-        """With everything kept, and as it would run."""
+        """Return the simulated step without recomputation, and with recomputation if it is
+        required."""
         costs = self._costs
         tuner = self._tuner
         specs = {} if tuner is None else tuner.specs
@@ -232,7 +242,10 @@ class _Compared:
         return step, simulate(tuned, charged(costs, tuned.recompute, self._choices), book)
 
     def _hopeless(self, step: SimulatedStep) -> bool:
-        """Whether the best step is shorter already, and fits: recomputing only adds time."""
+        """Return True if recomputation in a candidate cannot make it the best.
+
+        The best candidate fits and is already faster than this candidate without recomputation.
+        """
         if self.best is None or not self.best.simulated.fits:
             return False
         return step.makespan_ms > self.best.simulated.makespan_ms
@@ -250,7 +263,10 @@ def _key(step: SimulatedStep) -> _Key:
 
 
 def tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:
-    """Return the communication time of all actions: of the LLM a share, of encoders their costs."""
+    """Return the communication time of all actions.
+
+    LLM actions use a fraction of their duration, and encoder actions use the costs.
+    """
     encoders = encoder_stages(graph)
-    of_llm = {a: share * ms for a, ms in costs.compute_ms.items() if a.stage not in encoders}
-    return {**costs.tensor_ms, **of_llm}
+    llm_ms = {a: share * ms for a, ms in costs.compute_ms.items() if a.stage not in encoders}
+    return {**costs.tensor_ms, **llm_ms}

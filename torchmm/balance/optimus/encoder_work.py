@@ -1,13 +1,17 @@
-"""What encoders have to do in a step, as kernels on the devices of an LLM's pipeline.
+"""Encoder work of a step, as kernels on the devices of an LLM pipeline.
 
-An encoder with a parallel plan of its own (Optimus §4.1) has M pipelines where the LLM has one, on
-the same devices. A task, some of a microbatch's images, goes through one of them, forward and
-backward. What a stage does for a task is a chain of *kernels*: real ones, or groups as large as
-layers or whole stages, which is how coarse the schedule will be. Tasks need not be alike: every one
-has its own durations, as microbatches have different numbers of images.
+An encoder with a separate parallelism config (Optimus §4.1) has M pipelines on the devices of one
+LLM pipeline:
 
-Shape suffixes: N tasks, M pipelines, S pipeline stages, K kernels per stage (0 ms where a stage has
-fewer).
+    LLM pipeline    rank 0   rank 1   rank 2   rank 3
+    encoder         |  pipeline 0  |  |  pipeline 1  |       M = 2 pipelines of S = 2 stages
+
+A task is a group of images of a microbatch. It passes one of the pipelines forward and backward. A
+stage runs a chain of *kernels* for each task. Kernels can be GPU kernels, layers or complete
+stages, which defines the granularity of the schedule. Tasks have individual durations, because
+microbatches have different numbers of images.
+
+Shape suffixes: N tasks, M pipelines, S pipeline stages, K kernels per stage (padded with 0 ms).
 """
 
 from __future__ import annotations
@@ -27,24 +31,26 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, StageSpec
 
 @dataclass(frozen=True, eq=False)
 class EncoderWork:
-    """One encoder's share of a step.
+    """Work of one encoder in a step.
 
     Attributes:
-        name: of the module.
-        tasks: (microbatch, sub-microbatch) of each, by microbatch.
-        devices_MS: who runs each stage of each pipeline, the first of `width`. An LLM rank is
-            `tensor_groups` devices, numbered rank * tensor_groups + group, each with that share of
-            what tensor parallelism splits.
-        tensor_groups: devices of an LLM rank; of all encoders the same.
-        forward_ms_NSK, backward_ms_NSK: durations of kernels; numbers of kernels may differ.
-        forward_links_K, backward_links_K: which of them communicate; None: none does.
-        hop_ms_NS: from a stage's rank to that of the next, from the last to the LLM's first; 0
-            where that is the same rank. Gradients take as long. None: no time.
-        width: devices that follow each other and run the encoder's kernels together, as one
-            tensor-parallel group.
+        name: Name of the module.
+        tasks: (microbatch, sub-microbatch) of each task, sorted.
+        devices_MS: First of the `width` devices that run each stage of each pipeline. An LLM rank
+            has `tensor_groups` devices with numbers rank * tensor_groups + group.
+        forward_ms_NSK: Durations of forward kernels.
+        backward_ms_NSK: Durations of backward kernels. The number of kernels can differ from
+            forward.
+        tensor_groups: Devices per LLM rank, equal for all encoders.
+        forward_links_K: Whether each forward kernel communicates. None if no kernel does.
+        backward_links_K: Whether each backward kernel communicates. None if no kernel does.
+        hop_ms_NS: Transfer time from the rank of a stage to that of the next stage, and from the
+            last stage to the first LLM rank. 0 on the same rank. Gradients have the same time. None
+            for 0.
+        width: Number of adjacent devices that run the kernels together as a tensor-parallel group.
 
     Raises:
-        ValueError: shapes do not fit each other, a duration is none, or devices are used twice.
+        ValueError: Shapes do not match, a duration is invalid, or devices are used twice.
     """
 
     name: str
@@ -76,61 +82,64 @@ class EncoderWork:
 
     @property
     def devices(self) -> NDArray[np.int32]:
-        """Those of all stages of all pipelines."""
+        """Devices of all stages of all pipelines."""
         return (
             np.add.outer(self.devices_MS.flatten(), np.arange(self.width)).astype(np.int32).ravel()
         )
 
     @property
     def links(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which kernels communicate, forward and backward."""
-        given = (self.forward_links_K, self.backward_links_K)
+        """Flags of the kernels that communicate, forward and backward."""
+        flags_by_pass = (self.forward_links_K, self.backward_links_K)
         shapes = (self.forward_ms_NSK.shape[2], self.backward_ms_NSK.shape[2])
         return tuple(  # type: ignore[return-value]
             np.zeros(n, bool) if flags is None else flags
-            for flags, n in zip(given, shapes, strict=True)
+            for flags, n in zip(flags_by_pass, shapes, strict=True)
         )
 
     @property
     def hops_ms_NS(self) -> Array:
-        """`hop_ms_NS`, zeros where not given."""
+        """Transfer times of `hop_ms_NS`, or zeros."""
         shape = self.forward_ms_NSK.shape[:2]
         return np.zeros(shape) if self.hop_ms_NS is None else self.hop_ms_NS
 
     @property
     def busy_ms(self) -> float:
-        """All kernels together, on all devices."""
+        """Total duration of all kernels on all devices."""
         return self.width * float(self.forward_ms_NSK.sum() + self.backward_ms_NSK.sum())
 
 
 def pipeline_stages(graph: StageGraph, module: str) -> list[list[StageSpec]]:
-    """An encoder's stages by pipeline stage: consecutive ones on the same ranks are slices of one;
-    of mirrors the first.
+    """Return the stages of an encoder, grouped by pipeline stage.
+
+    Consecutive stages on the same ranks are slices of one pipeline stage. Of mirrors, the first is
+    included.
 
     Raises:
-        ValueError: its pipeline comes back to a rank.
+        ValueError: The pipeline returns to a rank.
     """
-    own = [s for s in graph.layout.stages if s.module == module and not s.mirror]
-    groups = [list(slices) for _, slices in groupby(own, key=lambda stage: stage.ranks)]
+    stages = [s for s in graph.layout.stages if s.module == module and not s.mirror]
+    groups = [list(slices) for _, slices in groupby(stages, key=lambda stage: stage.ranks)]
     ranks = [rank for slices in groups for rank in slices[0].ranks]
     if len(set(ranks)) < len(ranks):
         raise ValueError(
-            f"{module}: its stages are on ranks {[list(s.ranks) for s in own]}; assign "
+            f"{module}: its stages are on ranks {[list(s.ranks) for s in stages]}; assign "
             "consecutive layers to each rank"
         )
     return groups
 
 
 def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWork:
-    """An encoder's work with its actions as kernels: what a plan of the graph can say.
+    """Return the work of an encoder with actions as kernels, the granularity of plans.
 
     Args:
-        graph: of the step; which replica runs which task is left open.
-        costs: of the graph.
+        graph: Tasks of the step. The replicas of tasks are not used.
+        costs: Costs of the graph.
+        module: Name of the encoder.
 
     Raises:
-        SimulationError: a cost is missing.
-        ValueError: the layout is none of pipelines on devices of their own.
+        SimulationError: A cost is missing.
+        ValueError: Encoder pipelines are not on disjoint devices.
     """
     groups = pipeline_stages(graph, module)
     tasks = [
@@ -151,14 +160,14 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
                     action = Action(ActionType.B, stage.index, *task)
                     backward[row, position, -len(stages) + index] = _cost(costs, action, problems)
         last = stages[-1].index
-        after = graph.layout.destinations[last][0]  # mirrors are handed the same
+        after = graph.layout.destinations[last][0]  # all mirrors receive the same message
         for row, task in enumerate(tasks):
             message = Message(last, after, *task)
             hop[row, position] = costs.transfer_ms.get((message, False), 0.0)
     if problems:
         raise SimulationError(problems)
     devices = np.array([slices[0].ranks for slices in groups], np.int32).T
-    backward = backward[:, :, ::-1]  # starts with the last slice
+    backward = backward[:, :, ::-1]  # backward passes start with the last slice
     return EncoderWork(
         module,
         tuple(tasks),
@@ -172,7 +181,7 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
 
 
 def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:
-    """The work with every kernel cut into equal pieces, for bubbles that are shorter than it."""
+    """Split every kernel into equal pieces, for bubbles that are shorter than a kernel."""
 
     def cut(ms_NSK: Array) -> Array:
         return np.repeat(ms_NSK / pieces, pieces, axis=2)
@@ -188,7 +197,7 @@ def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:
 
 
 def _cost(costs: PlanCosts, action: Action, problems: list[str]) -> float:
-    found = costs.compute_ms.get(action)
-    if found is None:
+    duration_ms = costs.compute_ms.get(action)
+    if duration_ms is None:
         problems.append(f"{action} has no duration; compute the costs from the graph of this step")
-    return found or 0.0
+    return duration_ms or 0.0

@@ -1,8 +1,12 @@
-"""When devices are idle inside a step: what is left between an LLM's pieces of work.
+"""Idle intervals of devices in a step: the bubbles between and inside LLM actions.
 
-An action is *pieces* of communication and computation in turn. While a tensor-parallel collective
-runs, a device's compute units are idle (a *TP bubble*, Optimus §2.2); while it computes, its links
-are. Intervals are flat arrays of picoseconds, for compiled loops.
+An action alternates between *pieces* of communication and computation:
+
+    action          | comm | compute     | comm | compute |
+    compute units   | idle | busy        | idle | busy    |     idle: TP bubble (Optimus §2.2)
+    links           | busy | idle        | busy | idle    |
+
+Intervals are flat arrays in picoseconds, for compiled loops.
 """
 
 from __future__ import annotations
@@ -17,29 +21,31 @@ from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.actions import Action
 
 ALWAYS_PS = 1 << 60
-"""Farther from the step than anything in it."""
+"""Time beyond every step. Stands for infinity in interval lists."""
 
 Pieces = Callable[[Action], Sequence[float]]
-"""Action -> times in ms of communication, computation, communication, ... in turn."""
+"""Function from an action to the ms of communication, computation, communication, and so on."""
 
 
 class FreeTime(NamedTuple):
-    """When something of each device is idle; its first interval has no begin, its last no end."""
+    """Idle intervals of each device. The first has no start and the last has no end."""
 
     pointers: Int64s
-    """Device d has the intervals `pointers[d]` to `pointers[d + 1]`."""
+    """Offsets of the intervals. Device d has intervals `pointers[d]` to `pointers[d + 1]`."""
     start_ps: Int64s
     end_ps: Int64s
 
     def of_devices(self, sources: Sequence[int]) -> FreeTime:
-        """The intervals of other devices: the first has those of `sources[0]` here, and so on."""
+        """Return the intervals of other devices: entry i has those of device `sources[i]`."""
         slices = [slice(self.pointers[s], self.pointers[s + 1]) for s in sources]
-        pointers = np.cumsum([0, *(own.stop - own.start for own in slices)])
-        starts = np.concatenate([self.start_ps[own] for own in slices])
-        return FreeTime(pointers, starts, np.concatenate([self.end_ps[own] for own in slices]))
+        pointers = np.cumsum([0, *(interval.stop - interval.start for interval in slices)])
+        starts = np.concatenate([self.start_ps[interval] for interval in slices])
+        return FreeTime(
+            pointers, starts, np.concatenate([self.end_ps[interval] for interval in slices])
+        )
 
     def mirrored(self) -> FreeTime:
-        """The same with time running backwards."""
+        """Return the intervals in negated time."""
         spans = [slice(a, b) for a, b in zip(self.pointers[:-1], self.pointers[1:], strict=True)]
         starts = np.concatenate([-self.end_ps[span][::-1] for span in spans])
         return FreeTime(
@@ -48,56 +54,61 @@ class FreeTime(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """What a rank does, in order: each (2, n), starts and ends."""
+    """Busy intervals of a rank, sorted by time. Arrays have shape (2, n): starts and ends."""
 
     communication_ps: Int64s
     computation_ps: Int64s
 
 
 def spans_of(actions: Sequence[Action], start_ps: Int64s, end_ps: Int64s, pieces: Pieces) -> Spans:
-    """The pieces of consecutive actions. The last piece of an action takes what rounding leaves."""
+    """Return the communication and computation intervals of consecutive actions.
+
+    The last piece of an action absorbs rounding errors.
+    """
     cuts: dict[tuple, tuple[Int64s, ...]] = {}
-    found: list[tuple[Int64s, ...]] = []
+    action_cuts: list[tuple[Int64s, ...]] = []
     for action, duration in zip(actions, (end_ps - start_ps).tolist(), strict=True):
-        given = tuple(pieces(action))
-        key = (given, duration)
+        durations_ms = tuple(pieces(action))
+        key = (durations_ms, duration)
         if key not in cuts:
-            cuts[key] = _cut(given, duration)
-        found.append(cuts[key])
-    both = []
+            cuts[key] = _cut(durations_ms, duration)
+        action_cuts.append(cuts[key])
+    intervals = []
     for kind in (0, 1):
-        counts = [len(cut[2 * kind]) for cut in found]
+        counts = [len(cut[2 * kind]) for cut in action_cuts]
         offsets = np.repeat(start_ps, counts)
-        starts = np.concatenate([cut[2 * kind] for cut in found]) + offsets
-        ends = np.concatenate([cut[2 * kind + 1] for cut in found]) + offsets
-        both.append(np.stack((starts, ends)))
-    return Spans(*both)
+        starts = np.concatenate([cut[2 * kind] for cut in action_cuts]) + offsets
+        ends = np.concatenate([cut[2 * kind + 1] for cut in action_cuts]) + offsets
+        intervals.append(np.stack((starts, ends)))
+    return Spans(*intervals)
 
 
 def _cut(pieces_ms: Sequence[float], duration_ps: int) -> tuple[Int64s, ...]:
-    """Starts and ends of communication, starts and ends of computation, in an action."""
+    """Return starts and ends of communication, then of computation, within an action."""
     sums = np.cumsum(np.array([0.0, *pieces_ms])) * PICOSECONDS_PER_MS
     edges = np.minimum(np.rint(sums).astype(np.int64), duration_ps)
     edges[-1] = duration_ps
     start = edges[:-1]
     end = edges[1:]
-    some = end > start
-    kinds = [some & (np.arange(len(start)) % 2 == kind) for kind in (0, 1)]
+    is_positive = end > start
+    kinds = [is_positive & (np.arange(len(start)) % 2 == kind) for kind in (0, 1)]
     return start[kinds[0]], end[kinds[0]], start[kinds[1]], end[kinds[1]]
 
 
 def complement(busy: Sequence[Int64s]) -> FreeTime:
-    """What is left of all time, by device; spans that touch leave nothing in between.
+    """Return the idle intervals of each device.
+
+    Adjacent busy intervals have no idle interval between them.
 
     Args:
-        busy: by device: (2, n), starts and ends in order.
+        busy: Busy intervals of each device, shape (2, n), starts and ends sorted by time.
     """
     starts, ends, pointers = [], [], [0]
     for spans in busy:
         start = np.concatenate(([-ALWAYS_PS], spans[1]))
         end = np.concatenate((spans[0], [ALWAYS_PS]))
-        some = end > start
-        starts.append(start[some])
-        ends.append(end[some])
-        pointers.append(pointers[-1] + int(some.sum()))
+        is_idle = end > start
+        starts.append(start[is_idle])
+        ends.append(end[is_idle])
+        pointers.append(pointers[-1] + int(is_idle.sum()))
     return FreeTime(np.array(pointers, np.int64), np.concatenate(starts), np.concatenate(ends))

@@ -1,13 +1,17 @@
-"""Choose the pieces of encoder actions that run during collectives of the LLM (Optimus §4.2).
+"""Choice of the encoder pieces that run during collectives of the LLM (Optimus §4.2).
 
-Every encoder action of a plan is moved ahead as far as possible. Piece after piece goes into the
-first bubble that has room for it and comes after the pieces of the encoder action before it. An
-action may start in an LLM action that, in the simulated plan, starts after all its inputs have
-arrived. A piece that is longer than every bubble left, and all pieces after it, run at the place of
-the action, so no LLM action takes longer. After a piece that starts a collective, the next one is
-in a later bubble: the LLM computes meanwhile.
+Every encoder action of a plan starts as early as possible. Each piece goes into the first bubble
+that is long enough and follows the pieces of the previous encoder action:
 
-Rejected: the scheduler's own times (`scheduler`), in which messages do not wait for each other.
+    LLM action   | matmul | all-gather    | matmul | reduce-scatter | ...
+    encoder               | piece | piece |        | piece          |
+
+An action can start in an LLM action that, in the simulated plan, starts after all inputs of the
+encoder action have arrived. If a piece is longer than all remaining bubbles, it runs with all later
+pieces at the position of the action, so no LLM action takes longer. After a piece that starts a
+collective, the next piece is in a later bubble, because the LLM computes in the meantime.
+
+The times of `scheduler` cannot be used, because messages do not wait for each other there.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from torchmm.pipelining.schedules.colocated import encoder_stages
 
 @dataclass
 class _Bubble:
-    """A collective of an LLM action."""
+    """Collective of an LLM action."""
 
     number: int
     llm: Action
@@ -39,11 +43,11 @@ class _Bubble:
 
 
 def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
-    """Return the launches by LLM action, for `with_launches`.
+    """Return the launch of each LLM action, for `with_launches`.
 
     Args:
-        plan: without launches.
-        costs: of its graph, with `pieces` and `collectives`; without: nothing is launched.
+        plan: Plan without launches.
+        costs: Costs of the graph. Without `pieces` and `collectives`, nothing is launched.
     """
     if not (costs.pieces and costs.runs_beside):
         return {}
@@ -52,12 +56,12 @@ def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
     start_ms = {a: start_ps[node] / PICOSECONDS_PER_MS for a, node in nodes.compute.items()}
     arrival_ms = {key: end_ps[n] / PICOSECONDS_PER_MS for key, n in nodes.transfers.items()}
     book = RuleBook(plan)
-    found: dict[Action, Launch] = {}
+    launches: dict[Action, Launch] = {}
     for rank in range(len(plan.actions)):
         for bubble in _fill_bubbles(plan, costs, book, rank, start_ms, arrival_ms):
-            begins, counts = found.get(bubble.llm, Launch((), ()))
-            found[bubble.llm] = Launch((*begins, *bubble.begins), (*counts, bubble.pieces))
-    return {llm: launch for llm, launch in found.items() if any(launch.pieces)}
+            begins, counts = launches.get(bubble.llm, Launch((), ()))
+            launches[bubble.llm] = Launch((*begins, *bubble.begins), (*counts, bubble.pieces))
+    return {llm: launch for llm, launch in launches.items() if any(launch.pieces)}
 
 
 def _fill_bubbles(
@@ -71,8 +75,12 @@ def _fill_bubbles(
     """Return the bubbles of a rank with the pieces that run in them.
 
     Args:
-        start_ms: by action, in the simulated plan.
-        arrival_ms: by transfer, in the simulated plan.
+        plan: Plan without launches.
+        costs: Costs of the graph.
+        book: Rules of the plan.
+        rank: Rank of the bubbles.
+        start_ms: Start of each action in the simulated plan.
+        arrival_ms: Arrival of each transfer in the simulated plan.
     """
     encoders = encoder_stages(plan.graph)
     places = {a: i for i, a in enumerate(plan.actions[rank])}
@@ -82,8 +90,8 @@ def _fill_bubbles(
         if llm.stage not in encoders:
             for room_ms in collective_room_ms(llm, plan.graph, costs):
                 bubbles.append(_Bubble(len(bubbles), llm, places[llm], room_ms))
-    first = 0  # bubble from which the next encoder action may start
-    complete: set[Action] = set()  # encoder actions that end before their place
+    first = 0  # first bubble in which the next encoder action can start
+    complete: set[Action] = set()  # encoder actions that end before their position
     for action in (a for a in computing if a.stage in encoders):
         givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
         after, ready_ms = _ready(givers - complete, places, arrival_ms)
@@ -106,7 +114,7 @@ def _fill_bubbles(
         if gains and len(placed) == len(pieces):
             complete.add(action)
             first = placed[-1].number
-        else:  # the next action starts after this one, at its place
+        else:  # the next action starts after this one, at its position
             while first < len(bubbles) and bubbles[first].place < places[action]:
                 first += 1
     return bubbles
@@ -115,7 +123,7 @@ def _fill_bubbles(
 def _ready(
     givers: set[Action], places: dict[Action, int], arrival_ms: dict[TransferKey, float]
 ) -> tuple[int, float]:
-    """Return the place and the time after which a rank has what these actions give."""
+    """Return the index and the time after which a rank has the results of actions."""
     waits = [giver for giver in givers if giver.type in WAIT]
     needed = givers.difference(waits)
     needed |= {wait._replace(type=RECV[WAIT.index(wait.type)]) for wait in waits}
@@ -124,7 +132,7 @@ def _ready(
 
 
 def _fit(bubbles: Iterator[_Bubble], end: int, pieces: list[TimedPiece]) -> list[_Bubble]:
-    """Return the bubble before a place for each piece, up to the first piece that has none."""
+    """Return the bubble of each piece, up to the first piece without a bubble before a position."""
     placed: list[_Bubble] = []
     bubble = None
     room_ms = -1.0

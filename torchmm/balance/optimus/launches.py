@@ -27,19 +27,23 @@ from torchmm.pipelining.schedules.colocated import encoder_stages
 
 
 def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> PipelinePlan:
-    """Return a plan without launches with the given ones.
+    """Return a plan with launches added to it.
 
     An action whose inputs are received too late does not start early, and neither do the encoder
-    actions between the LLM action and its place.
+    actions between the LLM action and its position.
+
+    Args:
+        plan: Plan without launches.
+        launches: Launch of each LLM action.
     """
     if not launches:
         return plan
     book = RuleBook(plan)
     programs = []
-    kept: dict[Action, Launch] = {}
+    possible: dict[Action, Launch] = {}
     for rank, program in enumerate(plan.actions):
         moved = list(program)
-        blocked_until = -1  # place of an action that cannot start early
+        blocked_until = -1  # index of an action that cannot start early
         for llm in program:
             if llm not in launches:
                 continue
@@ -50,15 +54,19 @@ def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> Pipe
                     blocked_until = max(blocked_until, moved.index(action))
                     break
                 starting.append(action)
-            kept[llm] = Launch(tuple(starting), launches[llm].pieces)
+            possible[llm] = Launch(tuple(starting), launches[llm].pieces)
         programs.append(tuple(moved))
-    return replace(plan, actions=tuple(programs), launches=kept)
+    return replace(plan, actions=tuple(programs), launches=possible)
 
 
 def _move_waits(
     program: list[Action], place: int, action: Action, book: RuleBook, rank: int
 ) -> bool:
-    """Move the waits for the inputs of an action to a place; return False if that is impossible."""
+    """Move the waits for the inputs of an action to a position.
+
+    Returns:
+        False if a receive is not posted before the position.
+    """
     rules = book.rules[rank]
     needs = set(rules[action].needs)
     waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].gives)]
@@ -72,7 +80,7 @@ def _move_waits(
 
 
 def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
-    """Yield launches by actions that are not the LLM's, of the wrong actions, or too early."""
+    """Yield problems of launches: not from LLM actions, of the wrong actions, or too early."""
     if not plan.launches:
         return
     encoders = encoder_stages(plan.graph)
@@ -108,11 +116,15 @@ def _problem(
     waiting: list[Action],
     started: set[Action],
 ) -> str:
-    """Return the problem of the launch at a place, or "".
+    """Return the problem of the launch at a position, or "".
 
     Args:
-        waiting: encoder actions that have not started, last one first; updated.
-        started: encoder actions that have started early; updated.
+        plan: Plan with launches.
+        book: Rules of the plan.
+        rank: Rank of the launch.
+        place: Index of the LLM action in the program of the rank.
+        waiting: Encoder actions that have not started, last one first; updated.
+        started: Encoder actions that have started early; updated.
     """
     launch = plan.launches[plan.actions[rank][place]]
     if min(launch.pieces, default=0) < 0:

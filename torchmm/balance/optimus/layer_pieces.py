@@ -1,13 +1,13 @@
-"""Into which pieces encoder layers divide, and how often LLM layers communicate.
+"""Pieces of encoder layers, and number of collectives of LLM layers.
 
-An encoder's layers may run in pieces while the LLM communicates (`torchmm.balance.optimus.pieces`
-says where they stop). A cost model knows times of whole actions: computation is divided among
-pieces in proportion to FLOPs, those of attention between activations included; what stands between
-products (norms, activation functions) goes along with these. A layer's collectives are equally
-long.
+Encoder layers can run in pieces while the LLM communicates. `torchmm.balance.optimus.pieces`
+defines the points at which they stop. The cost model has times of complete actions only.
+Computation is divided among pieces in proportion to FLOPs, including those of attention scores.
+Operations between matmuls (norms, activation functions) are part of the adjacent matmul. All
+collectives of a layer have the same duration.
 
-Left out: what comes before the first layer and behind the last, which is no piece of its own;
-windows that differ from layer to layer.
+Computation before the first layer and after the last layer is not a separate piece. Attention
+windows that differ between layers are ignored.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from torchmm.costs.layers import layer_flops, layer_linears
 from torchmm.costs.sizes import TaskSizes
 
 FORWARD_SHARE = 1 / 3
-"""Of a backward that runs the layer again."""
+"""Fraction of a backward pass with recomputation that is the forward pass."""
 
 
 def layer_pieces(layer: LayerDescription, sizes: TaskSizes, execution: Execution) -> LayerPieces:
-    """Of an encoder's layer.
+    """Return the pieces of an encoder layer.
 
     Args:
-        sizes: of all its tasks, whose mean counts.
+        layer: Description of the layer.
+        sizes: Sizes of all tasks. Their mean is used.
+        execution: Parallelism and recomputation of the encoder.
     """
     linears = {name: float(a * b) for name, (a, b) in layer_linears(layer).items()}
-    products = [
+    matmuls = [
         sum(linears.get(name, 0.0) for name in names)
         for names in (("query", "key", "value"), ("attention_output",), ("gate", "up"), ("down",))
     ]
     dense_N, pairs_N = layer_flops(layer, sizes)
     dense = float(dense_N.sum())
-    attention = sum(products) * float(pairs_N.sum()) / dense if dense else 0.0
-    whole = (sum(products) + attention) or 1.0
-    qkv, output, up, down = (product / whole for product in products)
-    halves = (qkv, attention / whole, output), (up, 0.0, down)
+    attention = sum(matmuls) * float(pairs_N.sum()) / dense if dense else 0.0
+    total = (sum(matmuls) + attention) or 1.0
+    qkv, output, up, down = (flops / total for flops in matmuls)
+    halves = (qkv, attention / total, output), (up, 0.0, down)
     forward = [piece for half in halves for piece in _part(*half, execution)]
     backward = [piece for half in halves[::-1] for piece in _part(*half[::-1], execution)]
     if execution.recompute == "full":
@@ -48,7 +50,7 @@ def layer_pieces(layer: LayerDescription, sizes: TaskSizes, execution: Execution
 
 
 def layer_collectives(execution: Execution) -> tuple[int, int]:
-    """Of an LLM layer's forward and backward."""
+    """Return the number of collectives of an LLM layer in forward and backward."""
     if execution.tensor == 1 or execution.async_tensor:
         return 0, 0
     each = 4 if execution.sequence_parallel else 2
@@ -56,7 +58,7 @@ def layer_collectives(execution: Execution) -> tuple[int, int]:
 
 
 def _part(first: float, inner: float, last: float, execution: Execution) -> list[Piece]:
-    """Of an attention or a feed-forward part; backward has its products the other way round."""
+    """Return the pieces of attention or MLP. Backward passes have the matmuls in reverse order."""
     split = execution.tensor > 1
     gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
     return [*gathers, Piece(first, False), Piece(inner, False), Piece(last, split)]

@@ -1,20 +1,21 @@
-"""Orders of the LLM alone, into whose bubbles encoders are then put.
+"""LLM schedules without encoders, whose bubbles encoders then fill.
 
-A classic schedule, by name, for each sequence in which the LLM may take the microbatches, which is
-free: a step's loss is the sum over all. Where they have different numbers of images, small encoder
-tasks are wanted first, before a wide lead of the encoder has been built up, and last, when nothing
-hides backwards any more (the idea of DistTrain's reordering inside a group).
+The candidates are the product of schedules and microbatch sequences. The loss of a step is a sum
+over microbatches, so the LLM can run microbatches in any sequence. If the number of images differs,
+small encoder tasks are best at the start, before encoders are far ahead. They are also best at the
+end, when no LLM computation hides backward passes. This is the idea of DistTrain reordering within
+a group.
 
-Interleaved 1F1B also comes with fewer forwards before the first backwards (Optimus' figure 12):
-later microbatches are then needed later. Deferring forwards in the published order does not find
-that, as their order stays. Whether it pays depends on the step, so both are candidates.
+- Classic schedules by name, for each sequence.
+- Interleaved 1F1B with fewer forward passes before the first backward pass (Optimus, Fig. 12).
+  Later microbatches are then needed later. Deferral of forward passes cannot reach this schedule,
+  because it does not change the action order. The benefit depends on the step, so both variants are
+  candidates.
+- "searched": PipeWeaver search (§6.1) of the LLM stages without encoders, from each sequence.
+  Interleaved 1F1B candidates come first, so the result is never worse than these.
 
-"searched" is PipeWeaver's search (§6.1) of the LLM's stages as if there were no encoders, from each
-of these sequences. Orders of interleaved 1F1B come before, as whoever compares candidates is then
-never worse off than with it.
-
-Rejected: scoring every order of the search by the step that it makes with encoders, which takes a
-thousand times as long as an evaluation of the LLM alone.
+A search that scores each order by the step with encoders would take a thousand times longer per
+evaluation.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
 from torchmm.pipelining.schedules.names import order_named
 
 SEARCHED = "searched"
-"""In the place of a classic schedule's name."""
+"""Replaces the name of a classic schedule."""
 INTERLEAVED = "interleaved_1f1b"
-"""Searched orders begin with it too."""
+"""Schedule that is also a candidate for searched schedules."""
 
 V = TypeVar("V")
 
@@ -45,27 +46,27 @@ V = TypeVar("V")
 def llm_orders(
     graph: StageGraph, costs: PlanCosts, llm_schedule: str, evaluations: int
 ) -> Iterator[ComputeOrder]:
-    """Orders of the backbone's actions, by pipeline rank; each once.
+    """Yield distinct action orders of the LLM by pipeline rank.
 
     Args:
-        graph: of a colocated layout.
-        costs: of the graph.
-        llm_schedule: name of a classic schedule, or "searched".
-        evaluations: of each search.
+        graph: Tasks of a colocated layout.
+        costs: Costs of the graph.
+        llm_schedule: Name of a classic schedule, or "searched".
+        evaluations: Evaluations of each search.
 
     Raises:
-        ValueError: the layout is not colocated, or does not suit the LLM's schedule.
+        ValueError: The layout is not colocated, or does not match the LLM schedule.
     """
     seen: set[ComputeOrder] = set()
-    taken = list(sequences(graph, costs))
+    microbatch_sequences = list(sequences(graph, costs))
     named = INTERLEAVED if llm_schedule == SEARCHED else llm_schedule
-    schedules = [(order_named(named), sequence) for sequence in taken]
+    schedules = [(order_named(named), sequence) for sequence in microbatch_sequences]
     if named == INTERLEAVED:
         adjusted = partial(interleaved_1f1b, adjusted=True)
-        schedules += [(adjusted, sequence) for sequence in taken]
+        schedules += [(adjusted, sequence) for sequence in microbatch_sequences]
     if llm_schedule == SEARCHED:
         search = partial(_searched, graph, costs, evaluations)
-        schedules += [(partial(search, sequence), sequence) for sequence in taken]
+        schedules += [(partial(search, sequence), sequence) for sequence in microbatch_sequences]
     for schedule, sequence in schedules:
         order = backbone_order(graph, schedule, sequence)
         if order not in seen:
@@ -74,8 +75,11 @@ def llm_orders(
 
 
 def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
-    """Orders in which the LLM may take the microbatches: as they are, and if encoder work differs
-    between them, small ones first, and small ones at both ends."""
+    """Yield sequences in which the LLM may run the microbatches.
+
+    The first is the natural sequence. If encoder work differs between microbatches, two others
+    follow: small microbatches first, and small microbatches at both ends.
+    """
     natural = list(range(graph.microbatches))
     yield natural
     encoders = set(encoder_names(graph.layout))
@@ -96,7 +100,7 @@ def _searched(
     sequence: Sequence[int],
     backbone: StageGraph,
 ) -> ComputeOrder:
-    """The best order of a graph's backbone that a search finds."""
+    """Return the best order that a search finds for the LLM stages of a graph."""
     step = search_within_memory(backbone, _backbone_costs(graph, costs, sequence, backbone))
     return step.search(Budget(evaluations), Settings()).order
 
@@ -104,42 +108,43 @@ def _searched(
 def _backbone_costs(
     graph: StageGraph, costs: PlanCosts, sequence: Sequence[int], backbone: StageGraph
 ) -> PlanCosts:
-    """Costs of a graph's backbone, in the numbers of its own stages, microbatches and ranks."""
+    """Return the costs of the LLM stages, with their local stage, microbatch and rank indices."""
     encoders = set(encoder_names(graph.layout))
     offset = next(s.index for s in graph.layout.stages if s.module not in encoders)
-    own = range(offset, offset + len(backbone.layout.stages))
-    place = {microbatch: index for index, microbatch in enumerate(sequence)}
+    llm_stages = range(offset, offset + len(backbone.layout.stages))
+    local_index = {microbatch: index for index, microbatch in enumerate(sequence)}
 
     def task_in(of: Mapping[Task, V]) -> dict[Task, V]:
         return {
-            Task(t.stage - offset, place[t.microbatch], t.sub_microbatch): value
+            Task(t.stage - offset, local_index[t.microbatch], t.sub_microbatch): value
             for t, value in of.items()
-            if t.stage in own
+            if t.stage in llm_stages
         }
 
     def action_in(of: Mapping[Action, V]) -> dict[Action, V]:
         return {
-            a._replace(stage=a.stage - offset, microbatch=place[a.microbatch]): value
+            a._replace(stage=a.stage - offset, microbatch=local_index[a.microbatch]): value
             for a, value in of.items()
-            if a.stage in own
+            if a.stage in llm_stages
         }
 
     def message_in(of: Mapping[tuple[Message, bool], V]) -> dict[tuple[Message, bool], V]:
         return {
             (
-                Message(m.source - offset, m.destination - offset, place[m[2]], m[3]),
+                Message(m.source - offset, m.destination - offset, local_index[m[2]], m[3]),
                 backward,
             ): value
             for (m, backward), value in of.items()
-            if m.source in own and m.destination in own
+            if m.source in llm_stages and m.destination in llm_stages
         }
 
     compute = action_in(costs.compute_ms)
-    for task in backbone.tasks():  # of a frozen LLM some have no backward, which schedules drop
+    # A frozen LLM has tasks without a backward pass, which schedules drop.
+    for task in backbone.tasks():
         for kind in (ActionType.F, ActionType.B):
             compute.setdefault(Action(kind, *task), 0.0)
     kept = task_in(costs.kept_bytes)
-    if not kept:  # nobody knows bytes: in proportion to the forward's work
+    if not kept:  # without byte costs, activations are proportional to the forward time
         kept = {t: round(1e6 * compute[Action(ActionType.F, *t)]) for t in backbone.tasks()}
     return replace(
         costs,

@@ -1,14 +1,19 @@
-"""When an LLM's pipeline computes, and the bubbles it leaves for encoders (Optimus §2.2, §4.2-4.3).
+"""LLM timeline of a step, and the bubbles that it leaves for encoders (Optimus §2.2, §4.2-4.3).
 
-Input is any order of the LLM's actions: 1F1B, interleaved, zero bubble, from a file. Their earliest
-times are one longest path. Then every forward is deferred as far as no backward moves: the bubbles
-of the warm-up come to stand before forwards, where encoder forwards still help. That is Optimus'
-adjusted warm-up (Fig. 12), found as slack instead of by a formula for one schedule. The *dependency
-points* are those times: F_i, when the LLM's first stage takes microbatch i, and B_i, when its
-gradient is there.
+The input is any schedule of the LLM actions: 1F1B, interleaved 1F1B, zero bubble or a CSV file.
+Earliest times are longest paths in a task graph. Forward passes are then deferred as far as
+possible without a change of any backward pass. This moves the bubbles of the warm-up before forward
+passes, where encoder forward passes can use them. The result is the adjusted warm-up of Optimus
+(Fig. 12), computed as slack for arbitrary schedules.
 
-Rejected: reading bubbles off a simulated plan's records. They say when actions ran, not how late
-they could have.
+*Dependency points* follow from the deferred times:
+
+    F_i   time at which the first LLM stage starts microbatch i; encoder outputs are due
+    B_i   time at which the gradient of the LLM input of microbatch i is available
+
+Invariants: the duration of the step and all backward times are equal to those of the earliest
+timeline, and the action order of every rank is unchanged. Records of a simulated plan cannot
+replace this computation, because they contain no slack.
 """
 
 from __future__ import annotations
@@ -38,24 +43,25 @@ from torchmm.pipelining.plan.transfers import action_inputs
 
 # [Note: deferred forwards]
 #
-# The step of the LLM is an `OperatorGraph`: actions (a queue for each rank), transfers between
-# ranks (without a queue, because they do not wait for each other) and, if parameters are sharded,
-# gathers (a queue for each rank, stages of encoders first).
+# The LLM step is an `OperatorGraph` with three kinds of operators: actions (one queue per rank),
+# transfers between ranks (no queue, because they do not wait for each other) and, if parameters are
+# sharded, all-gathers (one queue per rank, encoder stages first).
 #
-# Movable are forwards and transfers of their outputs. All others keep their earliest times, so no
-# backward moves and the step stays as long as it was. 1F1B of three microbatches on two ranks:
+# Forward passes and transfers of their outputs are movable. All other operators have their earliest
+# times, so no backward pass moves and the duration of the step is unchanged. Example: 1F1B with
+# three microbatches on two ranks:
 #
 #     time      0  1  2  3  4  5  6  7  8  9 10 11
 #     earliest  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2    rank 0
 #     deferred  F0 .  .  F1 B0 B0 F2 B1 B1 .  B2 B2    rank 0: F_i = 0, 3, 6; B_i = 6, 9, 12
-#               .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .     rank 1: nothing can move
+#               .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .     rank 1: no action can move
 #
-# The bubble of the warm-up now stands before F1, where the encoder's forward of microbatch 1 can
-# use it; after F1 it would have been of no use to any forward but later ones.
+# The warm-up bubble is now before F1, so the encoder forward pass of microbatch 1 can use it. After
+# F1, only encoder forward passes of later microbatches could use it.
 
 
 class RankActions(NamedTuple):
-    """One rank's actions in their order."""
+    """Actions of a rank in execution order, with start and end times."""
 
     actions: tuple[Action, ...]
     start_ps: Int64s
@@ -64,19 +70,22 @@ class RankActions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LlmTimeline:
-    """A step's LLM without encoders. Times count from the begin of the step.
+    """LLM actions of a step without encoders. Times are relative to the start of the step.
 
     Attributes:
-        graph: of the whole step; stages without an action are encoders'.
-        ranks: by rank: actions and when they run.
-        entry_rank: of the LLM's first stage.
-        needed_ps: by microbatch: F_i.
-        returned_ps: by microbatch: B_i; -1 without one.
-        gathered_ps: by rank: when the encoders' parameters are there.
-        own_reduce_ps: by LLM stage: reduction of its gradients.
-        encoder_reduce_ps: by rank: of encoders' gradients, after the last action.
-        reduction_hides: whether ranks compute while gradients are reduced.
-        pieces: what actions consist of.
+        graph: Tasks of the complete step. Stages without an action belong to encoders.
+        ranks: Actions and times of each pipeline rank of the LLM.
+        entry_rank: Rank of the first LLM stage.
+        needed_ps: F_i of each microbatch.
+        returned_ps: B_i of each microbatch. -1 without a backward pass.
+        gathered_ps: Time at which the encoder parameters of each rank are unsharded.
+        own_reduce_ps: Gradient reduction time of each LLM stage.
+        encoder_reduce_ps: Gradient reduction time of the encoders of each rank, after its last
+            action.
+        reduction_hides: Whether ranks compute during gradient reduction.
+        pieces: Returns the communication and computation pieces of an action.
+        compiled: Task graph that computes the times.
+        nodes: Node of each action in `compiled`.
     """
 
     graph: StageGraph
@@ -94,8 +103,8 @@ class LlmTimeline:
 
     @property
     def ends_ps(self) -> list[int]:
-        """By rank: when its last action ends."""
-        return [int(own.end_ps[-1]) for own in self.ranks]
+        """End time of the last action of each rank."""
+        return [int(rank.end_ps[-1]) for rank in self.ranks]
 
     @cached_property
     def llm_ps(self) -> int:
@@ -103,14 +112,14 @@ class LlmTimeline:
         return self.step_end_ps([0] * len(self.ranks))
 
     def step_end_ps(self, encoder_ends_ps: Sequence[int]) -> int:
-        """End of the step.
+        """Return the end time of the step.
 
         Args:
-            encoder_ends_ps: by rank: of its last encoder kernel.
+            encoder_ends_ps: End time of the last encoder kernel of each rank.
         """
         rows = zip(self.reduced_ps, self.ends_ps, encoder_ends_ps, strict=True)
         if self.reduction_hides:
-            # Those of encoders come together on all ranks, after those of the LLM.
+            # Encoder gradients are reduced on all ranks together, after LLM gradients.
             ends = max(max(reduced, encoder) for reduced, _, encoder in rows)
             return ends + int(self.encoder_reduce_ps.max(initial=0))
         return max(
@@ -122,53 +131,53 @@ class LlmTimeline:
 
     @cached_property
     def reduced_ps(self) -> list[int]:
-        """By rank: when the LLM's gradients are reduced, if nothing of encoders comes between.
+        """End time of LLM gradient reduction of each rank if no encoder action delays it.
 
-        A stage's reduction begins after its last action, where ranks compute beside it; its turn
-        (`torchmm.pipelining.plan.reductions`) may be a little later.
+        If ranks compute during reduction, the reduction of a stage starts after the last action of
+        the stage. Its turn (`torchmm.pipelining.plan.reductions`) can be slightly later.
         """
-        found = []
-        for own in self.ranks:
+        reduced = []
+        for rank in self.ranks:
             last = dict(
-                zip((a.stage for a in own.actions), own.end_ps.tolist(), strict=True)
-            )  # of each stage, as times rise
-            end_ps = 0 if self.reduction_hides else int(own.end_ps[-1])
+                zip((a.stage for a in rank.actions), rank.end_ps.tolist(), strict=True)
+            )  # end times increase, so the last action of each stage remains
+            end_ps = 0 if self.reduction_hides else int(rank.end_ps[-1])
             for stage in sorted(last, reverse=True):
                 end_ps = max(end_ps, last[stage]) + self.own_reduce_ps.get(stage, 0)
-            found.append(end_ps)
-        return found
+            reduced.append(end_ps)
+        return reduced
 
     @cached_property
     def spans(self) -> tuple[Spans, ...]:
-        """By rank: communication and computation inside its actions."""
-        return tuple(spans_of(*own, self.pieces) for own in self.ranks)
+        """Communication and computation intervals inside the actions of each rank."""
+        return tuple(spans_of(*rank, self.pieces) for rank in self.ranks)
 
     def free_compute(self) -> FreeTime:
-        """By rank: when it computes nothing."""
-        return complement([own.computation_ps for own in self.spans])
+        """Return the intervals in which each rank computes nothing."""
+        return complement([spans.computation_ps for spans in self.spans])
 
     def free_links(self) -> FreeTime:
-        """By rank: when no tensor-parallel communication runs."""
-        return complement([own.communication_ps for own in self.spans])
+        """Return the intervals in which each rank has no tensor-parallel communication."""
+        return complement([spans.communication_ps for spans in self.spans])
 
     def free_outside(self) -> FreeTime:
-        """By rank: the time before all its computation, and that after it."""
-        first = [[int(own.start_ps[0]), int(own.end_ps[-1])] for own in self.ranks]
+        """Return the intervals before the first and after the last LLM action of each rank."""
+        first = [[int(rank.start_ps[0]), int(rank.end_ps[-1])] for rank in self.ranks]
         return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
 
     def waiting(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
-        """Return the earliest timeline in which some actions do not start before given times."""
+        """Return the earliest timeline in which actions do not start before their release times."""
         released = {self.nodes[action]: time_ps for action, time_ps in released_ps.items()}
-        order = [own.actions for own in self.ranks]
+        order = [rank.actions for rank in self.ranks]
         ranks = _by_rank(order, self.nodes, *self.compiled.times_ps(released))
         needed, returned, _ = _dependency_points(self.graph, ranks)
         return replace(self, ranks=ranks, needed_ps=needed, returned_ps=returned)
 
     def entries(self) -> list[Action]:
-        """Forwards of the LLM's first stage."""
-        own = self.ranks[self.entry_rank].actions
-        first = min(action.stage for action in own)
-        return [a for a in own if a.stage == first and a.type is ActionType.F]
+        """Return the forward actions of the first LLM stage."""
+        actions = self.ranks[self.entry_rank].actions
+        first = min(action.stage for action in actions)
+        return [a for a in actions if a.stage == first and a.type is ActionType.F]
 
 
 def llm_timeline(
@@ -181,35 +190,37 @@ def llm_timeline(
     reduction_hides: bool = False,
     defer: bool = True,
 ) -> LlmTimeline:
-    """Times of an LLM's actions.
+    """Compute start and end times of all LLM actions.
 
     Args:
-        graph: of the step.
-        order: by rank: of all stages but the encoders'.
-        costs: of the graph. Transfers take their time, and never wait for each other.
-        pieces: what actions consist of.
-        sharding: "step" if parameters are gathered before and gradients reduced after all
-            computation; encoders' parameters come first, as their stages do.
-        reduction_hides: whether ranks compute while gradients are reduced
-            (`PlanCosts.runs_beside`); if not, reductions come after all computation.
-        defer: whether forwards run as late as no backward moves, or as early as possible.
+        graph: Tasks of the step.
+        order: LLM actions of each rank, in execution order.
+        costs: Costs of the graph. Transfers have a duration, but never wait for each other.
+        pieces: Returns the communication and computation pieces of an action.
+        sharding: "step" if parameters are all-gathered before and gradients reduced after all
+            computation. Encoder parameters are all-gathered first, because encoder stages come
+            first.
+        reduction_hides: Whether ranks compute during gradient reduction (`PlanCosts.runs_beside`).
+            If
+            not, reductions follow all computation.
+        defer: Whether to defer forward passes as far as no backward pass moves.
 
     Raises:
-        SimulationError: the order cannot run, or a cost is missing or no duration.
-        ValueError: a rank has no LLM action.
+        SimulationError: The schedule cannot run, or a cost is missing or invalid.
+        ValueError: A rank has no LLM action.
     """
     if idle := [rank for rank, program in enumerate(order) if not program]:
         raise ValueError(f"ranks {idle} run no LLM action; use an LLM stage on every rank")
     stages = graph.layout.stages
     llm_stages = {action.stage for program in order for action in program}
-    # Stages of a pipeline rank, or of the first of its mirrors.
+    # Stages of each pipeline rank. With mirrors, those of the first mirror.
     rank_stages = [graph.layout.stages_of(r * graph.layout.mirrors) for r in range(len(order))]
     operators = OperatorGraph()
     movable: list[bool] = []  # by operator
 
     gathers: dict[tuple[int, int], int] = {}
-    for rank, own in enumerate(rank_stages if sharding == "step" else ()):
-        for stage in own:
+    for rank, local_stages in enumerate(rank_stages if sharding == "step" else ()):
+        for stage in local_stages:
             gathers[rank, stage] = operators.add(("gather", rank), costs.gather_ms.get(stage, 0.0))
             movable.append(False)
 
@@ -232,10 +243,12 @@ def llm_timeline(
     start_ps, end_ps = compiled.times_ps(movable=movable if defer else None)
     ranks = _by_rank(order, nodes, start_ps, end_ps)
     needed, returned, entry = _dependency_points(graph, ranks)
-    encoders = [[stage for stage in own if stage not in llm_stages] for own in rank_stages]
+    encoders = [
+        [stage for stage in local_stages if stage not in llm_stages] for local_stages in rank_stages
+    ]
     gathered = [
-        max((int(end_ps[gathers[rank, stage]]) for stage in own if gathers), default=0)
-        for rank, own in enumerate(encoders)
+        max((int(end_ps[gathers[rank, stage]]) for stage in local_stages if gathers), default=0)
+        for rank, local_stages in enumerate(encoders)
     ]
     reduce_ps = {
         stage.index: to_picoseconds(costs.reduce_ms.get(stage.index, 0.0))
@@ -250,7 +263,9 @@ def llm_timeline(
         returned,
         np.array(gathered, np.int64),
         {stage: ps for stage, ps in reduce_ps.items() if stage in llm_stages},
-        np.array([sum(reduce_ps.get(s, 0) for s in own) for own in encoders], np.int64),
+        np.array(
+            [sum(reduce_ps.get(s, 0) for s in local_stages) for local_stages in encoders], np.int64
+        ),
         reduction_hides,
         pieces,
         compiled,
@@ -265,7 +280,8 @@ def _add_inputs(
     nodes: Mapping[Action, int],
     movable: list[bool],
 ) -> list[str]:
-    """Let actions wait for their inputs from other actions of the LLM; return what is missing."""
+    """Add the inputs of LLM actions as edges of the task graph. Return messages about missing
+    inputs."""
     stages = {action.stage for action in nodes}
     results: dict[tuple[ActionType, Task], int] = {
         (ActionType.B if action.type is ActionType.I else action.type, action.task): node
@@ -275,7 +291,7 @@ def _add_inputs(
     for action, node in nodes.items():
         for kind, task, message in action_inputs(action, graph):
             if task.stage not in stages:
-                continue  # an encoder
+                continue  # inputs from encoders are the dependency points
             before = results.get((kind, task))
             if before is None:
                 problems.append(f"{action} requires an action that is not in the order")
@@ -292,8 +308,8 @@ def _add_inputs(
 def _dependency_points(
     graph: StageGraph, ranks: Sequence[RankActions]
 ) -> tuple[Int64s, Int64s, int]:
-    """F_i and B_i, and the rank they are on."""
-    stages = {action.stage for own in ranks for action in own.actions}
+    """Return F_i and B_i, and the rank of the first LLM stage."""
+    stages = {action.stage for rank in ranks for action in rank.actions}
     first = min(stages)
     entry = graph.layout.stages[first].ranks[0] // graph.layout.mirrors
     needed = np.zeros(graph.microbatches, np.int64)
@@ -310,9 +326,9 @@ def _dependency_points(
 def _by_rank(
     order: Sequence[Sequence[Action]], nodes: dict[Action, int], start_ps: Int64s, end_ps: Int64s
 ) -> tuple[RankActions, ...]:
-    """Return the times of the actions of each rank from those of all operators."""
+    """Return the actions and times of each rank from the times of all operators."""
     at = [[nodes[action] for action in program] for program in order]
     return tuple(
-        RankActions(tuple(program), start_ps[own], end_ps[own])
-        for program, own in zip(order, at, strict=True)
+        RankActions(tuple(program), start_ps[rank_nodes], end_ps[rank_nodes])
+        for program, rank_nodes in zip(order, at, strict=True)
     )

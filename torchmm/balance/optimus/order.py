@@ -1,18 +1,22 @@
-"""Plans with encoders in the LLM's bubbles: from a layout and costs to an order of actions.
+"""Optimus plans: convert bubble schedules to action orders.
 
-The bubble scheduler (`scheduler`) says when each action runs; here its times become the order
-of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
-then runs everything as early as that order allows: where transfers take no time, the simulated step
-is not longer than what the scheduler promises. Where they do, it can be: messages between two ranks
-wait for each other and for receives, which the scheduler leaves out.
+The bubble scheduler (`scheduler`) computes a start time for each action. A plan stores only an
+order of actions per rank and a replica per encoder task:
 
-A plan places whole actions: slicing encoder stages makes them small enough for bubbles between LLM
-actions. Bubbles inside an LLM action (tensor parallelism) count as one, at its begin. If encoders
-may use them, their actions are placed in pieces, as groups of their kernels. In the order, an
-action comes after the LLM action that its last piece is in, which then launches the pieces
-(`launches`). Pieces that do not fit run after it, so the step may take longer than promised.
+    times      rank 0: F0 at 0, e1 at 3, F1 at 5, ...      ->   order   rank 0: F0 e1 F1 ...
 
-The LLM's own order is one of a few (`llm_orders`); all are tried and the shortest step is kept.
+The runtime then runs every action as early as the order allows. If transfers take no time, the
+simulated step is not longer than the schedule. Otherwise it can be longer, because messages between
+two ranks wait for each other and for receives, which the scheduler ignores.
+
+Plans have action granularity. Encoder stages are split into slices that are short enough for
+bubbles between LLM actions. Bubbles inside an LLM action (tensor parallelism) are merged into one
+bubble at its start. If encoders may use them, their actions are placed in pieces, which are groups
+of kernels. In the order, an encoder action follows the LLM action that contains its last piece.
+This LLM action launches the pieces (`launches`). Pieces that do not fit run after it, so the step
+can be longer than the schedule.
+
+All LLM schedules of `llm_orders` are tried, and the shortest step is returned.
 """
 
 from __future__ import annotations
@@ -43,15 +47,15 @@ from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.schedules.colocated import encoder_names
 
 PIECES = 8
-"""Per encoder action where bubbles inside the LLM's actions count: a layer has four products
-forward, twice as many backward."""
+"""Pieces per encoder action if TP bubbles are used. A layer has four matmuls forward and eight
+backward."""
 
 
 class OptimusStep(NamedTuple):
-    """What `optimus` returns."""
+    """Result of `optimus`."""
 
     graph: StageGraph
-    """The step's, with the replica that runs each encoder task."""
+    """Tasks of the step, with the replica that runs each encoder task."""
     order: ComputeOrder
     schedule: BubbleSchedule
 
@@ -65,24 +69,24 @@ def optimus(
     sharding: Gathering = "none",
     evaluations: int = 256,
 ) -> OptimusStep:
-    """The shortest step found, by what its schedule promises.
+    """Return the step with the shortest bubble schedule.
 
     Args:
-        graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
-        costs: of the graph. Where ranks compute while gradients are reduced, encoders' backwards
-            run beside the reduction of the LLM's.
-        llm_schedule: name of a classic schedule for the LLM alone, or "searched".
-        granularity: coarse: encoders before and after the LLM only.
-        sharding: as the plan will be lowered.
-        evaluations: as for `fill_bubbles`, and of each search of the LLM's order.
+        graph: Tasks of a colocated layout (`torchmm.pipelining.schedules.colocated`).
+        costs: Costs of the graph. If ranks compute during gradient reduction, encoder backward
+            passes overlap with the reduction of LLM gradients.
+        llm_schedule: Name of a classic schedule for the LLM, or "searched".
+        granularity: "coarse" runs encoders only before and after the LLM.
+        sharding: Collectives with which the plan will be lowered.
+        evaluations: Evaluations of `fill_bubbles`, and of each search of an LLM schedule.
 
     Raises:
-        SimulationError: a cost is missing or no duration.
-        ValueError: the layout is not colocated, or does not suit the LLM's schedule.
+        SimulationError: A cost is missing or invalid.
+        ValueError: The layout is not colocated, or does not match the LLM schedule.
     """
     orders = llm_orders(graph, costs, llm_schedule, evaluations)
-    found = optimus_steps(graph, costs, orders, granularity, sharding, evaluations=evaluations)
-    return min(found, key=lambda step: step.schedule.total_ms)
+    steps = optimus_steps(graph, costs, orders, granularity, sharding, evaluations=evaluations)
+    return min(steps, key=lambda step: step.schedule.total_ms)
 
 
 def optimus_steps(
@@ -95,10 +99,16 @@ def optimus_steps(
     evaluations: int = 256,
     inside: bool = False,
 ) -> Iterator[OptimusStep]:
-    """Yield a step for each of some orders of the LLM (`llm_orders`); as `optimus`.
+    """Yield a step for each of several LLM schedules. See `optimus`.
 
     Args:
-        inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
+        graph: Tasks of a colocated layout.
+        costs: Costs of the graph.
+        orders: LLM schedules (`llm_orders`).
+        granularity: "coarse" runs encoders only before and after the LLM.
+        sharding: Collectives with which the plan will be lowered.
+        evaluations: Evaluations of `fill_bubbles`.
+        inside: Whether encoders may run during the communication (`tensor_ms`) of LLM actions.
     """
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
@@ -117,19 +127,19 @@ def optimus_steps(
             sharding=sharding,
             reduction_hides=costs.runs_beside,
         )
-        found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
+        schedule = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if inside:
-            found = whole_actions(found, works)
-        placed = place_encoders(graph, found)
-        yield OptimusStep(placed, order_of(found, placed, behind=inside), found)
+            schedule = whole_actions(schedule, works)
+        placed = place_encoders(graph, schedule)
+        yield OptimusStep(placed, order_of(schedule, placed, behind=inside), schedule)
 
 
 def whole_actions(schedule: BubbleSchedule, works: Sequence[EncoderWork]) -> BubbleSchedule:
-    """Return the schedule with actions instead of kernels: each starts when its last kernel does.
+    """Return the schedule with actions instead of kernels. Each action starts with its last kernel.
 
     Args:
-        schedule: of works whose actions are cut into kernels (`in_pieces`).
-        works: the `encoder_work`s of the same encoders.
+        schedule: Schedule of works whose actions are split into kernels (`in_pieces`).
+        works: Result of `encoder_work` for the same encoders.
     """
 
     def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:
@@ -146,7 +156,7 @@ def whole_actions(schedule: BubbleSchedule, works: Sequence[EncoderWork]) -> Bub
 
 
 def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
-    """The graph with the replica that a schedule gives each encoder task."""
+    """Return the graph with the replica that a schedule assigns to each encoder task."""
     replicas = {
         (work.name, *task): int(pipeline)
         for work, pipelines in zip(schedule.works, schedule.pipeline_N, strict=True)
@@ -156,33 +166,38 @@ def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
 
 
 def order_of(schedule: BubbleSchedule, graph: StageGraph, behind: bool = False) -> ComputeOrder:
-    """Each rank's actions in the order of a schedule's times.
+    """Return the actions of each rank, sorted by the times of a schedule.
 
     Args:
-        graph: with the replicas of the schedule.
-        behind: whether what starts inside of an LLM action comes behind it, or before it.
+        schedule: Bubble schedule.
+        graph: Tasks with the replicas of the schedule.
+        behind: Whether an encoder action that starts inside an LLM action runs after it, or before
+            it.
     """
     around = partial(_around, schedule, behind)
     layout = graph.layout
     rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(layout.rank_count)]
-    for rank, own in enumerate(schedule.llm):
-        for action, start in zip(own.actions, own.start_ps.tolist(), strict=True):
-            for mirror, same in enumerate(layout.mirrored[action.stage]):
-                # All mirrors come to it at one place, or they would wait for each other.
-                entry = (*_place(action, start), 1), action._replace(stage=same)
+    for rank, llm in enumerate(schedule.llm):
+        for action, start in zip(llm.actions, llm.start_ps.tolist(), strict=True):
+            for mirror, mirror_stage in enumerate(layout.mirrored[action.stage]):
+                # All mirrors must run it at the mirror_stage position. Otherwise they deadlock.
+                entry = (*_place(action, start), 1), action._replace(stage=mirror_stage)
                 rows[rank * layout.mirrors + mirror].append(entry)
     for action, replica, start in _encoder_starts(schedule, graph):
         place = around(layout.stages[action.stage].ranks[replica], action, start)
-        for same in layout.mirrored[action.stage]:
-            entry = place, action._replace(stage=same)
-            rows[layout.stages[same].ranks[replica]].append(entry)
+        for mirror_stage in layout.mirrored[action.stage]:
+            entry = place, action._replace(stage=mirror_stage)
+            rows[layout.stages[mirror_stage].ranks[replica]].append(entry)
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
 
 
 def _encoder_starts(
     schedule: BubbleSchedule, graph: StageGraph
 ) -> Iterator[tuple[Action, int, int]]:
-    """Encoders' actions, of mirrors those of the first, with their replicas and starts."""
+    """Yield encoder actions with their replicas and start times.
+
+    Of mirrors, only the actions of the first are included.
+    """
     starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
     for work, (forward, backward) in zip(schedule.works, starts, strict=True):
         for position, slices in enumerate(pipeline_stages(graph, work.name)):
@@ -199,17 +214,22 @@ def _encoder_starts(
 def _around(
     schedule: BubbleSchedule, behind: bool, rank: int, action: Action, start_ps: int
 ) -> tuple[int, ...]:
-    """Sorts an encoder's action: before or behind the LLM action of its rank that it starts in."""
-    own = schedule.llm[rank // schedule.works[0].tensor_groups]
-    index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
-    if index < 0 or start_ps >= own.end_ps[index]:
+    """Return the sort key of an encoder action.
+
+    If it starts inside an LLM action of its rank, it sorts directly before or after this action.
+    """
+    llm = schedule.llm[rank // schedule.works[0].tensor_groups]
+    index = int(np.searchsorted(llm.start_ps, start_ps, side="right")) - 1
+    if index < 0 or start_ps >= llm.end_ps[index]:
         return _place(action, start_ps)
-    inside = _place(own.actions[index], int(own.start_ps[index]))
+    inside = _place(llm.actions[index], int(llm.start_ps[index]))
     return *inside, 2 * behind, *_place(action, start_ps)
 
 
 def _place(action: Action, start_ps: int) -> tuple[int, ...]:
-    """Sorts actions; of those that start together, some take no time and come first, in the order
-    of the data."""
+    """Return the sort key of an action.
+
+    Of actions with the same start time, some have no duration. They are sorted in data flow order.
+    """
     forward = action.type is ActionType.F
     return start_ps, not forward, action.stage if forward else -action.stage

@@ -1,13 +1,17 @@
-"""Places where encoder layers may stop, so that they run in pieces (Optimus §4.2).
+"""Stop points of encoder layers, so that they run in pieces (Optimus §4.2).
 
-Attention and MLP each stop after their last column-wise matmul (query, key and value; gate and up),
-before their row-wise matmul, and after it. If layers are split over ranks, they stop at the start
-of each of their collectives instead of after the row-wise matmul. Backward passes stop when the
-gradients of the same tensors are ready. So a layer has six pieces, and eight with sequence
-parallelism (`torchmm.balance.optimus.layer_pieces` has their durations).
+Attention and MLP each stop after the last column-wise matmul (query, key and value; gate and up),
+before the row-wise matmul, and after it:
 
-The places follow from the tensor-parallel plan of the family. Parts that are not in this plan are
-one piece with the part after them.
+    attention   q k v | scores | output |      MLP   gate up | activation | down |
+
+If layers are split over ranks, they stop at the start of each of their collectives instead of after
+the row-wise matmul. Backward passes stop when the gradients of the same tensors are ready. A layer
+has six pieces, and eight pieces with sequence parallelism. `torchmm.balance.optimus.layer_pieces`
+computes their durations.
+
+Stop points follow from the tensor-parallel plan of the model family. Submodules outside this plan
+are merged with the next piece.
 """
 
 from __future__ import annotations
@@ -21,23 +25,30 @@ from torchmm.parallel.tensor.collectives import Hook
 
 
 def stop_in_layers(module: LayeredModule, stop: Hook, sends: bool) -> None:
-    """Call a hook at each place where a layer of the module may stop.
+    """Call a hook at each stop point of the layers of a module.
 
     Args:
+        module: Encoder with decoder or encoder layers.
+        stop: Function to call.
         sends: Whether layers are split over ranks, so that their collectives call the hook too.
     """
     plan = module.tensor_parallel_plan()
     rows = {
-        part for pattern, s in plan.items() if s == "rowwise" for part in module.matching(pattern)
+        submodule
+        for pattern, s in plan.items()
+        if s == "rowwise"
+        for submodule in module.matching(pattern)
     }
     for pattern in module.tensor_parallel_scopes():
         if not pattern.startswith(f"{module.layers_fqn}."):
             continue
         for scope in module.matching(pattern):
-            linears = [part for part in scope.modules() if isinstance(part, nn.Linear)]
-            if own_rows := [linear for linear in linears if linear in rows]:
+            linears = [
+                submodule for submodule in scope.modules() if isinstance(submodule, nn.Linear)
+            ]
+            if row_linears := [linear for linear in linears if linear in rows]:
                 columns = [linear for linear in linears if linear not in rows]
-                _stop_in_scope(scope, columns, own_rows, stop, sends)
+                _stop_in_scope(scope, columns, row_linears, stop, sends)
 
 
 def _stop_in_scope(
@@ -47,7 +58,7 @@ def _stop_in_scope(
 
     def start(*_: Any) -> None:
         nonlocal left
-        left = len(columns)  # set here, because recomputation may end before the last one
+        left = len(columns)  # reset here, because recomputation can stop early
 
     def after_column(_: nn.Module, __: Any, product: Tensor) -> None:
         nonlocal left

@@ -1,32 +1,42 @@
-"""Encoder work in the bubbles of an LLM's pipeline: Optimus' bubble scheduler (§4.2-4.3).
+"""Bubble scheduler: place encoder computation in the bubbles of an LLM pipeline (Optimus §4.2-4.3).
 
-Coarse: encoder forwards run before the LLM's first action on their rank, backwards after its last.
-Fine: kernels also go into the bubbles between and inside the LLM's actions. The LLM's own timeline
-stays what it is; where bubbles do not suffice, all of it starts later (`before_ms`), or the step
-ends later (`after_ms`).
+Coarse schedules run encoder forward passes before the first LLM action of their rank, and encoder
+backward passes after the last. Fine schedules also use the bubbles between and inside LLM actions.
+The LLM timeline keeps its shape. If bubbles are too small, the complete LLM timeline starts later
+(`before_ms`), or the step ends later (`after_ms`):
 
-    1. Assignment: each next task goes to the pipeline that finishes it first. For tasks that are
-       alike this is the best there is: it merges the pipelines' sequences of ends, so the i-th end
-       is as early as any assignment can make it (global ordering: EF_i <= F_i for all i). The
-       least delay for which all F_i are met is found by bisection; more delay never hurts.
-    2. Delay of a given assignment: tasks are placed backwards in time from the F_i, as late as
-       possible; how far they reach before the step's begin is the least delay, exactly.
-    3. Placement: with that delay, forwards run as early as possible, which leaves late bubbles to
-       backwards. Those run as early as possible after B_i, in the pipelines of their forwards.
-    4. Search: tasks change pipelines, by annealing, as more than the order of forwards matters:
-       backwards must run where their forwards did, and tasks may differ.
+    coarse   e0 e1 | F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2 | b0 b1     e: encoder forward pass
+    fine     e0    | F0 e1 F1 .  B0 B0 F2 B1 B1 b0 B2 B2 | b1        b: encoder backward pass
+             before_ms                                     after_ms
 
-Per-device order and unsplit kernels make 2 and 3 exact: in a fixed order, placing every kernel in
-the first free interval that holds it ends nothing later than any other way.
+F_i is the latest start of microbatch i in the LLM. B_i is the time when its gradient is available
+(`llm_timeline`). A schedule is found in four steps:
 
-Rejected: the paper's enumeration of all partitions of the microbatches among the pipelines with
-hill climbing in each, which takes minutes; and sorting backward starts without regard to which
-pipeline holds the activations.
+1. Assignment. Each next task goes to the pipeline that finishes it first. For identical tasks this
+greedy assignment is optimal. It merges the end times of all pipelines, so the i-th end is as early
+as any assignment allows (global ordering of the paper: EF_i <= F_i for all i). Bisection finds the
+smallest delay that meets all F_i. A larger delay never violates one.
+2. Delay of an assignment. Tasks are placed backward in time from F_i, as late as possible. The time
+by which they extend before the start of the LLM is exactly the smallest delay.
+3. Placement. With this delay, forward passes run as early as possible, which leaves late bubbles to
+backward passes. Backward passes run as early as possible after B_i, in the pipeline of their
+forward pass.
+4. Search. Simulated annealing changes the pipelines of tasks. Step 1 is only a start, because
+backward passes must run in the pipeline of their forward pass, and tasks can have different costs.
 
-The best assignment of tasks to pipelines is searched with its cost as a black box. Small spaces are
-enumerated. In others, simulated annealing moves one task or exchanges two; a cost is the longest of
-several sums, so descent alone stops where two tasks would have to change places with one. Seeded:
-the same input gives the same assignment.
+Invariants:
+
+- A device runs tasks in a fixed order, and kernels are not split. Steps 2 and 3 are therefore
+  exact: if each kernel uses the first free interval that is long enough, no kernel can end earlier.
+- No LLM action moves relative to another LLM action, except in `BubbleFiller.coarse_schedule`.
+- The search is seeded, so all ranks compute the same schedule from the same input.
+
+`search_assignment` evaluates the cost as a black box. It enumerates small search spaces. In others,
+annealing moves one task or exchanges two tasks. The cost is the maximum of several sums, so pure
+descent stops if only an exchange of several tasks reduces it.
+
+The paper enumerates all partitions of the microbatches among the pipelines, with hill climbing in
+each. This takes minutes per step.
 """
 
 from __future__ import annotations
@@ -61,9 +71,9 @@ from torchmm.costs.sizes import Array
 from torchmm.pipelining.plan.actions import Action
 
 TEMPERATURE = 0.02
-"""At the begin, as a share of the cost; it falls to 0."""
+"""Initial temperature of annealing as a fraction of the cost. It decreases linearly to 0."""
 REPEATS = 4
-"""Moves per evaluation that may lead to an assignment seen before."""
+"""Maximum number of moves per evaluation. Moves to known assignments need no evaluation."""
 
 
 def search_assignment(
@@ -74,75 +84,81 @@ def search_assignment(
     evaluations: int,
     enough: int = 0,
 ) -> Int32s:
-    """The cheapest assignment found.
+    """Return the assignment with the lowest cost that the search finds.
 
     Args:
-        starts: assignments to begin from; at least one. Never worse than the best of them.
-        choices: by task: its possible places.
-        cost: of an assignment; positive.
-        evaluations: how many assignments, in addition to the first ones, may be evaluated.
-        enough: a cost at which to stop.
+        starts: Initial assignments, at lowest one. The result is never worse than the best of them.
+        choices: Possible pipelines of each task.
+        cost: Returns the cost of an assignment, which must be positive.
+        evaluations: Maximum number of evaluated assignments in addition to `starts`.
+        enough: Cost at which the search stops.
     """
     best = min(starts, key=cost)
-    least = cost(best)
-    if least <= enough:
+    lowest = cost(best)
+    if lowest <= enough:
         return best
     if prod(map(len, choices)) <= evaluations:
-        every = (np.array(found, np.int32) for found in product(*choices))
-        return min([best, *every], key=cost)
+        assignments = (np.array(assignment, np.int32) for assignment in product(*choices))
+        return min([best, *assignments], key=cost)
     free = [task for task, places in enumerate(choices) if len(places) > 1]
     if not free:
         return best
     rng = random.Random(0)
-    costs = {best.tobytes(): least}
-    current, height = best, least
+    costs = {best.tobytes(): lowest}
+    current, height = best, lowest
     steps = evaluations * REPEATS
     for step in range(steps):
-        if len(costs) > evaluations or least <= enough:
+        if len(costs) > evaluations or lowest <= enough:
             break
-        tried = _moved(current, free, choices, rng)
-        key = tried.tobytes()
+        candidate = _moved(current, free, choices, rng)
+        key = candidate.tobytes()
         if key not in costs:
-            costs[key] = cost(tried)
+            costs[key] = cost(candidate)
         rise = costs[key] - height
-        temperature = TEMPERATURE * least * (1 - step / steps)
+        temperature = TEMPERATURE * lowest * (1 - step / steps)
         if rise <= 0 or rng.random() < exp(-rise / temperature):
-            current = tried
+            current = candidate
             height = costs[key]
-            if height < least:
-                best, least = current, height
+            if height < lowest:
+                best, lowest = current, height
     return best
 
 
 def _moved(
     current: Int32s, free: Sequence[int], choices: Sequence[range], rng: random.Random
 ) -> Int32s:
-    """One task elsewhere, or two of the same choices exchanged."""
-    tried = current.copy()
-    one = rng.choice(free)
-    other = rng.choice(free)
-    if rng.random() < 0.5 or choices[one] != choices[other]:
-        tried[one] = rng.choice(choices[one])
+    """Return an assignment with one task moved, or two tasks of the same choices exchanged."""
+    moved = current.copy()
+    first = rng.choice(free)
+    second = rng.choice(free)
+    if rng.random() < 0.5 or choices[first] != choices[second]:
+        moved[first] = rng.choice(choices[first])
     else:
-        tried[[one, other]] = current[[other, one]]
-    return tried
+        moved[[first, second]] = current[[second, first]]
+    return moved
 
 
 Granularity = Literal["coarse", "fine"]
 BISECTION = 1e-4
-"""Share of the longest delay to which bisection goes; the delay itself is then found exactly."""
+"""Tolerance of bisection as a fraction of the maximum delay. Placement computes the exact delay."""
 
 
 @dataclass(frozen=True, eq=False)
 class BubbleSchedule:
-    """Which encoder kernel runs where and when. Times count from the begin of the step.
+    """Pipelines and start times of all encoder kernels. Times are relative to the start of the
+    step.
 
     Attributes:
-        llm: by rank: the LLM's actions.
-        pipeline_N: by encoder: the pipeline of each task.
-        forward_start_ps, backward_start_ps: by encoder: (N, S, K), of its kernels.
-        llm_ms: the step without encoders.
-        before_ms, after_ms: by how much encoders lengthen it, before and after the LLM.
+        timeline: LLM timeline without encoders.
+        works: Encoder work, one entry per encoder.
+        llm: LLM actions of each rank.
+        pipeline_N: Pipeline of each task, one array per encoder. Indices are relative to the
+            encoder.
+        forward_start_ps: (N, S, K) start times of forward kernels, one array per encoder.
+        backward_start_ps: (N, S, K) start times of backward kernels, one array per encoder.
+        llm_ms: Duration of the step without encoders.
+        before_ms: Delay of the LLM by encoders.
+        after_ms: Increase of the step after the LLM by encoders.
     """
 
     timeline: LlmTimeline
@@ -157,31 +173,32 @@ class BubbleSchedule:
 
     @property
     def total_ms(self) -> float:
-        """The step."""
+        """Duration of the step."""
         return self.llm_ms + self.before_ms + self.after_ms
 
     @property
     def busy_ms(self) -> float:
-        """Encoder computation per device, mean."""
+        """Mean encoder computation time per device."""
         devices = len(self.timeline.ranks) * max(work.tensor_groups for work in self.works)
         return sum(work.busy_ms for work in self.works) / devices
 
     @property
     def efficiency(self) -> float:
-        """Share of encoder computation that bubbles hide (Optimus §5.3.2); 1 without any."""
+        """Fraction of encoder computation that bubbles hide (Optimus §5.3.2). 1 without encoder
+        work."""
         return 1 - (self.before_ms + self.after_ms) / self.busy_ms if self.busy_ms else 1.0
 
 
 class Placed(NamedTuple):
-    """What came of an assignment; times from the begin of the LLM's own timeline."""
+    """Placement of an assignment. Times are relative to the start of the LLM timeline."""
 
     total_ps: int
     before_ps: int
     forward_ps: Int64s
-    """By kernel."""
+    """Start times of forward kernels."""
     backward_ps: Int64s
     handed_ps: Int64s
-    """By task: when the LLM has it."""
+    """Times at which the outputs of the tasks are available to the LLM."""
 
 
 def fill_bubbles(
@@ -191,17 +208,17 @@ def fill_bubbles(
     *,
     evaluations: int = 256,
 ) -> BubbleSchedule:
-    """The best schedule found.
+    """Return the best schedule that the search finds.
 
     Args:
-        timeline: of the LLM.
-        works: of all encoders, scheduled as if they were one (Optimus §4.4).
-        granularity: fine schedules are never longer than coarse ones.
-        evaluations: how many assignments the search may try.
+        timeline: LLM timeline.
+        works: Work of all encoders. They are scheduled together (Optimus §4.4).
+        granularity: Fine schedules are never longer than coarse schedules.
+        evaluations: Maximum number of assignments that the search evaluates.
 
     Raises:
-        ValueError: encoders count different `tensor_groups`, or tasks or devices are not those of
-            the timeline.
+        ValueError: Encoders have different `tensor_groups`, or tasks or devices do not match the
+            timeline.
     """
     filler = BubbleFiller(timeline, works)
     starts = [filler.forward_first("coarse"), filler.backward_first("coarse")]
@@ -214,11 +231,11 @@ def fill_bubbles(
 
 
 class BubbleFiller:
-    """Evaluates assignments of tasks to pipelines; `fill_bubbles` says of what.
+    """Evaluator of assignments of encoder tasks to encoder pipelines, for `fill_bubbles`.
 
     Attributes:
         keys: (encoder, microbatch, sub-microbatch) of each task, in the order of assignments.
-        choices: by task: the pipelines of its encoder.
+        choices: Pipelines of the encoder of each task.
     """
 
     def __init__(self, timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
@@ -246,10 +263,10 @@ class BubbleFiller:
         self._rooms: dict[tuple[Granularity, bool], Room] = {}
 
     def forward_first(self, granularity: Granularity) -> Int32s:
-        """Each next forward to the pipeline that finishes it first, with the least delay."""
+        """Assign each next forward task to the first pipeline to finish it, with minimum delay."""
         way = Pass(self._forward, self._pipelines, self._room(granularity), False, False)
         free = np.full(len(self.keys), -ALWAYS_PS)
-        # All kernels one after the other before the LLM begins: certainly enough.
+        # Upper bound: all kernels run one after the other before the LLM starts.
         low = -1
         high = int(self._forward.duration_ps.sum() + self._forward.hop_ps.sum())
         best = np.zeros(len(self.keys), np.int32)
@@ -257,60 +274,67 @@ class BubbleFiller:
         tolerance = int(BISECTION * high) + 1
         while high - low > tolerance:
             delay = (low + high) // 2
-            tried = best.copy()
-            if self._assign(way, free, self._needed, self._gathered - delay, tried):
-                best, high = tried, delay
+            candidate = best.copy()
+            if self._assign(way, free, self._needed, self._gathered - delay, candidate):
+                best, high = candidate, delay
             else:
                 low = delay
         return best
 
     def backward_first(self, granularity: Granularity) -> Int32s:
-        """Each next backward to the pipeline that finishes it first, as if forwards took none of
-        the bubbles."""
+        """Assign each next backward task to the pipeline that finishes it first.
+
+        Forward tasks are ignored: all bubbles are available.
+        """
         count = len(self.keys)
         room = self._room(granularity)
         way = Pass(self._backward, self._pipelines, room, True, False)
         never = np.full(count, ALWAYS_PS)
-        found = np.zeros(count, np.int32)
-        self._assign(way, self._returned, never, np.full(len(self._gathered), -ALWAYS_PS), found)
-        return found
+        pipeline_of = np.zeros(count, np.int32)
+        self._assign(
+            way, self._returned, never, np.full(len(self._gathered), -ALWAYS_PS), pipeline_of
+        )
+        return pipeline_of
 
     @staticmethod
     def _assign(
-        way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, found: Int32s
+        way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, pipeline_of: Int32s
     ) -> bool:
         cursor = start_cursor(way.room, begin_ps)
         saved = start_cursor(way.room, begin_ps)
         scratch = np.empty(len(way.tasks.duration_ps), np.int64)
-        return bool(assign_tasks(way, release_ps, deadline_ps, cursor, saved, scratch, found))
+        return bool(assign_tasks(way, release_ps, deadline_ps, cursor, saved, scratch, pipeline_of))
 
     def search(
         self, granularity: Granularity, starts: Sequence[Int32s], evaluations: int
     ) -> Int32s:
-        """The best assignment found, beginning with some."""
+        """Return the best assignment that the search finds from initial assignments."""
         return search_assignment(
             starts,
             self.choices,
-            lambda tried: self.evaluate(granularity, tried).total_ps,
+            lambda assignment: self.evaluate(granularity, assignment).total_ps,
             evaluations=evaluations,
             enough=self.timeline.llm_ps,
         )
 
     def evaluate(self, granularity: Granularity, pipeline_of: Int32s) -> Placed:
-        """The placement of an assignment (steps 2 and 3)."""
+        """Return the placement of an assignment (steps 2 and 3 of the module docstring)."""
         count = len(self.keys)
         ranks = self._pipelines.rank
         room = self._room(granularity)
         start = np.zeros(len(self._forward.duration_ps), np.int64)
         end = np.zeros(count, np.int64)
         unbound = np.full(len(ranks), -ALWAYS_PS)
+        # Step 2: in negated time, tasks run from their deadlines toward the start of the step.
         mirrored = Pass(self._forward, self._pipelines, self._room(granularity, True), True, True)
         cursor = start_cursor(mirrored.room, unbound)
         place(mirrored, pipeline_of, -self._needed, cursor, start, end)
         before_ps = max(0, int((cursor.time_ps + self._gathered).max(initial=0)))
+        # Step 3: with this delay, forward tasks run as early as possible.
         way = Pass(self._forward, self._pipelines, room, False, False)
         cursor = start_cursor(room, self._gathered - before_ps)
         place(way, pipeline_of, np.full(count, -ALWAYS_PS), cursor, start, end)
+        # Backward tasks use the intervals that forward tasks leave free.
         back = Pass(self._backward, self._pipelines, residual(way, pipeline_of, start), True, False)
         back_start = np.zeros(len(self._backward.duration_ps), np.int64)
         back_end = np.zeros(count, np.int64)
@@ -322,52 +346,53 @@ class BubbleFiller:
         return Placed(total_ps, before_ps, start, back_start, end)
 
     def schedule(self, granularity: Granularity, pipeline_of: Int32s) -> BubbleSchedule:
-        """The schedule of an assignment; the LLM starts later as a whole."""
+        """Return the schedule of an assignment. All LLM actions are delayed by the same time."""
         placed = self.evaluate(granularity, pipeline_of)
         timeline = self.timeline
         before = placed.before_ps
         llm = [
-            RankActions(own.actions, own.start_ps + before, own.end_ps + before)
-            for own in timeline.ranks
+            RankActions(rank.actions, rank.start_ps + before, rank.end_ps + before)
+            for rank in timeline.ranks
         ]
         after_ps = placed.total_ps - before - timeline.llm_ps
-        # Pipelines of each encoder's tasks, counted within the encoder.
+        # Split the pipelines by encoder, with indices relative to the encoder.
         counts = np.cumsum([len(work.tasks) for work in self.works])[:-1]
         pipelines = zip(np.split(pipeline_of, counts), self._pipelines.first, strict=False)
         return BubbleSchedule(
             timeline,
             self.works,
             tuple(llm),
-            tuple(own - first for own, first in pipelines),
+            tuple(pipeline - first for pipeline, first in pipelines),
             _shaped(placed.forward_ps + before, [w.forward_ms_NSK.shape for w in self.works]),
             _shaped(placed.backward_ps + before, [w.backward_ms_NSK.shape for w in self.works]),
             *(ps / PICOSECONDS_PER_MS for ps in (timeline.llm_ps, before, after_ps)),
         )
 
     def coarse_schedule(self, pipeline_of: Int32s) -> BubbleSchedule:
-        """The coarse schedule of an assignment, every action of the LLM as early as encoders allow.
+        """Return the coarse schedule of an assignment with LLM actions as early as encoders allow.
 
-        That is what a plan does; where the LLM's stages differ it may be less than moving it whole.
+        Plans run LLM actions this way. If LLM stages have different durations, the delay can be
+        smaller than the uniform delay of `schedule`.
         """
         placed = self.evaluate("coarse", pipeline_of)
         timeline = self.timeline
         ends = self._device_ends(placed.forward_ps, pipeline_of)
         released: dict[Action, int] = {}
-        for rank, own in enumerate(timeline.ranks):
-            released[own.actions[0]] = int(ends[self._pipelines.rank == rank].max(initial=0))
+        for rank, actions in enumerate(timeline.ranks):
+            released[actions.actions[0]] = int(ends[self._pipelines.rank == rank].max(initial=0))
         for action in timeline.entries():
-            mine = [key[1] == action.microbatch for key in self.keys]
-            handed = int(placed.handed_ps[mine].max(initial=0))
-            released[action] = max(released.get(action, 0), handed)
+            is_entered = [key[1] == action.microbatch for key in self.keys]
+            available = int(placed.handed_ps[is_entered].max(initial=0))
+            released[action] = max(released.get(action, 0), available)
         before = placed.before_ps
-        waiting = timeline.waiting({a: max(0, ps + before) for a, ps in released.items()})
-        found = BubbleFiller(waiting, self.works).schedule("coarse", pipeline_of)
-        before_ms = (waiting.llm_ps - timeline.llm_ps) / PICOSECONDS_PER_MS
+        delayed = timeline.waiting({a: max(0, ps + before) for a, ps in released.items()})
+        schedule = BubbleFiller(delayed, self.works).schedule("coarse", pipeline_of)
+        before_ms = (delayed.llm_ps - timeline.llm_ps) / PICOSECONDS_PER_MS
         return replace(
-            found,
+            schedule,
             timeline=timeline,
             llm_ms=timeline.llm_ps / PICOSECONDS_PER_MS,
-            before_ms=found.before_ms + before_ms,
+            before_ms=schedule.before_ms + before_ms,
         )
 
     def _room(self, granularity: Granularity, mirrored: bool = False) -> Room:
@@ -378,28 +403,30 @@ class BubbleFiller:
                 free = [timeline.free_outside()] * 2
             else:
                 free = [timeline.free_compute(), timeline.free_links()]
-            free = [each.of_devices(self._pipelines.rank.tolist()) for each in free]
-            free = [each.mirrored() if mirrored else each for each in free]
+            free = [intervals.of_devices(self._pipelines.rank.tolist()) for intervals in free]
+            free = [intervals.mirrored() if mirrored else intervals for intervals in free]
             self._rooms[key] = Room(*free[0], *free[1])
         return self._rooms[key]
 
     def _device_ends(self, start_ps: Int64s, pipeline_of: Int32s) -> Int64s:
-        """By device: end of its last forward kernel."""
+        """Return the end time of the last forward kernel of each device."""
         ends = np.full(len(self._pipelines.rank), -ALWAYS_PS)
         tasks = self._forward
         for task, pipeline in enumerate(pipeline_of.tolist()):
             for row in range(tasks.first[task], tasks.first[task + 1]):
                 first = self._pipelines.device[pipeline, row - tasks.first[task]]
                 devices = slice(first, first + self._pipelines.width[pipeline])
-                own = slice(tasks.pointers[row], tasks.pointers[row + 1])
-                busy = tasks.duration_ps[own] > 0
-                last = (start_ps[own] + tasks.duration_ps[own])[busy].max(initial=-ALWAYS_PS)
+                kernels = slice(tasks.pointers[row], tasks.pointers[row + 1])
+                busy = tasks.duration_ps[kernels] > 0
+                last = (start_ps[kernels] + tasks.duration_ps[kernels])[busy].max(
+                    initial=-ALWAYS_PS
+                )
                 ends[devices] = np.maximum(ends[devices], last)
         return ends
 
 
 def _check(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
-    """Raises a ValueError for works that cannot be on the timeline's devices."""
+    """Raise a ValueError if the devices or tasks of encoders do not match the timeline."""
     tensor_groups = {work.tensor_groups for work in works}
     if len(tensor_groups) != 1:
         raise ValueError(
@@ -425,10 +452,12 @@ def _pipelines(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> Pipelines
     rows = [
         np.pad(work.devices_MS, ((0, 0), (0, stages - work.devices_MS.shape[1]))) for work in works
     ]
-    first = np.cumsum([0, *(len(own) for own in rows)])
+    first = np.cumsum([0, *(len(devices) for devices in rows)])
     ranks = np.repeat(np.arange(len(timeline.ranks)), works[0].tensor_groups)
     device = np.concatenate(rows).astype(np.int32)
-    width = np.repeat([work.width for work in works], [len(own) for own in rows]).astype(np.int32)
+    width = np.repeat([work.width for work in works], [len(devices) for devices in rows]).astype(
+        np.int32
+    )
     of_device = ranks.astype(np.int32)
     return Pipelines(first.astype(np.int32), device, width, of_device, timeline.entry_rank)
 
@@ -436,7 +465,13 @@ def _pipelines(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> Pipelines
 def _tasks(
     passes: Sequence[tuple[Array, Flags, Array]], encoder: Int32s, order: NDArray[np.intp]
 ) -> Tasks:
-    """One direction of all encoders: durations (N, S, K), flags (K,), hops (N, S) of each."""
+    """Flatten one direction of all encoders.
+
+    Args:
+        passes: Kernel durations (N, S, K), link flags (K,) and hop times (N, S) of each encoder.
+        encoder: Encoder of each task.
+        order: Order of the tasks in their pipelines.
+    """
     counts, kernels, durations, flags, hops = [], [], [], [], []
     for duration_ms, links, hop_ms in passes:
         tasks, stages, size = duration_ms.shape
@@ -462,4 +497,4 @@ def _picoseconds(times_ms: Array) -> Int64s:
 
 def _shaped(values: Int64s, shapes: Sequence[tuple[int, ...]]) -> tuple[Int64s, ...]:
     by_encoder = np.split(values, np.cumsum([prod(shape) for shape in shapes])[:-1])
-    return tuple(own.reshape(shape) for own, shape in zip(by_encoder, shapes, strict=True))
+    return tuple(array.reshape(shape) for array, shape in zip(by_encoder, shapes, strict=True))

@@ -1,6 +1,15 @@
-"""Compiled loops of bubble filling over flat arrays; `scheduler` says what they do and why.
+"""Compiled loops of the bubble scheduler over flat arrays.
 
-Times are picoseconds from the begin of the LLM's timeline; before it they are negative.
+`scheduler` describes the algorithm. These loops place encoder kernels in free intervals of devices
+and are called once per evaluated assignment. All times are picoseconds from the start of the LLM
+timeline. Times before its start are negative.
+
+Invariants of every loop:
+
+- The free intervals of a device are sorted and do not touch. The first has no start and the last
+  has no end, so every kernel fits into the last one. `NEVER_PS` covers lists without it.
+- A cursor never moves back. One pass over all tasks visits each interval at most once per device.
+- A kernel is never split over two intervals.
 """
 
 from __future__ import annotations
@@ -17,75 +26,78 @@ Flags = NDArray[np.bool_]
 
 # [Note: first fit with cursors]
 #
-# A *task* is one pass of some images through an encoder's pipeline; a *row* is a task on one of its
-# stages; its *kernels* run there one after the other. Both levels are flat arrays:
+# A *task* is one pass of a group of images through an encoder pipeline. A *row* is a task on one
+# stage of this pipeline. The *kernels* of a row run one after the other. Both levels are flat
+# arrays:
 #
-#     task t   rows    first[t] .. first[t + 1]         one for each stage
-#     row r    kernels pointers[r] .. pointers[r + 1]   of 0 ps where a stage has fewer
+#     task t   rows    first[t] .. first[t + 1]         one per stage
+#     row r    kernels pointers[r] .. pointers[r + 1]   padded with kernels of 0 ps
 #
-# Free time of device d are sorted intervals that do not touch, one list for computation and one for
-# links; the first begins before all time, the last never ends. Kernels are never split: each goes
-# to the first interval, from where the device stands, that has room for it:
+# A device has two lists of free intervals: one for computation and one for links. A kernel uses the
+# first interval at or after the cursor of the device that is long enough:
 #
 #     free      |-----|   |---|   |-------------
 #     kernels   |aaa|             |bbbbb||c|        b is too long for the second interval;
-#                                                   c would fit, but comes after b
+#                                                   c fits into it, but runs after b
 #
-# An encoder that is split over several devices runs each kernel on all of them at once: as early as
-# all of them have room.
+# If an encoder is split over several devices, each kernel runs on all of them at the same time. It
+# starts as soon as all of them have a long enough interval.
 #
-# A device runs rows in the order of the tasks, so an interval that was passed over is never needed
-# again: where the device stands (`Cursor`: a time and an interval of each list) only moves on, and
-# placing everything is one walk through the intervals. By induction over that order, nothing can
-# end earlier anywhere: each kernel starts as early as what precedes it allows.
+# A device runs rows in task order, so a skipped interval is never used later. The cursor (a time
+# and an index in each list) only moves forward, and placement of all tasks is one scan of the
+# intervals. By induction over the task order, no kernel can end earlier: each kernel starts as
+# early as its predecessors allow.
 #
 # Three passes use the same loops:
 #
-#     pass               upstream  mirrored  what for
-#     forward            no        no        forwards as early as possible
-#     forward, mirrored  yes       yes       forwards as late as the LLM allows: time is negated, so
-#                                            intervals, tasks and kernels come in reverse order, and
-#                                            ends are the negated starts
-#     backward           yes       no        backwards as early as possible, in the free time that
-#                                            forwards have left (`residual`)
+#     pass               upstream  mirrored  result
+#     forward            no        no        earliest forward passes
+#     forward, mirrored  yes       yes       latest forward passes that the LLM allows. Time is
+#                                            negated, so intervals, tasks and kernels are visited in
+#                                            reverse, and the computed ends are negated starts.
+#     backward           yes       no        earliest backward passes in the free intervals that
+#                                            forward passes leave (`residual`)
 
 
 class Tasks(NamedTuple):
-    """One direction of all encoders' tasks; forward and backward have the same rows."""
+    """Tasks of all encoders in one direction. Forward and backward tasks have the same rows."""
 
     encoder: Int32s
-    """By task: whose it is."""
+    """Encoder of each task."""
     first: Int32s
-    """By task, and one more: its rows are `first[t]` to `first[t + 1]`, by stage."""
+    """Offsets of the rows of each task, shape (tasks + 1,). Task t has rows `first[t]` to `first[t
+    + 1]`, one per stage."""
     pointers: Int32s
-    """By row, and one more: its kernels."""
+    """Offsets of the kernels of each row, shape (rows + 1,)."""
     duration_ps: Int64s
-    """By kernel; 0: there is none."""
+    """Duration of each kernel. 0 marks a padded entry without a kernel."""
     on_links: Flags
-    """By kernel: whether it communicates."""
+    """Whether each kernel communicates."""
     hop_ps: Int64s
-    """By row: from its rank to that of the next stage, or of the LLM's first, or back."""
+    """Transfer time of each row: to the rank of the next stage, or from the last stage to the first
+    rank of the LLM. Gradients have the same transfer time."""
     order: Int32s
-    """The tasks as they go through the pipelines."""
+    """Task indices in the order in which they run."""
 
 
 class Pipelines(NamedTuple):
-    """Encoder pipelines on an LLM pipeline's devices."""
+    """Encoder pipelines on the devices of an LLM pipeline."""
 
     first: Int32s
-    """By encoder, and one more: its pipelines."""
+    """Offsets of the pipelines of each encoder, shape (encoders + 1,)."""
     device: Int32s
-    """By pipeline and stage: the first."""
+    """First device of each stage, shape (pipelines, stages)."""
     width: Int32s
-    """By pipeline: devices that follow each other and run its kernels together."""
+    """Number of consecutive devices per stage of each pipeline. They run each kernel together."""
     rank: Int32s
-    """By device: its rank of the LLM's pipeline."""
+    """LLM pipeline rank of each device."""
     entry_rank: int
-    """Where the LLM's first stage is."""
+    """Rank of the first LLM stage."""
 
 
 class Room(NamedTuple):
-    """Free time of all devices; as `FreeTime`, twice."""
+    """Free intervals of all devices for computation and for links, each in the format of
+    `FreeTime`."""
 
     compute_pointers: Int64s
     compute_start: Int64s
@@ -96,19 +108,19 @@ class Room(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One way of going through all tasks."""
+    """Direction in which loops visit all tasks, with the inputs of the loops."""
 
     tasks: Tasks
     pipelines: Pipelines
     room: Room
     upstream: bool
-    """From the last stage to the first."""
+    """Whether tasks run from the last stage to the first."""
     mirrored: bool
-    """Time runs backwards: last tasks and last kernels first."""
+    """Whether time is negated: the last tasks and the last kernels come first."""
 
 
 class Cursor(NamedTuple):
-    """By device: where it stands."""
+    """Current time and current interval indices of each device."""
 
     time_ps: Int64s
     compute: Int64s
@@ -116,7 +128,12 @@ class Cursor(NamedTuple):
 
 
 def start_cursor(room: Room, begin_ps: Int64s) -> Cursor:
-    """Every device before all its intervals, and not before a given time."""
+    """Return the initial cursor of all devices.
+
+    Args:
+        room: Free intervals of the devices.
+        begin_ps: Earliest start time of each device.
+    """
     return Cursor(
         begin_ps.copy(), room.compute_pointers[:-1].copy(), room.link_pointers[:-1].copy()
     )
@@ -126,7 +143,11 @@ def start_cursor(room: Room, begin_ps: Int64s) -> Cursor:
 def _place_row(
     row: int, device: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
-    """Places a row's kernels; its end, or NEVER_PS if there is no room."""
+    """Place the kernels of a row on one device.
+
+    Returns:
+        The end time of the row, or NEVER_PS if a kernel fits into no interval.
+    """
     tasks = way.tasks
     room = way.room
     now = max(ready_ps, cursor.time_ps[device])
@@ -178,11 +199,22 @@ def _fits(
     first: int,
     width: int,
 ) -> int:
-    """The first time from which on all of some devices have room; NEVER_PS if there is none.
+    """Return the earliest time at which a kernel fits on adjacent devices.
+
+    The loop visits the devices in turn. If the interval of a device starts later than `now`, all
+    devices must be checked again with the later time.
 
     Args:
-        cursor: by device: an interval; moved on.
-        ends: where intervals begin and end.
+        now: Lower bound of the start time.
+        duration: Duration of the kernel.
+        cursor: Current interval of each device; updated.
+        pointers: Offsets of the intervals of each device.
+        ends: Start and end times of all intervals.
+        first: First device.
+        width: Number of devices.
+
+    Returns:
+        The start time, or NEVER_PS if there is none.
     """
     agreed = 0
     device = first
@@ -206,7 +238,10 @@ def _fits(
 def _place_wide_row(
     row: int, device: int, width: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
-    """The same on several devices at once; slower for one."""
+    """Place the kernels of a row on several devices at once.
+
+    `_place_row` is the faster special case for one device.
+    """
     tasks = way.tasks
     room = way.room
     now = ready_ps
@@ -243,7 +278,11 @@ def _place_wide_row(
 def _place_task(
     task: int, pipeline: int, release_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
-    """Places a task's rows in the order of stages, or against it; when its result is there."""
+    """Place all rows of a task, in stage order or in reverse.
+
+    Returns:
+        The time at which the result of the task is available, or NEVER_PS.
+    """
     tasks = way.tasks
     pipelines = way.pipelines
     upstream = way.upstream
@@ -274,7 +313,7 @@ def _place_task(
 def _copy_cursor(
     pipelines: Pipelines, pipeline: int, stages: int, source: Cursor, destination: Cursor
 ) -> None:
-    """Of the devices of a pipeline."""
+    """Copy the cursor of all devices of a pipeline."""
     for stage in range(stages):
         first = pipelines.device[pipeline, stage]
         for device in range(first, first + pipelines.width[pipeline]):
@@ -292,14 +331,15 @@ def place(
     start_ps: Int64s,
     end_ps: Int64s,
 ) -> None:
-    """Places all tasks.
+    """Place all tasks of an assignment.
 
     Args:
-        pipeline_of: by task.
-        release_ps: by task: it may not start before.
-        cursor: where devices begin; where they have ended.
-        start_ps: by kernel; written.
-        end_ps: by task: when its result is there, or NEVER_PS; written.
+        way: Tasks, pipelines, free intervals and direction.
+        pipeline_of: Pipeline of each task.
+        release_ps: Earliest start time of each task.
+        cursor: Initial cursor; updated to the final cursor.
+        start_ps: Output, start time of each kernel.
+        end_ps: Output, time at which the result of each task is available, or NEVER_PS.
     """
     order = way.tasks.order
     for index in range(len(order)):
@@ -317,17 +357,19 @@ def assign_tasks(
     start_ps: Int64s,
     pipeline_of: Int32s,
 ) -> bool:
-    """Hands each next task to the pipeline of its encoder that finishes it first.
+    """Assign each next task to the pipeline of its encoder that finishes it first.
 
     Args:
-        release_ps, deadline_ps: by task: it may not start before, or end after.
-        cursor: where devices begin; moved on.
-        saved: as large; for trials.
-        start_ps: by kernel; written.
-        pipeline_of: written.
+        way: Tasks, pipelines, free intervals and direction.
+        release_ps: Earliest start time of each task.
+        deadline_ps: Latest end time of each task.
+        cursor: Initial cursor; updated.
+        saved: Scratch buffer with the shape of `cursor`.
+        start_ps: Scratch buffer, one entry per kernel.
+        pipeline_of: Output, pipeline of each task.
 
     Returns:
-        Whether all deadlines are met; if not, tasks after the first late one keep theirs.
+        Whether all deadlines are met. If not, entries after the first late task are unchanged.
     """
     tasks = way.tasks
     pipelines = way.pipelines
@@ -335,7 +377,8 @@ def assign_tasks(
         count = tasks.first[task + 1] - tasks.first[task]
         encoder = tasks.encoder[task]
         best, best_end = -1, NEVER_PS
-        # Each pipeline is tried and taken back; one more turn repeats the best of them to stay.
+        # Place the task on each pipeline and undo the placement. The last iteration places it on
+        # the best pipeline and does not undo it.
         for pipeline in range(pipelines.first[encoder], pipelines.first[encoder + 1] + 1):
             commit = pipeline == pipelines.first[encoder + 1]
             tried = best if commit else pipeline
@@ -358,7 +401,7 @@ def assign_tasks(
 def _busy(
     tasks: Tasks, pipeline_of: Int32s, pipelines: Pipelines, start_ps: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Kernels by device, in order of time: pointers, starts, ends."""
+    """Return pointers, start times and end times of placed kernels, sorted by device and time."""
     devices = len(pipelines.rank)
     pointers = np.zeros(devices + 1, np.int64)
     for task in tasks.order:
@@ -380,7 +423,7 @@ def _busy(
                         starts[at[device]] = start_ps[kernel]
                         ends[at[device]] = start_ps[kernel] + duration
                         at[device] += 1
-    for device in range(devices):  # where kernels of no duration were
+    for device in range(devices):  # unused entries of padded kernels
         starts[at[device] : pointers[device + 1]] = NEVER_PS
         ends[at[device] : pointers[device + 1]] = NEVER_PS
     return pointers, starts, ends
@@ -395,7 +438,7 @@ def _subtract(
     busy_start: Int64s,
     busy_end: Int64s,
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Free time without what is busy; both by device and in order of time."""
+    """Return free intervals minus busy intervals. Both are sorted by device and time."""
     devices = len(pointers) - 1
     most = len(start) + len(busy_start)
     new_pointers = np.zeros(devices + 1, np.int64)
@@ -428,7 +471,10 @@ def _subtract(
 
 @compiled
 def residual(way: Pass, pipeline_of: Int32s, start_ps: Int64s) -> Room:
-    """Free time without placed kernels, which occupy computation and links alike."""
+    """Return the free intervals that remain after placement.
+
+    Each kernel occupies both computation and links of its devices.
+    """
     room = way.room
     pointers, start, end = _busy(way.tasks, pipeline_of, way.pipelines, start_ps)
     compute = _subtract(

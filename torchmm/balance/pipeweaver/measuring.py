@@ -1,19 +1,22 @@
-"""The planner of schedules that are searched with a cost model, or replanned with measured times.
+"""Planner of schedules that are searched with a cost model, or replanned with measured times.
 
-Searches use the same costs as forecasts (`balance.step_plans.searched_costs`): times, transfers and
-bytes of the device. Measured times correct the costs by a constant and a rate per module, action
-type and rank (`balance.rates`). After each step all ranks add up the times of their actions.
+Searches use the same costs as simulations (`balance.step_plans.searched_costs`): times, transfers
+and memory of the device. Measured times correct the costs by a constant and a rate per module,
+action type and rank (`balance.rates`). After each step, all ranks sum the times of their actions:
 
-With `parallel.replan_threshold`, static schedules and Optimus are planned with measured times after
-the times have drifted (Optimus section 6). Static schedules compare measured times with FLOPs, and
-Optimus compares them with the times of the device profile.
+    step i     run, record times --> all-reduce --> rates, transfer times
+    step i+1   run                   plan of step i+2 with the new times (background process)
 
-A searched schedule is as good as its planning time allows. If the planning process has no plan in
-time, the planner compares the natural order and static schedules. Runs that repeat bitwise
+With `parallel.replan_threshold`, static schedules and Optimus are planned again with measured times
+if the times have changed (Optimus section 6). Static schedules compare measured times with FLOPs,
+and Optimus compares them with the times of the device profile.
+
+A searched schedule depends on its planning time. If the planning process has no plan in time, the
+planner compares the natural order and static schedules. Runs that must be bitwise reproducible
 (`training.deterministic`, or `background = false`) search before each step with the device profile
-and the full number of evaluations. Every schedule gives the same gradients up to rounding.
+and all evaluations. Every schedule produces the same gradients up to rounding.
 
-Rejected: ranks that search the same schedule independently, which requires one core per rank.
+Only one rank searches, because independent searches of the same schedule need one core per rank.
 """
 
 from __future__ import annotations
@@ -87,20 +90,20 @@ def build_measuring_planner(
 
 
 class MeasuringPlanner(BackgroundPlanner):
-    """Plans the steps of a pipeline with a cost model and measured times.
+    """Planner of the steps of a pipeline with a cost model and measured times.
 
     Construction is collective over all ranks.
 
     Args:
-        pipeline: see `BackgroundPlanner`.
-        tuning: see `BackgroundPlanner`.
-        mesh: see `BackgroundPlanner`.
-        logger: see `BackgroundPlanner`.
-        costs: cost model of the schedule search. None for static schedules with
+        pipeline: Pipeline as for `BackgroundPlanner`.
+        tuning: Selection of layers as for `BackgroundPlanner`.
+        mesh: Mesh as for `BackgroundPlanner`.
+        logger: Logger of this rank.
+        costs: Cost model of the schedule search. None for static schedules with
             `parallel.replan_threshold`.
         deterministic: Whether to search with all evaluations and without measured times.
-        steps: number of steps of the run.
-        start: see `BackgroundPlanner`.
+        steps: Number of steps of the run.
+        start: Function that starts the planning process.
     """
 
     def __init__(
@@ -172,17 +175,17 @@ class MeasuringPlanner(BackgroundPlanner):
         microbatches: Sequence[Microbatch],
         step_ms: float,
     ) -> None:
-        """Use the measured times of a step to plan later steps, see `Planner.learn`."""
+        """Use the measured times of a step to plan later steps. See `Planner.learn`."""
         if not self._learns and self._monitor is None:
             return
         graph = planned.plan.graph
         metas = [m.task_meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
         flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
-        every = self._of_all_ranks(rank_totals(result.records or (), graph, flops), graph)
-        totals = step_totals(every)
+        totals_by_rank = self._of_all_ranks(rank_totals(result.records or (), graph, flops), graph)
+        totals = step_totals(totals_by_rank)
         self._rates.learn(totals)
-        self._times.learn(every)
+        self._times.learn(totals_by_rank)
         if self._learns:
             records = result.records if self._speaks else None
             stamps = message_stamps(records or (), self._channels)
@@ -191,22 +194,24 @@ class MeasuringPlanner(BackgroundPlanner):
         if self._leader is not None:
             predicted_ms = planned.statistics.get("predicted_step_ms")
             self._leader.remember(step_ms, predicted_ms, result.span_ms)
-        if self._monitor is not None and self._searches:  # on all ranks alike
+        if self._monitor is not None and self._searches:  # collective, equal on all ranks
             modelled = {(0, *kind): total for kind, total in self._modelled.items()}
             self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 
-    def _of_all_ranks(self, own: dict[RankKind, Total], graph: StageGraph) -> dict[RankKind, Total]:
-        """Sums over data-parallel replicas and tensor-parallel ranks, by rank of the plan."""
+    def _of_all_ranks(
+        self, local: dict[RankKind, Total], graph: StageGraph
+    ) -> dict[RankKind, Total]:
+        """Sum over data-parallel replicas and tensor-parallel ranks, by rank of the plan."""
         kinds = sorted(COMPUTE, key=lambda kind: kind.value)
         ranks = range(graph.layout.rank_count)
         modules = [module.name for module in self._pipeline.descriptions]
-        every = [(rank, name, kind) for rank in ranks for name in modules for kind in kinds]
-        rows = [own.get(key, Total(0.0, 0.0)) for key in every]
+        keys = [(rank, name, kind) for rank in ranks for name in modules for kind in kinds]
+        rows = [local.get(key, Total(0.0, 0.0)) for key in keys]
         totals = torch.tensor(rows, dtype=torch.float64, device=exchange_device())
         dist.all_reduce(totals)
-        return {key: Total(*row) for key, row in zip(every, totals.tolist(), strict=True)}
+        return {key: Total(*row) for key, row in zip(keys, totals.tolist(), strict=True)}
 
     def _report_drift(self, step: int, changes: Sequence[Change]) -> None:
         shown = ", ".join(

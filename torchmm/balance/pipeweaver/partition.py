@@ -1,18 +1,22 @@
-"""The partitioner of PipeWeaver (section 5): segments and sub-microbatches of a pipeline.
+"""PipeWeaver partitioner (section 5): segments and sub-microbatches of a pipeline.
 
-A sub-microbatch of a module has the smallest number of images whose throughput is close to the best
-one. The number of segments of a module, which is how often it passes the ranks, is proportional to
-the latency of a sub-microbatch. Then stages of all modules take about equally long and can replace
-each other in the pipeline. `separated_layout` distributes layers over stages, also if they do not
-divide evenly. N images form ceil(N / B) sub-microbatches of even size.
+A sub-microbatch of a module has the smallest number of images whose throughput is close to the
+best. A module passes the ranks once per segment. Its number of segments is proportional to the
+latency of a sub-microbatch, so stages of all modules have similar durations and can replace each
+other in the pipeline:
 
-The paper leaves the following open. Latencies are those of forward and backward of an average
-sub-microbatch of the data. A module has at most as many segments as its layers can fill, and at
-most `MOST_SEGMENTS`, because smaller stages of a fast encoder would mostly transfer data. Times
-come from the cost model, whose profile can be measured (scripts/calibrate.py).
+    latency    vision 4 ms, LLM 12 ms           ->   segments   vision 1, LLM 3
+    stages     | v | l1 | l2 | l3 |  on each rank    about 4 ms / ranks each
 
-Rejected: measuring modules at the start of a run, because layouts would depend on noise, and with
-them the speed of checkpoints and the last bits of losses.
+`separated_layout` distributes layers over stages, also if they do not divide evenly. N images form
+ceil(N / B) sub-microbatches of even size.
+
+The paper leaves some choices open. Latencies are those of forward and backward of an average
+sub-microbatch of the data. The number of segments is limited by the number of layers and by
+`MOST_SEGMENTS`, because smaller stages of a fast encoder would mostly transfer data. Times come
+from the cost model, whose profile can be measured (scripts/calibrate.py). Measuring at the start of
+a run would make layouts depend on noise, and with them checkpoint speed and the last bits of
+losses.
 """
 
 from __future__ import annotations
@@ -49,9 +53,9 @@ class Partition:
     """Result of the partitioner, by module name.
 
     Attributes:
-        sub_microbatch_images: images of a sub-microbatch of encoders and generators with images.
-        segments: number of segments of every module.
-        latency_ms: average time of forward and backward of a sub-microbatch through all layers.
+        sub_microbatch_images: Images per sub-microbatch of encoders and generators with images.
+        segments: Number of segments of every module.
+        latency_ms: Mean time of forward and backward of a sub-microbatch through all layers.
     """
 
     sub_microbatch_images: dict[str, int]
@@ -90,15 +94,17 @@ def partition(
             raise ValueError(
                 f"{module.name}: {len(module.layers)} layers for {ranks} pipeline ranks; use fewer"
             )
-        found = _sub_microbatches(module, microbatches, model, dict(images_given or {}))
-        if found is None:
+        divided = _sub_microbatches(module, microbatches, model, dict(images_given or {}))
+        if divided is None:
             continue
-        size, sizes = found
+        size, sizes = divided
         if module.kind != "llm":
             images[module.name] = size
         latency_ms[module.name] = float(_times_ms(module, sizes, model).mean())
-    most = {module.name: min(len(module.layers) // ranks, MOST_SEGMENTS) for module in modules}
-    counts = segment_counts(latency_ms, most) | dict(segments_given or {})
+    max_segments = {
+        module.name: min(len(module.layers) // ranks, MOST_SEGMENTS) for module in modules
+    }
+    counts = segment_counts(latency_ms, max_segments) | dict(segments_given or {})
     return Partition(images, {m.name: counts.get(m.name, 1) for m in modules}, latency_ms)
 
 
@@ -132,7 +138,7 @@ def _sub_microbatches(
     module: ModuleDescription,
     microbatches: Sequence[MicrobatchMeta],
     model: CostModel,
-    given: Mapping[str, int],
+    fixed_images: Mapping[str, int],
 ) -> tuple[int, TaskSizes] | None:
     """Return the images of a sub-microbatch and the sizes of all sub-microbatches of the data.
 
@@ -141,26 +147,28 @@ def _sub_microbatches(
     if module.kind == "llm":
         targets = [text_tokens(meta) for meta in microbatches]
         return 1, llm_sizes(microbatches, targets, padding=True)
-    shown: list[list[Any]] = [list(meta.generated) for meta in microbatches]
+    images: list[list[Any]] = [list(meta.generated) for meta in microbatches]
     sizes_of: Callable[[list[list[Any]]], TaskSizes] = partial(generator_sizes, padding=True)
     if module.kind == "encoder":
-        shown = [meta.images_read_by(module.name) for meta in microbatches]
+        images = [meta.images_read_by(module.name) for meta in microbatches]
         sizes_of = partial(encoder_sizes, module)
-    pool = [image for own in shown for image in own]
+    pool = [image for group in images for image in group]
     if not pool:
         return None
-    size = given.get(module.name)
+    size = fixed_images.get(module.name)
     if not size:
         # 1, 2, 3, ... images of about the average size
-        most = max(map(len, shown))
-        chosen = [pool[index] for index in np.linspace(0, len(pool) - 1, most).round().astype(int)]
-        prefixes = [chosen[:count] for count in range(1, most + 1)]
+        max_images = max(map(len, images))
+        examples = [
+            pool[index] for index in np.linspace(0, len(pool) - 1, max_images).round().astype(int)
+        ]
+        prefixes = [examples[:count] for count in range(1, max_images + 1)]
         size = smallest_efficient(_times_ms(module, sizes_of(prefixes), model).tolist())
     groups = [
-        own[r.start : r.stop]
-        for own in shown
-        if own
-        for r in even_ranges(len(own), ceil(len(own) / size))
+        group[r.start : r.stop]
+        for group in images
+        if group
+        for r in even_ranges(len(group), ceil(len(group) / size))
     ]
     return size, sizes_of(groups[:MOST_SHOWN])
 

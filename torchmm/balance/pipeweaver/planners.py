@@ -34,7 +34,7 @@ def plan_pipeline_step(
     """Return the plan of a training step of a pipeline with options of `plan_costed_step`.
 
     Raises:
-        PlanError: see `plan_costed_step`.
+        PlanError: As for `plan_costed_step`.
     """
     options.setdefault("reduces_early", pipeline.device.type == "cuda")
     return plan_costed_step(
@@ -62,12 +62,12 @@ def build_tuned_planner(
 
 
 class TunedPlanner(SinglePlanner):
-    """Plans the steps of one rank and selects the layers that recompute.
+    """Planner of the steps of one rank that selects the layers that recompute.
 
     Args:
-        pipeline: see `SinglePlanner`.
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
-        data_parallel_rank: see `SinglePlanner`.
+        pipeline: Pipeline as for `SinglePlanner`.
+        tuning: Selection of the layers that recompute. None if plans do not select layers.
+        data_parallel_rank: Rank as for `SinglePlanner`.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ def build_background_planner(
 
 
 class BackgroundPlanner(StaticPlanner):
-    """Plans the steps of a pipeline, in a background process if planning is slow.
+    """Planner of the steps of a pipeline, with a background process if planning is slow.
 
     Construction is collective over all ranks.
 
     Args:
-        pipeline: see `StaticPlanner`.
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
-        mesh: see `StaticPlanner`.
-        logger: logger of this rank.
-        costs: cost model of the schedule search. None for static schedules.
+        pipeline: Pipeline as for `StaticPlanner`.
+        tuning: Selection of the layers that recompute. None if plans do not select layers.
+        mesh: Mesh as for `StaticPlanner`.
+        logger: Logger of this rank.
+        costs: Cost model of the schedule search. None for static schedules.
         in_background: Whether a process may plan while the preceding step trains.
-        steps: number of steps of the run.
-        start: function that starts the planning process.
+        steps: Number of steps of the run.
+        start: Function that starts the planning process.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class BackgroundPlanner(StaticPlanner):
         return self._leader.plan(step, metas, upcoming, self._measured())
 
     def _measured(self) -> Measured:
-        """Return measured times to plan with. A static schedule uses FLOPs instead."""
+        """Return measured times for planning. A static schedule uses FLOPs instead."""
         return Measured()
 
     def close(self) -> None:

@@ -1,17 +1,18 @@
-"""Segments and sub-microbatches of a searched pipeline that the recipe leaves open.
+"""Choice of segments and sub-microbatches of a searched pipeline.
 
-`segments` and `sub_microbatch_images` of [parallel.NAME] stay as the recipe sets them, and so does
-`virtual_stages` other than 1, which is the number of LLM segments. The remaining numbers start from
-the rule of PipeWeaver (`balance.pipeweaver.partition`), which only compares latencies of modules.
-More segments shorten the ramps of the pipeline, and more images save starts of operators, by times
-that depend on the data. So the segments of all modules, and then each number, are doubled, halved
-or changed by one, as long as the searched and simulated first step becomes faster.
+Values of `segments` and `sub_microbatch_images` of [parallel.NAME] in the recipe are not changed. A
+value of `virtual_stages` other than 1 is the number of LLM segments. The remaining numbers start
+from the rule of PipeWeaver (`balance.pipeweaver.partition`), which only compares latencies of
+modules. More segments shorten the ramps of the pipeline, and more images reduce the number of
+operator launches. Both effects depend on the data. The segments of all modules, and then each
+number, are therefore doubled, halved or changed by one, as long as the searched and simulated first
+step becomes faster.
 
-With `stages = "auto"` the step is also searched on the stages of static planners, which have fewer
+With `stages = "auto"`, the step is also searched on the stages of static planners, which have fewer
 and larger tasks. They can be faster on few ranks.
 
-The result depends only on the recipe and the microbatches of the first step, and its cost is
-limited by a number of tries instead of a time, so that all ranks find the same.
+The result depends only on the recipe and the microbatches of the first step. The number of tries is
+limited instead of the time, so all ranks choose the same numbers.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def with_segments(
     Args:
         parallel: section for which `leaves_segments_open` is true.
         modules: encoders, LLM and generator, unsharded.
-        microbatches: microbatches of the pipeline with the most work.
+        microbatches: microbatches of the pipeline with the max_value work.
         model: costs of the modules in the run (`run_costs`).
         tuning: selection of the layers that recompute. If None, plans do not select layers.
 
@@ -117,7 +118,7 @@ def with_segments(
         if own.sub_microbatch_images
     }
     try:
-        ruled = partition(
+        initial = partition(
             modules,
             microbatches,
             model,
@@ -128,28 +129,30 @@ def with_segments(
     except ValueError as error:
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
 
-    def predicted_ms(tried: ParallelConfig) -> float:
-        return _predicted_ms(tried, modules, microbatches, model, tuning)
+    def predicted_ms(candidate: ParallelConfig) -> float:
+        return _predicted_ms(candidate, modules, microbatches, model, tuning)
 
-    divided: Divided = {(name, "segments"): count for name, count in ruled.segments.items()}
-    for name, count in ruled.sub_microbatch_images.items():
+    divided: Divided = {(name, "segments"): count for name, count in initial.segments.items()}
+    for name, count in initial.sub_microbatch_images.items():
         divided[name, "sub_microbatch_images"] = count
     limits: Divided = {}
     for module in modules:
         if module.name not in segments:
-            most = min(len(module.layers) // parallel.pipeline, MOST_SEGMENTS)
-            limits[module.name, "segments"] = most
-    for name in ruled.sub_microbatch_images:
+            max_value = min(len(module.layers) // parallel.pipeline, MOST_SEGMENTS)
+            limits[module.name, "segments"] = max_value
+    for name in initial.sub_microbatch_images:
         if name not in images:
-            most = max(meta.images_of(name) for meta in microbatches)
-            limits[name, "sub_microbatch_images"] = most
+            max_value = max(meta.images_of(name) for meta in microbatches)
+            limits[name, "sub_microbatch_images"] = max_value
     tries = MOST_PARTITIONS if tuning is None else MOST_TUNED
-    found = _improved(parallel, divided, limits, predicted_ms, tries)
+    improved = _improved(parallel, divided, limits, predicted_ms, tries)
     if SearchConfig.of(parallel).stages != "auto":
-        return found
-    searches = [SearchConfig.of(found).model_copy(update={"stages": stages}) for stages in STAGES]
+        return improved
+    searches = [
+        SearchConfig.of(improved).model_copy(update={"stages": stages}) for stages in STAGES
+    ]
     return min(
-        (found.model_copy(update={"search": search}) for search in searches), key=predicted_ms
+        (improved.model_copy(update={"search": search}) for search in searches), key=predicted_ms
     )
 
 
@@ -177,13 +180,13 @@ def _improved(
     better = True
     while better:
         better = False
-        for tried in _neighbours(divided, limits):
-            if tuple(tried.items()) in seen or len(seen) >= tries:
+        for neighbor in _neighbours(divided, limits):
+            if tuple(neighbor.items()) in seen or len(seen) >= tries:
                 continue
-            seen.add(tuple(tried.items()))
-            candidate = _filled(parallel, tried)
+            seen.add(tuple(neighbor.items()))
+            candidate = _filled(parallel, neighbor)
             if (ms := predicted_ms(candidate)) < WORTH * best_ms:
-                divided, best, best_ms, better = tried, candidate, ms, True
+                divided, best, best_ms, better = neighbor, candidate, ms, True
                 break
     return best
 
@@ -193,9 +196,9 @@ def _neighbours(divided: Divided, limits: Divided) -> Iterator[Divided]:
     segments = [key for key in limits if key[1] == "segments"]
     for change in (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1):
         for keys in ([segments] if len(segments) > 1 else []) + [[key] for key in limits]:
-            tried = divided | {key: change(divided[key]) for key in keys}
-            if all(1 <= tried[key] <= limits[key] for key in keys):
-                yield tried
+            changed = divided | {key: change(divided[key]) for key in keys}
+            if all(1 <= changed[key] <= limits[key] for key in keys):
+                yield changed
 
 
 def _predicted_ms(
@@ -209,17 +212,17 @@ def _predicted_ms(
 
     Returns infinity if modules cannot be split, or the step does not fit into device memory.
     """
-    own = list(microbatches[:MOST_TRIED])
+    metas = list(microbatches[:MOST_TRIED])
     budget = Budget(
         evaluations=min(EVALUATIONS, SearchConfig.of(parallel).evaluations or EVALUATIONS)
     )
     settings = Settings()
     try:
-        layout = plan_layout(parallel, modules, own)
-        graph = step_graph(layout, parallel, own)
-        costs = searched_costs(graph, modules, own, model)
+        layout = plan_layout(parallel, modules, metas)
+        graph = step_graph(layout, parallel, metas)
+        costs = searched_costs(graph, modules, metas, model)
         if tuning is not None:
-            return TunedSearch(graph, costs, Tuner(graph, modules, own, tuning)).estimate_ms(
+            return TunedSearch(graph, costs, Tuner(graph, modules, metas, tuning)).estimate_ms(
                 budget, settings
             )
         limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)

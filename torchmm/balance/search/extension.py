@@ -1,4 +1,4 @@
-"""Entries of the search for open values in the tables of the core."""
+"""Extension entries of the search for open recipe values."""
 
 from torchmm.common.extensions import Entries, Entry
 

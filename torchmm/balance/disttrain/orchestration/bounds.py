@@ -1,26 +1,30 @@
-"""Bounds of what a simulation can find: no step of a plan is simulated to be shorter.
+"""Lower bounds of simulated steps: no simulation of a plan is shorter than its bound.
 
-The formula of `search` estimates. It counts a warm-up that orders may hide and a reserve that a
-step may not need, so it can be above what is simulated, and ends no search. What cannot be hidden,
-whatever the schedule:
+The formula of `search` is an estimate. It includes a warm-up that a schedule may hide and a reserve
+that a step may not need, so it can exceed the simulated time and cannot end a search. A bound
+contains only work that no schedule can hide:
 
-- a rank does all its work. The samples of a step are those of the simulation, so their mean times
-  the share of a replica is what a rank of the busiest replica group does at least; layers are cut
-  by the function that cuts them for a run;
-- before the last rank of the LLM begins, some microbatch passes forward through the first stages
-  of the ranks before it, and the last backward passes back there; around a generator's work stand
-  a forward and a backward of the whole LLM. Counted with the least that any sample takes, and the
-  way back only for schedules whose backwards are whole.
+- A rank runs all its work. The samples of a step are those of the simulation. The busiest replica
+  group therefore runs at least the mean sample time multiplied by the samples per replica. Layers
+  are split by the function that splits them for a run.
+- Before the last LLM rank starts, a microbatch passes the first stages of all previous ranks. After
+  the last rank finishes, the last backward pass returns through them. The work of a generator has a
+  forward and a backward pass of the complete LLM around it. These chains use the minimum over all
+  samples. The way back is included only for schedules that do not split backward passes.
 
-    max over units u:  max(n_u (fullest rank), n_u (last rank) + k (least chain to it)) + k (LLM)
+    rank 0   F........................................B
+    rank 1     F..................................B        chain forward, work of the last
+    last         |<--- work of the last rank --->|         rank, chain backward
 
-n_u are the samples of a replica, k those of a microbatch, (LLM) its chain in front of generators.
-Left out, so that the bound is one: transfers, gathering and reduction, waiting, and the chains
-inside of encoders and generators, whose samples may be empty.
+    max over units u:  max(n_u (fullest rank), n_u (last rank) + k (min chain to it)) + k (LLM)
 
-Memory is bounded as well: states, and activations of as many of the leanest samples as wait on the
-LLM's first rank, where the schedule says how many; of other units, and under other schedules, as
-many as 1F1B, of all schedules here the one that keeps fewest, has on an average rank.
+n_u is the number of samples of a replica, k that of a microbatch, and (LLM) the LLM chain before
+generators. Transfers, all-gathers, reductions, idle time, and chains inside encoders and generators
+(whose samples can be empty) are omitted.
+
+The memory bound includes states and activations. The first LLM rank saves the activations of the
+smallest samples, as many as the schedule has in flight. Other units, and other schedules, use the
+average rank of 1F1B, which is the schedule with the fewest microbatches in flight.
 """
 
 from __future__ import annotations
@@ -35,33 +39,35 @@ from torchmm.balance.compiled import Float64s
 from torchmm.pipelining.schedules.layouts import balanced_cuts
 
 Waiting = Literal["1f1b", "all", "some"]
-"""Which microbatches a schedule keeps: as (interleaved) 1F1B does, all, or at least an average
-rank's under 1F1B."""
+"""Microbatches whose activations a schedule saves: as (interleaved) 1F1B, all, or at least those of
+an average 1F1B rank."""
 
 
 class SampleSeconds(NamedTuple):
-    """One unit's time for the samples of a step, with one tensor-parallel size."""
+    """Times of one unit for the samples of a step, with one tensor-parallel size."""
 
     mean_s: float
-    """Of a sample, forward and backward, over all samples, those with nothing for the unit too."""
+    """Mean seconds per sample, forward and backward. Samples without input for the unit are
+    included."""
     least_forward_s: float
-    """Of the sample that takes least; 0 if one has nothing for the unit."""
+    """Minimum forward seconds over samples. 0 if a sample has no input for the unit."""
     least_backward_s: float
     layer_share: float
-    """What one inner layer takes of the whole, at least."""
+    """Minimum fraction of the unit time that one inner layer uses."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnitBound:
-    """One unit.
+    """Bounds of one unit.
 
     Attributes:
-        layer_costs: by layer, with what stands before and after the layers, as they are cut by.
-        seconds: by tensor-parallel size.
-        state_bytes: weights and gradients of the whole unit.
-        sharded_bytes: what data-parallel ranks divide.
-        least_kept_bytes: by tensor-parallel size: of the leanest sample, until its backward.
-        layer_kept_share: what the leanest inner layer keeps of that, at least.
+        layer_costs: Cost of each layer, with operations before and after the layers, for the split
+            into stages.
+        seconds: Times by tensor-parallel size.
+        state_bytes: Weights and gradients of the unit.
+        sharded_bytes: Bytes that are sharded over data-parallel ranks.
+        least_kept_bytes: Activations that the smallest sample saves, by tensor-parallel size.
+        layer_kept_share: Minimum fraction of these activations that one inner layer saves.
     """
 
     layer_costs: Sequence[float]
@@ -73,9 +79,10 @@ class UnitBound:
     _cuts: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
 
     def chain_s(self, tensor: int, *, whole_backwards: bool) -> float:
-        """Passing the unit with one sample, forward, and back after all else."""
-        own = self.seconds[tensor]
-        return own.least_forward_s + whole_backwards * own.least_backward_s
+        """Return the minimum time of one sample through the unit, forward and, if unsplit,
+        backward."""
+        sample = self.seconds[tensor]
+        return sample.least_forward_s + whole_backwards * sample.least_backward_s
 
     def steps_s(
         self,
@@ -86,37 +93,42 @@ class UnitBound:
         stages: int,
         whole_backwards: bool,
     ) -> Float64s:
-        """The busiest rank's step, by option.
+        """Return the step time bound of the busiest rank for each option.
 
         Args:
-            sizes_O: tensor, data, pipeline.
-            samples: of the step.
-            first: of a microbatch, where something has to pass ranks before; 0: nothing has to.
-            stages: per rank.
+            sizes_O: Tensor-, data- and pipeline-parallel sizes.
+            samples: Samples of the step.
+            first: Samples of a microbatch that passes earlier ranks first. 0 if there is no such
+                chain.
+            stages: Stages per rank.
+            whole_backwards: Whether the schedule never splits backward passes.
         """
-        found = np.empty(len(sizes_O))
+        bounds_s = np.empty(len(sizes_O))
         for option, (tensor, data, pipeline) in enumerate(sizes_O):
-            own = self.seconds[tensor]
+            sample = self.seconds[tensor]
             layers, last_layers, before, _ = self._cut(pipeline, stages)
-            work_s = samples / data * own.mean_s
+            work_s = samples / data * sample.mean_s
             chain_s = first * self.chain_s(tensor, whole_backwards=whole_backwards)
             by_layers = max(work_s * layers, work_s * last_layers + chain_s * before)
-            found[option] = max(by_layers * own.layer_share, work_s / pipeline)
-        return found
+            bounds_s[option] = max(by_layers * sample.layer_share, work_s / pipeline)
+        return bounds_s
 
     def _cut(self, pipeline: int, stages: int) -> tuple[float, ...]:
-        """Layers of the fullest rank, of the last one, of the first stages before that, and of the
-        first rank. Beside layers stand ends, of another efficiency: no rank has less than its
-        layers, and one no less than the average."""
-        found = self._cuts.get((pipeline, stages))
-        if found is None:
+        """Return layer counts of a split into stages.
+
+        The counts are those of the fullest rank, of the last rank, of the first stages before the
+        last rank, and of the first rank. Operations before and after the layers have a different
+        efficiency. Ranks therefore count only layers, and one rank has at least the average work.
+        """
+        counted = self._cuts.get((pipeline, stages))
+        if counted is None:
             counts = np.array(balanced_cuts(self.layer_costs, pipeline * stages), float)
             by_stage = counts.reshape(stages, pipeline)
             layers_R = by_stage.sum(axis=0)
             before = float(by_stage[0, :-1].sum())
-            found = float(layers_R.max()), float(layers_R[-1]), before, float(layers_R[0])
-            self._cuts[pipeline, stages] = found
-        return found
+            counted = float(layers_R.max()), float(layers_R[-1]), before, float(layers_R[0])
+            self._cuts[pipeline, stages] = counted
+        return counted
 
     def least_bytes_O(
         self,
@@ -127,38 +139,38 @@ class UnitBound:
         waiting: Waiting = "some",
         stages: int = 1,
     ) -> Float64s:
-        """Memory of a rank, at least, by option.
+        """Return the memory bound of a rank for each option.
 
         Args:
-            sizes_O: tensor, data, pipeline.
-            samples: of a microbatch, on all of the unit's replicas together.
-            microbatches: of the step.
-            behind: pipeline ranks of units after this one, at least.
-            waiting: what is known of the schedule.
-            stages: per rank.
+            sizes_O: Tensor-, data- and pipeline-parallel sizes.
+            samples: Samples of a microbatch on all replicas of the unit together.
+            microbatches: Microbatches of the step.
+            behind: Minimum number of pipeline ranks of later units.
+            waiting: Microbatches that the schedule saves.
+            stages: Stages per rank.
         """
-        found = np.empty(len(sizes_O))
+        bounds = np.empty(len(sizes_O))
         for option, (tensor, data, pipeline) in enumerate(sizes_O):
             states = (self.state_bytes + self.sharded_bytes / data) / tensor
             kept = samples / data * self.least_kept_bytes[tensor]
-            if waiting == "some":  # an average rank's
+            if waiting == "some":  # an average rank of 1F1B
                 count = min((pipeline + 1) / 2 + behind, microbatches)
-                found[option] = (states + kept * count) / pipeline
+                bounds[option] = (states + kept * count) / pipeline
                 continue
             layers = self._cut(pipeline, stages)[3]
             count = in_flight(waiting, pipeline, stages, behind, microbatches)
             share = layers / len(self.layer_costs)
-            found[option] = states * share + kept * count * layers * self.layer_kept_share
-        return found
+            bounds[option] = states * share + kept * count * layers * self.layer_kept_share
+        return bounds
 
 
 def in_flight(
     waiting: Waiting, pipeline: int, stages: int, behind: int, microbatches: int
 ) -> float:
-    """Microbatches that a unit's first rank keeps at once, at least."""
+    """Return the minimum number of microbatches that the first rank of a unit saves at once."""
     if waiting == "all":
         return microbatches
     chunks = pipeline * stages + stages * behind
-    if stages > 1:  # bursts of interleaved 1F1B, and once more in front of a generator
+    if stages > 1:  # bursts of interleaved 1F1B, and a second burst before a generator
         chunks += (pipeline - 1) * (1 + (behind > 0))
     return min(chunks / stages, microbatches)

@@ -1,4 +1,21 @@
-"""Compiled search for the fastest sizes of all units; `orchestrate` says what is searched."""
+"""Compiled branch and bound over the parallelism degrees of all units.
+
+`orchestrate` in `search` defines the problem and the step time formula. These loops return the
+exact optimum of this formula:
+
+    for D in data_sizes(...)                      LLM data-parallel sizes, lowest bound first
+        for llm in list_options(..., LLM)         LLM options that can beat the best plan
+            complete(list_others(...), llm)       depth-first search over the other units
+
+Invariants:
+
+- Bounds never exceed the step time of any plan that they cover, so pruning does not lose the
+  optimum.
+- Options of a unit are sorted by devices, so a list can be left at the first option that is too
+  large.
+- A dominated option is dropped only if another option is at least as good in every column that the
+  formula and the memory check read.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +29,38 @@ from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTabl
 
 # [Note: branch and bound over options]
 #
-# For every data-parallel size D of the LLM, most promising first (`data_sizes`), each unit has a
-# list of *options*, rows of
+# Data-parallel sizes D of the LLM are visited in the order of their bounds (`data_sizes`). For each
+# D, every unit has a list of *options*, which are rows with the columns
 TENSOR, DATA, PIPELINE, DEVICES, DEPTH, STAGE_S, WARMUP_S, SYNC_S = range(8)
-# sizes (tensor as an index), and what they mean for the step. Listed are those that fit and with
-# which the step may become faster than the best one so far; options that another one beats or
-# equals in all columns that matter are dropped.
+# The first four columns are parallelism degrees (tensor-parallel size as an index) and devices. The
+# last three are times. Options are listed if they fit into memory and can beat the best plan.
+# Dominated options are dropped.
 #
-# Depth is how many pipeline ranks there may be from the unit's first to the last of all, for 1F1B
-# keeps as many microbatches on that first rank, until memory is full. To know it, the units after
-# one have to be chosen before it. So for one option of the LLM, the others come in this order:
+# DEPTH is the maximum number of pipeline ranks from the first rank of the unit to the last rank of
+# all units. 1F1B saves this number of microbatches on the first rank of the unit, which limits the
+# depth by memory. The actual depth depends on all units that follow, so these are chosen first.
+# For one option of the LLM, the other units have these positions:
 #
 #     pipeline   encoder 0   encoder 1   LLM   generator 0   generator 1
-#     place          3           2                  1             0
+#     position       3           2                  1             0
 #
-# `complete` walks depth-first through the places. With u the places chosen and r the others, a
-# combination is given up as soon as this bound is no less than the best step so far:
+# `complete` searches the positions depth-first. With u the chosen units (and the LLM) and r the
+# remaining units, a combination is pruned if this bound is not below the best step time:
 #
-#     sum_u(warm-up) + sum_r(least warm-up)
-#         + (K - 1) max(max_u(stage), sum_r(least device-seconds) / devices left) + max_u(sync)
+#     sum_u(warm-up) + sum_r(min warm-up)
+#         + (K - 1) max(max_u(stage), sum_r(min device-seconds) / remaining devices) + max_u(sync)
 #
-# The slowest of r takes at least as long as all would with the devices left divided among them in
-# proportion to their work. The bound never exceeds what can become of a combination, so nothing is
-# lost: the result is the optimum, as if all combinations were tried.
+# The slowest unit of r takes at least as long as with an ideal division of the remaining devices in
+# proportion to the work of the units. The bound therefore never exceeds the step time of a complete
+# combination, and the result is the optimum over all combinations.
 
 ANY_DEPTH = 1 << 40
-"""Depth of an option whose memory does not depend on it."""
+"""Depth of an option whose memory does not depend on the depth."""
 
 
 @loop
 def stage_share(layers: int, virtual: int, pipeline: int) -> float:
-    """Part of a unit that its fullest rank has."""
+    """Return the fraction of the layers of a unit on its rank with the most layers."""
     return virtual * ((layers + pipeline * virtual - 1) // (pipeline * virtual)) / layers
 
 
@@ -50,15 +68,19 @@ def stage_share(layers: int, virtual: int, pipeline: int) -> float:
 def unit_seconds(
     tables: UnitTables, unit: int, tensor: int, data: int, pipeline: int, samples: float
 ) -> tuple[float, float, float]:
-    """Time of a unit.
+    """Return the times of a unit.
 
     Args:
-        tensor: index of the size.
-        samples: of a microbatch, on each data-parallel rank of the unit.
+        tables: Costs of all units.
+        unit: Index of the unit.
+        tensor: Index of the tensor-parallel size.
+        data: Data-parallel size.
+        pipeline: Pipeline-parallel size.
+        samples: Samples of a microbatch on each data-parallel rank of the unit.
 
     Returns:
-        of a microbatch on one rank, a standard deviation above the mean; of the first microbatch on
-        all; of the gradients' reduction.
+        Seconds per microbatch on the slowest rank, one standard deviation above the mean; seconds
+        of the first microbatch on all ranks; seconds of gradient reduction.
     """
     virtual = tables.virtual_U[unit]
     share = stage_share(tables.layers_U[unit], virtual, pipeline)
@@ -79,7 +101,7 @@ def unit_bytes(
     samples: float,
     in_flight: float,
 ) -> float:
-    """Memory of the unit's first rank, which keeps most activations."""
+    """Return the memory of the first rank of a unit, which saves the most activations."""
     share = stage_share(tables.layers_U[unit], tables.virtual_U[unit], pipeline)
     state = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / data
     waiting = samples * in_flight
@@ -94,11 +116,11 @@ def unit_bytes(
 def microbatches_in_flight(
     tables: UnitTables, unit: int, pipeline: int, depth: int, microbatches: int
 ) -> float:
-    """Whose activations the unit's first rank keeps at once, `depth` ranks before the end."""
+    """Return the number of microbatches whose activations the first rank of a unit saves."""
     if not tables.keeps_U[unit]:
         return 1.0
     virtual = tables.virtual_U[unit]
-    # Bursts of interleaved 1F1B, and once more where a unit after this one answers with another.
+    # Interleaved 1F1B runs forward passes in bursts. A unit that follows adds a second burst.
     bursts = (virtual > 1) * (1 + (depth > pipeline))
     return min(depth + bursts * (pipeline - 1) / virtual, float(microbatches))
 
@@ -112,9 +134,24 @@ def greatest_depth(
     microbatches: int,
     memory_bytes: float,
 ) -> int:
-    """How many ranks there may be from the unit's first to the last of all; 0: does not fit."""
+    """Return the largest depth at which an option fits into memory.
+
+    The depth is the number of pipeline ranks from the first rank of the unit to the last rank of
+    all units.
+
+    Args:
+        tables: Costs of all units.
+        unit: Index of the unit.
+        sizes: Index of the tensor-parallel size, data-parallel size and pipeline-parallel size.
+        samples: Samples of a microbatch on each data-parallel rank of the unit.
+        microbatches: Microbatches of the step.
+        memory_bytes: Memory of a device.
+
+    Returns:
+        The depth, 0 if the option never fits, or ANY_DEPTH.
+    """
     tensor, data, pipeline = sizes
-    # Memory rises with the depth up to as many ranks as there are microbatches.
+    # Memory increases with the depth until the depth equals the number of microbatches.
     fits = pipeline - 1
     too_deep = max(pipeline, microbatches) + 1
     depth = pipeline
@@ -135,11 +172,13 @@ def greatest_depth(
 def least_times(
     tables: UnitTables, setting: PlanSetting, data: int
 ) -> tuple[Float64s, Float64s, float]:
-    """Bounds for the LLM's data-parallel size `data`, memory and whole numbers left aside.
+    """Return lower bounds for a data-parallel size of the LLM.
+
+    Memory and integer constraints are ignored.
 
     Returns:
-        by unit: warm-up; device-seconds of a microbatch; and the longest time that a rank with a
-        single layer takes.
+        Warm-up time of each unit; device-seconds per microbatch of each unit; the largest
+        single-layer time over all units.
     """
     units = len(tables.layers_U)
     warmup_U = np.full(units, np.inf)
@@ -161,13 +200,18 @@ def least_times(
 def list_options(
     tables: UnitTables, setting: PlanSetting, data: int, unit: int, limit_s: float, llm: Float64s
 ) -> Float64s:
-    """Sizes of a unit that fit and with which the step may take less than the limit.
+    """Return the options of a unit that fit and can lead to a step time below a limit.
 
     Args:
-        llm: options of the LLM, of which one is to be combined with; none for the LLM itself.
+        tables: Costs of all units.
+        setting: Properties that all plans share.
+        data: Data-parallel size of the LLM.
+        unit: Index of the unit.
+        limit_s: Upper limit of the step time.
+        llm: Options of the LLM that the unit is combined with. Empty for the LLM.
 
     Returns:
-        (O, 8), by number of devices.
+        (O, 8) options, sorted by number of devices.
     """
     warmup_U, work_U, layer_s = least_times(tables, setting, data)
     microbatches = setting.batch // data
@@ -192,7 +236,7 @@ def list_options(
             share = np.inf
             for pipeline in range(1, min(most // group, tables.layers_U[unit] // virtual) + 1):
                 if stage_share(tables.layers_U[unit], virtual, pipeline) >= share:
-                    continue  # one more rank, but the fullest has as many layers
+                    continue  # one more rank does not reduce the layers of the fullest rank
                 share = stage_share(tables.layers_U[unit], virtual, pipeline)
                 times = unit_seconds(tables, unit, tensor, own, pipeline, samples)
                 rest = max(setting.devices - group * pipeline, 1)
@@ -217,14 +261,20 @@ def list_options(
 def every_option(
     tables: UnitTables, setting: PlanSetting, data: int, unit: int, most: int
 ) -> Float64s:
-    """All sizes of a unit, as rows of `list_options`, whether they fit (a depth of 0: they do not)
-    or are of use.
+    """Return all options of a unit, including options that do not fit (depth 0).
 
     Args:
-        most: devices that it may have.
+        tables: Costs of all units.
+        setting: Properties that all plans share.
+        data: Data-parallel size of the LLM.
+        unit: Index of the unit.
+        most: Maximum number of devices of the unit.
+
+    Returns:
+        (O, 8) options with the columns of `list_options`, unsorted.
     """
-    # The loops of `list_options` once more: sizes listed first and filtered then, for both, make
-    # that one, of which a search calls hundreds, 1.8 times as slow.
+    # Duplicates the loops of `list_options`. A shared list that is filtered afterwards would make
+    # `list_options`, which a search calls hundreds of times, 1.8 times slower.
     virtual = tables.virtual_U[unit]
     found = np.empty((64, 8))
     count = 0
@@ -254,9 +304,9 @@ def every_option(
 
 @compiled
 def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float64s]:
-    """Data-parallel sizes of the LLM that fit, and a bound of the time with each.
+    """Return the feasible data-parallel sizes of the LLM, each with a lower bound of the step time.
 
-    The most promising comes first.
+    Sizes are sorted by bound.
     """
     sizes = np.empty(setting.batch, np.int64)
     bounds = np.empty(setting.batch)
@@ -283,7 +333,7 @@ def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float6
 
 @compiled
 def drop_dominated(options: Float64s) -> Float64s:
-    """Leave out options that another one beats or equals in all that matters."""
+    """Return the options that no other option equals or beats in all relevant columns."""
     kept = 0
     for option in range(len(options)):
         own = options[option]
@@ -308,14 +358,15 @@ class Others(NamedTuple):
     """Options of the units other than the LLM, in the order in which they are chosen."""
 
     behind_W: NDArray[np.bool_]
-    """By place: whether its unit comes after the LLM."""
+    """Whether the unit of each position follows the LLM."""
     begin_W: Int64s
-    """The options of place w are `begin_W[w]` to `begin_W[w + 1]`."""
+    """Offsets of the options of each position. Position w has options `begin_W[w]` to `begin_W[w +
+    1]`."""
     options: Float64s
     devices_W: Float64s
-    """By place: the least that this place and later ones need."""
+    """Minimum number of devices of each position and all later positions together."""
     work_W: Float64s
-    """The same for device-seconds per microbatch."""
+    """Minimum device-seconds per microbatch of each position and all later positions together."""
     warmup_s_W: Float64s
 
 
@@ -323,7 +374,10 @@ class Others(NamedTuple):
 def list_others(
     tables: UnitTables, setting: PlanSetting, data: int, limit_s: float, llm: Float64s
 ) -> Others:
-    """Options of all units other than the LLM; none at all if a unit has none."""
+    """Return the options of all units other than the LLM.
+
+    The result is empty if a unit has no option.
+    """
     units = len(tables.layers_U)
     behind = np.array([place < units - 1 - setting.llm for place in range(units - 1)], np.bool_)
     begin = np.zeros(units, np.int64)
@@ -352,15 +406,17 @@ def list_others(
 def complete(
     others: Others, llm: Float64s, devices: int, steady: int, limit_s: float
 ) -> tuple[float, Int64s]:
-    """The best options of the other units for one option of the LLM.
+    """Return the best options of the other units for one option of the LLM.
 
     Args:
-        llm: the option.
-        steady: microbatches less one.
-        limit_s: what the time has to be less than.
+        others: Options of the other units.
+        llm: Option of the LLM.
+        devices: Number of available devices.
+        steady: Number of microbatches minus 1.
+        limit_s: Upper limit of the step time.
 
     Returns:
-        the time, or the limit if it cannot be less; options by place.
+        The step time, or the limit if no combination is faster; the chosen option of each position.
     """
     places = len(others.behind_W)
     best = limit_s
@@ -369,8 +425,8 @@ def complete(
         return min(best, llm[WARMUP_S] + steady * llm[STAGE_S] + llm[SYNC_S]), best_rows
     rows = np.zeros(places, np.int64)
     row = others.begin_W[:-1].copy()
-    # By place: sums and maxima of what has been chosen before. The LLM's pipeline ranks count only
-    # for units before it, and are added there.
+    # Sums and maxima over the options that are chosen before each position. Pipeline ranks of the
+    # LLM are added only for units before the LLM.
     so_far = np.zeros((places + 1, 8))
     so_far[0, DEVICES:] = llm[DEVICES:]
     place = 0
@@ -385,7 +441,7 @@ def complete(
         row[place] += 1
         after[DEVICES] = chosen[DEVICES] + own[DEVICES]
         if after[DEVICES] + others.devices_W[place + 1] > devices:
-            place -= 1  # options are sorted by devices: the next ones need even more
+            place -= 1  # options are sorted by devices, so later options need even more
             continue
         after[PIPELINE] = chosen[PIPELINE] + own[PIPELINE]
         depth = after[PIPELINE] + (0 if others.behind_W[place] else llm[PIPELINE])
@@ -412,11 +468,11 @@ def complete(
 
 @compiled
 def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[Float64s, Int64s]:
-    """The fastest plans, one for each layout of the LLM.
+    """Return the fastest plans, at most one for each LLM option.
 
     Returns:
-        (K,) seconds, infinite where there are no more plans; (K, U, 3) tensor (as an index), data
-        and pipeline of each unit.
+        (K,) step times in seconds, infinite for missing plans; (K, U, 3) tensor-parallel size (as
+        an index), data-parallel size and pipeline-parallel size of each unit.
     """
     units = len(tables.layers_U)
     best = np.full(keep, np.inf)

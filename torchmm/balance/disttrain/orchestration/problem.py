@@ -1,10 +1,9 @@
-"""What orchestration is asked: units with their costs, a cluster, a batch.
+"""Orchestration problem: units with their costs, a cluster and a batch.
 
-A *unit* is a module with its connector on devices of its own (DistTrain §4.1). Its costs are plain
-numbers, so that profiling, a cost model or a paper's table can give them, and so that frozen
-modules need no rules here: a backward that is not needed has no seconds, a gradient that is not
-kept no bytes. `torchmm.balance.disttrain.orchestration.unit_costs` fills them in from a device
-profile.
+A *unit* is a module with its connector on separate devices (DistTrain §4.1). Its costs are plain
+numbers. A profile, a cost model or the tables of a paper can provide them. Frozen modules need no
+special cases: an unneeded backward pass has 0 seconds, and a gradient that is not stored has 0
+bytes. `torchmm.balance.disttrain.orchestration.unit_costs` computes them from a device profile.
 """
 
 from __future__ import annotations
@@ -20,33 +19,35 @@ from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTabl
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """One unit.
+    """Costs of one unit.
 
-    Mappings are by tensor-parallel size, for one of its ranks; numbers are of the whole module.
+    Mappings map a tensor-parallel size to the cost on one of its ranks. Numbers describe the
+    complete module.
 
     Attributes:
-        name: as in the recipe.
-        kind: encoders feed the LLM, the LLM feeds generators.
-        layers: that can be on different pipeline ranks.
-        seconds: forward and the backward that the step needs, of one average sample, with the
-            communication between tensor-parallel ranks.
-        unevenness: standard deviation of samples' seconds, as a share of the mean.
-        activation_bytes: kept from an average sample's forward until its backward.
-        surge_bytes: n samples that wait at once may keep as much beyond n times that, times the
-            square root of n, as samples differ; none where missing.
-        peak_bytes: kept of the largest sample, which n samples do not exceed n times; unlimited
-            where missing.
-        workspace_bytes: largest temporary, per sample; none where missing.
-        replica_bytes: what every data-parallel rank holds: weights, gradients.
-        sharded_bytes: what they divide among them: optimizer state.
-        transfer_s: handing one sample's output to the next rank.
-        sync_s: gathering all weights and reducing all gradients over the link of one device.
-        virtual_stages: per pipeline rank.
-        has_backward: whether activations wait for one.
-        flops: model FLOPs that the step needs for one sample, for FLOP ratios and MFU.
+        name: Name of the module in the recipe.
+        kind: Encoders feed the LLM, and the LLM feeds generators.
+        layers: Number of layers that can be assigned to different pipeline ranks.
+        seconds: Forward pass and required backward pass of an average sample, with tensor-parallel
+            communication.
+        unevenness: Standard deviation of the seconds of samples, as a fraction of the mean.
+        activation_bytes: Activations that an average sample saves for its backward pass.
+        surge_bytes: Additional activations of n samples in flight, divided by the square root of n.
+            They account for differences between samples. 0 for missing sizes.
+        peak_bytes: Activations of the largest sample, the limit per sample in flight. Unlimited for
+            missing sizes.
+        workspace_bytes: Largest temporary buffer per sample. 0 for missing sizes.
+        replica_bytes: Memory of every data-parallel rank: weights and gradients.
+        sharded_bytes: Memory that is sharded over data-parallel ranks: optimizer state.
+        transfer_s: Seconds to send the output of a sample to the next rank.
+        sync_s: Seconds to all-gather all weights and reduce all gradients over the link of one
+            device.
+        virtual_stages: Virtual stages per pipeline rank.
+        has_backward: Whether activations are saved for a backward pass.
+        flops: Model FLOPs per sample in the step, for FLOP ratios and MFU.
 
     Raises:
-        ValueError: numbers are negative or not finite, or mappings have different sizes.
+        ValueError: Numbers are negative or not finite, or mappings have different sizes.
     """
 
     name: str
@@ -69,8 +70,8 @@ class UnitCosts:
     def __post_init__(self) -> None:
         sizes = sorted(self.seconds)
         kept = sorted(self.activation_bytes)
-        others = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
-        if not sizes or sizes != kept or sizes[0] < 1 or not others <= set(kept):
+        optional = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
+        if not sizes or sizes != kept or sizes[0] < 1 or not optional <= set(kept):
             raise ValueError(
                 f"{self.name}: seconds have tensor-parallel degrees {sizes}, but "
                 f"activation_bytes {kept}; use the same degrees >= 1 for both"
@@ -92,14 +93,14 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class OrchestrationProblem:
-    """What to plan for.
+    """Input of orchestration.
 
     Attributes:
-        units: encoders, one LLM, generators, in the order of the pipeline.
-        devices: of the cluster.
-        memory_bytes: of a device, as far as a step may use it.
-        global_batch_size: samples per step.
-        microbatch_size: samples of a microbatch of the LLM.
+        units: Encoders, one LLM, and generators, in pipeline order.
+        devices: Number of devices of the cluster.
+        memory_bytes: Memory per device that a step may use.
+        global_batch_size: Samples per step.
+        microbatch_size: Samples per microbatch of the LLM.
     """
 
     units: tuple[UnitCosts, ...]
@@ -134,20 +135,20 @@ class OrchestrationProblem:
 
     @property
     def llm(self) -> int:
-        """Position of the LLM among the units."""
+        """Index of the LLM among the units."""
         return next(i for i, unit in enumerate(self.units) if unit.kind == "llm")
 
     def tables(self, limits: Mapping[str, int]) -> UnitTables:
-        """Costs as arrays.
+        """Return the costs as arrays.
 
         Args:
-            limits: devices that units may have at most, by name.
+            limits: Maximum number of devices of each unit, by name.
         """
         units = self.units
         tensor = sorted({size for unit in units for size in unit.seconds})
 
         def by_size(of_unit: Sequence[Mapping[int, float]], missing: float) -> np.ndarray:
-            rows = [[own.get(size, missing) for size in tensor] for own in of_unit]
+            rows = [[mapping.get(size, missing) for size in tensor] for mapping in of_unit]
             return np.array(rows, np.float64)
 
         def floats(values: Sequence[float]) -> np.ndarray:
@@ -172,7 +173,7 @@ class OrchestrationProblem:
         )
 
     def setting(self) -> PlanSetting:
-        """What is the same for all plans."""
+        """Return the properties that all plans share."""
         return PlanSetting(
             llm=self.llm,
             batch=self.global_batch_size // self.microbatch_size,

@@ -1,24 +1,30 @@
-"""How many devices each module gets, and in which parallel sizes: the fastest step that fits.
+"""DistTrain orchestration (§5): parallelism degrees of all modules with the fastest step that fits.
 
-Disaggregated orchestration of DistTrain (§5): encoders, LLM and generators are *units* on devices
-of their own, one pipeline from the first to the last. Searched are the tensor-, data- and
-pipeline-parallel sizes of all units; the time of a step is
+Encoders, LLM and generator are *units* on separate devices. Together they form one pipeline. The
+search chooses the tensor-, data- and pipeline-parallel sizes of all units. The step time is
 
     T = sum_u (C_u k_u + P_u x_u k_u) / V_u + max_u(C_u k_u q_u r_u) (K - 1) + max_u(sync_u)
 
-with C_u seconds of forward and backward per sample for the unit's tensor-parallel size; k_u samples
-of a microbatch on each of the unit's D_u replicas, the LLM's microbatch size times D / D_u; x_u the
-transfer of a sample's output; V_u virtual stages per rank (the paper's correction of the warm-up);
-q_u the part of the unit on its fullest rank, ceil(L_u / P_u V_u) V_u / L_u; K microbatches; and r_u
-a reserve of one standard deviation where samples differ: a unit that is only just as fast as the
-others on average holds them up whenever a sample is larger, which the paper leaves out. D
-divides the batch and D_u divides D, so that microbatches are whole. Memory of a unit's first rank:
-weights and gradients, optimizer state divided by D_u, and activations of as many microbatches as
-1F1B keeps there, which is the number of ranks from there to the end of the *whole* pipeline.
+    |  warm-up of all units  | (K - 1) microbatches at the slowest stage |  sync  |
 
-The paper relaxes the numbers of devices to real ones and rounds. The optimum in whole numbers is
-found here directly (`kernels`). Rejected: P_u microbatches in flight, as printed, which overlooks
-that the LLM's first rank waits for the generator too; a convex solver, which is slower.
+with, for each unit u:
+
+- C_u: seconds of forward and backward pass per sample, for the tensor-parallel size of the unit.
+- k_u: samples of a microbatch on each of the D_u replicas, the LLM microbatch size times D / D_u.
+- P_u: pipeline-parallel size. x_u: seconds to send the output of a sample to the next rank.
+- V_u: virtual stages per rank, the correction of the warm-up in the paper.
+- q_u: fraction of the unit on its rank with the most layers, ceil(L_u / P_u V_u) V_u / L_u.
+- K: number of microbatches.
+- r_u: reserve of one standard deviation if samples differ. Without it, a unit that is as fast as
+  the others on average delays them whenever a sample is larger. The paper omits this.
+
+D divides the batch and D_u divides D, so microbatches are not split. The first rank of a unit
+stores weights, gradients, 1 / D_u of the optimizer state, and the activations of all microbatches
+that 1F1B has in flight. Their number is the number of ranks from there to the end of the complete
+pipeline. The paper uses P_u, which ignores that the first LLM rank also waits for the generator.
+
+The paper solves a convex relaxation with real numbers of devices and rounds the result. `kernels`
+finds the integer optimum directly, which is faster.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ from torchmm.balance.disttrain.orchestration.tables import UnitTables
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Parallel sizes of one unit."""
+    """Parallelism degrees of one unit."""
 
     tensor: int
     data: int
@@ -48,7 +54,7 @@ class UnitSizes:
 
     @property
     def devices(self) -> int:
-        """Devices of the unit."""
+        """Number of devices of the unit."""
         return self.tensor * self.data * self.pipeline
 
 
@@ -57,10 +63,12 @@ class UnitPlan:
     """One unit of a plan.
 
     Attributes:
-        stage_s: of a microbatch on the unit's fullest rank, forward and backward, with the reserve.
-        warmup_s: of the first microbatch on all ranks of the unit, divided by virtual stages.
-        sync_s: of gathering weights and reducing gradients.
-        used_bytes: memory of its first rank.
+        name: Name of the module.
+        sizes: Parallelism degrees.
+        stage_s: Seconds per microbatch on the slowest rank, forward and backward, with the reserve.
+        warmup_s: Seconds of the first microbatch on all ranks, divided by the virtual stages.
+        sync_s: Seconds of weight all-gather and gradient reduction.
+        used_bytes: Memory of the first rank.
     """
 
     name: str
@@ -73,12 +81,12 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class OrchestrationPlan:
-    """Sizes of all units and what a step with them takes.
+    """Parallelism degrees of all units, with the estimated step time.
 
     Attributes:
-        units: in the order of the pipeline.
-        microbatches: per data-parallel rank of the LLM.
-        fits: whether no rank needs more memory than there is.
+        units: Plans of the units in pipeline order.
+        microbatches: Microbatches per data-parallel rank of the LLM.
+        fits: Whether every rank has enough memory.
     """
 
     units: tuple[UnitPlan, ...]
@@ -87,32 +95,32 @@ class OrchestrationPlan:
 
     @property
     def devices(self) -> int:
-        """Devices that are used."""
+        """Number of used devices."""
         return sum(unit.sizes.devices for unit in self.units)
 
     @property
     def warmup_s(self) -> float:
-        """The first microbatch, from end to end."""
+        """Time of the first microbatch through all units."""
         return sum(unit.warmup_s for unit in self.units)
 
     @property
     def bottleneck(self) -> UnitPlan:
-        """The unit whose ranks take longest for a microbatch; the first of equals."""
+        """Unit with the longest time per microbatch and rank. The first if several are equal."""
         return max(self.units, key=lambda unit: unit.stage_s)
 
     @property
     def steady_s(self) -> float:
-        """The other microbatches, at the pace of the slowest rank."""
+        """Time of the remaining microbatches at the pace of the slowest rank."""
         return (self.microbatches - 1) * self.bottleneck.stage_s
 
     @property
     def sync_s(self) -> float:
-        """Gathering weights and reducing gradients, which units do at the same time."""
+        """Time of weight all-gather and gradient reduction. Units run these concurrently."""
         return max(unit.sync_s for unit in self.units)
 
     @property
     def step_s(self) -> float:
-        """A step."""
+        """Step time."""
         return self.warmup_s + self.steady_s + self.sync_s
 
 
@@ -126,11 +134,11 @@ def orchestrate(
 
     Args:
         problem: Units with their costs, cluster and batch.
-        alternatives: Largest number of next-best plans.
-        limits: Devices that units may have at most, by name.
+        alternatives: Maximum number of next-best plans.
+        limits: Maximum number of devices of each unit, by name.
 
     Raises:
-        ValueError: No plan fits; the message has what each unit needs at least.
+        ValueError: No plan fits. The message lists the minimum memory of each unit.
     """
     tables = problem.tables(limits or {})
     seconds, sizes = fastest_plans(tables, problem.setting(), 1 + alternatives)
@@ -145,14 +153,15 @@ def orchestrate(
 
 
 def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> OrchestrationPlan:
-    """What a step takes with given sizes, whether it fits or not.
+    """Return the plan with the given parallelism degrees, even if it does not fit.
 
     Args:
-        sizes: by unit.
+        problem: Units with their costs, cluster and batch.
+        sizes: Parallelism degrees of each unit.
 
     Raises:
-        ValueError: sizes that a unit does not offer, that do not divide the batch or each other,
-            or that take more devices than there are.
+        ValueError: A unit has no costs for a size, sizes do not divide the batch or each later, or
+            they need too many devices.
     """
     tables = problem.tables({})
     setting = problem.setting()
@@ -160,17 +169,19 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
     data = sizes[problem.llm].data
     microbatches = setting.batch // data
     units, fits = [], True
-    for index, (unit, own) in enumerate(zip(problem.units, sizes, strict=True)):
-        tensor = int(np.flatnonzero(tables.tensor_T == own.tensor)[0])
-        samples = problem.microbatch_size * (data / own.data)
+    for index, (unit, unit_sizes) in enumerate(zip(problem.units, sizes, strict=True)):
+        tensor = int(np.flatnonzero(tables.tensor_T == unit_sizes.tensor)[0])
+        samples = problem.microbatch_size * (data / unit_sizes.data)
         stage_s, warmup_s, sync_s = unit_seconds(
-            tables, index, tensor, own.data, own.pipeline, samples
+            tables, index, tensor, unit_sizes.data, unit_sizes.pipeline, samples
         )
-        depth = sum(other.pipeline for other in sizes[index:])
-        in_flight = microbatches_in_flight(tables, index, own.pipeline, depth, microbatches)
-        used = unit_bytes(tables, index, tensor, own.data, own.pipeline, samples, in_flight)
+        depth = sum(later.pipeline for later in sizes[index:])
+        in_flight = microbatches_in_flight(tables, index, unit_sizes.pipeline, depth, microbatches)
+        used = unit_bytes(
+            tables, index, tensor, unit_sizes.data, unit_sizes.pipeline, samples, in_flight
+        )
         fits &= used <= problem.memory_bytes
-        units.append(UnitPlan(unit.name, own, stage_s, warmup_s, sync_s, used))
+        units.append(UnitPlan(unit.name, unit_sizes, stage_s, warmup_s, sync_s, used))
     return OrchestrationPlan(tuple(units), microbatches, bool(fits))
 
 
@@ -179,20 +190,24 @@ def _check_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> N
         raise ValueError(f"{len(sizes)} sizes for {len(problem.units)} units; pass one per unit")
     batch = problem.global_batch_size // problem.microbatch_size
     data = sizes[problem.llm].data
-    for unit, own in zip(problem.units, sizes, strict=True):
-        whole = batch if unit.kind == "llm" else data
-        if own.data < 1 or whole % own.data:
+    for unit, unit_sizes in zip(problem.units, sizes, strict=True):
+        total_data = batch if unit.kind == "llm" else data
+        if unit_sizes.data < 1 or total_data % unit_sizes.data:
             what = "microbatches of a step" if unit.kind == "llm" else "LLM data-parallel degree"
-            raise ValueError(f"{unit.name}: data = {own.data} must divide the {what}, {whole}")
-        if own.tensor not in unit.seconds:
             raise ValueError(
-                f"{unit.name}: tensor = {own.tensor}, but costs exist only for "
+                f"{unit.name}: data = {unit_sizes.data} must divide the {what}, {total_data}"
+            )
+        if unit_sizes.tensor not in unit.seconds:
+            raise ValueError(
+                f"{unit.name}: tensor = {unit_sizes.tensor}, but costs exist only for "
                 f"{sorted(unit.seconds)}"
             )
-        most = unit.layers // unit.virtual_stages
-        if not 1 <= own.pipeline <= most:
-            raise ValueError(f"{unit.name}: pipeline = {own.pipeline}; must be 1 to {most}")
-    total = sum(own.devices for own in sizes)
+        max_pipeline = unit.layers // unit.virtual_stages
+        if not 1 <= unit_sizes.pipeline <= max_pipeline:
+            raise ValueError(
+                f"{unit.name}: pipeline = {unit_sizes.pipeline}; must be 1 to {max_pipeline}"
+            )
+    total = sum(unit_sizes.devices for unit_sizes in sizes)
     if total > problem.devices:
         raise ValueError(
             f"the degrees require {total} devices, but {problem.devices} are available"
@@ -200,18 +215,18 @@ def _check_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> N
 
 
 def _why_nothing_fits(problem: OrchestrationProblem, tables: UnitTables) -> str:
-    """The least memory of each unit's devices, all of the cluster being its own."""
+    """Return the error message with the minimum memory per unit if it uses the complete cluster."""
     texts = []
     for index, unit in enumerate(problem.units):
-        least = np.inf
+        min_bytes = np.inf
         for column in np.flatnonzero(np.isfinite(tables.seconds_UT[index])).tolist():
             ranks = problem.devices // int(tables.tensor_T[column])
             for pipeline in range(1, min(unit.layers // unit.virtual_stages, ranks) + 1):
                 data = ranks // pipeline
                 samples = float(problem.microbatch_size)
-                own = unit_bytes(tables, index, column, data, pipeline, samples, 1.0)
-                least = min(least, own)
-        texts.append(f"{unit.name} {least / 2**30:.1f} GiB")
+                used = unit_bytes(tables, index, column, data, pipeline, samples, 1.0)
+                min_bytes = min(min_bytes, used)
+        texts.append(f"{unit.name} {min_bytes / 2**30:.1f} GiB")
     return (
         f"no plan fits on {problem.devices} devices of {problem.memory_bytes / 2**30:.1f} "
         f"GiB. Even with all devices, ranks of a unit would require about {', '.join(texts)}; "

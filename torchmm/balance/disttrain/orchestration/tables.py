@@ -1,4 +1,4 @@
-"""What the search for parallel sizes reads: costs of units as arrays, and what all plans share."""
+"""Inputs of the search for parallelism degrees: unit costs as arrays, and shared plan settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchmm.balance.compiled import Float64s, Int64s
 
 
 class UnitTables(NamedTuple):
-    """`UnitCosts` of U units in the order of the pipeline, by T tensor-parallel sizes."""
+    """`UnitCosts` of U units in pipeline order, for T tensor-parallel sizes."""
 
     tensor_T: Int64s
     seconds_UT: Float64s
-    """Infinite where the size is not offered."""
+    """Seconds per sample. Infinite if a unit has no costs for a tensor-parallel size."""
     unevenness_U: Float64s
     activation_bytes_UT: Float64s
     surge_bytes_UT: Float64s
@@ -26,20 +26,20 @@ class UnitTables(NamedTuple):
     replica_bytes_U: Float64s
     sharded_bytes_U: Float64s
     keeps_U: NDArray[np.bool_]
-    """Whether activations are kept for a backward."""
+    """Whether activations are saved for a backward pass."""
     transfer_s_U: Float64s
     sync_s_U: Float64s
     limit_U: Int64s
-    """Devices that a unit may have."""
+    """Maximum number of devices of each unit."""
 
 
 class PlanSetting(NamedTuple):
-    """What is the same for all plans."""
+    """Properties that all plans share."""
 
     llm: int
-    """Position of the LLM among the units."""
+    """Index of the LLM among the units."""
     batch: int
-    """Microbatches of all data-parallel ranks of the LLM together."""
+    """Number of microbatches of all data-parallel ranks of the LLM together."""
     microbatch_size: int
     devices: int
     memory_bytes: float

@@ -1,13 +1,19 @@
-"""Costs of units for orchestration, from the cost model at a few sizes, interpolated over the data.
+"""Unit costs for orchestration: cost model results at a few input sizes, with interpolation.
 
-DistTrain §3: a sample of the data has the input sizes, modules are timed at some of them, and a
-piecewise linear function returns the times of all others. Times are those of the cost model, whose
-profile may have been measured on a device (scripts/calibrate.py).
+DistTrain §3 profiles modules at several input sizes of a data sample. A piecewise linear function
+then returns the times of all other sizes. The times come from the cost model. Its profile can be
+measured on a device (scripts/calibrate.py).
 
-Packs of equal input size may differ in the lengths of their samples, so several of them are
-averaged. The memory of packs adds up over those that wait for their backward. It is the mean for
-each, and four standard deviations of the sum beyond that, so that a plan holds in all but about one
-of 30,000 such windows. Temporaries are those of the largest pack.
+    seconds          x knot: mean of up to 8 packs of this input size
+       |        ___x
+       |   _x---
+       |  x                      at most 9 knots, at quantiles of the input sizes
+       +-----------------> input size (units)
+
+Packs with the same input size can differ in the lengths of their samples, so several packs are
+averaged. Activation memory is the sum over the microbatches in flight: the mean per microbatch,
+plus four standard deviations of the sum. A plan then fits in all but about one of 30,000 such sums.
+Temporary memory is that of the largest pack.
 """
 
 from __future__ import annotations
@@ -30,28 +36,28 @@ from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 
 KNOTS = 9
-"""Input sizes with trials, at most."""
+"""Maximum number of input sizes that are profiled."""
 MOST_ALIKE = 8
-"""Trials with equally many units, at most."""
+"""Maximum number of profiled packs with the same input size."""
 TENSOR_SIZES = (1, 2, 4, 8)
 SURGE_DEVIATIONS = 4
 MANY_NODES = 128
-"""With more nodes, a rank hardly sends more in a collective."""
+"""Number of nodes from which the bytes of a collective per rank are almost constant."""
 
 
 class Trial(NamedTuple):
-    """What a module takes for each of N packs, on one of its tensor-parallel ranks."""
+    """Costs of a module for each of N packs, on one tensor-parallel rank."""
 
     seconds_N: Float64s
-    """Forward, and the backward that is needed."""
+    """Seconds of the forward pass and the required backward pass."""
     backward_N: Float64s
-    """The backward's share of these seconds."""
+    """Seconds of the backward pass, included in `seconds_N`."""
     kept_bytes_N: Float64s
     workspace_bytes_N: Float64s
 
 
 TrialRunner = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
-"""(module, tensor-parallel size, packs that all have something for it) -> what they take."""
+"""Function from (module, tensor-parallel size, packs with input for the module) to costs."""
 
 
 def cost_model_run(
@@ -64,15 +70,21 @@ def cost_model_run(
     recompute: Mapping[str, Recompute] | None = None,
     compiled: frozenset[str] = frozenset(),
 ) -> TrialRunner:
-    """Trials that a cost model answers.
+    """Return a runner that computes costs with a cost model.
 
     Args:
-        modules: all of them: which gradients one needs depends on what is trained before it.
-        recompute: activation checkpointing by module name.
-        compiled: Names of modules whose layers are compiled.
+        profile: Profile of the devices.
+        dtype: Dtype in which modules compute.
+        modules: All modules. Trainable modules before a module determine the gradients that it
+            needs.
+        sequence_parallel: Whether tensor-parallel ranks split activations by tokens between
+            matmuls.
+        async_tensor: Whether tensor-parallel communication overlaps with matmuls.
+        recompute: Activation checkpointing by module name.
+        compiled: Names of modules with compiled layers.
 
     Raises:
-        ValueError: the device has no peak for the dtype.
+        ValueError: The profile has no peak throughput for the dtype.
     """
     CostModel(profile, dtype)
 
@@ -101,7 +113,10 @@ def cost_model_run(
 
 
 def fitting_tensor_sizes(module: ModuleDescription, sizes: Sequence[int]) -> list[int]:
-    """Those into which attention heads can be split: ranks may share a key-value head."""
+    """Return the tensor-parallel sizes into which the attention heads of a module can be split.
+
+    Ranks may share a key-value head.
+    """
     layers = set(module.layers)
     return [
         size
@@ -120,32 +135,32 @@ def profile_units(
     tensor_sizes: Sequence[int] = TENSOR_SIZES,
     states: States = FLOAT32,
 ) -> tuple[UnitCosts, ...]:
-    """Return the costs of each module for an average pack; memory is that of the largest.
+    """Return the costs of each module for an average pack, with the memory of the largest pack.
 
     Args:
-        modules: Encoders, LLM and generator, complete.
-        packs: A sample of the data, each sequence as a separate microbatch.
+        modules: Encoders, LLM and generator with all layers.
+        packs: Data sample, with each sequence as a separate microbatch.
         profile: Profile of the devices, for links.
         dtype: Dtype in which modules compute.
-        run: Times modules.
-        tensor_sizes: Tensor-parallel sizes; those that do not divide the heads of a module are left
-            out.
-        states: States of parameters.
+        run: Returns the costs of a module.
+        tensor_sizes: Tensor-parallel sizes. Sizes that do not divide the heads of a module are
+            skipped.
+        states: Dtypes of parameters, gradients and optimizer states.
 
     Raises:
-        ValueError: None of the packs has anything for a module.
+        ValueError: No pack has input for a module.
     """
     element_bytes = ELEMENT_BYTES[dtype]
     units = []
     for module in modules:
         fitting = fitting_tensor_sizes(module, tensor_sizes)
-        found = _profile_module(module, packs, run, fitting)
+        costs = _profile_module(module, packs, run, fitting)
         parameters = stage_parameters(module, 0, len(module.layers), states=states)
-        # Encoders' last messages are the widest; what LLMs send beside hidden states ends after a
-        # few layers.
+        # The last message of an encoder is the widest, because it includes DeepStack features. An
+        # LLM forwards these features only to its first layers.
         width = module.layers[0].hidden_size * (1 + len(module.taps) * (module.kind == "encoder"))
-        sent_bytes = element_bytes * width * float(found.units_N.mean())
-        # Gathering all weights and reducing all gradients is that of many shards.
+        sent_bytes = element_bytes * width * float(costs.units_N.mean())
+        # Assume many shards for the all-gather of weights and the reduction of gradients.
         shards = MANY_NODES * profile.device.devices_per_node
         model = CostModel(profile, dtype, {module.name: Execution(shard=shards)})
         layers = len(module.layers)
@@ -154,19 +169,19 @@ def profile_units(
             module.name,
             module.kind,
             layers,
-            {n: float(seconds_N.mean()) for n, seconds_N in found.seconds.items()},
-            {n: float(kept_N.mean()) for n, kept_N in found.kept_bytes.items()},
-            unevenness=float(found.seconds[fitting[0]].std() / found.seconds[fitting[0]].mean()),
+            {n: float(seconds_N.mean()) for n, seconds_N in costs.seconds.items()},
+            {n: float(kept_N.mean()) for n, kept_N in costs.kept_bytes.items()},
+            unevenness=float(costs.seconds[fitting[0]].std() / costs.seconds[fitting[0]].mean()),
             replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
             sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
             surge_bytes={
-                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in found.kept_bytes.items()
+                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in costs.kept_bytes.items()
             },
-            peak_bytes={n: float(kept_N.max()) for n, kept_N in found.kept_bytes.items()},
-            workspace_bytes=found.workspace_bytes,
+            peak_bytes={n: float(kept_N.max()) for n, kept_N in costs.kept_bytes.items()},
+            workspace_bytes=costs.workspace_bytes,
             transfer_s=model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3,
             sync_s=sync_ms / 1e3,
-            has_backward=found.has_backward,
+            has_backward=costs.has_backward,
             flops=float(module_flops(modules, module, packs).mean()),
         )
         units.append(unit)
@@ -174,13 +189,13 @@ def profile_units(
 
 
 class _PackCosts(NamedTuple):
-    """Costs of a module for all packs, by tensor-parallel size; 0 for packs without input."""
+    """Costs of a module for all packs, by tensor-parallel size. 0 for packs without input."""
 
     units_N: Float64s
     seconds: dict[int, Float64s]
     kept_bytes: dict[int, Float64s]
     workspace_bytes: dict[int, float]
-    """Of the largest pack that was timed."""
+    """Temporary memory of the largest profiled pack."""
     has_backward: bool
 
 
@@ -190,10 +205,10 @@ def _profile_module(
     run: TrialRunner,
     tensor_sizes: Sequence[int],
 ) -> _PackCosts:
-    """Time packs at quantiles of the input size, and interpolate the others.
+    """Profile packs at quantiles of the input size, and interpolate the remaining packs.
 
     Raises:
-        ValueError: None of the packs has anything for the module.
+        ValueError: No pack has input for the module.
     """
     at, sizes = pack_sizes(module, packs)
     if sizes is None:
@@ -204,16 +219,16 @@ def _profile_module(
     rising = np.sort(sizes.units_N)
     units_X = np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
     chosen = [np.flatnonzero(sizes.units_N == units)[:MOST_ALIKE] for units in units_X]
-    tried = [packs[at[i]] for own in chosen for i in own]
-    stops = np.cumsum([len(own) for own in chosen])[:-1]
+    profiled = [packs[at[i]] for indices in chosen for i in indices]
+    stops = np.cumsum([len(indices) for indices in chosen])[:-1]
     units_N = np.zeros(len(packs))
     units_N[at] = sizes.units_N
 
     def interpolate(values_N: Float64s) -> Float64s:
-        means_X = [part.mean() for part in np.split(values_N, stops)]
+        means_X = [values.mean() for values in np.split(values_N, stops)]
         return np.where(units_N > 0, np.interp(units_N, units_X, means_X), 0.0)
 
-    trials = {n: run(module, n, tried) for n in tensor_sizes}
+    trials = {n: run(module, n, profiled) for n in tensor_sizes}
     return _PackCosts(
         units_N,
         {n: interpolate(trial.seconds_N) for n, trial in trials.items()},

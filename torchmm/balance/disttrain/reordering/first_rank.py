@@ -1,22 +1,26 @@
-"""1F1B with an uneven first rank: the makespan in closed form, and a good order by it.
+"""Closed form of the 1F1B makespan with an uneven first rank, and annealing on it.
 
-An encoder's time differs between microbatches, an LLM's hardly does, and the encoder comes first.
-If only the first of P ranks is uneven, the others act as one server that takes `a` = f + b of any
-of them per microbatch: the gradient of microbatch i reaches the first rank when the server is
-through with microbatch i + P - 2. First rank and server wait for each other at every microbatch, so
-with f, b of the first rank in the order of execution
+The encoder is on the first rank. Its time differs between microbatches, and the LLM time hardly
+does. If only the first of P ranks is uneven, the other ranks behave like one server that needs `a`
+= f + b of any of them per microbatch. The gradient of microbatch i reaches the first rank when the
+server has finished microbatch i + P - 2:
+
+    first rank   f0 f1 f2 |b0 f3|b1 f4|b2 f5| ...     pairs b_i + f_{i+P}
+    server          | a  |  a  |  a  |  a  |          waits for and delays each pair
+
+With f and b of the first rank in execution order:
 
     makespan = max_{k < P} (f_0 + ... + f_k + (P - 1 - k) a)
              + sum_{i < M - P} max(b_i + f_{i + P}, a)
              + max_{k < P} (k a + b_{M - P + k} + ... + b_{M - 1})
 
-(tests compare it with the simulation). So a backward and the forward P places later form a pair
-that should last `a`, and a swap of two microbatches changes four pairs: it takes 25 ns instead of
-the microseconds of a simulation. Where other ranks are uneven too, `a` is the mean of the slowest
-of them, and the result is a start for a search on the real makespan.
+Tests compare it with the simulation. A backward pass and the forward pass P slots later are a pair
+that should take `a`. A swap of two microbatches changes four pairs, which takes 25 ns instead of
+microseconds for a simulation. If other ranks are uneven too, `a` is the mean of the slowest of
+them, and the result is the start of a search on the real makespan.
 
-DistTrain (§6.2) fills the same intervals greedily. Rejected: an optimal matching of forwards and
-backwards; it yields no order, because a microbatch's forward and backward come as one.
+DistTrain (§6.2) fills the same intervals greedily. An optimal matching of forward and backward
+passes does not define an order, because both passes of a microbatch move together.
 """
 
 from __future__ import annotations
@@ -46,7 +50,10 @@ def first_rank_makespans(
     ranks: int,
     orders_GM: Int64s,
 ) -> Float64s:
-    """The formula above, for each group; arguments as those of `anneal_first_rank`."""
+    """Return the makespan of each group by the closed form.
+
+    See `anneal_first_rank` for the arguments.
+    """
     groups, slots = orders_GM.shape
     makespans = np.zeros(groups)
     for group in range(groups):
@@ -60,16 +67,17 @@ def first_rank_makespans(
 
 
 class _Pairs(NamedTuple):
-    """Forwards and the backwards before them on the first rank: Q = M + P pairs.
+    """Forward passes with the backward passes before them on the first rank: Q = M + P pairs.
 
-    The first P forwards have no backward before them, the last P backwards no forward after them.
+    The first P forward passes have no backward pass before them, and the last P backward passes
+    have no forward pass after them.
     """
 
     forward_Q: Float64s
     backward_Q: Float64s
     least_Q: Float64s
-    """What a pair lasts at least. Of those that are no pairs, which the sum leaves out, so much
-    that they always last the same and no swap changes them: cheaper than a branch."""
+    """Minimum duration of each pair. Incomplete pairs, which the sum omits, have a constant so
+    large that no swap changes their duration. This avoids a branch."""
 
 
 @compiled
@@ -86,7 +94,7 @@ def _pair_up(forward_M: Float64s, backward_M: Float64s, others: float, ranks: in
 
 @without_nans
 def _longer(pairs: _Pairs, pair: Index) -> float:
-    """A forward and the backward before it, or what the others do meanwhile."""
+    """Return the duration of a pair, or `a` if that is longer."""
     own = pairs.forward_Q[pair] + pairs.backward_Q[pair]
     least = pairs.least_Q[pair]
     return own if own > least else least
@@ -94,14 +102,14 @@ def _longer(pairs: _Pairs, pair: Index) -> float:
 
 @without_nans
 def _around(pairs: _Pairs, ranks: int, one: Index, other: Index) -> float:
-    """Sum of the pairs of two slots, one < other, up to a constant."""
+    """Return the sum of the pairs of two slots, one < other, up to a constant."""
     total = _longer(pairs, one) + _longer(pairs, one + ranks) + _longer(pairs, other + ranks)
     return total + _longer(pairs, other) if other != one + ranks else total
 
 
 @without_nans
 def _start(pairs: _Pairs, others: float, ranks: int) -> float:
-    """Until the first backward."""
+    """Return the time until the first backward pass."""
     behind = pairs.forward_Q[0]
     most = behind
     for k in range(1, min(ranks, len(pairs.forward_Q) - ranks)):
@@ -112,7 +120,7 @@ def _start(pairs: _Pairs, others: float, ranks: int) -> float:
 
 @without_nans
 def _end(pairs: _Pairs, others: float, ranks: int) -> float:
-    """From the first of the backwards that no forward follows."""
+    """Return the time from the first backward pass without a following forward pass."""
     last = len(pairs.backward_Q) - 1
     first = max(ranks, last + 1 - ranks)
     behind = pairs.backward_Q[last] + (last - first) * others
@@ -142,15 +150,16 @@ def anneal_first_rank(
     steps: int,
     seed: int,
 ) -> Int64s:
-    """Improve each group's order by swaps; worse orders are accepted ever more seldom.
+    """Improve the order of each group by simulated annealing with swaps.
 
     Args:
-        forward_GM, backward_GM: on the first rank, by microbatch.
-        others_G: `a` of each group; of no consequence with one rank.
-        ranks: P.
-        orders_GM: microbatch of each slot.
-        steps: swaps tried per group.
-        seed: of the random numbers; groups have different ones.
+        forward_GM: Forward times on the first rank, by microbatch.
+        backward_GM: Backward times on the first rank, by microbatch.
+        others_G: `a` of each group. Not used with one rank.
+        ranks: Number P of ranks.
+        orders_GM: Microbatch of each slot.
+        steps: Number of attempted swaps per group.
+        seed: Random seed. Groups have different random numbers.
 
     Returns:
         (G, M): the best orders.
@@ -163,7 +172,7 @@ def anneal_first_rank(
         forward = forward_GM[group][order]
         backward = backward_GM[group][order]
         pairs = _pair_up(forward, backward, others, ranks)
-        # At first a tenth of what a microbatch takes is accepted, in the end a 500th.
+        # The temperature decreases from 1/10 to 1/500 of the time of a microbatch.
         heat = 0.1 * max(others, (forward.sum() + backward.sum()) / slots)
         state = np.uint64(seed * groups + group + 1) * np.uint64(0x9E3779B97F4A7C15)
         _anneal_order(pairs, others, ranks, order, heat, steps, state)
@@ -180,14 +189,14 @@ def _anneal_order(
     steps: int,
     state: np.uint64,
 ) -> None:
-    """Improve one group's order, in place; the pairs are swapped along."""
+    """Improve the order of one group in place. The pairs are swapped together with it."""
     slots = len(order_M)
     current_M = order_M.copy()
     start = _start(pairs, others, ranks)
     end = _end(pairs, others, ranks)
-    change = best = 0.0  # of the makespan, since the beginning
+    change = best = 0.0  # change of the makespan since the start
     cooling = cooling_factor(steps)
-    least = 1e-9 * heat  # below it, a gain is a rounding error and not worth a copy
+    least = 1e-9 * heat  # smaller gains are rounding errors and not worth a copy
     for _ in range(steps):
         state = next_random(state)
         heat *= cooling

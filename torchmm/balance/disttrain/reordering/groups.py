@@ -1,21 +1,29 @@
-"""Which data-parallel group gets which items of a global batch: equal counts, equal work.
+"""Assignment of the items of a global batch to data-parallel groups: equal counts, equal work.
 
-INTRA reordering of DistTrain (§6.1, Algorithm 2). All groups wait for the slowest, so the largest
-sum of sizes is to be as small as possible: multiway number partitioning. Items are dealt out from
-the largest down, each to the group with the least work so far (LPT: at most 4/3 of the optimum),
-and then the heaviest group swaps items with lighter ones until that helps no more.
+INTRA reordering of DistTrain (§6.1, Algorithm 2). All groups wait for the slowest group, so the
+largest sum of sizes is minimized (multiway number partitioning). Items are assigned in descending
+order of size, each to the group with the least work so far. This is LPT scheduling, at most 4/3 of
+the optimum. Then the group with the most work swaps items with other groups as long as this reduces
+the maximum:
 
-Two things differ from the printed algorithm. It sorts in ascending order, which is list
-scheduling (2 - 1/m) instead of the 4/3 that the text claims. And it lets a group have any number
-of items: with heavy-tailed sizes some would get one and others hundreds, but each group has to
-fill the same number of microbatches, so here a full group gets no more.
+    items 9, 8, 7, 3, 2, 1      group 0: 9 + 3 + 2 = 14 (full before 1)
+                                group 1: 8 + 7 + 1 = 16
 
-An item is what has a place in a microbatch of its own, such as a packed sequence. Counts are
-equal, so microbatches can be formed of any assignment; microbatches of several items come from
-another call, for the items of one group. Rejected: dealing out samples and packing them into
-sequences afterwards, which may take more sequences than a group has; Karmarkar-Karp differencing,
-which needs a repair of the counts and gains nothing over swaps; swaps alone, from the natural
-order: a thousand times as many.
+The implementation differs from the printed algorithm in two points:
+
+- The paper sorts in ascending order. This is list scheduling with a factor of 2 - 1/m, instead of
+  the 4/3 that the text states.
+- The paper does not limit the number of items of a group. With heavy-tailed sizes, some groups
+  would have one item and others hundreds. Each group must fill the same number of microbatches, so
+  a full group receives no more items.
+
+An item fills one microbatch, or one packed sequence of a microbatch. Counts are equal, so
+microbatches can be formed from any assignment. Microbatches of several items come from a second
+call for the items of one group.
+
+Assignment of samples before packing can need more sequences than a group has. Karmarkar-Karp
+differencing needs a repair of the counts and is not better than swaps. Swaps alone, from the
+original order, need a thousand times as many swaps.
 """
 
 from __future__ import annotations
@@ -26,25 +34,25 @@ from numpy.typing import ArrayLike
 from torchmm.balance.compiled import Float64s, Int64s, compiled
 
 TOLERANCE = 1e-4
-"""The heaviest group may have this share more than the bound before swaps set in."""
+"""Swaps start only if the largest sum exceeds the lower bound by more than this fraction."""
 SWAPS_PER_ITEM = 2
-"""Swaps are given up at this many per item; a few hundred are usual for 2,000 items."""
+"""Maximum number of swaps per item. A few hundred swaps are typical for 2,000 items."""
 
 
 def balance_groups(sizes_N: ArrayLike, groups: int) -> Int64s:
     """Assign items to groups of equal count so that the largest sum of sizes is small.
 
-    Deterministic: equal inputs give equal groups, on every rank.
+    Deterministic: equal inputs produce equal groups on every rank.
 
     Args:
-        sizes_N: cost of each item, in any unit.
-        groups: G, a divisor of the number of items.
+        sizes_N: Cost of each item, in any unit.
+        groups: Number G of groups, a divisor of the number of items.
 
     Returns:
-        (G, N / G): indices of each group's items, ascending.
+        (G, N / G): item indices of each group, ascending.
 
     Raises:
-        ValueError: sizes are negative or not finite, or the groups cannot be of equal count.
+        ValueError: Sizes are negative or not finite, or groups cannot have equal counts.
     """
     sizes = _checked(sizes_N, groups)
     by_size = np.argsort(-sizes, kind="stable")
@@ -56,12 +64,12 @@ def balance_groups(sizes_N: ArrayLike, groups: int) -> Int64s:
 
 
 def load_bound(sizes_N: ArrayLike, groups: int) -> float:
-    """A sum of sizes that the heaviest of `groups` groups of equal count cannot stay below.
+    """Return a lower bound of the largest sum of sizes of `groups` groups of equal count.
 
-    The mean, or the largest item with the smallest possible company.
+    The bound is the mean, or the largest item together with the smallest items that fill its group.
 
     Raises:
-        ValueError: as `balance_groups`.
+        ValueError: As for `balance_groups`.
     """
     sizes = _checked(sizes_N, groups)
     company = len(sizes) // groups - 1
@@ -84,9 +92,10 @@ def _checked(sizes_N: ArrayLike, groups: int) -> Float64s:
 
 @compiled
 def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
-    """Items in descending order of size, each to the lightest group that is not full.
+    """Assign items in descending order of size, each to the lightest group that is not full.
 
-    Returns members (G, N / G), in descending order of size, and loads (G,).
+    Returns:
+        Members (G, N / G), in descending order of size; loads (G,).
     """
     room = sizes_N.shape[0] // groups
     members = np.empty((groups, room), np.int64)
@@ -103,7 +112,7 @@ def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
             open_groups -= 1
             group = heap[open_groups]
         position = 0
-        while 2 * position + 1 < open_groups:  # let it sink to its place
+        while 2 * position + 1 < open_groups:  # sift down in the heap
             child = 2 * position + 1
             if child + 1 < open_groups and _lighter(loads, heap[child + 1], heap[child]):
                 child += 1
@@ -117,13 +126,13 @@ def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
 
 @compiled
 def _lighter(loads: Float64s, one: int, other: int) -> bool:
-    """Whether a group has less work; of equal ones the first."""
+    """Return True if a group has less work. Ties are broken by index."""
     return loads[one] < loads[other] or (loads[one] == loads[other] and one < other)
 
 
 @compiled
 def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, swaps: int) -> None:
-    """Swap items of the heaviest group, in place, until it is within the limit or nothing helps."""
+    """Swap items of the heaviest group in place until it is within the limit or no swap helps."""
     for _ in range(swaps):
         heavy = int(np.argmax(loads))
         light = int(np.argmin(loads))
@@ -151,13 +160,13 @@ def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, 
 def _best_swap(
     sizes_N: Float64s, members: Int64s, heavy: int, light: int, gap: float
 ) -> tuple[int, int]:
-    """Positions whose exchange makes two groups most alike; (-1, -1) if none makes them more so.
+    """Return the positions of the swap that equalizes two groups best, or (-1, -1) if none helps.
 
-    Both groups are in descending order of size, so one pass over both finds the item nearest to
-    half the gap below every item of the heavy one.
+    Both groups are in descending order of size. One pass over both therefore finds, for every item
+    of the heavy group, the item whose size is smaller by about half the gap.
     """
     room = members.shape[1]
-    # What is left of the gap must be clearly less: rounding errors would let swaps go in circles.
+    # The remaining gap must be clearly smaller. Rounding errors could cause endless swaps.
     least = 0.999 * gap
     found_mine = -1
     found_other = -1
@@ -175,7 +184,7 @@ def _best_swap(
 
 @compiled
 def _replace(sizes_N: Float64s, group: Int64s, position: int, item: int) -> None:
-    """Put an item in the place of another, and the group in order again."""
+    """Replace an item and restore the descending order of the group."""
     while position > 0 and sizes_N[group[position - 1]] < sizes_N[item]:
         group[position] = group[position - 1]
         position -= 1

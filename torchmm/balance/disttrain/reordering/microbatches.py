@@ -1,28 +1,31 @@
-"""In which order a data-parallel group runs its microbatches, so that ranks wait least.
+"""Microbatch order of a data-parallel group with the least idle time of pipeline ranks.
 
-INTER reordering of DistTrain (§6.2) for 1F1B and interleaved 1F1B: with an encoder whose time
-differs between microbatches, the order decides how much of a long microbatch others wait for. All
-microbatches stay in their step and group, so losses and gradients are the same.
+INTER reordering of DistTrain (§6.2) for 1F1B and interleaved 1F1B. If the encoder time differs
+between microbatches, the order determines how long other ranks wait for a long microbatch. All
+microbatches stay in their step and group, so losses and gradients are equal.
 
-Two algorithms. `interval_orders` is the paper's Algorithm 3: the smallest microbatch first, so that
-all ranks start soon; P - 1 small ones last, where the first rank's forwards no longer fill the
-time until a gradient comes back; and in between always the one whose forward best fills the
-current interval. Its free choices: the first interval, which P - 1 microbatches fill, takes the
-one nearest to an equal share of what is left, again and again; the held-back ones are appended
-once, the smallest last (the other way round it loses up to three times as much); M <= P
-microbatches are in ascending order. Interleaved schedules have the same intervals, between the
-forwards of the rank's first virtual stage and the next backward.
+`interval_orders` is Algorithm 3 of the paper:
 
-`reorder_microbatches` is better: it starts from the best of the natural order, Algorithm 3's and
-`first_rank`'s, and swaps microbatches at random while the makespan, exact for the durations given,
-gets shorter (simulated annealing). Its result is never worse than natural or Algorithm 3's order.
+    smallest first | fill each interval with the closest forward | P - 1 small ones, smallest last
+    all ranks start                                                no forward fills the waiting time
+    soon                                                           for gradients at the end
 
-Equal durations and seed give equal orders on all processors, if the durations are whole numbers of
-any unit: then no sum depends on the order of its terms, and what is rounded differently elsewhere,
-logarithms and powers, is cut to 24 bits first.
+The paper leaves some choices open. The first interval is filled by P - 1 microbatches: each is the
+closest to an equal fraction of the remaining time. The reserved microbatches are appended once, the
+smallest last (the reverse order loses up to three times as much). M <= P microbatches are in
+ascending order. Interleaved schedules have the same intervals, between the forward passes of the
+first virtual stage of the rank and the next backward pass.
 
-Rejected: exact search for tiny steps; annealing is 0.1 % above the optimum of 7 microbatches on 4
-ranks and does not end at 8.
+`reorder_microbatches` is better. It starts from the best of three orders: the original order,
+Algorithm 3, and `first_rank`. Simulated annealing then swaps microbatches with the exact makespan
+as the cost. The result is never worse than the original order or Algorithm 3.
+
+Equal durations and seeds produce equal orders on all processors if durations are whole numbers of
+any unit. Sums are then independent of the order of their terms. Logarithms and powers, whose
+rounding differs between processors, are truncated to 24 bits.
+
+Exact search is not feasible: annealing is 0.1 % above the optimum of 7 microbatches on 4 ranks, and
+exact search does not finish with 8.
 """
 
 from __future__ import annotations
@@ -43,18 +46,18 @@ from torchmm.balance.disttrain.reordering.program_kernels import (
 )
 
 START_HEAT = 0.01
-"""What the search accepts at first, as a share of a microbatch's time on the slowest rank."""
+"""Initial temperature as a fraction of the time of a microbatch on the slowest rank."""
 
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """Swaps tried per group.
+    """Number of attempted swaps per group.
 
     Attributes:
-        formula: on the closed form for 1F1B, at 25 ns each; an eighth of them where it is not
-            exact.
-        exact: on the simulated makespan, at 0.1 to 0.5 microseconds each; none where the closed
-            form is exact.
+        formula: Swaps evaluated by the closed form for 1F1B, 25 ns each. If the closed form is not
+            exact, an eighth of them.
+        exact: Swaps evaluated by simulation, 0.1 to 0.5 microseconds each. None if the closed form
+            is exact.
     """
 
     formula: int
@@ -62,7 +65,10 @@ class SearchEffort:
 
     @classmethod
     def default(cls, program: StepProgram) -> SearchEffort:
-        """About what the paper's implementation of Algorithm 3 takes; for 1F1B, the less."""
+        """Return an effort with about the planning time of Algorithm 3 as implemented in the paper.
+
+        1F1B needs less time.
+        """
         slots = program.microbatches
         if slots < 12:  # fewer than 100 microseconds per group
             return cls(1024, 384)
@@ -78,19 +84,20 @@ def reorder_microbatches(
     effort: SearchEffort | None = None,
     seed: int = 0,
 ) -> Int64s:
-    """Good orders for all groups of a step.
+    """Return good microbatch orders for all groups of a step.
 
     Args:
-        program: of the schedule.
-        forward_ms_GSM, backward_ms_GSM: by group, stage and microbatch.
-        effort: None: `SearchEffort.default`.
-        seed: of the search.
+        program: Program of the schedule.
+        forward_ms_GSM: Forward times by group, stage and microbatch.
+        backward_ms_GSM: Backward times by group, stage and microbatch.
+        effort: Search effort. None for `SearchEffort.default`.
+        seed: Random seed of the search.
 
     Returns:
         (G, M): microbatch of each slot.
 
     Raises:
-        ValueError: as `StepProgram.checked`.
+        ValueError: As for `StepProgram.checked`.
     """
     costs_GKM = program.checked(forward_ms_GSM, backward_ms_GSM)
     effort = effort or SearchEffort.default(program)
@@ -101,22 +108,22 @@ def reorder_microbatches(
     lanes = _lanes(program, costs_GKM)
     groups, _, slots = costs_GKM.shape
     natural = np.tile(np.arange(slots), (groups, 1))
-    tried = [natural, interval_orders(program, costs_GKM, lanes)]
-    times_ms = [_lane_makespans_ms(program, lanes, costs_GKM, orders) for orders in tried]
+    candidates = [natural, interval_orders(program, costs_GKM, lanes)]
+    times_ms = [_lane_makespans_ms(program, lanes, costs_GKM, orders) for orders in candidates]
     exact = False
     if program.lag:
         others = np.delete(rank_ms_GRM, program.rank_S[0], axis=1).mean(axis=2)
         others_G = others.max(axis=1, initial=0.0)
         forward_GM, backward_GM = _first_rank(program, costs_GKM)
-        of_formula = first_rank_makespans(forward_GM, backward_GM, others_G, program.lag, natural)
-        exact = np.allclose(of_formula, times_ms[0], rtol=1e-9)
+        formula_ms = first_rank_makespans(forward_GM, backward_GM, others_G, program.lag, natural)
+        exact = np.allclose(formula_ms, times_ms[0], rtol=1e-9)
         steps = effort.formula if exact else effort.formula // 8
-        tried.append(
+        candidates.append(
             anneal_first_rank(forward_GM, backward_GM, others_G, program.lag, natural, steps, seed)
         )
-        times_ms.append(_lane_makespans_ms(program, lanes, costs_GKM, tried[-1]))
+        times_ms.append(_lane_makespans_ms(program, lanes, costs_GKM, candidates[-1]))
     best_G = np.argmin(times_ms, axis=0)
-    orders_GM = np.stack(tried)[best_G, np.arange(groups)]
+    orders_GM = np.stack(candidates)[best_G, np.arange(groups)]
     if not exact and effort.exact:
         fill_lanes(lanes, costs_GKM, orders_GM, 0, slots)
         heat_ms_G = START_HEAT * rank_ms_GRM.mean(axis=2).max(axis=1)
@@ -134,13 +141,14 @@ def makespans_ms(
     """Return the makespan (G) of each group.
 
     Args:
-        program: Of the schedule.
-        forward_ms_GSM, backward_ms_GSM: By group, stage and microbatch. Backward passes that the
+        program: Program of the schedule.
+        forward_ms_GSM: Forward times by group, stage and microbatch.
+        backward_ms_GSM: Backward times by group, stage and microbatch. Backward passes that the
             schedule does not have are ignored.
-        orders_GM: Microbatch of each slot. If None, microbatches stay in their order.
+        orders_GM: Microbatch of each slot. None for the original order.
 
     Raises:
-        ValueError: as `StepProgram.checked`.
+        ValueError: As for `StepProgram.checked`.
     """
     costs_GKM = program.checked(forward_ms_GSM, backward_ms_GSM)
     if orders_GM is None:
@@ -151,14 +159,15 @@ def makespans_ms(
 def interval_orders(
     program: StepProgram, costs_GKM: Float64s, lanes: LaneCosts | None = None
 ) -> Int64s:
-    """Algorithm 3 for each group.
+    """Return the order of Algorithm 3 for each group.
 
-    The intervals are those of the first rank, and the size of a microbatch is its time on all
-    ranks: only what differs between microbatches matters.
+    Intervals are those of the first rank. The size of a microbatch is its time on all ranks,
+    because only differences between microbatches matter.
 
     Args:
-        costs_GKM: from `StepProgram.checked`.
-        lanes: Memory for the durations in the order of slots; overwritten.
+        program: Program of the schedule.
+        costs_GKM: Durations from `StepProgram.checked`.
+        lanes: Scratch memory for the durations in slot order; overwritten.
 
     Returns:
         (G, M): microbatch of each slot.
@@ -177,10 +186,12 @@ def interval_orders(
 
 
 def _first_rank(program: StepProgram, costs_GKM: Float64s) -> tuple[Float64s, Float64s]:
-    """(G, M) each: forwards and backwards of the rank of stage 0."""
-    mine = program.rank_S == program.rank_S[0]
-    stages = len(mine)
-    return costs_GKM[:, :stages][:, mine].sum(axis=1), costs_GKM[:, stages:][:, mine].sum(axis=1)
+    """Return the forward and backward times (G, M) of the rank of stage 0."""
+    on_first_rank = program.rank_S == program.rank_S[0]
+    stages = len(on_first_rank)
+    return costs_GKM[:, :stages][:, on_first_rank].sum(axis=1), costs_GKM[:, stages:][
+        :, on_first_rank
+    ].sum(axis=1)
 
 
 def _lanes(program: StepProgram, costs_GKM: Float64s) -> LaneCosts:

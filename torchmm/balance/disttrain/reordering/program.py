@@ -1,17 +1,22 @@
-"""A schedule as flat arrays from which the makespan follows, for any order of the microbatches.
+"""Compiled schedule: flat arrays that determine the makespan for any microbatch order.
 
-A classic schedule fixes what each rank does with the first, second, ... microbatch; which
-microbatch has which place, a *slot*, is open. So a schedule is compiled once per run, and what
-changes from step to step are durations: an action starts when the one before it on its rank and
-those whose results it needs have ended, as in `torchmm.pipelining.view.timeline.uniform_timeline`,
-whose times follow to the last bit.
+A classic schedule fixes the actions of each rank for the first, second, ... microbatch. These
+indices are *slots*. The assignment of microbatches to slots is free. A schedule is therefore
+compiled once per run, and only the durations change from step to step:
 
-Actions are sorted by the last slot that they depend on, so what precedes the first action of a
-slot does not change when that slot and later ones do: a search need not look at it again.
+    program (once)    rank 0: F slot 0, F slot 1, B slot 0, ...     order (per step)
+    durations (step)  F of microbatch 5, F of microbatch 2, ...     slot 0 = 5, slot 1 = 2, ...
 
-Rejected: a recurrence written for 1F1B alone, with less to look up but another one for
-interleaved schedules, frozen modules and ranks with several stages; the event-driven dispatcher,
-which decides orders itself and is an order of magnitude slower.
+An action starts when the previous action on its rank and all actions whose results it needs have
+ended. The times are bitwise identical to those of
+`torchmm.pipelining.view.timeline.uniform_timeline`.
+
+Actions are sorted by the last slot on which they depend. If slot s and later slots change, actions
+before the first action of slot s are unchanged, and a search does not evaluate them again.
+
+A recurrence for 1F1B only would need fewer indices, but separate versions for interleaved
+schedules, frozen modules and ranks with several stages. The event-driven dispatcher chooses orders
+itself and is ten times slower.
 """
 
 from __future__ import annotations
@@ -33,18 +38,18 @@ from torchmm.pipelining.plan.transfers import Input, action_inputs
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """The actions of a step in an order in which each comes after all it waits for.
+    """Actions of a step in topological order.
 
-    Durations are given as K = 2 * S rows of M slots: forwards of all stages, then backwards.
+    Durations have K = 2 * S rows of M slots: forward passes of all stages, then backward passes.
 
     Attributes:
-        tables: for the kernels.
-        stages: S.
-        microbatches: M.
-        ranks: pipeline ranks.
-        rank_S: rank of each stage.
-        lag: if the first rank's order is 1F1B's: the slots by which its forwards run ahead of its
-            backwards, as many as there are ranks; otherwise 0.
+        tables: Arrays for the kernels.
+        stages: Number S of stages.
+        microbatches: Number M of microbatches.
+        ranks: Number of pipeline ranks.
+        rank_S: Rank of each stage.
+        lag: Number of slots by which forward passes run ahead of backward passes on the first rank,
+            if its order is that of 1F1B. This equals the number of ranks. Otherwise 0.
     """
 
     tables: ProgramTables
@@ -55,17 +60,17 @@ class StepProgram:
     lag: int
 
     def checked(self, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s) -> Float64s:
-        """Durations of G groups as (G, K, M).
+        """Return the durations of G groups as (G, K, M).
 
         Raises:
-            ValueError: shapes differ from the program's, or a duration is negative or not finite.
+            ValueError: Shapes do not match the program, or a duration is negative or not finite.
         """
         shapes = np.shape(forward_ms_GSM), np.shape(backward_ms_GSM)
-        wanted = (self.stages, self.microbatches)
-        if shapes[0] != shapes[1] or shapes[0][-2:] != wanted or len(shapes[0]) != 3:
+        expected = (self.stages, self.microbatches)
+        if shapes[0] != shapes[1] or shapes[0][-2:] != expected or len(shapes[0]) != 3:
             raise ValueError(
-                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {wanted[0]} stages "
-                f"x {wanted[1]} microbatches"
+                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {expected[0]} stages "
+                f"x {expected[1]} microbatches"
             )
         costs = np.concatenate([forward_ms_GSM, backward_ms_GSM], axis=1, dtype=np.float64)
         if costs.size and not (costs.min() >= 0 and costs.max() < np.inf):
@@ -79,13 +84,13 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     """Compile a schedule.
 
     Args:
-        order: by rank, of forwards and whole backwards, such as of `one_f_one_b(graph)`.
-        graph: all stages trained, or frozen ones, but without sub-microbatches: their number
-            differs between microbatches, and a slot's actions would depend on what is in it.
-            An encoder's sub-microbatches are one task here, as long as all of them.
+        order: Forward and unsplit backward actions of each rank, such as of `one_f_one_b(graph)`.
+        graph: Tasks without sub-microbatches. Their number differs between microbatches, so the
+            actions of a slot would depend on its microbatch. All sub-microbatches of an encoder are
+            one task with their total duration.
 
     Raises:
-        ValueError: the order cannot be executed, splits backwards, or has sub-microbatches.
+        ValueError: The order cannot run, splits backward passes, or has sub-microbatches.
     """
     if graph.layout.sub_microbatched:
         raise ValueError(
@@ -107,16 +112,16 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     for rank, row in enumerate(rows):
         for action in row:
             inputs = [each for each in action_inputs(action, graph) if each.message is not None]
-            own = (action.type is ActionType.B) * count + action.stage
-            # Kernels time operators that wait for one result, besides the operator before them on
-            # the rank. Each further result has an operator before the action that takes no time.
+            duration_row = (action.type is ActionType.B) * count + action.stage
+            # In kernels, an operator has the previous operator on its rank and one other input.
+            # Each further input adds an operator without duration before the action.
             for index in range(max(1, len(inputs))):
                 is_action = index >= len(inputs) - 1
                 node = operators.add(rank, 0.0, name=str(action))
                 waits += [(node, each) for each in inputs[index : index + 1]]
                 slot_of.append(action.microbatch)
                 row_of.append(
-                    own * graph.microbatches + action.microbatch if is_action else zero_row
+                    duration_row * graph.microbatches + action.microbatch if is_action else zero_row
                 )
             nodes[action.type, action.task] = node
     for node, (kind, task, _) in waits:
@@ -148,12 +153,12 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
 
 
 def _sort_by_slot(graph: CompiledGraph, slot_of: Int64s) -> tuple[Int64s, Int64s, Words, Words]:
-    """Sort operators by the last slot that they depend on.
+    """Sort operators by the last slot on which they depend.
 
     Returns:
-        The last slot of each place; the places in the new order; and, in that order, the two
-        operators before each operator: the same one twice if there is one, the number of operators
-        if there is none.
+        The last slot of each operator; the sorted operator indices; and, in this order, the two
+        predecessors of each operator. A single predecessor is repeated. The number of operators
+        stands for a missing predecessor.
     """
     slots = slot_of[graph.node_at]
     for place in range(len(slots)):
@@ -178,8 +183,8 @@ def _intervals(
 ) -> tuple[Int64s, Int64s]:
     """Return the operators around the interval of the first rank that each first forward fills.
 
-    By slot, the operators that end before the interval and before the backward after it may start;
-    -1 if the next action is another forward.
+    For each slot, these operators end before the interval and before the backward after it. -1 if
+    the next action is another forward.
     """
     idle_from = np.full(graph.microbatches, -1)
     idle_to = np.full(graph.microbatches, -1)
@@ -194,7 +199,7 @@ def _intervals(
 
 
 def _lag(rows: Sequence[Sequence[Action]], graph: StageGraph) -> int:
-    """Ranks, if the first one alternates between forwards and backwards as in 1F1B; else 0."""
+    """Return the number of ranks if the first rank alternates as in 1F1B. Otherwise return 0."""
     if any(len(stage.ranks) != 1 for stage in graph.layout.stages):
         return 0
     ahead = len(rows)
@@ -205,5 +210,5 @@ def _lag(rows: Sequence[Sequence[Action]], graph: StageGraph) -> int:
         if slot + ahead < slots:
             expected.append((ActionType.F, slot + ahead))
     row = rows[graph.layout.stages[0].ranks[0]]
-    found = [kind for kind, _ in groupby((a.type, a.microbatch) for a in row)]
-    return ahead if found == expected else 0
+    actual = [kind for kind, _ in groupby((a.type, a.microbatch) for a in row)]
+    return ahead if actual == expected else 0

@@ -1,4 +1,4 @@
-"""Compiled loops over a step's program; `program` and `microbatches` say what they are for."""
+"""Compiled loops over the program of a step, for `program` and `microbatches`."""
 
 from __future__ import annotations
 
@@ -23,67 +23,67 @@ from torchmm.balance.simulation.graph_kernels import time_lanes
 
 # [Note: a schedule as a recurrence]
 #
-# An operator starts when the operators before it have ended (`graph_kernels.time_lanes`): the one
-# before on its rank, and those on other ranks whose results it needs.
+# An operator starts when its predecessors have ended (`graph_kernels.time_lanes`): the previous
+# operator on its rank, and operators on other ranks whose results it needs.
 #
-# Operators are sorted by the last *slot* (place in the order of microbatches) that they depend on,
-# within a slot along the edges:
+# Operators are sorted by the last *slot* (index in the order of microbatches) that they depend on,
+# and topologically within a slot:
 #
 #     operator  0 ...       ...          ...              N - 1
 #              |  slot 0   |  slot 1   | ... |  slot M - 1       |
 #              ^begin[0]   ^begin[1]         ^begin[M - 1]       ^begin[M]
 #
-# Other microbatches in slot s and later ones leave all ends before `begin[s]` as they are. So a
-# swap of slots i < j is timed by `advance_lanes` from `begin[i]` on.
+# A change of slot s does not change end times before `begin[s]`. After a swap of slots i < j,
+# `advance_lanes` therefore starts at `begin[i]`.
 #
-# Many groups are annealed at once: arrays have a last axis of *lanes*, one for each of G groups,
-# and all lanes try to swap the same two slots at the same time. What to do next is looked up once
-# for all, and the arithmetic runs in vector registers: 30 groups take about as long as four alone.
-# Lanes to which the swap is of no use swap back. Their ends are those of the rejected order until
-# the next turn, which therefore begins at the earlier one of its own and the last swap (`stale`).
+# Many groups are annealed at once. The last axis of arrays has one *lane* for each of G groups, and
+# all lanes try to swap the same two slots. Indices are then read once for all lanes, and arithmetic
+# uses vector registers: 30 groups take about as long as four groups. Lanes that reject the swap
+# swap back. Their end times are stale until the next iteration, which therefore starts at the
+# earlier slot of its swap and the previous swap (`stale`).
 #
-# Durations of the lanes, (V * M + C + 1, G), each in its own order of microbatches:
+# Durations of the lanes, (V * M + C + 1, G), each in the microbatch order of its group:
 #
 #     v * M + s    row `varying[v]` in slot s
-#     V * M + c    row `fixed[c]`: the same for all microbatches, so no swap has to move it
-#     V * M + C    0: of operators that only wait for a further result
+#     V * M + c    row `fixed[c]`: equal for all microbatches, so a swap does not move it
+#     V * M + C    0: operators that only wait for a further result
 
 
 class ProgramTables(NamedTuple):
-    """Operators of a program, sorted by slot and along the edges.
+    """Operators of a program, sorted by slot and topologically within a slot.
 
-    Unsigned indices, because signed indices may count from the end.
+    Indices are unsigned, because numba adds a wraparound check to signed indices.
     """
 
     before_N: Words
-    """By operator: an operator that must have ended; the number of operators if there is none."""
+    """Operator that must end before each operator. The number of operators if there is none."""
     need_N: Words
-    """The same of a second operator, or of the first one again."""
+    """Second operator that must end before each operator, or the first one again."""
     row_N: Words
-    """By operator: its place in the durations."""
+    """Index of the duration of each operator."""
     begin_M: Int64s
-    """By slot, and one more: the first operator that depends on it or on a later one."""
+    """Offsets of the operators of each slot, shape (M + 1,)."""
     last_R: Words
-    """By rank: its last operator."""
+    """Last operator of each rank."""
     idle_from_M: Int64s
-    """By slot: the operator before its first forward, if a backward follows on the first rank."""
+    """Operator before the first forward of each slot, if a backward follows on the first rank."""
     idle_to_M: Int64s
-    """By slot: the operator that this backward waits for; -1: none follows."""
+    """Operator that this backward waits for. -1 if no backward follows."""
 
 
 class LaneCosts(NamedTuple):
-    """Durations of several groups side by side, in the order of each group's slots.
+    """Durations of several groups, in the slot order of each group.
 
-    Rows that are the same for all microbatches are held once: `varying` rows of M slots come
-    first, then one place for each other row, then a 0.
+    Durations that are equal for all microbatches are stored once: `varying` rows of M slots come
+    first, then one entry for each fixed row, then a 0.
     """
 
     place_N: Words
-    """By operator: where its duration is."""
+    """Index of the duration of each operator."""
     varying_V: Int64s
     """Rows that differ between microbatches."""
     fixed_C: Int64s
-    """The others."""
+    """Rows that are equal for all microbatches."""
     costs_RG: Float64s
 
 
@@ -107,7 +107,7 @@ def fill_lanes(
 def advance_lanes(
     tables: ProgramTables, lanes: LaneCosts, ends_NG: Float64s, first: int, makespan_G: Float64s
 ) -> None:
-    """Write the ends of the operators from `first` on, and the makespans."""
+    """Write the end times of the operators from `first` on, and the makespans."""
     last = len(tables.row_N)
     time_lanes(tables.before_N, tables.need_N, lanes.place_N, lanes.costs_RG, ends_NG, first, last)
     makespan_G[:] = 0.0
@@ -127,15 +127,16 @@ def fill_intervals(
     first_interval_GM: Float64s,
     held: int,
 ) -> Int64s:
-    """Algorithm 3 of DistTrain for each group; `reorder_microbatches` says what it does.
+    """Run Algorithm 3 of DistTrain for each group. See `interval_orders`.
 
     Args:
-        lanes: overwritten.
-        costs_GKM: durations by row and microbatch.
-        entry_GM: forward on the first rank, which is to fill its intervals.
-        size_GM: what decides which microbatches come first and last.
-        first_interval_GM: time of the first interval if a microbatch is the first.
-        held: smallest microbatches kept for the end.
+        tables: Operators of the program.
+        lanes: Scratch memory; overwritten.
+        costs_GKM: Durations by row and microbatch.
+        entry_GM: Forward time on the first rank, with which its intervals are filled.
+        size_GM: Size that decides which microbatches come first and last.
+        first_interval_GM: Duration of the first interval if a microbatch is the first.
+        held: Number of the smallest microbatches that are reserved for the end.
 
     Returns:
         (G, M): microbatch of each slot.
@@ -144,10 +145,10 @@ def fill_intervals(
     orders = np.empty((groups, slots), np.int64)
     ends = np.zeros((len(tables.row_N) + 1, groups))
     to_fill = np.empty(groups)
-    warmup = 0  # slots whose forwards come before the first backward
+    warmup = 0  # slots with a forward before the first backward
     while warmup < slots and tables.idle_to_M[warmup] < 0:
         warmup += 1
-    last = slots - held - 1  # of the slots to choose for
+    last = slots - held - 1  # last slot with a choice
     for group in range(groups):
         order = np.argsort(size_GM[group], kind="mergesort")
         if last > 0:
@@ -173,7 +174,7 @@ def fill_intervals(
 
 @compiled
 def _take_closest(order: Int64s, entry_M: Float64s, target: float) -> None:
-    """Bring the microbatch whose forward is closest to the target to the front."""
+    """Swap the microbatch whose forward is closest to the target to the front."""
     best = 0
     for other in range(1, len(order)):
         if abs(entry_M[order[other]] - target) < abs(entry_M[order[best]] - target):
@@ -185,7 +186,7 @@ def _take_closest(order: Int64s, entry_M: Float64s, target: float) -> None:
 def swap_slots(
     lanes: LaneCosts, orders_MG: Int64s, one: Index, other: Index, which_G: NDArray[np.bool_]
 ) -> None:
-    """Exchange two slots in the lanes marked by `which_G`."""
+    """Swap two slots in the lanes that `which_G` selects."""
     slots, groups = orders_MG.shape
     for index in range(len(lanes.varying_V)):
         here = lanes.costs_RG[index * slots + one]
@@ -211,12 +212,15 @@ def anneal(
     steps: int,
     seed: int,
 ) -> Int64s:
-    """Swap slots, worse orders being accepted ever more seldom.
+    """Improve the order of each group by simulated annealing with swaps of slots.
 
     Args:
-        lanes: filled for `orders_MG`; both are changed.
-        heat_G: rise of the makespan that is accepted with a probability of 1/e at first.
-        steps: swaps tried; the last ones at a fiftieth of the heat.
+        tables: Operators of the program.
+        lanes: Durations in the order of `orders_MG`; overwritten.
+        orders_MG: Microbatch of each slot; overwritten.
+        heat_G: Initial temperature: increase of the makespan that is accepted with probability 1/e.
+        steps: Number of attempted swaps. The temperature decreases to 1/50.
+        seed: Random seed.
 
     Returns:
         The best orders (M, G).
@@ -233,7 +237,7 @@ def anneal(
     state = np.uint64(seed * 2 + 1)
     heat = 1.0
     cooling = cooling_factor(steps)
-    stale = slots  # the first slot of the last swap, which some lane has taken back
+    stale = slots  # first slot of the previous swap, which some lanes have reverted
     for _ in range(steps if slots > 1 else 0):
         state = next_random(state)
         one = random_index(state, slots)

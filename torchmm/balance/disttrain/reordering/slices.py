@@ -1,17 +1,21 @@
-"""Microbatches for ranks that synchronize in every layer: equal work at the same index.
+"""Microbatches of ranks that synchronize in every layer: equal work at the same index.
 
-FSDP2 gathers the parameters of every layer from all shards, and experts exchange tokens in every
-layer. Ranks of such a group run each module of microbatch i at the same time, so a step takes
-sum_i sum_module max_rank cost(module, rank, i). Equal sums per rank do not reduce this time.
+FSDP2 all-gathers the parameters of every layer, and experts exchange tokens in every layer. Ranks
+of such a group run each module of microbatch i at the same time. A step therefore takes sum_i
+sum_module max_rank cost(module, rank, i). Equal sums per rank do not reduce this time.
+
+    index      0   1   2   3
+    rank 0     9   6   4   2       sorted microbatches, one slice per index: similar costs
+    rank 1     8   6   3   1       in a column, so ranks wait little for each other
 
 The microbatches of a step are sorted by cost. Slice i of the sorted order is microbatch i of all
-ranks of a group. Two modules have no common sorted order, so several are compared: by total cost,
-and by one module in blocks that are sorted by a second module. Then the slowest microbatches of
-each slice are exchanged with microbatches of other slices as long as the sum of maxima decreases.
-Several groups of ranks synchronize once per step only, so each group gets slices of equal sum.
+ranks of a group. Two modules have no common sorted order, so several orders are compared: by total
+cost, and by one module in blocks that are sorted by a second module. Then the slowest microbatches
+of each slice are swapped with microbatches of other slices as long as the sum of maxima decreases.
+Several groups of ranks synchronize only once per step, so groups receive slices with equal sums.
 
-The ranks within a slice are free. The heaviest microbatch goes to the rank with the least work so
-far, which balances the host work of the ranks.
+Within a slice, the most expensive microbatch goes to the rank with the least work so far, which
+balances the host work of the ranks.
 """
 
 from __future__ import annotations
@@ -25,23 +29,23 @@ from torchmm.balance.disttrain.reordering.groups import balance_groups
 
 TRIALS_PER_ITEM = 256
 MAX_TRIALS = 1 << 16
-"""Exchanges evaluated for a step, at most: about 10 ns each for two modules."""
+"""Maximum number of swaps evaluated for a step: about 10 ns each for two modules."""
 
 
 def slice_items(costs_KN: Float64s, groups: int, ranks: int) -> Int64s:
     """Assign microbatches to ranks so that the sum of maxima over the ranks of a group is small.
 
-    Equal inputs give equal results on every rank if costs are whole numbers.
+    Equal inputs produce equal results on every rank if costs are whole numbers.
 
     Args:
         costs_KN: (K, N), the cost of each microbatch in each module.
         groups: Number of groups, which synchronize once per step.
-        ranks: Number of ranks of a group, which synchronize in every layer. groups x ranks divides
+        ranks: Number of ranks per group, which synchronize in every layer. groups x ranks divides
             N.
 
     Returns:
-        (groups * ranks, N / (groups * ranks)): microbatches of each rank in their order, the most
-        expensive slice first.
+        (groups * ranks, N / (groups * ranks)): microbatches of each rank, most expensive slice
+        first.
     """
     totals_N = costs_KN.sum(axis=0)
     slices_LR = min(
@@ -77,20 +81,23 @@ def _maxima(costs_KN: Float64s, slices_LR: Int64s) -> Float64s:
 
 
 def _assign_ranks(totals_N: Float64s, members_GMR: Int64s) -> Int64s:
-    """Return microbatches (G * R, M), the heaviest of a slice on the rank with the least work."""
+    """Return microbatches (G * R, M) of each rank.
+
+    The most expensive microbatch of a slice is assigned to the rank with the least work.
+    """
     groups, count, ranks = members_GMR.shape
     places_GRM = np.empty((groups, ranks, count), np.int64)
     loads_GR = np.zeros((groups, ranks))
     for index in range(count):
-        own_GR = members_GMR[:, index]
-        heaviest_GR = np.argsort(-totals_N[own_GR], axis=1, kind="stable")
-        own_GR = np.take_along_axis(own_GR, heaviest_GR, axis=1)
+        slice_GR = members_GMR[:, index]
+        heaviest_GR = np.argsort(-totals_N[slice_GR], axis=1, kind="stable")
+        slice_GR = np.take_along_axis(slice_GR, heaviest_GR, axis=1)
         lightest_GR = np.argsort(loads_GR, axis=1, kind="stable")
-        np.put_along_axis(places_GRM[:, :, index], lightest_GR, own_GR, axis=1)
+        np.put_along_axis(places_GRM[:, :, index], lightest_GR, slice_GR, axis=1)
         np.put_along_axis(
             loads_GR,
             lightest_GR,
-            np.take_along_axis(loads_GR, lightest_GR, axis=1) + totals_N[own_GR],
+            np.take_along_axis(loads_GR, lightest_GR, axis=1) + totals_N[slice_GR],
             axis=1,
         )
     return places_GRM.reshape(groups * ranks, count)
@@ -98,10 +105,10 @@ def _assign_ranks(totals_N: Float64s, members_GMR: Int64s) -> Int64s:
 
 @compiled
 def _exchange(costs_NK: Float64s, slices_LR: Int64s, trials: int) -> None:
-    """Exchange microbatches between slices, in place, while the sum of maxima decreases.
+    """Swap microbatches between slices in place while the sum of maxima decreases.
 
-    Each round takes the slowest microbatch of a slice in one module and makes its best exchange
-    with a microbatch of another slice.
+    Each round selects the slowest microbatch of a slice in one module, and its best swap with a
+    microbatch of another slice.
     """
     slices, ranks = slices_LR.shape
     modules = costs_NK.shape[1]
@@ -139,7 +146,7 @@ def _best_exchange(
     first_LK: Float64s,
     second_LK: Float64s,
 ) -> tuple[int, int]:
-    """Return slice and rank of the microbatch to exchange, or (-1, -1) if no exchange helps."""
+    """Return slice and rank of the microbatch to swap with, or (-1, -1) if no swap helps."""
     slices, ranks = slices_LR.shape
     modules = costs_NK.shape[1]
     best, best_slice, best_rank = 0.0, -1, -1

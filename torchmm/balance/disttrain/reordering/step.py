@@ -1,33 +1,39 @@
-"""Where the packs of a global batch go: balanced data-parallel groups, ordered microbatches.
+"""Reordering of a global batch: balanced data-parallel groups with ordered microbatches.
 
-DistTrain §6 as one function of metadata, for whatever placement: `balance_groups` deals packs to
-groups of equal count and work (INTRA), `reorder_microbatches` orders those of each group for its
-pipeline (INTER). A pack's size is the time a cost model gives all modules for it, vision, text and
-generation alike, so samples with long texts count as much as samples with many images.
+DistTrain §6 as one function of metadata for any placement. `balance_groups` assigns packs to groups
+of equal count and work (INTRA). `reorder_microbatches` orders the microbatches of each group for
+its pipeline (INTER). The size of a pack is its time in all modules by the cost model. FLOPs rank
+text and images wrongly if modules have different efficiencies.
 
-What the order depends on is a *chain*: the places in the pipeline with what each does for a
-microbatch. Classic schedules are such chains. Others are taken as 1F1B over their ranks, each with
-its stages of all modules: orders found so are good there, not best. Modules on ranks of their own
-are places of their own; where a replica serves several microbatches at a time, its place takes that
-many times as long. Encoders in an LLM's bubbles have no place in the chain; their planner orders
-microbatches itself, so there only groups are balanced.
+    packs --+--> original order -------------+--> order by the chain --+
+            +--> balanced groups ------------+                         +--> arrangement with the
+            +--> equal work per index -------+--> unordered -----------+    shortest slowest group
+                 (synchronized ranks only)
 
-Ranks of consecutive groups may synchronize in every layer: shards, if FSDP2 gathers layer by layer,
-and ranks that exchange tokens of experts. Equal sums do not help there, so equal work at the same
-index is tried, too (`slices.py`). A stage then takes as long as on the slowest of these ranks.
+**Chain.** Orders depend on a *chain*: the positions of a pipeline, with the time of each microbatch
+at each position. Classic schedules are chains. Other schedules are modeled as 1F1B over their
+ranks, with the stages of all modules on a rank. Orders are then good, but not the best. Modules on
+separate ranks are separate positions. If a replica serves several microbatches, its time is
+multiplied by their number. Encoders in LLM bubbles have no position, and their planner orders
+microbatches itself. Only groups are balanced for them.
 
-What is good for a chain may be bad for the plan that runs, and groups with equal work do not end
-together. So of as many arrangements as there are, balanced or not and ordered or not, the one is
-taken whose slowest group ends first in the step's own graph: all stages, in the order of the
-schedule, with tasks dealt to replicas as if all took the same. A step is never arranged to take
-longer there. Without such an order the chain is the judge, and without a chain the largest share of
-work. It is that, too, where orders are searched: these are nearly as long as the work, whatever
-comes first, and the chain only decides between equal shares.
+**Synchronized ranks.** Ranks of consecutive groups can synchronize in every layer: shards if FSDP2
+all-gathers each layer, and ranks that exchange tokens of experts. Equal sums do not help them, so
+equal work at the same index is a candidate (`slices.py`). A stage takes as long as on the slowest
+of these ranks.
 
-Rejected: the chain where orders are searched: of 128 pipelines of 16 ranks with 32 microbatches
-each it left packs where they were, though the longest had 1.25 times the mean's work. FLOPs as
-sizes, which rank text and images wrongly wherever efficiencies differ; ordering packs before they
-are grouped, as microbatches of several packs would mix them again.
+**Selection.** An order that is good for the chain can be bad for the executed plan, and groups with
+equal work do not end at the same time. The candidate whose slowest group ends first in the task
+graph of the step is selected. This graph has all stages in the order of the schedule, with replicas
+assigned as if all tasks took the same time. The predicted step is never longer than in the original
+order. If the order depends on the batch, the chain is the criterion, and without a chain the
+maximum work of a group. For searched orders, the maximum work is the criterion and the chain only
+breaks ties. Searched steps take almost as long as their work for any microbatch order. With the
+chain as the criterion, 128 pipelines of 16 ranks with 32 microbatches kept the original order,
+although the longest had 1.25 times the mean work.
+
+Groups are formed before microbatches are ordered, because groups with several packs per microbatch
+would undo an order.
 """
 
 from __future__ import annotations
@@ -57,31 +63,31 @@ from torchmm.recipe.schedules import find_schedule
 
 SEED = 0
 OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
-"""The order of a step whose tasks all take the same, and which replica runs which of them."""
+"""Function that returns the order of a step with equal task times, and the replica of each task."""
 NS_PER_MS = 1e6
-"""Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
+"""Durations are whole nanoseconds, so that all processors compute equal results."""
 
 
 class OrderedLayout(NamedTuple):
-    """How modules are cut, and in which order a step of them runs."""
+    """Stage layout with the schedule that runs it."""
 
     layout: StageLayout
     schedule: str
-    """By the recipe's name."""
+    """Name of the schedule in the recipe."""
     order_of_step: OrderOfStep | None
-    """None where the order is made from the batch, or splits backwards."""
+    """Order of a step. None if it depends on the batch or splits backward passes."""
     shares_images: bool = False
-    """Whether data-parallel ranks share the images of a microbatch, so that encoders take the same
+    """Whether data-parallel ranks share the images of a microbatch. Encoders then take the same
     time on all ranks."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Places of a pipeline.
+    """Positions of a pipeline.
 
     Attributes:
-        stages: by place: the stages that a microbatch passes there.
-        ranks: of each place, from 0 on.
+        stages: Stages that a microbatch passes at each position.
+        ranks: Rank of each position, numbered from 0.
     """
 
     stages: tuple[tuple[StageSpec, ...], ...]
@@ -89,16 +95,22 @@ class Chain:
 
     @classmethod
     def of(cls, layout: StageLayout, schedule: str) -> Chain:
-        """The chain of a run.
+        """Return the chain of a run.
 
         Args:
-            schedule: by the recipe's name.
+            layout: Stages of the modules.
+            schedule: Name of the schedule in the recipe.
         """
-        known = find_schedule(schedule)
-        if known is not None and known.one_f_one_b:
-            found = cls._of([[layout.stages[i] for i in own] for own in layout.virtual_stages])
-            if found.regular:
-                return found
+        recipe_schedule = find_schedule(schedule)
+        if recipe_schedule is not None and recipe_schedule.one_f_one_b:
+            chain = cls._of(
+                [
+                    [layout.stages[i] for i in virtual_stage]
+                    for virtual_stage in layout.virtual_stages
+                ]
+            )
+            if chain.regular:
+                return chain
         by_rank: dict[int, list[StageSpec]] = {}
         for stage in layout.stages:
             by_rank.setdefault(stage.ranks[0], []).append(stage)
@@ -107,20 +119,23 @@ class Chain:
     @classmethod
     def _of(cls, places: Sequence[Sequence[StageSpec]]) -> Chain:
         numbers: dict[int, int] = {}
-        for own in places:
-            numbers.setdefault(own[0].ranks[0], len(numbers))
-        ranks = tuple(numbers[own[0].ranks[0]] for own in places)
-        return cls(tuple(tuple(own) for own in places), ranks)
+        for position in places:
+            numbers.setdefault(position[0].ranks[0], len(numbers))
+        ranks = tuple(numbers[position[0].ranks[0]] for position in places)
+        return cls(tuple(tuple(position) for position in places), ranks)
 
     @property
     def regular(self) -> bool:
-        """Whether every rank has as many places, which come in turn."""
+        """Whether all ranks have the same number of positions, in round-robin order."""
         pipeline = 1 + max(self.ranks)
         places = range(len(self.ranks))
         return len(places) % pipeline == 0 and self.ranks == tuple(i % pipeline for i in places)
 
     def program(self, microbatches: int) -> StepProgram | None:
-        """1F1B, or interleaved 1F1B, over the places; None where no order is better than others."""
+        """Return the program of 1F1B, or interleaved 1F1B, over the positions.
+
+        None if all orders are equally good.
+        """
         pipeline = 1 + max(self.ranks)
         if pipeline == 1 or microbatches == 1:
             return None
@@ -137,18 +152,18 @@ class Chain:
 
 
 class PackTimes(NamedTuple):
-    """Of every pack at every stage or place, in whole nanoseconds."""
+    """Times of every pack at every stage or position, in whole nanoseconds."""
 
     forward_SN: Float64s
     backward_SN: Float64s
 
     @property
     def totals_N(self) -> Float64s:
-        """Of each pack at all of them."""
+        """Total time of each pack."""
         return (self.forward_SN + self.backward_SN).sum(axis=0)
 
     def of(self, microbatches: Int64s) -> tuple[Float64s, Float64s]:
-        """Both (G, S, M) of microbatches, given as (G, M, packs)."""
+        """Return forward and backward times (G, S, M) of microbatches with packs (G, M, packs)."""
         forward_GSM, backward_GSM = (
             np.moveaxis(ns_SN[:, microbatches].sum(axis=-1), 0, 1) for ns_SN in self
         )
@@ -156,22 +171,22 @@ class PackTimes(NamedTuple):
 
 
 def _largest(times_GSM: tuple[Float64s, Float64s]) -> float:
-    """The largest share of work, in nanoseconds."""
+    """Return the maximum work of a group in nanoseconds."""
     forward_GSM, backward_GSM = times_GSM
     return float((forward_GSM + backward_GSM).sum(axis=(1, 2)).max())
 
 
 class StepReorder:
-    """Arranges the packs of one global batch after the other.
+    """Reordering of the packs of global batches.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        model: of the devices the run has.
-        runs: the plan that runs.
-        groups: data-parallel ranks, as the loader counts them.
-        microbatch_size: packs per microbatch.
-        balance: whether packs change groups.
-        order: whether a group's microbatches change places.
+        modules: Encoders, LLM and generator with all layers.
+        model: Cost model of the devices of the run.
+        runs: Stage layout and schedule of the run.
+        groups: Number of data-parallel ranks of the data loader.
+        microbatch_size: Packs per microbatch.
+        balance: Whether packs can change groups.
+        order: Whether the microbatches of a group are reordered.
         synchronized: Number of consecutive groups whose ranks synchronize in every layer.
     """
 
@@ -194,7 +209,7 @@ class StepReorder:
         self._searches = schedule == "searched"
         self._chain = Chain.of(layout, schedule)
         replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
-        # Replicas of the LLM inside one plan take its microbatches in turn.
+        # LLM replicas inside one plan run microbatches in turn.
         self._waves = replicas["llm"]
         self._shares = {name: replicas["llm"] / count for name, count in replicas.items()}
         self._groups = groups
@@ -210,36 +225,38 @@ class StepReorder:
         """Return the best of several arrangements of the packs by group and microbatch.
 
         Args:
-            packs: Global batch, each pack as a separate microbatch.
+            packs: Global batch, candidate pack as a separate microbatch.
         """
         stages = self.stage_times(packs)
         chain = self._at_places(stages)
         sizes_N = chain.totals_N
         pipelines = self._groups * self._waves
         natural = np.arange(len(sizes_N)).reshape(pipelines, -1, self._microbatch_size)
-        tried = [natural]
+        candidates = [natural]
         if self._balance:
-            tried.append(self._form(balance_groups(sizes_N, pipelines), sizes_N))
+            candidates.append(self._form(balance_groups(sizes_N, pipelines), sizes_N))
             if self._synchronized > 1:
-                tried.append(self._sliced(stages, sizes_N))
+                candidates.append(self._sliced(stages, sizes_N))
         program = self._chain_program(natural.shape[1]) if self._order else None
         if program is not None:
-            tried += [self._ordered(program, microbatches, chain) for microbatches in tried]
-        best: Int64s = min(tried, key=lambda each: self._judged(each, stages, chain))
+            candidates += [
+                self._ordered(program, microbatches, chain) for microbatches in candidates
+            ]
+        best: Int64s = min(candidates, key=lambda candidate: self._judged(candidate, stages, chain))
         mean = sum(float(ns_SN.sum()) for ns_SN in stages) / self._groups
         imbalance = None
         if mean:
             slowest = (
-                _largest(self._slowest_ranks(stages, self._in_turn(each)))
-                for each in (natural, best)
+                _largest(self._slowest_ranks(stages, self._in_turn(candidate)))
+                for candidate in (natural, best)
             )
-            imbalance = Imbalance(*(each / mean for each in slowest))
+            imbalance = Imbalance(*(candidate / mean for candidate in slowest))
         return Arrangement(self._in_turn(best).tolist(), imbalance)
 
     def _judged(
         self, microbatches: Int64s, stages: PackTimes, chain: PackTimes
     ) -> tuple[float, float]:
-        """What is to be little, in nanoseconds, and what decides between equals."""
+        """Return the time to minimize, and the time that breaks ties, in nanoseconds."""
         ends_ns = self._slowest(microbatches, stages, chain)
         work_ns = _largest(self._slowest_ranks(chain, microbatches)) if self._searches else ends_ns
         return work_ns, ends_ns
@@ -265,7 +282,10 @@ class StepReorder:
         ns_SN = stages.forward_SN + stages.backward_SN
         names = [stage.module for stage in self._layout.stages]
         by_module_KN = np.stack(
-            [ns_SN[[name == own for own in names]].sum(axis=0) for name in dict.fromkeys(names)]
+            [
+                ns_SN[[name == module for module in names]].sum(axis=0)
+                for name in dict.fromkeys(names)
+            ]
         )
         costs_KM = by_module_KN[:, packs_MB].sum(axis=2)
         replicas = self._groups // self._synchronized
@@ -277,17 +297,19 @@ class StepReorder:
         return self._programs[microbatches]
 
     def step_program(self, microbatches: int) -> StepProgram | None:
-        """What a group does in a step, with all its stages and replicas; None where nothing is done
-        in turn, or the order is not known."""
+        """Return the program of a group in a step, with all stages and replicas.
+
+        None with one rank, or if the order is not known before the step.
+        """
         ranks = {rank for stage in self._layout.stages for rank in stage.ranks}
         if self._order_of_step is None or len(ranks) == 1:
             return None
-        whole = replace(self._layout, sub_microbatched=frozenset())
-        graph, order = self._order_of_step(StageGraph(whole, microbatches))
+        layout = replace(self._layout, sub_microbatched=frozenset())
+        graph, order = self._order_of_step(StageGraph(layout, microbatches))
         return compile_order(order, graph)
 
     def _slowest(self, microbatches: Int64s, stages: PackTimes, chain: PackTimes) -> float:
-        """When the last group ends, in nanoseconds."""
+        """Return the end time of the slowest group in nanoseconds."""
         arranged = self._in_turn(microbatches)
         count = arranged.shape[1]
         if count not in self._steps:
@@ -302,34 +324,40 @@ class StepReorder:
         return float(makespans_ms(program, *times).max())
 
     def _in_turn(self, microbatches: Int64s) -> Int64s:
-        """(groups, microbatches, packs): replicas of the LLM inside a plan take turns."""
+        """Return the packs as (groups, microbatches, packs).
+
+        LLM replicas inside a plan run microbatches in turn.
+        """
         count = microbatches.shape[1]
         by_group = microbatches.reshape(self._groups, self._waves, count, -1)
         return np.swapaxes(by_group, 1, 2).reshape(self._groups, self._waves * count, -1)
 
     def _form(self, members: Int64s, sizes_N: Float64s) -> Int64s:
-        """(pipelines, microbatches, packs): equally large microbatches where packs may move."""
+        """Return the packs as (pipelines, microbatches, packs).
+
+        If packs can move, microbatches have similar sizes.
+        """
         pipelines, per_pipeline = members.shape
         count = per_pipeline // self._microbatch_size
         if not self._balance or self._microbatch_size == 1 or count == 1:
             return members.reshape(pipelines, count, self._microbatch_size)
-        return np.stack([own[balance_groups(sizes_N[own], count)] for own in members])
+        return np.stack([group[balance_groups(sizes_N[group], count)] for group in members])
 
     def pack_ms(self, packs: Sequence[MicrobatchMeta]) -> tuple[Float64s, Float64s]:
-        """Milliseconds of forwards and backwards (S, N) of packs at the places of the chain."""
-        found = self._at_places(self.stage_times(packs))
-        return found.forward_SN / NS_PER_MS, found.backward_SN / NS_PER_MS
+        """Return forward and backward times (S, N) of packs at the positions of the chain in ms."""
+        times = self._at_places(self.stage_times(packs))
+        return times.forward_SN / NS_PER_MS, times.backward_SN / NS_PER_MS
 
     def _at_places(self, stages: PackTimes) -> PackTimes:
-        """Of the places of the chain: each with all of its stages."""
+        """Return the times at the positions of the chain, each with all of its stages."""
         share_PS = np.zeros((len(self._chain.stages), len(self._layout.stages)))
-        for place, own in enumerate(self._chain.stages):
-            for stage in own:
+        for place, stages_at in enumerate(self._chain.stages):
+            for stage in stages_at:
                 share_PS[place, stage.index] = self._shares[stage.module]
         return PackTimes(*(np.round(share_PS @ ns_SN) for ns_SN in stages))
 
     def stage_times(self, packs: Sequence[MicrobatchMeta]) -> PackTimes:
-        """Of all stages."""
+        """Return the times of packs at all stages."""
         forward_SN, backward_SN = (
             np.zeros((len(self._layout.stages), len(packs))) for _ in range(2)
         )

@@ -1,16 +1,21 @@
 """Plans of the steps of a pipeline, on its first rank (PipeWeaver section 7.1).
 
-A process plans the next step while a step trains. It sends a plan whenever it has a better one, so
-that a step gets the best plan so far. A search begins with orders of earlier steps (`remembered`)
-and ends after its fraction of the step time, with an order that is proven optimal, or with the next
-request. Searched schedules always have a process. Other schedules get one if planning takes long.
+A process plans the next step while a step trains. It sends every plan that is better than the last
+one, so a step gets the best plan so far:
 
-If there is no plan in time, or the step has changed (a sample was corrupt), this process plans
-before the step. Static schedules get the same plan in both cases. A search before a step has to be
-short: natural and static orders, unless no step was measured yet, or no process will plan.
+    training process    | step 7 trains      | take plan 8 | step 8 trains ...
+    planning process    | search step 8: plan, better plan | search step 9 ...
+
+A search starts with orders of earlier steps (`remembered`). It ends after its fraction of the step
+time, with a provably optimal order, or with the next request. Searched schedules always have a
+process. Other schedules get one if planning is slow.
+
+If there is no plan in time, or the step has changed (a sample was corrupt), the training process
+plans before the step. Static schedules get the same plan in both cases. A search before a step must
+be short: natural and static orders only, unless no step was measured yet or no process will plan.
 
 The process runs only on idle cores, because training has priority. If it never has a plan in time,
-a process with a small share of the cores replaces it.
+a process with a small fraction of the cores replaces it.
 """
 
 from __future__ import annotations
@@ -47,15 +52,15 @@ def start_planning(setup: PlanningSetup, priority: Priority = "idle") -> StepPro
 
 
 class PlanLeader:
-    """Returns the plans of the steps of a pipeline.
+    """Source of the plans of the steps of a pipeline.
 
     Args:
-        setup: constants of the run.
-        data_parallel_rank: rank whose microbatches are planned.
-        logger: logger of this rank.
-        steps: number of steps of the run.
+        setup: Constants of the run.
+        data_parallel_rank: Rank whose microbatches are planned.
+        logger: Logger of this rank.
+        steps: Number of steps of the run.
         in_background: Whether a process may plan while the preceding step trains.
-        start: function that starts the process.
+        start: Function that starts the process.
     """
 
     def __init__(
@@ -197,5 +202,5 @@ class PlanLeader:
     def _budget(self, measured: Measured) -> Budget | None:
         """Return the budget of a search before a step. None for a search without time."""
         if measured.rates and not self._process.is_lost:
-            return None  # Only the first step, which no process planned, is worth the time.
+            return None  # A full search is worth its time only before the first step.
         return search_budget(SearchConfig.of(self.setup.config))

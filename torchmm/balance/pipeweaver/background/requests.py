@@ -27,17 +27,17 @@ class PlanningSetup:
     """Constants of a run.
 
     Attributes:
-        layout: stages of the pipeline.
-        config: section of the recipe.
-        modules: encoders, LLM and generator, unsharded.
-        sharding: see `torchmm.planning.step.plan_step`.
-        model: cost model of the schedule search. None for static schedules, which use FLOPs.
-        sizes: message sizes by module.
-        dtype: dtype of the computation.
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
-        reduces_early: see `torchmm.planning.step.plan_step`.
-        planners: number of planning processes of the machine. Together they use at most half of
-            its cores.
+        layout: Stages of the pipeline.
+        config: [parallel] section of the recipe.
+        modules: Encoders, LLM and generator, unsharded.
+        sharding: Collectives as in `torchmm.planning.step.plan_step`.
+        model: Cost model of the schedule search. None for static schedules, which use FLOPs.
+        sizes: Message sizes by module.
+        dtype: Dtype of the computation.
+        tuning: Selection of the layers that recompute. None if plans do not select layers.
+        reduces_early: Whether reductions overlap, as in `torchmm.planning.step.plan_step`.
+        planners: Number of planning processes of the machine. Together they use at most half of its
+            cores.
     """
 
     layout: StageLayout
@@ -96,5 +96,5 @@ class PlanRequest:
 
     @property
     def rates(self) -> Mapping[ActionKind, float]:
-        """See `Measured.rates`."""
+        """Milliseconds per FLOP, as in `Measured.rates`."""
         return self.measured.rates

@@ -4,7 +4,7 @@
     plan_before_step(setup, request, budget)    in the training process, before the step
 
 Both return the same plan of a static schedule, because it depends only on the sizes of the
-microbatches. A searched plan is as good as its planning time allows: natural and static orders
+microbatches. A searched plan depends on its planning time: natural and static orders are compared
 first, then the orders of the search. All plans are complete: lowered, validated and, if layers are
 tuned, with the layers that recompute.
 """
@@ -49,7 +49,7 @@ SEARCHING_SHARE = 0.8
 
 
 class StepWork:
-    """Tasks, costs and plans of one step. Most are computed when they are needed first."""
+    """Tasks, costs and plans of one step. Most of them are computed on first access."""
 
     def __init__(self, setup: PlanningSetup, request: PlanRequest) -> None:
         self.setup, self.request = setup, request
@@ -122,9 +122,9 @@ class StepWork:
             reduces_early=setup.reduces_early,
             tuning=setup.tuning,
         )
-        found = encode_plan(plan)
+        encoded = encode_plan(plan)
         self.making_s = time.perf_counter() - begin_s
-        return found
+        return encoded
 
     def planned(
         self, numbers: Int32s, best: PlannedOrder | None = None, *, finished: bool = True
@@ -159,15 +159,15 @@ def plan_before_step(
         return work.planned(work.numbers(None))
     judges = budget is not None or setup.config.schedule == "optimus"
     tuner = work.tuner if judges else None
-    given = budget or Budget(evaluations=1)
-    best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, given, tuner)
+    limits = budget or Budget(evaluations=1)
+    best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, limits, tuner)
     # Predictions of these orders are not compared with measured steps, so they are not reported.
     statistics = {**best.statistics, "predicted_step_ms": None}
     return work.planned(work.numbers(best.step), replace(best, statistics=statistics))
 
 
 class PlanWork:
-    """Work of the planning process: plans the steps of a run, see `StepProcess`."""
+    """Work of the planning process, which plans the steps of a run. See `StepProcess`."""
 
     def __init__(self, setup: PlanningSetup) -> None:
         self._setup = setup
@@ -177,7 +177,7 @@ class PlanWork:
     def __call__(
         self, request: PlanRequest, progress: Progress
     ) -> PlannedStep | StepProcessError | None:
-        """Return the plan of a step. Send better and better plans during a search."""
+        """Return the plan of a step. Send improved plans during a search."""
         setup = self._setup
         try:
             work = StepWork(setup, request)
@@ -194,7 +194,7 @@ class PlanWork:
 
 
 class _SentPlans(Improvements):
-    """Makes plans of the best orders of a search and sends them."""
+    """Sender of the plans of the best orders of a search."""
 
     def __init__(self, progress: Progress, work: StepWork) -> None:
         self._progress, self._work = progress, work

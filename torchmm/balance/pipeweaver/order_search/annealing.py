@@ -1,14 +1,14 @@
 """Simulated annealing of the order of a step.
 
-The best of a few dozen constructed orders is changed step by step, first groups of segments, then
-single segments. PipeWeaver (§6.1) uses Monte Carlo tree search: `benchmarks/schedule_search.py`
-compares both, and random and depth-first search.
+Annealing starts from the best of a few dozen constructed orders. It first moves groups of segments,
+then single segments. PipeWeaver (§6.1) uses Monte Carlo tree search.
+`benchmarks/schedule_search.py` compares both, and random and depth-first search.
 
-Some orders of groups are worth trying first. Where encoders run in front of the LLM, three things
-decide most of a step's time: which microbatches come first and last (few images there shorten
-warm-up and cool-down), how far encoders run ahead, and whether the LLM or the encoders have
-priority. A few dozen combinations cost milliseconds, and the best of them often is within a few
-tenths of a percent of the lower bound, where the natural order misses it by several percent.
+If encoders run before the LLM, three choices determine most of the step time: the first and last
+microbatches (few images shorten warm-up and cool-down), the number of microbatches by which
+encoders run ahead, and the priority of LLM and encoders. A few dozen combinations take
+milliseconds. The best of them is often within a few tenths of a percent of the lower bound, while
+the natural order is several percent above it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.order_search.dispatcher_kernel import play
 
 LEADS = (0, 1, 2, 4, 8)
-"""Microbatches by which other modules run ahead of the trunk."""
+"""Numbers of microbatches by which other modules run ahead of the trunk."""
 
 
 def constructed_orders(dispatcher: Dispatcher) -> list[np.ndarray]:
-    """Orders of groups, each once; the natural one is not among them unless by chance."""
+    """Return distinct constructed orders of groups."""
     members = _groups_by_microbatch(dispatcher)
     others = np.array([sum(cost for _, cost in other) for _, other in members])
     natural = np.arange(len(members))
     rising = np.argsort(others, kind="stable")
     hill = np.concatenate([rising[::2], rising[1::2][::-1]])
-    found: dict[bytes, np.ndarray] = {}
+    orders: dict[bytes, np.ndarray] = {}
     for microbatches in (natural, rising[::-1], hill, rising):
         chosen = [members[index] for index in microbatches]
         trunk = [group for own, _ in chosen for group in own]
@@ -42,16 +42,19 @@ def constructed_orders(dispatcher: Dispatcher) -> list[np.ndarray]:
         candidates = [trunk + rest, rest + trunk, *(_leading(chosen, lead) for lead in LEADS)]
         for groups in candidates:
             order = np.array(groups)
-            found.setdefault(order.tobytes(), order)
-    return list(found.values())
+            orders.setdefault(order.tobytes(), order)
+    return list(orders.values())
 
 
 _Members = tuple[list[int], list[tuple[int, int]]]
-"""A microbatch's groups of the trunk, and (group, cost) of other modules."""
+"""Trunk groups of a microbatch, and (group, cost) of other modules."""
 
 
 def _groups_by_microbatch(dispatcher: Dispatcher) -> list[_Members]:
-    """The trunk is the module that all microbatches go through, with whole microbatches."""
+    """Return the groups of each microbatch, divided into the trunk and other modules.
+
+    The trunk is the module without sub-microbatches, which all microbatches pass.
+    """
     tables = dispatcher.tables
     cost = np.bincount(tables.unit, weights=tables.duration_ps, minlength=len(dispatcher.segments))
     parts = dispatcher.graph.layout.sub_microbatched
@@ -67,7 +70,7 @@ def _groups_by_microbatch(dispatcher: Dispatcher) -> list[_Members]:
 
 
 def _leading(chosen: Sequence[_Members], lead: int) -> list[int]:
-    """Other modules of a microbatch in front of the trunk of the one `lead` before."""
+    """Return an order in which other modules run `lead` microbatches ahead of the trunk."""
     order = []
     for index in range(len(chosen) + lead):
         if index < len(chosen):
@@ -78,39 +81,42 @@ def _leading(chosen: Sequence[_Members], lead: int) -> list[int]:
 
 
 HOT, COLD = 1e-4, 1e-5
-"""Temperatures at begin and end, as shares of the step's time."""
+"""Initial and final temperature as fractions of the step time."""
 GROUPS_SHARE = 0.6
-"""Share of the budget; the rest is for single segments."""
+"""Fraction of the budget for groups. The rest is for single segments."""
 REACH = 24
-"""Places that a change moves something by, on average."""
+"""Mean number of positions by which a change moves an element."""
 
 
 class Evaluator:
-    """Evaluations of one worker, and the best of them. The natural order is the first."""
+    """Evaluations of one worker, and the best order. The natural order is evaluated first."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.evaluations = 0
         self.exhausted = False
-        """Nothing is left to be tried."""
+        """Whether no orders are left to evaluate."""
         tables = dispatcher.tables
         self._sequence = np.empty(len(dispatcher.actions), np.uint32)
         self._peak, self._used = (np.empty(len(tables.limit_bytes), np.int64) for _ in range(2))
         self._horizon_ms = float(tables.duration_ps.sum() + tables.wire_ps.sum()) / (
             PICOSECONDS_PER_MS
         )
-        """No order takes longer that fits into memory."""
+        """Upper bound of the time of any order that fits into memory."""
         self.best = dispatcher.natural_order
         self.best_score = inf
         self.score(self.best)
 
     @property
     def best_ms(self) -> float:
-        """Time of the best order; infinite if none fits into memory."""
+        """Time of the best order. Infinite if none fits into memory."""
         return self.best_score if self.best_score <= self._horizon_ms else inf
 
     def score(self, order: Uint32s) -> float:
-        """Time of a step in milliseconds; more than any, if it does not fit into memory."""
+        """Return the step time in milliseconds.
+
+        Orders that do not fit into memory have higher scores than all others.
+        """
         self.evaluations += 1
         makespan_ps, done = play(
             order, self.dispatcher.tables, self._sequence, self._peak, self._used
@@ -125,22 +131,23 @@ class Evaluator:
 
 
 class Strategy:
-    """Interface of a search strategy. This class tries no order but the natural one."""
+    """Interface of a search strategy. This class evaluates only the natural order."""
 
     def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
         self.evaluator, self.rng = evaluator, rng
         self.dispatcher = evaluator.dispatcher
 
     def advance(self, evaluations: int, share: float) -> None:
-        """Makes a number of evaluations.
+        """Run a number of evaluations.
 
         Args:
-            share: of the budget that was spent before.
+            evaluations: Number of evaluations.
+            share: Fraction of the budget that was used before.
         """
         self.evaluator.exhausted = True
 
     def adopt(self, best: Evaluator) -> None:
-        """What another worker has found."""
+        """Receive the best result of all workers."""
 
 
 class Annealing(Strategy):
@@ -152,14 +159,14 @@ class Annealing(Strategy):
         self.by_segment = False
         self.current = np.arange(len(self.dispatcher.groups))
         self.score = evaluator.best_score
-        if evaluator.evaluations > 1:  # orders were given to begin with
+        if evaluator.evaluations > 1:  # the search has initial orders
             place = np.argsort(evaluator.best)
             means = [place[list(group)].mean() for group in self.dispatcher.groups]
             self.current = np.argsort(means, kind="stable")
             self.score = evaluator.score(self.dispatcher.order_of_groups(self.current.tolist()))
 
     def advance(self, evaluations: int, share: float) -> None:
-        """See `Strategy`."""
+        """Run a number of evaluations. See `Strategy`."""
         for _ in range(min(evaluations, len(self.starts))):
             self._keep(self.starts.pop(0), inf)
             evaluations -= 1
@@ -175,10 +182,11 @@ class Annealing(Strategy):
         self.score = score
 
     def _keep(self, candidate: np.ndarray, temperature: float) -> None:
-        """Goes on with a candidate if it is better, or by chance.
+        """Accept a candidate if it is better, or by chance.
 
         Args:
-            temperature: infinite: only if it is better.
+            candidate: Order of groups or segments.
+            temperature: Temperature. Infinite to accept only better candidates.
         """
         order = (
             candidate if self.by_segment else self.dispatcher.order_of_groups(candidate.tolist())
@@ -191,24 +199,24 @@ class Annealing(Strategy):
             self.current, self.score = candidate, score
 
     def _changed(self) -> np.ndarray:
-        """Moves one element elsewhere, or exchanges two."""
+        """Return the current order with one element moved, or with two elements swapped."""
         count = len(self.current)
         first = int(self.rng.integers(count))
-        way = int(self.rng.geometric(1 / REACH))
-        second = first + (way if self.rng.random() < 0.5 else -way)
+        distance = int(self.rng.geometric(1 / REACH))
+        second = first + (distance if self.rng.random() < 0.5 else -distance)
         second = min(max(second, 0), count - 1)
-        new = self.current.copy()
+        changed = self.current.copy()
         if self.rng.random() < 0.5:
-            new[first], new[second] = self.current[second], self.current[first]
+            changed[first], changed[second] = self.current[second], self.current[first]
         elif first < second:
-            new[first:second] = self.current[first + 1 : second + 1]
-            new[second] = self.current[first]
+            changed[first:second] = self.current[first + 1 : second + 1]
+            changed[second] = self.current[first]
         else:
-            new[second + 1 : first + 1] = self.current[second:first]
-            new[second] = self.current[first]
-        return new
+            changed[second + 1 : first + 1] = self.current[second:first]
+            changed[second] = self.current[first]
+        return changed
 
     def adopt(self, best: Evaluator) -> None:
-        """Single segments are changed from the best order of all workers on."""
+        """Continue from the best order of all workers when single segments are changed."""
         if self.by_segment and best is not self.evaluator and best.best_score < self.score:
             self._begin_with(best.best, best.best_score)

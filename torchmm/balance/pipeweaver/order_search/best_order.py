@@ -1,13 +1,17 @@
-"""The searched schedule of a step: the best of what search, natural order and static planners give.
+"""Searched schedule of a step: the best of search, natural order and static planners.
 
-PipeWeaver's pipeline schedule for one batch (§6.1, §6.2), on modality-separated stages. Static
-planners that work on the same stages are GPipe, the separated schedule with a bound on the
-microbatches in flight and, where stages form a chain (Megatron-LM's placement), interleaved 1F1B;
-whatever the search comes to, the result is not slower than any of them that fits into memory.
+PipeWeaver pipeline schedule for one batch (§6.1, §6.2) on modality-separated stages. Three static
+planners work on the same stages: GPipe, the separated schedule with a limit on the microbatches in
+flight, and, if stages form a chain (Megatron-LM placement), interleaved 1F1B. The result is never
+slower than any of them that fits into memory:
 
-Bounding the microbatches in flight is also what never runs out of memory half-way: a microbatch
-that has begun can always be finished. So there is a plan whenever one microbatch at a time fits,
-even if no priorities do.
+    static planners ---+
+    natural order -----+--> fastest order that fits
+    search ------------+    (search only if its gain exceeds `least_gain`)
+
+A limit on microbatches in flight also avoids memory deadlocks, because a started microbatch can
+always be finished. A plan therefore exists whenever one microbatch at a time fits, even if no
+priorities fit.
 """
 
 from __future__ import annotations
@@ -32,26 +36,26 @@ from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
 from torchmm.pipelining.schedules.separated import separated
 
 LEAST_GAIN = 0.01
-"""A searched order is taken if it promises at least this much more than the best natural or static
-one, as long as nobody knows how exact predictions are (`balance.rates.Spread`)."""
+"""Minimum predicted gain of a searched order over the best natural or static order. Used until the
+accuracy of predictions is known (`balance.rates.Spread`)."""
 SEPARATED = "separated"
-"""How names of the natural order with a bound on microbatches in flight begin."""
+"""Prefix of the names of the natural order with a limit on microbatches in flight."""
 
 
 @dataclass(frozen=True)
 class SearchedOrder:
-    """A step's schedule.
+    """Schedule of a step.
 
     Attributes:
-        order: F and B of every rank.
-        predicted_ms: of the step, without gathers and reductions of parameters.
-        natural_ms: in natural order; where priorities alone do not keep that within memory, with a
-            bound on the microbatches in flight; infinite if nothing does.
-        static_ms: of the fastest static planner that fits; infinite if none does.
-        planner: "search", "natural", or the static planner that the order comes from.
-        peak_bytes: by rank.
-        evaluations: of the search.
-        segments: priorities that the order comes from; None for that of a static planner.
+        order: F and B actions of every rank.
+        predicted_ms: Step time without all-gathers and reductions of parameters.
+        natural_ms: Step time in natural order. If priorities alone exceed the memory, with a limit
+            on microbatches in flight. Infinite if no limit fits.
+        static_ms: Step time of the fastest static planner that fits. Infinite if none fits.
+        planner: "search", "natural", or the name of the static planner.
+        peak_bytes: Maximum memory of each rank.
+        evaluations: Number of evaluations of the search.
+        segments: Priorities of the order. None for the order of a static planner.
     """
 
     order: ComputeOrder
@@ -65,28 +69,29 @@ class SearchedOrder:
 
     @property
     def speedup_over_default_order(self) -> float | None:
-        """Natural order's time / this one's, less 1; None if there is no natural order."""
+        """Relative speedup over the natural order. None if there is no natural order."""
         if self.natural_ms == inf or self.predicted_ms == 0:
             return None
         return self.natural_ms / self.predicted_ms - 1
 
 
 Seen = Callable[[float, Callable[[], SearchedOrder]], bool]
-"""Is told between rounds of a search how long the best order so far takes, and how to make it;
-whether to go on."""
+"""Callback between rounds of a search: best time so far, and a function that builds its order.
+
+The search continues if it returns True.
+"""
 
 
 class StepSearch:
-    """One step's static orders, and what a search finds in addition.
+    """Static orders of a step, and the search for a better order.
 
     Args:
-        graph: of a training step.
-        costs: of the graph, with the memory limit.
-        least_gain: share by which a searched order has to be faster than the natural and static
-            ones to be taken.
+        graph: Tasks of a training step.
+        costs: Costs of the graph, with the memory limit.
+        least_gain: Minimum relative gain of a searched order over natural and static orders.
 
     Raises:
-        SimulationError: a cost is missing or no number.
+        SimulationError: A cost is missing or not a number.
     """
 
     def __init__(self, graph: StageGraph, costs: PlanCosts, least_gain: float = 0.0) -> None:
@@ -94,23 +99,25 @@ class StepSearch:
         self.least_gain = least_gain
         self._bound_ms = lower_bound_ms(self.dispatcher)
         fitting = _fitting_static(self.dispatcher)
-        self._static = min(fitting, key=lambda each: each[2].makespan_ms, default=None)
-        bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
+        self._static = min(fitting, key=lambda entry: entry[2].makespan_ms, default=None)
+        bounded = (entry[2].makespan_ms for entry in fitting if entry[0].startswith(SEPARATED))
         self._bounded_ms = min(bounded, default=inf)
 
     @property
     def fits(self) -> bool:
-        """Whether anything fits into memory."""
+        """Whether any order fits into memory."""
         return self._static is not None or self.dispatcher.evaluate() < inf
 
     def search(self, budget: Budget, settings: Settings, seen: Seen | None = None) -> SearchedOrder:
-        """The best order that is found within a budget, which is the search's alone.
+        """Return the best order within a budget. The budget limits only the search.
 
         Args:
-            seen: may end the search.
+            budget: Limits of the search.
+            settings: Settings of the search.
+            seen: Callback that can stop the search.
 
         Raises:
-            ValueError: nothing fits into memory.
+            ValueError: No order fits into memory.
         """
 
         def on_round(found: SearchResult) -> bool:
@@ -128,10 +135,13 @@ class StepSearch:
         return self.best(found)
 
     def best(self, found: SearchResult | None = None) -> SearchedOrder:
-        """The best of static orders, the natural one and what a search has found so far.
+        """Return the best of static orders, the natural order and the search result.
+
+        Args:
+            found: Search result so far. None without a search.
 
         Raises:
-            ValueError: nothing fits into memory.
+            ValueError: No order fits into memory.
         """
         dispatcher = self.dispatcher
         natural_ms = dispatcher.evaluate() if found is None else found.natural_ms
@@ -165,11 +175,15 @@ class StepSearch:
 def search_within_memory(
     graph: StageGraph, costs: PlanCosts, least_gain: float = LEAST_GAIN
 ) -> StepSearch:
-    """A step to be searched within a share of the device's memory; where no order fits into that,
-    ranks may use what the separated schedule would.
+    """Return the search of a step within `MEMORY_SHARE` of the device memory.
+
+    If no order fits, ranks may use as much memory as the separated schedule.
 
     Args:
-        costs: with the device's memory as the limit; None: only the separated schedule's counts.
+        graph: Tasks of the step.
+        costs: Costs with the device memory as the limit. Without a limit, the memory of the
+            separated schedule is used.
+        least_gain: Minimum relative gain of a searched order.
     """
     if costs.memory_limit_bytes is not None:
         limit = round(MEMORY_SHARE * costs.memory_limit_bytes)
@@ -180,7 +194,7 @@ def search_within_memory(
 
 
 def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:
-    """Static orders that fit; if needed, with fewer and fewer microbatches in flight."""
+    """Return the static orders that fit, if needed with fewer microbatches in flight."""
     fitting: list[tuple[str, ComputeOrder, OrderTime]] = []
     for name, order in _static_orders(dispatcher):
         timed = time_order(dispatcher, order)
@@ -202,14 +216,14 @@ def _static_orders(dispatcher: Dispatcher) -> Iterator[tuple[str, ComputeOrder]]
 
 
 def _is_chain(graph: StageGraph) -> bool:
-    """Whether stages were made for schedules that go along a chain of them."""
+    """Return True if stages belong to schedules for a chain of stages."""
     return all(s.virtual_stage >= 0 and len(s.ranks) == 1 for s in graph.layout.stages)
 
 
 def bounded_orders(graph: StageGraph, durations: Durations) -> Iterator[tuple[str, ComputeOrder]]:
-    """Separated schedules with ever fewer microbatches in flight, and what to call them.
+    """Yield separated schedules and their names, with decreasing limits on microbatches in flight.
 
-    The last has one: no order of whole microbatches needs less memory.
+    The last has a limit of one. No order of complete microbatches needs less memory.
     """
     for bound in range(min(2 * graph.layout.rank_count, graph.microbatches + 1) - 1, 0, -1):
         order = separated(graph, durations, bound)
@@ -217,10 +231,10 @@ def bounded_orders(graph: StageGraph, durations: Durations) -> Iterator[tuple[st
 
 
 def limited_like_separated(graph: StageGraph, costs: PlanCosts) -> PlanCosts:
-    """The same costs where every rank has the memory that the separated schedule uses, or
-    interleaved 1F1B where stages form a chain.
+    """Return the costs with the memory that the separated schedule uses as the limit of every rank.
 
-    For runs that state no limit: a searched schedule then needs no more memory than a static one.
+    If stages form a chain, interleaved 1F1B is included in the maximum. Runs without a memory limit
+    use this limit, so a searched schedule needs no more memory than a static one.
     """
     unlimited = Dispatcher(graph, replace(costs, memory_limit_bytes=None))
     orders = [separated(graph, costs.compute_ms.__getitem__)]
@@ -228,6 +242,6 @@ def limited_like_separated(graph: StageGraph, costs: PlanCosts) -> PlanCosts:
         orders.append(interleaved_1f1b(graph))
     peaks = np.max([time_order(unlimited, order).peak_bytes for order in orders], axis=0)
     static = np.array(costs.static_bytes or (0,) * len(peaks))
-    # One limit holds for all ranks: those that need less have more static bytes.
+    # All ranks have one limit, so ranks that need less memory get more static bytes.
     raised = static + (peaks.max() - peaks)
     return replace(costs, static_bytes=tuple(raised.tolist()), memory_limit_bytes=int(peaks.max()))

@@ -1,19 +1,24 @@
-"""What no order of a step can be faster than: it shows a schedule search how much is left to gain.
+"""Lower bound of the time of any order of a step, which shows the remaining gain of a search.
 
-For any step: a rank does all of its work, no action before the longest way to it, and after each
-there still is the longest way from it to the end. If actions might be interrupted, the best a rank
-can do is to work on what is there and has the longest way to go (Jackson's schedule of one machine
-with heads and tails; Carlier 1982); no order of whole actions is faster. Where all ranks take
-equally long in every segment, more can be proven. Let x be a segment of each microbatch whose
-forward comes before all of its backwards, as the LLM's do, and j the first of them to start on the
-last of P ranks. Before j ends there is no backward, so what rank q+1 has done when j ends on rank
-q, rank q had done when it began j: rank q+1 has been idle longer than rank q by the forward of j.
-Mirrored in time the same holds for backwards. So a step takes at least
+**Any step.** A rank runs all of its work. No action starts before the longest path to it has ended,
+and the longest path from it to the end follows it. If actions could be preempted, the best schedule
+of a rank always runs the available action with the longest remaining path. This is Jackson's
+schedule of one machine with heads and tails (Carlier 1982). No order without preemption is faster.
+
+**Equal ranks.** If all ranks take equally long in every segment, a larger bound exists. Let x be a
+segment of each microbatch whose forward precedes all backward tasks of the microbatch, as in the
+LLM. Let j be the first of them to start on the last of P ranks:
+
+    rank q      ...  | j |          When j ends on rank q, rank q + 1 has completed only tasks
+    rank q + 1  ...      | j |      that rank q had completed when it started j.
+
+No backward task runs before j ends. Rank q + 1 has therefore been idle longer than rank q by the
+forward time of j. The same is true for backward tasks in reversed time. A step takes at least
 
     busy time + (P - 1) (shortest forward of such a segment + shortest such backward).
 
-With encoders before the LLM the general bound has the encoder's times here, 1 to 2 % less of a
-step, which hides that an order is the best one.
+With encoders before the LLM, the general bound uses encoder times for the second term. The
+difference is 1 to 2 % of a step, which would hide that an order is optimal.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from torchmm.pipelining.plan.actions import ActionType
 
 
 def lower_bound_ms(dispatcher: Dispatcher) -> float:
-    """Return a time that no order of the step's F and B undercuts, whatever the memory."""
+    """Return a lower bound of the time of all orders of the step, without memory limits."""
     bounds = [_any_ranks(dispatcher)]
     if _ranks_are_equal(dispatcher):
         bounds.append(_equal_ranks(dispatcher))
@@ -39,30 +44,33 @@ def lower_bound_ms(dispatcher: Dispatcher) -> float:
 
 
 def _any_ranks(dispatcher: Dispatcher) -> int:
-    """Return the maximum of the longest path and, over ranks, of the earliest end of all actions of
-    the rank between the longest paths to and from each of them."""
+    """Return the bound for any step.
+
+    It is the maximum of the longest path and, over ranks, of the earliest preemptive end of all
+    actions.
+    """
     durations, sources, targets = step_operators(dispatcher.tables)
     count = len(dispatcher.actions)
     before = CompiledGraph.build(durations, sources, targets).times_ps()[0][:count]
     behind = CompiledGraph.build(durations, targets, sources).times_ps()[0][:count]
-    own = durations[:count]
-    bound = int((before + own + behind).max(initial=0))
+    duration = durations[:count]
+    bound = int((before + duration + behind).max(initial=0))
     ranks = dispatcher.tables.queue // 2
     for rank in np.unique(ranks):
         at = np.flatnonzero(ranks == rank)
-        columns = (values[at].tolist() for values in (before, own, behind))
+        columns = (values[at].tolist() for values in (before, duration, behind))
         bound = max(bound, _one_rank(list(zip(*columns, strict=True))))
     return bound
 
 
-def _one_rank(own: Sequence[tuple[int, int, int]]) -> int:
-    """The earliest end of a rank's actions if they may be interrupted.
+def _one_rank(paths: Sequence[tuple[int, int, int]]) -> int:
+    """Return the earliest end of the actions of a rank if they can be preempted.
 
     Args:
-        own: by action: the way to it, its time, the way from it.
+        paths: Longest path to each action, its duration, and longest path from it.
     """
-    coming = sorted(own, reverse=True)
-    waiting: list[tuple[int, int]] = []  # (less the way from it, time that is left)
+    coming = sorted(paths, reverse=True)
+    waiting: list[tuple[int, int]] = []  # (negative path from the action, remaining duration)
     now = 0
     end = 0
     while coming or waiting:
@@ -71,18 +79,18 @@ def _one_rank(own: Sequence[tuple[int, int, int]]) -> int:
         while coming and coming[-1][0] <= now:
             _, time, behind = coming.pop()
             heappush(waiting, (-behind, time))
-        urgent, left = heappop(waiting)
-        done = min(left, coming[-1][0] - now) if coming else left
+        urgent, remaining = heappop(waiting)
+        done = min(remaining, coming[-1][0] - now) if coming else remaining
         now += done
-        if done < left:
-            heappush(waiting, (urgent, left - done))
+        if done < remaining:
+            heappush(waiting, (urgent, remaining - done))
         else:
             end = max(end, now - urgent)
     return end
 
 
 def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
-    """Whether every segment visits all ranks in one order and takes equally long on each."""
+    """Return True if every segment visits all ranks in one order with equal durations."""
     ranks = dispatcher.graph.layout.rank_count
     visits: dict[int, list[int]] = {}
     times: dict[tuple[int, ActionType], set[int]] = {}
@@ -98,11 +106,11 @@ def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
         times.setdefault((unit, action.type), set()).add(duration_ps)
         if action.type is ActionType.F:
             visits.setdefault(unit, []).append(rank)
-    ways = {tuple(way) for way in visits.values()}
+    paths = {tuple(path) for path in visits.values()}
     return (
-        len(ways) == 1
-        and sorted(next(iter(ways))) == list(range(ranks))
-        and all(len(found) == 1 for found in times.values())
+        len(paths) == 1
+        and sorted(next(iter(paths))) == list(range(ranks))
+        and all(len(durations) == 1 for durations in times.values())
     )
 
 
@@ -124,16 +132,16 @@ def _equal_ranks(dispatcher: Dispatcher) -> int:
         if action < len(actions):
             by_microbatch.setdefault(actions[action].microbatch, []).append(action)
     forwards, backwards = [], []
-    for own in by_microbatch.values():
-        # All actions that wait for an action, directly or not, as a sum of bits.
-        bits = {action: 1 << index for index, action in enumerate(own)}
+    for members in by_microbatch.values():
+        # Direct and indirect successors of each action, as bit sets.
+        bits = {action: 1 << index for index, action in enumerate(members)}
         reached: dict[int, int] = {}
-        for action in reversed(own):
+        for action in reversed(members):
             reached[action] = 0
             for target in tables.target[pointers[action] : pointers[action + 1]].tolist():
                 reached[action] |= bits[target] | reached[target]
-        first = [a for a in own if actions[a].type is ActionType.F]
-        second = [a for a in own if actions[a].type is ActionType.B]
+        first = [a for a in members if actions[a].type is ActionType.F]
+        second = [a for a in members if actions[a].type is ActionType.B]
         everything = sum(bits[a] for a in second)
         if second:
             before = [

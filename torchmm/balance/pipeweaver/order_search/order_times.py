@@ -1,8 +1,8 @@
-"""Time and memory of a step in an order that does not come from the dispatcher.
+"""Time and memory of orders that do not come from the dispatcher.
 
-Costs and rules are those of the dispatcher, so that the orders of static planners can be compared
-with the result of a search. `simulate` returns the same of a lowered plan, and needs a hundred
-times as long.
+Costs and rules are those of the dispatcher, so orders of static planners can be compared with the
+result of a search. `simulate` returns the same times for a lowered plan, but is a hundred times
+slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OrderTime(NamedTuple):
 
     makespan_ms: float
     peak_bytes: tuple[int, ...]
-    """By rank, the maximum of static bytes and the bytes that tasks keep."""
+    """Maximum of static bytes and saved activations of each rank."""
     fits: bool
     """Whether no rank exceeds the memory limit of the costs."""
 
@@ -34,10 +34,11 @@ def time_order(dispatcher: Dispatcher, order: ComputeOrder) -> OrderTime:
     """Return time and memory of an order.
 
     Args:
-        order: F and B of every rank, without split backwards.
+        dispatcher: Dispatcher of the step.
+        order: F and B actions of every rank, without split backward passes.
 
     Raises:
-        ValueError: The order has other actions than the step, or ranks wait for each other.
+        ValueError: The order has other actions than the step, or deadlocks.
     """
     number = {action: index for index, action in enumerate(dispatcher.actions)}
     rows = [[number.get(action, -1) for action in row] for row in order]
@@ -54,10 +55,10 @@ def time_order(dispatcher: Dispatcher, order: ComputeOrder) -> OrderTime:
     end_ps = graph.times_ps()[1][: len(flat)].max(initial=0)
     costs = dispatcher.costs
     peaks = list(costs.static_bytes or (0,) * len(rows))
-    for rank, own in enumerate(np.split(flat, np.cumsum([len(row) for row in rows])[:-1])):
-        kept = tables.takes_bytes[own]
-        freed = tables.gives_bytes[own]
-        peaks[rank] += int((np.cumsum(kept) - np.cumsum(freed) + freed).max(initial=0))
+    for rank, actions in enumerate(np.split(flat, np.cumsum([len(row) for row in rows])[:-1])):
+        saved = tables.takes_bytes[actions]
+        freed = tables.gives_bytes[actions]
+        peaks[rank] += int((np.cumsum(saved) - np.cumsum(freed) + freed).max(initial=0))
     limit = costs.memory_limit_bytes
     fits = limit is None or max(peaks) <= limit
     return OrderTime(float(end_ps) / PICOSECONDS_PER_MS, tuple(peaks), fits)
@@ -71,8 +72,9 @@ def step_operators(
     The first operators are the actions. The others are transfers.
 
     Args:
-        order: All actions, rank by rank. If None, ranks run actions in parallel, and channels carry
-            transfers in parallel.
+        tables: Actions of the step.
+        order: All actions, rank by rank. None if ranks run all actions, and channels all transfers,
+            in parallel.
     """
     count = len(tables.queue)
     pointers = tables.pointers.astype(np.int32)

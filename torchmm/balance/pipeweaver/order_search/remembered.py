@@ -1,17 +1,17 @@
-"""Orders of earlier steps: where the search of the next one begins.
+"""Orders of earlier steps, with which the search of the next step starts.
 
     remembered = RememberedOrders()
-    starts = remembered.starts(dispatcher)      tried before all else
+    starts = remembered.starts(dispatcher)      orders that are evaluated first
     remembered.add(dispatcher, found.segments)
 
-What a good order looks like changes little from step to step: which microbatches come first, by
-the work they have, and how far encoders run ahead. So microbatches are taken in the order of their
-work, and every segment gets the place that the corresponding one had: of the microbatch with the
-same rank among all, the same module, the part and the segment that lie equally far. A step that
-has the same work as one before, whatever the order of its microbatches, gets that one's whole
-order; any other the order of the step that was last.
+Good orders are similar from step to step: which microbatches come first, by their work, and how far
+encoders run ahead. Microbatches are therefore sorted by work. Each segment gets the relative
+position of the corresponding segment of the earlier step. This is the segment of the microbatch
+with the same rank, of the same module, and with the same relative sub-microbatch and segment index.
+A step with the same work as an earlier step, in any microbatch order, uses the order of this step.
+Other steps use the order of the last step.
 
-Work is counted in FLOPs, which measured times do not change.
+Work is measured in FLOPs, which do not depend on measured times.
 """
 
 from __future__ import annotations
@@ -25,29 +25,33 @@ from torchmm.balance.compiled import Uint32s
 from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 
 MOST = 64
-"""Steps that are remembered."""
+"""Maximum number of remembered steps."""
 ALIKE = 3
-"""Digits of FLOPs that count."""
+"""Number of significant digits of FLOPs in comparisons."""
 
 Work = tuple[float, ...]
-"""Of a microbatch: all of it, then by module, and numbers of parts."""
+"""Work of a microbatch: total, by module, and numbers of sub-microbatches."""
 Shape = tuple[Work, ...]
-"""Of a step: its microbatches' work, rising."""
+"""Work of the microbatches of a step, ascending."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Of a step's segments, by rank of the microbatch, module, part and segment: 0 to 1."""
+    """Relative positions (0 to 1) of the segments of a step, by microbatch rank, module,
+    sub-microbatch and segment."""
 
     microbatches: int
     parts: dict[tuple[int, str], int]
     of: dict[tuple[int, str, int, int], float]
 
     def near(self, rank: int, module: str, part: tuple[int, int], segment: int) -> float | None:
-        """Where a step that is larger or smaller has the corresponding segment.
+        """Return the position of the corresponding segment of a step with other sizes.
 
         Args:
-            part: which, of how many.
+            rank: Rank of the microbatch by work.
+            module: Name of the module.
+            part: Index of the sub-microbatch, and number of sub-microbatches.
+            segment: Index of the segment.
         """
         count = self.parts.get((rank, module))
         if not count:
@@ -56,22 +60,25 @@ class _Places:
 
 
 class RememberedOrders:
-    """Of one process, for steps on one layout."""
+    """Orders of earlier steps with one layout."""
 
     def __init__(self) -> None:
         self._of_shape: OrderedDict[Shape, _Places] = OrderedDict()
 
     def starts(self, dispatcher: Dispatcher) -> list[Uint32s]:
-        """Orders of a step's segments, the most promising first; none before any was added."""
+        """Return orders of the segments of a step, most promising first.
+
+        The list is empty before the first call of `add`.
+        """
         ranks, shape = _ranked(dispatcher)
-        found = [self._of_shape[shape]] if shape in self._of_shape else []
+        candidates = [self._of_shape[shape]] if shape in self._of_shape else []
         latest = next(reversed(self._of_shape.values()), None)
-        if latest is not None and latest not in found:
-            found.append(latest)
-        return [_transferred(places, dispatcher, ranks) for places in found]
+        if latest is not None and latest not in candidates:
+            candidates.append(latest)
+        return [_transferred(places, dispatcher, ranks) for places in candidates]
 
     def add(self, dispatcher: Dispatcher, order: Uint32s) -> None:
-        """Takes in what was found for a step."""
+        """Store the order of a step."""
         ranks, shape = _ranked(dispatcher)
         place = np.argsort(order) / len(order)
         counts = _part_counts(dispatcher)
@@ -87,7 +94,7 @@ class RememberedOrders:
 
 
 def _ranked(dispatcher: Dispatcher) -> tuple[list[int], Shape]:
-    """By microbatch: its rank among all by work; and the work of all."""
+    """Return the rank of each microbatch by work, and the work of all microbatches."""
     graph = dispatcher.graph
     modules = list(dict.fromkeys(stage.module for stage in graph.layout.stages))
     flops = np.zeros((graph.microbatches, len(modules)))
@@ -105,7 +112,7 @@ def _ranked(dispatcher: Dispatcher) -> tuple[list[int], Shape]:
 
 
 def _part_counts(dispatcher: Dispatcher) -> dict[tuple[int, str], int]:
-    """Sub-microbatches, by microbatch and module."""
+    """Return the number of sub-microbatches by microbatch and module."""
     graph = dispatcher.graph
     return {
         (microbatch, stage.module): graph.parts(stage.index, microbatch)
@@ -115,23 +122,27 @@ def _part_counts(dispatcher: Dispatcher) -> dict[tuple[int, str], int]:
 
 
 def _transferred(places: _Places, dispatcher: Dispatcher, ranks: list[int]) -> Uint32s:
-    """The order of a step in which segments come as those of another did."""
+    """Return the order of a step in which segments have the positions of another step."""
     graph = dispatcher.graph
     count = len(ranks)
     counts = _part_counts(dispatcher)
-    wanted: list[float | None] = []
-    own: dict[int, float] = {}
+    positions: list[float | None] = []
+    first_position: dict[int, float] = {}
     for segment in dispatcher.segments:
         rank = ranks[segment.microbatch] * places.microbatches // count
         part = segment.sub_microbatch, counts[segment.microbatch, segment.module]
         place = places.near(rank, segment.module, part, segment.segment)
-        wanted.append(place)
+        positions.append(place)
         if place is not None:
-            own[segment.microbatch] = min(own.get(segment.microbatch, 1.0), place)
-    # What the other step did not have comes with the first of its microbatch.
+            first_position[segment.microbatch] = min(
+                first_position.get(segment.microbatch, 1.0), place
+            )
+    # Segments without a counterpart get the position of the first segment of their microbatch.
     middle = [index / graph.microbatches for index in range(graph.microbatches)]
     filled = [
-        own.get(segment.microbatch, middle[segment.microbatch]) if place is None else place
-        for segment, place in zip(dispatcher.segments, wanted, strict=True)
+        first_position.get(segment.microbatch, middle[segment.microbatch])
+        if place is None
+        else place
+        for segment, place in zip(dispatcher.segments, positions, strict=True)
     ]
     return np.argsort(np.array(filled), kind="stable").astype(np.uint32)

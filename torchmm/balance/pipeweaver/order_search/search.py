@@ -1,21 +1,20 @@
-"""Searches the order of segments under which a step is shortest, within a budget: PipeWeaver §6.1.
+"""Search for the segment order with the shortest step within a budget (PipeWeaver §6.1).
 
     found = search(dispatcher, Budget(evaluations=2000), seed=0)
     order = dispatcher.dispatch(found.order).order
 
-A candidate is a permutation of the step's segments; the dispatcher makes a schedule of it and times
-it, so every candidate that fits into memory can be run. The search starts with
-the natural order, keeps the best order, and may be stopped at any time: nothing that `search`
-returns is worse than the natural order. With a budget of evaluations the result depends on
-the seed and the number of workers alone; with one of seconds, on the machine too.
+A candidate is a permutation of the segments of the step. The dispatcher converts it to a schedule
+and times it, so every candidate that fits into memory can run. The search starts with the natural
+order, stores the best order, and can be stopped at any time. Its result is never worse than the
+natural order. With a budget of evaluations, the result depends only on the seed and the number of
+workers. With a time limit, it also depends on the machine.
 
-Workers are threads: an evaluation runs without Python's lock. They work in rounds, after each of
-which all know the best order so far. Rejected: worker processes, which have to be started, fed and
-ended for searches of a second.
+Workers are threads, because an evaluation runs without the GIL. They synchronize the best order
+after each round. Worker processes would have to be started and stopped for searches of one second.
 
-Candidates that run out of memory are worse than any that does not, and the better the further they
-come, so a search may begin where nothing fits. If nothing does in the end, `SearchResult.fits` is
-False.
+Candidates that run out of memory are worse than all others, and better the more actions they run. A
+search can therefore start although no candidate fits. If none fits at the end, `SearchResult.fits`
+is False.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ from torchmm.balance.pipeweaver.order_search.annealing import Annealing, Evaluat
 from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 
 ROUND = 64
-"""Evaluations of a worker between two exchanges."""
+"""Evaluations of a worker between two synchronizations."""
 NEAR = 1e-9
-"""Relative: as good as the bound."""
+"""Relative tolerance within which a time equals the bound."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When a search ends: as soon as either is spent.
+    """Limits of a search. The search stops at the first limit.
 
     Attributes:
-        evaluations: of all workers together.
-        seconds: since the search began.
+        evaluations: Maximum number of evaluations of all workers together.
+        seconds: Maximum time since the start of the search.
 
     Raises:
-        ValueError: neither is given, or one is not positive.
+        ValueError: No limit is set, or a limit is not positive.
     """
 
     evaluations: int | None = None
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.evaluations, self.seconds) if value is not None]
-        if not given or min(given) <= 0:
+        limits = [value for value in (self.evaluations, self.seconds) if value is not None]
+        if not limits or min(limits) <= 0:
             raise ValueError(
                 f"a budget of {self.evaluations} evaluations and {self.seconds} seconds; set "
                 "at least one of them above 0"
             )
 
     def spent_share(self, evaluations: int, seconds: float) -> float:
-        """How much of it is used up, 1 and more at the end."""
+        """Return the used fraction of the budget. At least 1 at the end."""
         shares = [0.0]
         if self.evaluations is not None:
             shares.append(evaluations / self.evaluations)
@@ -71,7 +70,7 @@ class Budget:
         return max(shares)
 
     def part(self, share: float) -> Budget:
-        """A share of it."""
+        """Return a fraction of the budget."""
         return Budget(
             None if self.evaluations is None else max(1, round(share * self.evaluations)),
             None if self.seconds is None else share * self.seconds,
@@ -80,12 +79,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to search.
+    """Settings of a search.
 
     Attributes:
-        seed: of all that is random.
-        workers: threads; at most half of the machine's cores are used.
-        starts: orders of segments that are tried first, such as what was good in steps like this.
+        seed: Random seed.
+        workers: Number of threads. At most half of the cores of the machine are used.
+        starts: Orders of segments that are evaluated first, such as those of similar steps.
     """
 
     seed: int = 0
@@ -95,13 +94,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-        order: of the segments, those with the highest priority first; for `Dispatcher.dispatch`.
-        makespan_ms: of the step in this order; infinite if it does not fit into memory.
-        natural_ms: in natural order; infinite if that does not fit.
-        evaluations: that were made.
+        order: Order of segments for `Dispatcher.dispatch`, highest priority first.
+        makespan_ms: Step time in this order. Infinite if it does not fit into memory.
+        natural_ms: Step time in natural order. Infinite if it does not fit into memory.
+        evaluations: Number of evaluations.
     """
 
     order: Uint32s
@@ -111,7 +110,7 @@ class SearchResult:
 
     @property
     def fits(self) -> bool:
-        """Whether any order was found with which the step can be finished within memory."""
+        """Whether an order that fits into memory was found."""
         return self.makespan_ms < float("inf")
 
 
@@ -129,18 +128,19 @@ def search(
     """Return the best order of segments found within a budget.
 
     Args:
-        dispatcher: of the step, with its costs and memory limits.
-        budget: when to stop.
-        seed: of all that is random.
-        workers: threads; at most half of the machine's cores are used.
-        bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
-        starts: orders of segments that are tried first.
-        on_round: called between rounds with what was found so far; the search ends if it returns
+        dispatcher: Dispatcher of the step, with its costs and memory limits.
+        budget: Limits of the search.
+        seed: Random seed.
+        workers: Number of threads. At most half of the cores of the machine are used.
+        bound_ms: Lower bound of all orders (`lower_bound_ms`). The search stops when it reaches the
+            bound.
+        starts: Orders of segments that are evaluated first.
+        on_round: Called between rounds with the result so far. The search stops if it returns
             False.
-        strategy: of every worker; benchmarks compare others.
+        strategy: Strategy of every worker. Benchmarks compare several.
 
     Raises:
-        ValueError: workers is less than 1.
+        ValueError: `workers` is less than 1.
     """
     if workers < 1:
         raise ValueError(f"workers = {workers}; must be 1 or more")
@@ -150,28 +150,32 @@ def search(
     for order in starts:
         evaluators[0].score(order)
     seeds = np.random.SeedSequence(seed).spawn(count)
-    made: list[Strategy] = [
-        strategy(evaluator, np.random.default_rng(own))
-        for evaluator, own in zip(evaluators, seeds, strict=True)
+    strategies: list[Strategy] = [
+        strategy(evaluator, np.random.default_rng(item))
+        for evaluator, item in zip(evaluators, seeds, strict=True)
     ]
     with ThreadPoolExecutor(count) as pool:
         while run.goes_on(evaluators):
             share = run.share(evaluators)
-            each = run.next_round(evaluators)
+            counts = run.next_round(evaluators)
             if count == 1:
-                made[0].advance(each[0], share)
+                strategies[0].advance(counts[0], share)
             else:
-                list(pool.map(lambda own, n, share=share: own.advance(n, share), made, each))
+                list(
+                    pool.map(
+                        lambda item, n, share=share: item.advance(n, share), strategies, counts
+                    )
+                )
             best = run.best(evaluators)
             if on_round is not None and not on_round(run.found(evaluators)):
                 break
-            for own in made:
-                own.adopt(best)
+            for item in strategies:
+                item.adopt(best)
     return run.found(evaluators)
 
 
 class _Run:
-    """Budget and begin of one search."""
+    """Budget and start time of a search."""
 
     def __init__(self, dispatcher: Dispatcher, budget: Budget, bound_ms: float) -> None:
         self.budget, self.bound_ms = budget, bound_ms
@@ -191,15 +195,15 @@ class _Run:
         return not exhausted and not optimal and self.share(evaluators) < 1.0
 
     def next_round(self, evaluators: list[Evaluator]) -> list[int]:
-        """Evaluations of every worker."""
-        left = ROUND * len(evaluators)
+        """Return the number of evaluations of every worker in the next round."""
+        remaining = ROUND * len(evaluators)
         if self.budget.evaluations is not None:
-            left = min(left, self.budget.evaluations - self.evaluations(evaluators))
+            remaining = min(remaining, self.budget.evaluations - self.evaluations(evaluators))
         count = len(evaluators)
-        return [left // count + (i < left % count) for i in range(count)]
+        return [remaining // count + (i < remaining % count) for i in range(count)]
 
     def best(self, evaluators: list[Evaluator]) -> Evaluator:
-        """The evaluator with the best order; the first of several."""
+        """Return the evaluator with the best order, or the first of several."""
         return min(evaluators, key=lambda evaluator: evaluator.best_score)
 
     def found(self, evaluators: list[Evaluator]) -> SearchResult:
