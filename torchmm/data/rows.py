@@ -223,7 +223,7 @@ class RowBuilder:
         if per_second is None:
             return VisionBlock(start, *block)
         step_s = image.duration_ms / (1000 * image.frames)
-        if spec.clip_times == "sides":  # Qwen2.5-VL rounds after this product
+        if spec.clip_times == "sides":  # Qwen2.5-VL computes this product first
             return VisionBlock(start, *block, per_second * step_s)
         return VisionBlock(start, *block, step_s, per_second)
 
