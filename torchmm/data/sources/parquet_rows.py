@@ -3,7 +3,7 @@
     source = RowGroups(files, root, fingerprint)
     source.read(index)
 
-Reading a row requires decompressing its row group. A group of a remote file is decompressed once per
+Reading a row requires its decompressed row group. A group of a remote file is decompressed once per
 node. The cache of `FileSystem.derive` stores it as an Arrow file that all processes map. Groups of
 local files are cached in memory, up to KEPT_BYTES. Local files are read in this way if they are
 streamed, or if a row group is damaged so that `datasets` cannot convert them. Only the rows of the
