@@ -1,8 +1,8 @@
-"""The schedules a recipe can name: one table of what each is, and needs.
+"""The schedules of recipes: one table with their properties and requirements.
 
 Pure data, so that recipes are checked without torch. `torchmm.pipelining.schedules.names` has the
-functions of schedules that depend only on the graph of a step. Extensions have the functions of
-schedules that need costs, as entries of the table "schedules" (`torchmm.planning.step`).
+functions of schedules that depend only on the graph of a step. Extensions provide the functions of
+schedules that require costs, as entries of the table "schedules" (`torchmm.planning.step`).
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def find_schedule(name: str) -> Schedule | None:
-    """What a recipe's name, or "csv:PATH", stands for; None: there is no such schedule."""
+    """Return the schedule of a name or "csv:PATH", or None for unknown names."""
     return Schedule("separated") if name.startswith(CSV_PREFIX) else SCHEDULES.get(name)
 
 
 def schedules_for(placement: Placement) -> tuple[str, ...]:
-    """Names that can be used where modules are placed like this, besides "csv:PATH"."""
+    """Return the schedule names for a placement of modules, without "csv:PATH"."""
     return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
 
 
 def registered(functions: Mapping[str, T]) -> dict[str, T]:
-    """Return the functions of all schedules that need no costs, in the order of `SCHEDULES`.
+    """Return the functions of all schedules that require no costs, in the order of `SCHEDULES`.
 
     Raises:
         ValueError: A function is missing, or `SCHEDULES` does not have its name.
