@@ -17,7 +17,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.section import Section
 
 NO_VALUE = object()
-"""Value of a problem that concerns a whole table or a missing key."""
+"""Value of a problem that applies to a table or a missing key."""
 
 Loc = tuple[int | str, ...]
 
@@ -34,7 +34,14 @@ _MUST_BE = {
 
 
 class Problem(NamedTuple):
-    """One mistake: the dotted key it is reported at, its value, and other keys it depends on."""
+    """Problem with the value of a key.
+
+    Attributes:
+        key: Dotted key.
+        value: Value of the key, or `NO_VALUE`.
+        text: What is wrong, and how to fix it.
+        rests_on: Other keys that can cause the problem.
+    """
 
     key: str
     value: Any
