@@ -87,7 +87,7 @@ def test_a_sum_that_is_left_out_is_noticed():
 def test_launches_of_what_is_not_there_are_refused():
     """By validation, and by the runtime where nobody has validated the plan."""
     found = run_distributed(_too_early, 2)
-    assert any("needs" in each and "which is not available" in each for each in found), found
+    assert any("requires" in each and "which is not available" in each for each in found), found
 
 
 class Counted(Ahead):

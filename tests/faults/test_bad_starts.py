@@ -88,7 +88,7 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     "token to another machine": (
         '[data.producers]\naddresses = ["10.0.0.9:7411"]',
         [],
-        ["data.producers.addresses[0]", "unencrypted"],
+        ["data.producers.addresses[0]", "requires encryption"],
     ),
     "sizes that do not make the ranks": (
         "",

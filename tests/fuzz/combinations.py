@@ -77,7 +77,7 @@ FEATURES: dict[str, Table] = {
     },
     "LoRA": {"adapters": {"low": {"modules": ["llm"]}}},
     "AC full": {"activation_checkpoint": {"mode": "full"}},
-    "AC auto": {"activation_checkpoint": {"mode": "tuned"}},
+    "AC auto": {"activation_checkpoint": {"mode": "auto"}},
     "bf16": {"training": {"dtype": "bfloat16", "parameter_dtype": "bfloat16"}},
     "int8": {"optimizer": {"state_dtype": "int8"}},
     "offload": {"optimizer": {"offload": True}},
@@ -165,7 +165,7 @@ def problems(names: tuple[str, ...], seed: int = 0) -> list[str]:
     directory = _directory()
     entry: Table = {"path": str(directory / "empty.jsonl")}
     if "generator" in table["model"]:
-        entry["generate"] = "image"
+        entry["target_image_column"] = "image"
     table = merged(
         table,
         {
@@ -282,8 +282,6 @@ Further conditions:
   `parallel.placement = "interleaved"`.
 - `data.sources[].streaming` does not support remote data workers.
 - `parallel.tp_comm_fraction` requires colocated encoders and TP, without async TP.
-
-<a id="generators-that-are-refused"></a>
 
 ## Generators
 

@@ -167,9 +167,9 @@ def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:
     """
     if rng.random() > 0.1:
         return
-    table: Table = {"recipe": rng.choice(("rowwise", "rowwise", "rowwise", "tensorwise"))}
+    table: Table = {"scaling": rng.choice(("rowwise", "rowwise", "rowwise", "tensorwise"))}
     table |= {"first_layers": rng.choice((0, 0, 1)), "last_layers": 0}
-    table["emulate"] = table["recipe"] == "rowwise" and rng.random() < 0.9
+    table["emulate"] = table["scaling"] == "rowwise" and rng.random() < 0.9
     if rng.random() < 0.3:
         table["modules"] = sorted(rng.sample([*layers], rng.randint(1, len(layers))))
     if rng.random() < 0.3:

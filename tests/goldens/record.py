@@ -44,7 +44,7 @@ def record_dry_runs(only: list[str] | None, check: bool) -> int:
             found = golden.plan_recipe(golden.recipe_names()[name])
             changed += show_differences(name, stored.get(name), found)
             kept[name] = found
-            print(f"{name}: {time.process_time() - begin_s:.1f} s of processor time", flush=True)
+            print(f"{name}: {time.process_time() - begin_s:.1f} s of CPU time", flush=True)
             if not check:
                 golden.write_goldens(golden.DRY_RUNS, kept)
     return changed
