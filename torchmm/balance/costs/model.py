@@ -190,7 +190,7 @@ class StageCosts(NamedTuple):
         return self._replace(forward=with_work(self.forward, gather), backward=backward)
 
 
-def _beside_layers(
+def _shared_by_layers(
     module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
 ) -> Array:
     """Return the bytes that the layers of a stage save in common, by task."""
@@ -432,7 +432,7 @@ class CostModel:
             saved_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += saved_N
             if block is first_layers:
-                shared_N = _beside_layers(module, start, stop, sizes, setting)
+                shared_N = _shared_by_layers(module, start, stop, sizes, setting)
                 if block is blocks[0]:
                     shared_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
                 kept_N += has_backward * shared_N

@@ -374,7 +374,9 @@ def _keep_features(
                     cuts = graph.slices(message)
                     cut = cuts.hidden if module.kind == "encoder" else cuts.others
                     task = Task(destination, *key)
-                    kept[task] = kept.get(task, 0) + round(_held(cut) * element_bytes * values)
+                    kept[task] = kept.get(task, 0) + round(
+                        _saved_fraction(cut) * element_bytes * values
+                    )
             continue
         if module.kind == "llm":
             _keep_context(kept, graph, (source, destination), tasks, element_bytes)
@@ -386,7 +388,7 @@ def _keep_features(
         for key, tokens in zip(of_module.keys, of_module.sizes.outputs_N.tolist(), strict=True):
             message = Message(source, destination, *key)
             if graph.differentiates(message):
-                copies = _held(graph.slices(message).others)
+                copies = _saved_fraction(graph.slices(message).others)
                 if copies == 1 and graph.parts(source, key[0]) > 1:
                     copies = 2
                 task = Task(destination, key[0], 0)
@@ -420,7 +422,7 @@ def _keep_arriving(
                 kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
 
 
-def _held(cut: Slices | None) -> float:
+def _saved_fraction(cut: Slices | None) -> float:
     """Return the saved bytes of a received tensor, as a fraction of the tensor.
 
     A rank saves the full tensor, or its slice and, if it gathers slices, the full tensor.
@@ -452,7 +454,7 @@ def _keep_context(
         message = Message(*edge, *key)
         if graph.differentiates(message):
             task = Task(edge[1], *key)
-            held = _held(graph.slices(message).others) * element_bytes * tokens * width
+            held = _saved_fraction(graph.slices(message).others) * element_bytes * tokens * width
             kept[task] = kept.get(task, 0) + round(held)
 
 
