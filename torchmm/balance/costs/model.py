@@ -695,9 +695,12 @@ class CostModel:
     ) -> int:
         """Return the bytes of gradients in `static_bytes`.
 
-        If every backward pass reduces gradients, these are the gradient shards, the gradients of a
-        layer, the float32 buffer of the reduce-scatter of the preceding layer, and the gradients
-        outside of the layers, which FSDP2 reduces at the end of the backward pass.
+        If every backward pass reduces gradients, these are:
+
+        - The gradient shards.
+        - The gradients of one layer.
+        - The float32 buffer for the reduce-scatter of the preceding layer.
+        - The gradients outside of the layers, which FSDP2 reduces at the end of the backward pass.
 
         Args:
             module: Complete module.

@@ -156,10 +156,10 @@ def lockstep_tasks(
 ) -> ModuleTasks:
     """Return the tasks of a module and the same tasks on all ranks that run them in lockstep.
 
-    Ranks run layers in lockstep if FSDP2 gathers parameters layer by layer, because every
-    all-gather waits for the last rank of the shard group, and prefetching is limited to one layer.
-    Expert-parallel ranks exchange tokens in every layer. So every task takes as long as on the
-    slowest rank. In a pipeline, this is only true of the modules with experts.
+    FSDP2 with per-layer all-gathers runs ranks in lockstep. Every all-gather waits for the last
+    rank of the shard group, and prefetching is limited to one layer. Expert-parallel ranks also run
+    in lockstep, because they exchange tokens in every layer. Every task therefore has the time of
+    the slowest rank. In a pipeline, this applies only to modules with experts.
 
     Args:
         graph: Task graph of the step.
@@ -210,10 +210,11 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
 def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
     """Return the memory of the CUDA graphs of a stage, see `torchmm.models.encoder_graphs`.
 
-    This is a count of the tensors of that module: activations, with those of padded images,
-    temporaries, two copies of the gradients of all trained parameters (in the graph, and for the
-    accumulation), and, for each number of images, four copies of hidden states (input and output,
-    and their gradients).
+    These are the tensors of that module:
+
+    - Activations, including those of padded images, and temporaries.
+    - Two copies of the gradients of all trained parameters: in the graph, and for the accumulation.
+    - Four copies of hidden states for each number of images: input, output, and their gradients.
 
     Args:
         tasks: Tasks of the module.
