@@ -11,11 +11,11 @@ the times of F, B, I and W of each stage, saved bytes, and the times of sharding
 
 The passes of the blocks add up to the times of actions:
 
-    action   with recomputation       without recomputation
-    F        forward                  forward
-    B        inputs + weights + again inputs + weights + again
-    I        inputs + weights + again inputs + again
-    W        0                        weights
+    action   with recomputation         without recomputation
+    F        forward                    forward
+    B        inputs + weights + again   inputs + weights + again
+    I        inputs + weights + again   inputs + again
+    W        0                          weights
 
     time of an action = factor * max(device_ms, host_ms)
 
