@@ -510,7 +510,7 @@ def round_products(
     tensor = setting.execution.tensor
     named = [(c, i, name) for c in components for i, name in enumerate(c.local_linears(tensor))]
     for place, (component, index, name) in enumerate(named):
-        if not _rounds(component, name, rounded):
+        if not _uses_float8(component, name, rounded):
             continue
         size = component.local_linears(tensor)[name]
         shares = 0 < index <= component.extra_readers()
@@ -534,14 +534,14 @@ def cast_bytes(
         return found_N[0]
     for component in components:
         for name, (inputs, outputs) in component.local_linears(tensor).items():
-            if _rounds(component, name, rounded):
+            if _uses_float8(component, name, rounded):
                 rows_N = component.rows_N(name, sizes)
                 parts_N = (rows_N * inputs, rows_N * outputs, inputs * outputs + 0 * rows_N)
                 found_N.append(9 * np.max(parts_N, axis=0))
     return np.max(found_N, axis=0)
 
 
-def _rounds(component: Component, name: str, rounded: Rounded) -> bool:
+def _uses_float8(component: Component, name: str, rounded: Rounded) -> bool:
     """Return True if a linear layer uses float8."""
     whole = component.local_linears(1).get(name)
     return whole in rounded.linears and not isinstance(component, Experts)

@@ -71,7 +71,7 @@ class Device:
         memory_bytes: Size of the device memory.
         node_bytes_per_s: Bandwidth to other devices of the node, one direction.
         network_bytes_per_s: Network bandwidth of a node, one direction, divided by its devices. A
-            group of ranks may use the network cards of its own ranks only, because other groups
+            group of ranks can use only the network cards of its ranks, because other groups
             on the node communicate at the same time: n cards on g devices give each rank n / g.
         devices_per_node: Number of devices that share the fast link.
         asynchronous: Whether the host queues kernels without waiting (GPUs). If False, the overhead

@@ -35,9 +35,9 @@ save float32 copies of their input. With "full" recomputation, a layer saves its
 full graph and the gradients of all results of linear layers and norms. A split backward pass
 therefore needs more memory, not less. Layers share rotary tables (`shared_bytes`).
 
-**Temporary bytes** are bounds, not sums. They are the maximum over attention, MLP and norms of
-the gradients of results, the weight gradients of the current microbatch, recomputed results, and
-float32 copies in norms and rotary embeddings. Tests compare them with the recorded allocations of
+**Temporary bytes** are bounds: the maximum over attention, MLP and norms. They include gradients
+of results, weight gradients of the current microbatch, recomputed results, and float32 copies in
+norms and rotary embeddings. Tests compare them with the recorded allocations of
 real layers of each family, in each recomputation mode.
 
 Not included: scratch space inside kernels, and states of random generators (5 KB of host memory

@@ -493,6 +493,8 @@ def norm_operators(
         weighed = 4 if weight_float32 else size
         centred = kind == "centred"  # computes the mean, and two differences from it
         cast = 2 * (4 + size) if casts else 0
+        # Bytes per value in float32: square (8), mean (4) and multiplication by the inverse root
+        # (8) are 20. The multiplication by the weight reads and writes `weighed` bytes.
         forward = (40 if centred else 20) + 2 * weighed + cast
         inputs = (108 if centred else 68) + 2 * weighed + cast
         weights = 4 * weighed

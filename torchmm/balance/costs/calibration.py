@@ -147,10 +147,11 @@ def fit_profile(
             alone = Profile(device, curves)
             if found.working:
                 forward_us = median(
-                    _rest_us(w.forward_operators, w.forward_s, alone, dtype) for w in found.working
+                    _overhead_us(w.forward_operators, w.forward_s, alone, dtype)
+                    for w in found.working
                 )
                 backward_us = median(
-                    _rest_us(w.backward_operators, w.backward_s, alone, dtype)
+                    _overhead_us(w.backward_operators, w.backward_s, alone, dtype)
                     for w in found.working
                 )
                 per_call_us = max(per_call_us / 2, backward_us)
@@ -202,7 +203,9 @@ def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> 
     return {kind: calls_us[kind] for kind in SPLIT_KINDS.values()}
 
 
-def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str) -> float:
+def _overhead_us(
+    operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str
+) -> float:
     """Return the measured time per call beyond the predicted time of operators, in us."""
     work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6

@@ -11,11 +11,11 @@ the times of F, B, I and W of each stage, saved bytes, and the times of sharding
 
 The passes of the blocks add up to the times of actions:
 
-    action   with recomputation       without recomputation
-    F        forward                  forward
-    B        inputs + weights + again inputs + weights + again
-    I        inputs + weights + again inputs + again
-    W        0                        weights
+    action   with recomputation         without recomputation
+    F        forward                    forward
+    B        inputs + weights + again   inputs + weights + again
+    I        inputs + weights + again   inputs + again
+    W        0                          weights
 
     time of an action = factor * max(device_ms, host_ms)
 
@@ -190,7 +190,7 @@ class StageCosts(NamedTuple):
         return self._replace(forward=with_work(self.forward, gather), backward=backward)
 
 
-def _beside_layers(
+def _shared_by_layers(
     module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
 ) -> Array:
     """Return the bytes that the layers of a stage save in common, by task."""
@@ -432,7 +432,7 @@ class CostModel:
             saved_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += saved_N
             if block is first_layers:
-                shared_N = _beside_layers(module, start, stop, sizes, setting)
+                shared_N = _shared_by_layers(module, start, stop, sizes, setting)
                 if block is blocks[0]:
                     shared_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
                 kept_N += has_backward * shared_N
@@ -695,9 +695,12 @@ class CostModel:
     ) -> int:
         """Return the bytes of gradients in `static_bytes`.
 
-        If every backward pass reduces gradients, these are the gradient shards, the gradients of a
-        layer, the float32 buffer of the reduce-scatter of the preceding layer, and the gradients
-        outside of the layers, which FSDP2 reduces at the end of the backward pass.
+        If every backward pass reduces gradients, these are:
+
+        - The gradient shards.
+        - The gradients of one layer.
+        - The float32 buffer for the reduce-scatter of the preceding layer.
+        - The gradients outside of the layers, which FSDP2 reduces at the end of the backward pass.
 
         Args:
             module: Complete module.

@@ -156,10 +156,10 @@ def lockstep_tasks(
 ) -> ModuleTasks:
     """Return the tasks of a module and the same tasks on all ranks that run them in lockstep.
 
-    Ranks run layers in lockstep if FSDP2 gathers parameters layer by layer, because every
-    all-gather waits for the last rank of the shard group, and prefetching is limited to one layer.
-    Expert-parallel ranks exchange tokens in every layer. So every task takes as long as on the
-    slowest rank. In a pipeline, this is only true of the modules with experts.
+    FSDP2 with per-layer all-gathers runs ranks in lockstep. Every all-gather waits for the last
+    rank of the shard group, and prefetching is limited to one layer. Expert-parallel ranks also run
+    in lockstep, because they exchange tokens in every layer. Every task therefore has the time of
+    the slowest rank. In a pipeline, this applies only to modules with experts.
 
     Args:
         graph: Task graph of the step.
@@ -210,10 +210,11 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
 def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
     """Return the memory of the CUDA graphs of a stage, see `torchmm.models.encoder_graphs`.
 
-    This is a count of the tensors of that module: activations, with those of padded images,
-    temporaries, two copies of the gradients of all trained parameters (in the graph, and for the
-    accumulation), and, for each number of images, four copies of hidden states (input and output,
-    and their gradients).
+    These are the tensors of that module:
+
+    - Activations, including those of padded images, and temporaries.
+    - Two copies of the gradients of all trained parameters: in the graph, and for the accumulation.
+    - Four copies of hidden states for each number of images: input, output, and their gradients.
 
     Args:
         tasks: Tasks of the module.
@@ -374,7 +375,9 @@ def _keep_features(
                     cuts = graph.slices(message)
                     cut = cuts.hidden if module.kind == "encoder" else cuts.others
                     task = Task(destination, *key)
-                    kept[task] = kept.get(task, 0) + round(_held(cut) * element_bytes * values)
+                    kept[task] = kept.get(task, 0) + round(
+                        _saved_fraction(cut) * element_bytes * values
+                    )
             continue
         if module.kind == "llm":
             _keep_context(kept, graph, (source, destination), tasks, element_bytes)
@@ -386,7 +389,7 @@ def _keep_features(
         for key, tokens in zip(of_module.keys, of_module.sizes.outputs_N.tolist(), strict=True):
             message = Message(source, destination, *key)
             if graph.differentiates(message):
-                copies = _held(graph.slices(message).others)
+                copies = _saved_fraction(graph.slices(message).others)
                 if copies == 1 and graph.parts(source, key[0]) > 1:
                     copies = 2
                 task = Task(destination, key[0], 0)
@@ -420,7 +423,7 @@ def _keep_arriving(
                 kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
 
 
-def _held(cut: Slices | None) -> float:
+def _saved_fraction(cut: Slices | None) -> float:
     """Return the saved bytes of a received tensor, as a fraction of the tensor.
 
     A rank saves the full tensor, or its slice and, if it gathers slices, the full tensor.
@@ -452,7 +455,7 @@ def _keep_context(
         message = Message(*edge, *key)
         if graph.differentiates(message):
             task = Task(edge[1], *key)
-            held = _held(graph.slices(message).others) * element_bytes * tokens * width
+            held = _saved_fraction(graph.slices(message).others) * element_bytes * tokens * width
             kept[task] = kept.get(task, 0) + round(held)
 
 

@@ -103,8 +103,8 @@ class OperatorGraph:
         if not problems:
             durations = np.rint(np.array(self._durations_ms, np.float64) * PICOSECONDS_PER_MS)
         problems += [
-            f"an edge leads from {_called(self._names, s)} to {_called(self._names, t)}, but "
-            f"operators are 0 to {count - 1}"
+            f"an edge leads from {_operator_name(self._names, s)} to "
+            f"{_operator_name(self._names, t)}, but operators are 0 to {count - 1}"
             for s, t in edges[:, ~known].T.tolist()
         ]
         sources, targets = edges[:, known]
@@ -120,7 +120,7 @@ class OperatorGraph:
 
     def _duration_problems(self) -> list[str]:
         problems = [
-            f"{_called(self._names, node)} has {text}"
+            f"{_operator_name(self._names, node)} has {text}"
             for node, duration_ms in enumerate(self._durations_ms)
             if (text := duration_problem(duration_ms))
         ]
@@ -173,7 +173,7 @@ class CompiledGraph:
         missing = np.bincount(targets, minlength=count).astype(np.int32)
         order = sort_topologically(*group_edges(sources, targets, count), missing)
         if len(order) < count:
-            raise SimulationError([_circle(names, sources, targets, missing)])
+            raise SimulationError([_cycle_message(names, sources, targets, missing)])
         place = np.empty(count, np.int32)
         place[order] = np.arange(count, dtype=np.int32)
         pointers, sorted_sources = group_edges(place[targets], place[sources], count)
@@ -200,12 +200,12 @@ class CompiledGraph:
         return start_ps[self.place], end_ps[self.place]
 
 
-def _called(names: Sequence[str], operator: int) -> str:
+def _operator_name(names: Sequence[str], operator: int) -> str:
     name = names[operator] if 0 <= operator < len(names) else ""
     return f"operator {operator}" + (f" ({name})" if name else "")
 
 
-def _circle(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int32s) -> str:
+def _cycle_message(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int32s) -> str:
     """Return an error message with one cycle, which is traced back from an unsorted operator."""
     before = {
         target: source
@@ -217,9 +217,9 @@ def _circle(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int
     while node not in path:
         path.append(node)
         node = before[node]
-    circle = [*path[path.index(node) :], node][::-1]
+    cycle = [*path[path.index(node) :], node][::-1]
     return (
         "operators form a cycle: "
-        + ", then ".join(_called(names, n) for n in circle)
+        + ", then ".join(_operator_name(names, n) for n in cycle)
         + "; remove one of these edges, or add operators to their queues in another order"
     )

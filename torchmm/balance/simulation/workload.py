@@ -6,9 +6,9 @@ image and at most 48 images in 8192 tokens, or at most 8 videos with a total of 
 defines them in `[simulation]`.
 
 Each sequence has one type of the mixture. Numbers of images and sizes are uniform integers between
-two bounds. The content of a sequence depends only on the seed and on its index, so more ranks, a
-different microbatch size or a longer step do not change existing sequences. Sizes have a separate
-random number generator, so different sizes do not change the number of images.
+two bounds. The content of a sequence depends only on the seed and on its index. More ranks, a
+different microbatch size or a longer step therefore do not change existing sequences. Sizes have a
+separate random number generator, so different sizes do not change the number of images.
 
 Truncated continuous distributions of images per sequence (lognormal, geometric) are not used. The
 published mixtures have two modes (captions, documents), and truncation changes the configured mean.

@@ -5,7 +5,7 @@
 
 The number of microbatches in flight depends on their saved bytes. The bytes that they can save
 depend on the microbatches in flight. Schedule and recomputation therefore have to be selected
-jointly. The paper scores every rollout of the search by the time after memory tuning, which takes
+jointly. The paper scores every rollout of the search by the time after memory tuning. Tuning takes
 100 to 1,000 times the time of an evaluation of the dispatcher. torchmm approximates tuned steps by
 a few levels:
 
