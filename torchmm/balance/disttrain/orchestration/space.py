@@ -220,7 +220,7 @@ class PlanSpace:
 
         Args:
             limit_s: Upper limit of the bounds.
-            most_layouts: Maximum number of LLM layouts to visit.
+            most_layouts: Maximum number of LLM layouts to evaluate.
         """
         plans: list[PlanGuess] = []
         open_s = inf
@@ -287,7 +287,7 @@ class PlanSpace:
         return options
 
     def _unit_options(self, variant: int, data: int, unit: int) -> _Options:
-        """Return the options of a unit that fitting fit."""
+        """Return the options of a unit that may fit."""
         chosen_variant = self.variants[variant]
         problem = chosen_variant.problem
         bound = chosen_variant.bounds[unit]

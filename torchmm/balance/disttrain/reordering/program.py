@@ -66,11 +66,11 @@ class StepProgram:
             ValueError: Shapes do not match the program, or a duration is negative or not finite.
         """
         shapes = np.shape(forward_ms_GSM), np.shape(backward_ms_GSM)
-        expected = (self.stages, self.microbatches)
-        if shapes[0] != shapes[1] or shapes[0][-2:] != expected or len(shapes[0]) != 3:
+        wanted = (self.stages, self.microbatches)
+        if shapes[0] != shapes[1] or shapes[0][-2:] != wanted or len(shapes[0]) != 3:
             raise ValueError(
-                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {expected[0]} stages "
-                f"x {expected[1]} microbatches"
+                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {wanted[0]} stages "
+                f"x {wanted[1]} microbatches"
             )
         costs = np.concatenate([forward_ms_GSM, backward_ms_GSM], axis=1, dtype=np.float64)
         if costs.size and not (costs.min() >= 0 and costs.max() < np.inf):

@@ -10,7 +10,7 @@ A search starts with orders of earlier steps (`remembered`). It ends after its f
 time, with a provably optimal order, or with the next request. Searched schedules always have a
 process. Other schedules get one if planning is slow.
 
-If there is no plan in time, or the step has changed (a sample was corrupt), the training process
+If no plan arrives in time, or the step has changed (a sample was corrupt), the training process
 plans before the step. Static schedules get the same plan in both cases. A search before a step must
 be short: natural and static orders only, unless no step was measured yet or no process will plan.
 
