@@ -201,8 +201,8 @@ def _fits(
 ) -> int:
     """Return the earliest time at which a kernel fits on adjacent devices.
 
-    The loop checks the devices round-robin. If the interval of a device starts later than `now`, all
-    devices must be checked again with the later time.
+    The loop checks the devices round-robin. If the interval of a device starts later than
+    `now`, all devices must be checked again with the later time.
 
     Args:
         now: Lower bound of the start time.

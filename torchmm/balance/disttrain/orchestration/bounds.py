@@ -4,8 +4,8 @@ The formula of `search` is an estimate. It includes a warm-up that a schedule ma
 that a step may not need, so it can exceed the simulated time and cannot end a search. A bound
 contains only work that no schedule can hide:
 
-- A rank runs all its work. The samples of a step are those of the simulation. The busiest replica
-  group therefore runs at least the mean sample time multiplied by the samples per replica. Layers
+- A rank runs all its work. The samples of a step are those of the simulation. The most loaded
+  replica group runs at least the mean sample time multiplied by the samples per replica. Layers
   are split by the function that splits them for a run.
 - Before the last LLM rank starts, a microbatch passes the first stages of all previous ranks. After
   the last rank finishes, the last backward pass returns through them. The work of a generator has a
@@ -116,9 +116,10 @@ class UnitBound:
     def _cut(self, pipeline: int, stages: int) -> tuple[float, ...]:
         """Return layer counts of a split into stages.
 
-        The counts are those of the rank with the most layers, of the last rank, of the first stages before the
-        last rank, and of the first rank. Operations before and after the layers have a different
-        efficiency. Ranks therefore count only layers, and one rank has at least the average work.
+        The counts are those of the rank with the most layers, of the last rank, of the first stages
+        before the last rank, and of the first rank. Operations before and after the layers have a
+        different efficiency. Ranks therefore count only layers, and one rank has at least the
+        average work.
         """
         counted = self._cuts.get((pipeline, stages))
         if counted is None:

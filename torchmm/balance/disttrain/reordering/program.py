@@ -158,7 +158,7 @@ def _sort_by_slot(graph: CompiledGraph, slot_of: Int64s) -> tuple[Int64s, Int64s
     Returns:
         The last slot of each operator; the sorted operator indices; and, in this order, the two
         predecessors of each operator. A single predecessor is repeated. The number of operators
-        stands for a missing predecessor.
+        marks a missing predecessor.
     """
     slots = slot_of[graph.node_at]
     for place in range(len(slots)):

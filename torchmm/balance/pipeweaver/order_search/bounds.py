@@ -5,8 +5,8 @@ and the longest path from it to the end follows it. If actions could be preempte
 of a rank always runs the available action with the longest remaining path. This is Jackson's
 schedule of one machine with heads and tails (Carlier 1982). No order without preemption is faster.
 
-**Equal ranks.** If all ranks take equally long in every segment, a larger bound exists. Let x be a
-segment of each microbatch whose forward precedes all backward tasks of the microbatch, as in the
+**Equal ranks.** If all ranks take equally long in every segment, a larger bound exists. Choose a
+segment x of each microbatch whose forward precedes all backward tasks of the microbatch, as in the
 LLM. The action j is the first of them to start on the last of P ranks:
 
     rank q      ...  | j |          When j ends on rank q, rank q + 1 has completed only tasks
