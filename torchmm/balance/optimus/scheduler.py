@@ -104,7 +104,7 @@ def search_assignment(
     if not free:
         return best
     rng = random.Random(0)
-    costs = {best.tobytes(): lowest}
+    costs = {best.tobytes(): lowest}  # known assignments need no second evaluation
     current, height = best, lowest
     steps = evaluations * REPEATS
     for step in range(steps):
@@ -376,6 +376,8 @@ class BubbleFiller:
         """
         placed = self.evaluate("coarse", pipeline_of)
         timeline = self.timeline
+        # A rank starts its first LLM action after its last encoder forward kernel. The first LLM
+        # stage starts a microbatch when all of its encoder outputs have arrived.
         ends = self._device_ends(placed.forward_ps, pipeline_of)
         released: dict[Action, int] = {}
         for rank, actions in enumerate(timeline.ranks):
