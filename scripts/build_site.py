@@ -4,12 +4,13 @@ pip install -e '.[docs]'
 python scripts/build_site.py            # outputs/site/index.html
 python scripts/build_site.py --pages    # only collect the pages; no packages required
 
-Pages link to recipes, results, scripts and tests, which lie outside docs/. So all that is linked is
-gathered into one folder first, where it lies as in the tree: links then hold on the site as they do
-in a checkout, and no page is written twice. Rejected: a generator that rewrites links, as each
-generator does that in its own way.
+Pages link to recipes, results, scripts and tests outside docs/. All linked files are first copied
+into one folder with the directory tree of the repository, so that links are valid on the site and
+in a checkout. Site generators that rewrite links are not used, because each of them rewrites links
+differently.
 
-Zensical is the successor of Material for MkDocs, by its authors; `zensical.toml` is its file.
+Zensical is the successor of Material for MkDocs, by the same authors. `zensical.toml` configures
+it.
 """
 
 import argparse
@@ -22,23 +23,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "outputs" / "site_pages"
 LINK = re.compile(r"\]\(\s*<?([^)\s>#]+)")
-# Text that a browser shows but no site generator takes for a page.
+# Text files that browsers display and that site generators do not treat as pages.
 SHOWN = {".py", ".toml", ".sh", ".yaml", ".json", ".txt"}
 
 
 def gather(target: Path = PAGES) -> list[Path]:
-    """Copies README.md and all that it leads to; returns what was copied, relative to the tree."""
+    """Copy README.md and all files that it links to, directly or not. Return the copied files."""
     shutil.rmtree(target, ignore_errors=True)
-    found: list[Path] = []
+    copied: list[Path] = []
     waiting = [ROOT / name for name in ("README.md", "CHANGELOG.md")]
     waiting += sorted((ROOT / "docs").rglob("*.md"))
     seen = set(waiting)
     while waiting:
         file = waiting.pop()
-        place = target / file.relative_to(ROOT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, place)
-        found.append(file.relative_to(ROOT))
+        destination = target / file.relative_to(ROOT)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, destination)
+        copied.append(file.relative_to(ROOT))
         if file.suffix != ".md":
             continue
         text = file.read_text()
@@ -47,11 +48,11 @@ def gather(target: Path = PAGES) -> list[Path]:
             if linked.is_file() and linked.is_relative_to(ROOT) and linked not in seen:
                 seen.add(linked)
                 waiting.append(linked)
-    return found
+    return copied
 
 
 def main() -> int:
-    """Gathers the pages, then runs the generator."""
+    """Gather the pages, then run the site generator."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pages", action="store_true", help="collect the pages and exit")
     arguments = parser.parse_args()

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Run the command line, and return the exit code."""
     options = _parser().parse_args(arguments)
-    # The replacements of these collectives do not exist in the oldest supported torch.
+    # The replacements of these collectives are not available in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
         log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace) -> Profile | None:
-    """The measured profile, on rank 0."""
+    """Return the measured profile on rank 0, and None on other ranks."""
     with loading():
         import torch
         import torch.distributed as dist
@@ -127,7 +127,7 @@ def _measure(options: argparse.Namespace) -> Profile | None:
 
 
 def _base(device: torch.device) -> tuple[Profile, bool]:
-    """What is known of a device, and whether its peaks are in the table."""
+    """Return the profile of a known device, and whether its peaks are known."""
     import torch
 
     from torchmm.balance.costs.profiles import load_profile
@@ -158,7 +158,7 @@ def _print(profile: Profile, dtype: str) -> None:
 
 
 def _learn(options: argparse.Namespace) -> Profile:
-    """The given profile with factors from recorded steps."""
+    """Return the profile, fitted to recorded steps."""
     if options.profile is None or options.config is None:
         raise ValueError(
             "--fit-from-timeline requires --profile and --config, the recipe of the recorded steps"

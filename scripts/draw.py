@@ -36,7 +36,7 @@ from torchmm.recipe.schedules import Placement, schedules_for
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draws what the command line asks for; returns the exit code."""
+    """Run the command line, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         panels = [_recorded(path) for path in options.records]
@@ -155,19 +155,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _unit(text: str) -> UnitSize:
-    """Reads "2x3"."""
+    """Parse a unit size such as "2x3"."""
     pipeline, _, replicas = text.partition("x")
     return UnitSize(int(pipeline), int(replicas or 1))
 
 
 def _named(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
-    """Reads "vision=8,llm=16"."""
+    """Return a parser of values by name, such as "vision=8,llm=16"."""
 
     def read(text: str) -> dict:
         pairs = [part.split("=") for part in text.split(",")]
         return {name: kind(value) for name, value in pairs}
 
-    read.__name__ = f"NAME={shown},..."  # for argparse's messages
+    read.__name__ = f"NAME={shown},..."  # argparse shows it in error messages
     return read
 
 
@@ -190,13 +190,13 @@ def _recorded(path: Path) -> Panel:
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Panel:
-    """The step of a schedule, played through."""
+    """Return the simulated step of a schedule."""
     images = options.images or ()
     microbatches = _microbatches(options)
     modules = _modules(options, sum(images) / microbatches)
     config = _section(name, options, [module.name for module in modules])
-    apart = config.placement == "disaggregated"
-    layout = cut_modules(config, modules, options.units if apart else None)
+    is_disaggregated = config.placement == "disaggregated"
+    layout = cut_modules(config, modules, options.units if is_disaggregated else None)
     parts = tuple(-(-count // options.images_per_part) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
     layers = layer_durations(graph)
@@ -205,12 +205,12 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
         module = layout.stages[action.stage].module
         duration = layers(action) * options.layer_ms.get(module, 1.0)
         if module in graph.sub_microbatches:
-            # Images are dealt evenly: sub-microbatches differ by one image at most.
+            # Images are distributed evenly: sub-microbatches differ by at most one image.
             whole, larger = divmod(images[action.microbatch], parts[action.microbatch])
             duration *= whole + (action.sub_microbatch < larger)
         return duration
 
-    # Where ranks are shared, orders are those of equally long layers, whatever their durations.
+    # On shared ranks, the schedule assumes equal layer durations, regardless of the options.
     shared = config.placement == "interleaved"
     graph, order = order_step(graph, config, layers if shared else duration_ms)
     if options.csv is not None:
@@ -233,7 +233,7 @@ def _microbatches(options: argparse.Namespace) -> int:
 
 
 def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> ParallelConfig:
-    """The recipe's section for a schedule; "optimus" may have ":coarse" after it."""
+    """Return the section [parallel] of a schedule name. "optimus" may have ":coarse" or ":fine"."""
     schedule, _, bubbles = name.partition(":")
     colocated = schedule in schedules_for("colocated")
     if colocated and bubbles not in ("", "fine", "coarse"):
@@ -253,7 +253,7 @@ def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> 
 
 
 def _modules(options: argparse.Namespace, mean_images: float) -> list[ModuleLayers]:
-    """The modules to cut, with the costs of a mean microbatch."""
+    """Return the modules to split into stages, with the costs of an average microbatch."""
     layers = options.layers or ({"vision": 8, "llm": 16} if options.images else {"llm": 16})
     *encoders, llm = layers
     if bool(encoders) != bool(options.images):

@@ -45,7 +45,7 @@ def tables() -> str:
 
 
 def lines() -> Iterator[str]:
-    """Lines of the map: a folder each, those inside others indented."""
+    """Yield the lines of the map: one per folder, with inner folders indented."""
     yield "torchmm/"
     for name in FOLDERS:
         folder = ROOT / "torchmm" / name
@@ -55,7 +55,7 @@ def lines() -> Iterator[str]:
 
 
 def first_sentence(folder: Path) -> str:
-    """The first line of a folder's docstring, without the full stop."""
+    """Return the first line of the docstring of a folder, without the period."""
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     return doc.splitlines()[0].rstrip(".")
 

@@ -39,10 +39,12 @@ DATA = ROOT / "data" / "emoji_scenes"
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 STEPS = 6
 ENDING_S = 40
-"""torchrun gives its ranks 30 seconds to end."""
+"""Time limit of the shutdown in seconds. torchrun waits 30 s for its ranks."""
 EXACT, ROUNDED = 1e-4, 3e-2
-"""Relative difference of losses from the CPU's in float32: in the same dtype (kernels add in other
-orders), in bfloat16."""
+"""Limits on the relative difference to the float32 losses of the CPU.
+
+`EXACT` applies to float32, in which kernels sum in different orders. `ROUNDED` applies to bfloat16.
+"""
 LIMITS_S = {"losses": 280.0, "attention": 45.0, "families": 280.0}
 """Time limit of each check."""
 FAMILY_SOURCES = ("torchmm/models", "benchmarks/support/cases", "torchmm/common")
@@ -52,7 +54,7 @@ Verdict = Literal["ok", "look", "WRONG", "not run"]
 
 
 class Line(NamedTuple):
-    """A row of the table."""
+    """Row of the result table."""
 
     check: str
     case: str
@@ -62,23 +64,23 @@ class Line(NamedTuple):
 
 
 class FailedError(Exception):
-    """A program ended with an error."""
+    """Error of a program that exits with a nonzero code."""
 
 
 class OutOfTimeError(FailedError):
-    """A program was ended, as time was over."""
+    """Error of a program that was stopped at its time limit."""
 
 
 @dataclass
 class Machine:
-    """Where programs are started.
+    """Machine on which the checks run programs.
 
     Attributes:
-        gpus: how many are used at most.
-        through: script through which every program is started; for tests without GPUs.
-        small: whether models are tiny, for tests.
+        gpus: Maximum number of GPUs to use.
+        through: Script that runs every program, for tests without GPUs.
+        small: Whether models are tiny, for tests.
         families: "all", "changed" or "none".
-        since: results of an earlier run, for "changed".
+        since: Results of an earlier run, for "changed".
     """
 
     gpus: int
@@ -92,20 +94,20 @@ class Machine:
 
     @property
     def shapes(self) -> Mapping[str, object]:
-        """What is changed of the quickstart's model."""
+        """Overrides of the quickstart model."""
         return SMALL if self.small else {}
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Remaining time in seconds."""
         return self.ends_at - time.monotonic()
 
     def run(self, script: str, arguments: Iterable[str], ranks: int = 1) -> str:
         """Return the standard output of a script of the repository.
 
         Raises:
-            FailedError: the script failed.
-            OutOfTimeError: the time limit expired.
+            FailedError: The script failed.
+            OutOfTimeError: The time limit expired.
         """
         return "".join(self.lines(script, arguments, ranks))
 
@@ -113,8 +115,8 @@ class Machine:
         """Yield the lines of the standard output of a script as they are written.
 
         Raises:
-            FailedError: the script failed.
-            OutOfTimeError: the time limit expired.
+            FailedError: The script failed.
+            OutOfTimeError: The time limit expired.
         """
         start = [sys.executable]
         if ranks > 1:
@@ -158,7 +160,7 @@ class Machine:
                 raise FailedError(f"exit code {process.returncode}: {' / '.join(text[-2:])}")
 
     def train(self, name: str, changes: Mapping[str, object], ranks: int = 1) -> list[dict]:
-        """The lines of metrics.jsonl of a run of the quickstart's recipe."""
+        """Return the lines of metrics.jsonl of a run of the quickstart recipe."""
         if name in self.runs:
             return self.runs[name]
         settings: dict[str, object] = {
@@ -199,7 +201,7 @@ SMALL: dict[str, object] = {
         }.items()
     },
 }
-"""For tests."""
+"""Overrides for tiny models in tests."""
 
 
 PIPELINE: dict[str, object] = {"parallel.pipeline": 2}
@@ -224,7 +226,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def check_losses(machine: Machine) -> Iterator[Line]:
-    """Losses of every layout against one CPU process."""
+    """Compare the losses of every parallelism config with those of one CPU process."""
     plain = {"training.device": "cpu", "training.dtype": "float32"}
     expected = [line["loss"] for line in machine.train("cpu", plain)]
     for layout, (ranks, changes) in LAYOUTS.items():
@@ -245,7 +247,7 @@ def check_losses(machine: Machine) -> Iterator[Line]:
 
 
 def check_attention(machine: Machine) -> Iterator[Line]:
-    """Which operators packed attention runs."""
+    """Check the operators that packed attention runs."""
     for line in machine.run("scripts/gpu_check.py", ["--attention"]).splitlines():
         case, _, operators = line.partition(": ")
         fast = "flash" in operators
@@ -253,7 +255,7 @@ def check_attention(machine: Machine) -> Iterator[Line]:
 
 
 def check_families(machine: Machine) -> Iterator[Line]:
-    """Gradients of the families, in float32 and bfloat16."""
+    """Check the gradients of the model families, in float32 and bfloat16."""
     if machine.families == "none":
         yield Line("families", "all", "--families none", "", "not run")
         return
@@ -279,10 +281,10 @@ def family_digest() -> str:
 
 
 def unchanged_families(since: Path | None) -> set[str]:
-    """Return the families that were right in an earlier run of the same code and libraries.
+    """Return the families that were correct in an earlier run of the same code and libraries.
 
     Args:
-        since: file of an earlier run. If None, all families count as changed.
+        since: File of an earlier run. If None, all families are changed.
     """
     if since is None or not since.exists():
         return set()
@@ -304,7 +306,7 @@ CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
 
 
 def show_attention() -> None:
-    """Prints, for some shapes of heads, what the attention of all layers calls."""
+    """Print the operators that attention layers call for some head shapes."""
     with loading():
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -332,7 +334,7 @@ def show_families(names: list[str]) -> None:
     """Print the difference between gradients of the GPU and the CPU.
 
     Args:
-        names: families to check; "-NAME" omits a family. If none is named, all are checked.
+        names: Families to check; "-NAME" omits a family. If none is named, all are checked.
     """
     with loading():
         from support.captions import load_captions
@@ -355,7 +357,7 @@ def show_families(names: list[str]) -> None:
                 verdict = "ok" if off.share <= off.most else "WRONG"
                 found = f"gradients {off.share:.1e} off the CPU's, most of it {off.worst}"
                 print(f"{family.name}, {dtype}; {found}; <= {off.most:.0e}; {verdict}", flush=True)
-        except ConfigError as error:  # what this version of transformers lacks
+        except ConfigError as error:  # this version of transformers does not have the model
             print(f"{family.name}; {_one_line(error)}; ; not run", flush=True)
         except (RuntimeError, ValueError, TypeError) as error:
             print(f"{family.name}; {_one_line(error)}; ; WRONG", flush=True)
@@ -409,7 +411,7 @@ def _append(file: Path | None, record: Mapping[str, object]) -> None:
 
 
 def _lines(name: str, machine: Machine) -> Iterator[Line]:
-    """Yield the lines of a check; a line with the reason if it cannot be run."""
+    """Yield the lines of a check, or one line with the reason if it cannot run."""
     if machine.left_s <= 0:
         yield Line(name, "all", "no time left", "", "not run")
         return

@@ -29,7 +29,7 @@ logger = logging.getLogger("torchmm.index_data")
 
 
 def share(text: str) -> tuple[int, int]:
-    """ "k/n" as numbers."""
+    """Parse a shard such as "3/64" into two numbers."""
     number, _, count = text.partition("/")
     found = int(number), int(count)
     if not 0 <= found[0] < found[1]:
@@ -38,7 +38,7 @@ def share(text: str) -> tuple[int, int]:
 
 
 def buildings(config: str, overrides: list[str], workers: int) -> list[Building]:
-    """Indices of the recipe's sources, held-out ones included."""
+    """Return the indices of all sources of the recipe, including validation sources."""
     recipe = load_recipe(config, overrides).recipe
     with loading():
         from torchmm.data.sources.open import make_reader, open_buildings
@@ -56,7 +56,7 @@ def buildings(config: str, overrides: list[str], workers: int) -> list[Building]
 
 
 def main() -> int:
-    """Parses the command line; exit codes are those of `train.py`."""
+    """Run the command line, and return an exit code of `train.py`."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""Search for the fastest parallel sizes on a cluster.
+"""Search for the fastest parallelism degrees on a cluster.
 
 `torchmm plan` is the same program; `python scripts/plan.py --help` shows its arguments.
 """

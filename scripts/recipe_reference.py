@@ -62,7 +62,7 @@ torchrun --nproc-per-node 2 train.py --config recipes/quickstart.toml \\
 ```
 """
 PAGE = re.compile(r"\bdocs/([\w/]+?)(\w+)\.md\b")
-"""Mention of a page of the documentation in a docstring."""
+"""Matches a documentation page in a docstring."""
 
 
 def main() -> None:

@@ -38,10 +38,12 @@ METRICS = {
     "loss": ("loss", "{:.2f}", 1.0),
     "word error": ("word error rate", "{:.0f} %", 100.0),
 }
-"""Word in the metric of a result: name, format and factor in the table."""
+"""Maps the metric of a result to name, format and factor in the table."""
 RESULT_FILES = ("small_recipes_cpu.json", "single_runs_cpu.json")
-"""Results of benchmarks/small_recipes.py and of other runs. Times of other runs are omitted if
-other programs ran at the same time."""
+"""Results of benchmarks/small_recipes.py and of other runs.
+
+Times of other runs are omitted if other programs ran at the same time.
+"""
 
 TRAINED = f"""\
 # Recipes for two CPU cores

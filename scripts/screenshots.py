@@ -18,12 +18,12 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 DARK, LIGHT = 0, 1
-"""Of Chromium's setting `preferredColorScheme`."""
+"""Values of the Chromium setting `preferredColorScheme`."""
 COLUMNS = 100
 
 
 def main() -> int:
-    """Takes all pictures."""
+    """Take all screenshots."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dirs", type=Path, nargs=2, metavar="run_dir")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def script(name: str, *arguments: Path | str) -> str:
-    """What a script prints, with its colours."""
+    """Return the output of a script, with ANSI colors."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     ran = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
@@ -54,9 +54,9 @@ def script(name: str, *arguments: Path | str) -> str:
 
 
 def photograph(browser: str, page: Path, picture: Path, scheme: int, height: int) -> None:
-    """The top of a page, 1200 pixels wide."""
+    """Take a screenshot of the top of a page, 1200 pixels wide."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += ["--virtual-time-budget=5000"]  # until all is drawn
+    command += ["--virtual-time-budget=5000"]  # until the page is rendered
     command += [f"--window-size=1200,{height}", f"--screenshot={picture.resolve()}"]
     command += [f"--blink-settings=preferredColorScheme={scheme}", page.resolve().as_uri()]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
@@ -64,7 +64,7 @@ def photograph(browser: str, page: Path, picture: Path, scheme: int, height: int
 
 
 def draw_terminal(text: str, picture: Path) -> None:
-    """Text with ANSI colours as a picture of a terminal."""
+    """Render text with ANSI colors as an image of a terminal."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere)
         console.print(Text.from_ansi(text))

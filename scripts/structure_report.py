@@ -31,16 +31,16 @@ PAGES = [
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "recipes/README.md")
     if page != ROOT / "docs/reference/recipes.md"
 ]
-"""Pages whose examples of recipe keys are counted. The reference of all keys is not among them."""
+"""Pages whose examples of recipe keys are counted, without the reference of all keys."""
 FENCED = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^(?: {4}.*)?\n)+", re.MULTILINE)
 ASSIGNED = re.compile(r"([a-z_]\w*(?:\.[\w-]+)*)(?: = |=)[\[{\"'\d.$a-z-]")
-"""`section.key = value` or `--section.key=value`."""
+"""Matches `section.key = value` or `--section.key=value`."""
 OPTION = re.compile(r"--([a-z_]\w*(?:\.[\w-]+)+) [^\s-]")
-"""`--section.key value`."""
+"""Matches `--section.key value`."""
 RECORD_BASES = {"NamedTuple", "BaseModel", "Section", "TypedDict"}
 Graph = Mapping[str, frozenset[str]]
-"""Modules of `torchmm` that each module imports."""
+"""Maps each module to the modules of `torchmm` that it imports."""
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Prints the table for the run directories named on the command line."""
+    """Print the table of the run directories on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
     parser.add_argument(

@@ -61,7 +61,7 @@ OF_ENCODERS = {
     "the Hugging Face model": "the default config does not run with only pixels",
     "fails": "it cannot be built or split",
 }
-"""The same for encoders."""
+"""Maps text of an encoder error to its summary on the page."""
 
 
 class Outcome(NamedTuple):
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of model, with a section on the page."""
+    """Kind of model with a separate section on the page."""
 
     name: str
     prove: Callable[[PreTrainedConfig], Proof[Any]]

@@ -24,7 +24,7 @@ from torchmm.training.checkpoint.manifest import (
 
 
 def describe(path: Path) -> str:
-    """One line about a valid checkpoint."""
+    """Return one line about a valid checkpoint."""
     manifest = read_manifest(path)
     size_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     layout = " ".join(f"{name}={size}" for name, size in manifest["layout"].items())
@@ -32,7 +32,7 @@ def describe(path: Path) -> str:
 
 
 def verdict(path: Path) -> str:
-    """What a checkpoint with problems is called: one of a newer version need not be damaged."""
+    """Return the verdict on an invalid checkpoint, which a newer version may have saved."""
     try:
         refuse_newer_format(path)
     except NewerFormatError:
@@ -41,7 +41,7 @@ def verdict(path: Path) -> str:
 
 
 def main() -> int:
-    """Prints one line per checkpoint and its problems."""
+    """Print one line per checkpoint, and its problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     paths = parser.parse_args().paths

@@ -143,8 +143,10 @@ def round_floats(value: Any) -> Any:
 
 
 def machine() -> str:
-    """Return the versions that decide the last bits of a loss."""
-    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    """Return the versions and the processor, which determine the last bits of a loss."""
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = model[1] if model else torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {processor}"
 
 
 def train_quickstart(name: str, server: TrainServer, folder: Path) -> Golden:

@@ -1,4 +1,4 @@
-"""Command lines of commands that read a recipe."""
+"""Command-line parsers of commands that read a recipe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def load_checked_recipe(config: str, overrides: Sequence[str], world_size: int) 
     """Return the recipe of a command line, checked for a number of ranks.
 
     Raises:
-        ConfigError: With every problem found. Ranks other than 0 do not print it again.
+        ConfigError: The recipe has problems. The error lists all of them, and only rank 0 prints
+            it.
     """
     try:
         return load_recipe(config, overrides, world_size).recipe

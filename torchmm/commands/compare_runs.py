@@ -53,12 +53,12 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def print_comparison(console: Console, runs: list[RunContents]) -> None:
-    """Figures first, then the keys in which recipes differ."""
+    """Print a table of metrics, and a table of the recipe keys that differ."""
     for title, rows in (("Figures", comparison(runs)), ("Recipes", recipe_differences(runs))):
         if not rows:
             continue
         table = Table(title=title, title_justify="left")
-        table.add_column("", overflow="fold")  # two keys may begin alike
+        table.add_column("", overflow="fold")  # keys may have a common prefix
         for run in runs:
             table.add_column(run.name, overflow="fold")
         for label, values in rows.items():

@@ -46,7 +46,7 @@ def print_dry_run(options: argparse.Namespace, overrides: Sequence[str], program
     """Print the dry run of a recipe, and write its plot into the directory of the run.
 
     Args:
-        options: config, assumed and world_size of the command line.
+        options: Config, assumed and world_size of the command line.
         overrides: Words that override keys of the recipe.
         program: Program in the printed torchrun command.
 

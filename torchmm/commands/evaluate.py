@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchmm.extensions.evaluation.samples import GeneratedText
 
 SEQUENCE_LENGTH = 4096
-"""Of samples without a recipe."""
+"""Maximum sequence length in tokens of samples without a recipe."""
 
 
 def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -102,7 +102,7 @@ def _run_tasks(arguments: argparse.Namespace, export: Path, step: int | None) ->
     """Return the scores of lmms-eval tasks.
 
     Raises:
-        ConfigError: lmms-eval is not installed, or it failed.
+        ConfigError: Lmms-eval is not installed, or it failed.
     """
     config = BenchmarksConfig(
         tasks=arguments.tasks,
@@ -123,10 +123,10 @@ def _run_tasks(arguments: argparse.Namespace, export: Path, step: int | None) ->
 def _score_samples(
     arguments: argparse.Namespace, export: Path, run_dir: Path | None, step: int | None
 ) -> tuple[Evaluation, list[GeneratedText]]:
-    """Return scores and texts of held-out samples.
+    """Return scores and generated text of held-out samples.
 
     Raises:
-        ConfigError, DataError: There are no held-out sources or scores, or a source or the export
+        ConfigError, DataError: No held-out sources or scores are set, or a source or the export
             cannot be read.
     """
     with tempfile.TemporaryDirectory() as scratch:

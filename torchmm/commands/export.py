@@ -99,7 +99,8 @@ def export(
     """Write a checkpoint as a Hugging Face directory, and return the directory.
 
     Args:
-        checkpoint: Checkpoint (step-N), or the directory of a run, whose newest one is used.
+        checkpoint: Checkpoint (step-N), or the directory of a run, of which the newest checkpoint
+            is used.
         output: Directory to create. If None, use hf-N (hf-N-ema) in the directory of the run.
         dtype: "bfloat16", "float16" or "float32". If None, use the dtype of the parameters.
         adapters: "merged" into the weights, or "apart" as PEFT files.
@@ -107,7 +108,7 @@ def export(
         shard_gb: Maximum size of a weight file in GB.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointError: No checkpoint exists, or it is damaged.
         ConfigError: An argument is invalid, or the directory exists.
     """
     if dtype not in (None, *EXPORT_DTYPES):

@@ -234,14 +234,14 @@ def _answer(
 
 
 def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
-    """Reads what a person says, line by line, until the end."""
+    """Run an interactive chat: read user messages from standard input until /end."""
     from torchmm.extensions.evaluation.text.prompts import chat_request, parts_of
 
     print(COMMANDS, file=sys.stderr)
     messages: list[dict[str, Any]] = []
     files: list[Path] = [*arguments.files]
-    while (said := _line()) is not None:
-        command, _, rest = said.partition(" ")
+    while (message := _line()) is not None:
+        command, _, rest = message.partition(" ")
         if command == "/end":
             return
         if command == "/new":
@@ -250,14 +250,14 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
         if command == "/file":
             files.append(Path(rest).expanduser())
             continue
-        if not said:
+        if not message:
             continue
         if missing := [str(file) for file in files if not file.is_file()]:
             print(f"no such file: {', '.join(missing)}", file=sys.stderr)
             files = [file for file in files if file.is_file()]
             continue
-        asked = {"role": "user", "content": parts_of(files, said)}
-        request = chat_request("the chat", [*messages, asked], Path())
+        user_message = {"role": "user", "content": parts_of(files, message)}
+        request = chat_request("the chat", [*messages, user_message], Path())
         try:
             with _Stream(writer.tokenizer) as stream:
                 [text] = writer.write(
@@ -269,11 +269,11 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
         except TorchmmError as error:
             print(error, file=sys.stderr)
             continue
-        except KeyboardInterrupt:  # the person has read enough
+        except KeyboardInterrupt:  # the user stopped the generation
             continue
         files = []
-        if text.strip():  # a chat whose answers are empty is none that was trained on
-            messages += [asked, {"role": "assistant", "content": text}]
+        if text.strip():  # models are not trained on chats with empty responses
+            messages += [user_message, {"role": "assistant", "content": text}]
 
 
 def _line() -> str | None:
@@ -285,7 +285,7 @@ def _line() -> str | None:
 
 
 class _Stream(AbstractContextManager["_Stream"]):
-    """Shows one text as it is written; until its first token, that what was asked is read."""
+    """Console output of a response during generation, with progress until the first token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from transformers import TextStreamer

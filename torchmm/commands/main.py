@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that the first argument names, and return its exit code."""
+    """Run the command in the first argument, and return its exit code."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(

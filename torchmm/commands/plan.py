@@ -30,7 +30,7 @@ PLACEMENTS = {
     "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
     "interleaved": ("fsdp", "chain", "separated"),
 }
-"""Methods that a name of --placement stands for, besides the method of that name."""
+"""Maps a value of --placement to its methods. Other values name one method."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -119,12 +119,12 @@ def plan(
         recipe: Recipe to plan.
         gpus: Number of devices. If None, use `simulation.gpus` of the recipe.
         device: Name or profile file of a device. If None, use `simulation.device` of the recipe.
-        placement: Methods to search, as of `torchmm plan --placement`.
-        budget_s: Processor time of the search in seconds. If None, use 12 s for up to 64 devices
-            and up to 100 s for more.
+        placement: Methods to search, as in `torchmm plan --placement`.
+        budget_s: CPU time of the search in seconds. If None, use 12 s for up to 64 devices and up
+            to 100 s for more.
 
     Raises:
-        ConfigError: An argument is invalid, or no plan fits.
+        ConfigError: An argument is invalid, or no plan fits into memory.
     """
     result, cluster = _search(recipe, gpus, device, placement, budget_s)
     from torchmm.balance.search.result import find_best
@@ -133,7 +133,7 @@ def plan(
 
 
 class Cluster(NamedTuple):
-    """A cluster that a search was for.
+    """The cluster of a search.
 
     Attributes:
         recipe: Recipe with the device.
@@ -187,7 +187,7 @@ def _search(
 
 
 def default_budget_s(devices: int) -> float:
-    """Return the processor time of a search: 12 s for up to 64 devices, 100 s for 1,296."""
+    """Return the CPU time of a search: 12 s for up to 64 devices, 100 s for 1,296."""
     return min(100.0, max(12.0, 12.0 + (devices - 64) * 88 / 1232))
 
 

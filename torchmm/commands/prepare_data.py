@@ -59,10 +59,10 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Prepare]]:
-    """Yield name, options and function of each set to make, in order.
+    """Yield name, options and prepare function of each requested set, in order.
 
     Each set must exist before the next one is requested, because options have checksums of
-    preceding sets. A set is made again if its options change.
+    preceding sets. A set is prepared again if its options change.
     """
     with loading():
         import datasets
@@ -142,7 +142,7 @@ def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
 def ensure(
     output: Path, packages: Path, name: str, options: dict[str, Any], prepare: Prepare
 ) -> None:
-    """Make a set unless it exists with these options."""
+    """Prepare a set unless it exists with these options."""
     start = time.monotonic()
     current = manifest.is_current(output, name, options)
     if not current:

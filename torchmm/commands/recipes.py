@@ -41,6 +41,6 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         overrides: Keys and values as on the command line: `["--training.steps", "20"]`.
 
     Raises:
-        ConfigError: With every problem found.
+        ConfigError: The recipe has problems. The error lists all of them.
     """
     return read.load_recipe(path, overrides).recipe

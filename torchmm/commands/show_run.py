@@ -117,7 +117,10 @@ def _show_scores(console: Console, run: RunContents) -> None:
 
 
 def show_stragglers(console: Console, records: Records) -> None:
-    """Ranks that were the slowest most often, over the run's quarters. Nothing for one rank."""
+    """Print the ranks that were most often the slowest, by quarters of the run.
+
+    Prints nothing for one rank.
+    """
     found = slowest_ranks(records, SHOWN_RANKS)
     if found is None:
         return

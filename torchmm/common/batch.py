@@ -1,11 +1,16 @@
-"""The types that data, models and planners share: samples, microbatches, what models ask of both.
+"""Types that data, models and planners share: samples, microbatches, and requirements of models.
 
-`torchmm.data` produces these and `torchmm.models` consumes them; neither imports the other.
-A microbatch is *packed*: the samples of one or more sequences follow one another in one row of T
-tokens, and `cu_seqlens` says where each sample starts, so attention never crosses from one sample
-into the next. Padding, if any, is the last segment of a sequence and has no targets. Rejected: a
-(B, S) layout with a dense mask, which costs S x S memory and hides leaks (see
-`torchmm.models.layers.attention`).
+`torchmm.data` creates these types and `torchmm.models` uses them. Neither imports the other. A
+microbatch is *packed*: samples are concatenated to one sequence of T tokens, and `cu_seqlens` has
+the start of each sample. Attention does not cross samples. Padding is the last segment of a
+sequence, and has no targets:
+
+    cu_seqlens    0           5               11      14     16 = T
+    tokens        [ sample 0  | sample 1      | sample 2 | pad ]
+    encoders      {"vision": pixels of all images, positions_K of their tokens}
+
+A dense (B, S) layout would need an S x S mask, and would hide attention across samples
+(`torchmm.models.layers.attention`).
 
 Shape legend: T tokens of a microbatch, N images, P patches of all images of an encoder,
 K encoder output tokens of all images, D features, C channels.
@@ -31,34 +36,34 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept, TileSpec
 
 IGNORE_TARGET = -100
-"""Target value of a position that does not count in the loss."""
+"""Target value of positions that are not included in the loss."""
 
 
 @dataclass(frozen=True)
 class ImageMeta:
-    """What planning needs to know of one image, read from its header without decoding it.
+    """Sizes of an image for planning, from its header, without decoding it.
 
-    A sound is an "image" too, of one row: its patches are the positions that the encoder sees. So
-    is a clip, or each of its frames for encoders that read single frames.
+    Audio is an "image" with one row, whose patches are the positions in the encoder. A video is one
+    image, or one image per frame for encoders of single frames.
     """
 
     width_px: int
-    """0 for sounds."""
+    """Width in pixels. 0 for audio."""
     height_px: int
     patches: int
-    """Patches the encoder processes, after resizing."""
+    """Number of patches in the encoder, after resizing."""
     tokens: int
-    """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens); of a tile
-    whose picture is shrunk, also those that it shares with its neighbours."""
+    """Number of placeholder tokens in the LLM sequence, without marker tokens. For a tile of an
+    interpolated image, it includes the tokens shared with adjacent tiles."""
     frames: int = 1
-    """Frames of a clip (or groups of frames, if a patch spans several); all have equally many
-    patches."""
+    """Number of frames of a video, or of groups of frames if a patch spans several. All frames have
+    the same number of patches."""
     encoder: str | None = None
-    """Name of the encoder that reads it, if a model has several; None: the sample's."""
+    """Name of the encoder, if a model has several. None: the encoder of the sample."""
     duration_ms: int = 0
-    """Duration of a sound or clip; for a clip's single frame, of the part it represents."""
+    """Duration of audio or video. For a single video frame, that of the interval it represents."""
     frame_pixels: int = 0
-    """Most pixels of a clip's frame after resizing; 0: the limit for images."""
+    """Maximum number of pixels of a video frame after resizing. 0: the limit of images."""
 
 
 def padded_images(count: int) -> int:
@@ -72,47 +77,47 @@ def padded_images(count: int) -> int:
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """One sample: where it comes from and how large it is.
+    """Source and sizes of one sample.
 
-    `index` is the position inside its source, so (source, index) always names the same sample.
+    `index` is the position in the source, so (source, index) identifies a sample.
     """
 
     source: str
     index: int
     tokens: int
-    """Length in the LLM's sequence: text, markers and image placeholders."""
+    """Length in the LLM sequence: text, markers and image placeholders."""
     images: tuple[ImageMeta, ...] = ()
     encoder: str | None = None
-    """Name of the encoder that reads the images; None for a text-only sample, or if each image
-    names its own."""
+    """Name of the encoder of the images. None for a sample without images, or if each image has an
+    encoder name."""
     generated: tuple[GeneratedMeta, ...] = ()
-    """Images and clips that the generator has to draw; they take no tokens."""
+    """Images and videos that the generator is trained to produce. They have no tokens."""
 
     @property
     def tiles(self) -> int:
-        """Pictures and tiles of pictures: neither sounds nor clips nor their frames."""
+        """Number of images and tiles, without audio, videos and video frames."""
         return sum(not image.duration_ms for image in self.images)
 
     @property
     def patches(self) -> int:
-        """Patches of all images, audio clips and generated images."""
+        """Number of patches of all images, audio inputs and generated images."""
         return sum(i.patches for i in self.images) + sum(g.patches for g in self.generated)
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
-        """Those that `encoder` reads, in order."""
+        """Return the images of an encoder, in order."""
         return [i for i in self.images if (i.encoder or self.encoder) == encoder]
 
 
 @dataclass(frozen=True)
 class MicrobatchMeta:
-    """The samples of one microbatch, in packing order: the planner's only input."""
+    """Samples of one microbatch, in packing order. The planner needs no other input."""
 
     samples: tuple[SampleMeta, ...]
     tokens: int
-    """T, padding included."""
+    """T, including padding."""
     balanced: bool = False
     """Whether images are those that this rank encodes or generates for all data-parallel ranks. All
-    ranks then run every encoder and the generator, also without images."""
+    ranks then run all encoders and the generator, also without images."""
     arriving: tuple[tuple[str, int], ...] = ()
     """Encoders and their tokens in the packed sequences, if `balanced`. The ranks that encode the
     images send the features."""
@@ -124,50 +129,53 @@ class MicrobatchMeta:
 
         A sample without tokens lists the images, as most belong to samples of other ranks.
         """
-        own = [
+        local_samples = [
             replace(s, images=(), generated=()) if s.images or s.generated else s
             for s in self.samples
         ]
-        read = []
+        image_sample = []
         if images or generated:
-            read = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
+            image_sample = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
         arriving: Counter[str] = Counter()
         for sample in self.samples:
             for image in sample.images:
                 arriving[image.encoder or sample.encoder or ""] += image.tokens
         return MicrobatchMeta(
-            (*own, *read), self.tokens, balanced=True, arriving=tuple(sorted(arriving.items()))
+            (*local_samples, *image_sample),
+            self.tokens,
+            balanced=True,
+            arriving=tuple(sorted(arriving.items())),
         )
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
-        """Images that `encoder` reads, in order."""
+        """Return the images of an encoder, in order."""
         return [image for sample in self.samples for image in sample.images_read_by(encoder)]
 
     def patches(self, encoder: str) -> list[int]:
-        """Patches per image that `encoder` has to process, in order."""
+        """Return the number of patches of each image of an encoder, in order."""
         return [image.patches for image in self.images_read_by(encoder)]
 
     @property
     def generated(self) -> list[GeneratedMeta]:
-        """Images and clips that the generator has to draw, in order."""
+        """Images and videos that the generator is trained to produce, in order."""
         return [image for sample in self.samples for image in sample.generated]
 
     def images_for(self, module: str) -> Sequence[ImageMeta | GeneratedMeta]:
-        """Images that an encoder reads, or that the generator draws, in order."""
+        """Return the images of an encoder, or the generated images of the generator, in order."""
         return self.generated if module == GENERATOR else self.images_read_by(module)
 
     def images_of(self, module: str) -> int:
-        """How many these are."""
+        """Return the number of images of an encoder or of the generator."""
         return len(self.images_for(module))
 
     @property
     def used_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return sum(s.tokens for s in self.samples)
 
     @property
     def image_count(self) -> int:
-        """Images in the microbatch that encoders read."""
+        """Number of encoder images in the microbatch."""
         return sum(len(s.images) for s in self.samples)
 
 
@@ -189,7 +197,7 @@ class ImageSizes(NamedTuple):
         """Return the sizes of the images of samples.
 
         Args:
-            modules: Names of all encoders and, to include generated images, of the generator.
+            modules: Names of all encoders. Includes the generator to include generated images.
         """
         sizes: list[tuple[int, int, int, int]] = []
         counts = []
@@ -222,10 +230,10 @@ class ImageSizes(NamedTuple):
         total = 0
         order_N = np.argsort(groups_N, kind="stable")
         firsts = np.flatnonzero(np.diff(groups_N[order_N])) + 1
-        for own in np.split(order_N, firsts) if len(order_N) else []:
-            part = read(int(groups_N[own[0]]), own)
-            counts_N[own] = part.counts_N
-            starts_N[own] = total + np.cumsum(part.counts_N) - part.counts_N
+        for members in np.split(order_N, firsts) if len(order_N) else []:
+            part = read(int(groups_N[members[0]]), members)
+            counts_N[members] = part.counts_N
+            starts_N[members] = total + np.cumsum(part.counts_N) - part.counts_N
             parts.append(part.sizes_I4)
             total += len(part.sizes_I4)
         return cls(counts_N, np.concatenate(parts)[consecutive(starts_N, counts_N)])
@@ -247,10 +255,10 @@ class ImageSizes(NamedTuple):
 
 
 class Imbalance(NamedTuple):
-    """Work of the slowest data-parallel rank over that of the mean rank: 1 if all are equal.
+    """Work of the slowest data-parallel rank divided by the mean work. 1 if all are equal.
 
-    Ranks that synchronize in every layer are compared in each microbatch. The work of all
-    microbatches of a step is then summed.
+    Ranks that synchronize in each layer are compared in each microbatch. Their work is then summed
+    over the microbatches of a step.
     """
 
     before: float
@@ -264,7 +272,7 @@ class Imbalance(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """Sequences of a global batch, rearranged."""
+    """New assignment of the sequences of a global batch."""
 
     places: Sequence[Sequence[Sequence[int]]]
     """Indices of the sequences by data-parallel rank and microbatch."""
@@ -274,13 +282,13 @@ class Arrangement(NamedTuple):
 class ImageOwners(NamedTuple):
     """Ranks that encode or generate the images of one microbatch of all ranks.
 
-    The work is summed over modules, in any unit.
+    Work is summed over modules, in any unit.
     """
 
     owners_I: NDArray[np.int64]
     """Rank of each image."""
     before: float
-    """Work of the slowest rank if each rank reads its own images."""
+    """Work of the slowest rank if each rank encodes the images of its samples."""
     after: float
     """Work of the slowest rank."""
     mean: float
@@ -288,70 +296,69 @@ class ImageOwners(NamedTuple):
 
 
 def consecutive(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `start`, `start` + 1, ... of each range, one range after another."""
+    """Return the concatenation of the ranges [start, start + count)."""
     shifts_N = starts_N - (np.cumsum(counts_N) - counts_N)
     return np.arange(int(counts_N.sum())) + np.repeat(shifts_N, counts_N)
 
 
 @dataclass
 class EncoderInputs:
-    """One encoder's share of a microbatch: its images and where their outputs go.
+    """Encoder inputs of a microbatch: images, and positions of their output tokens.
 
-    An encoder takes pixels in exactly one way, see `ImageSpec.inputs`: "fixed" has the shape
-    (N, C, height, width), "patches" has (P, D), the patches of one image after another; a patch of
-    a sound is the mel bins of a few frames. Sizes are plain Python numbers, so that no kernel
-    launch waits for the device.
+    An encoder accepts one format of pixels, see `ImageSpec.inputs`: "fixed" has the shape (N, C,
+    height, width), "patches" has (P, D), sorted by image. A patch of audio is the mel bins of a few
+    frames. Sizes are Python integers, so kernel launches need no synchronization.
 
-    Sizes and positions are those of all images; pixels may be those of some, for a rank decodes
-    only its share of what its stages read (`torchmm.common.row_slices.Reads`).
+    Sizes and positions are those of all images. A rank can have the pixels of some images, because
+    it decodes only its share of the images of its stages (`torchmm.common.row_slices.Reads`).
     """
 
     pixels: Tensor
-    """(N, C, height, width) or (P, D), of the images that are `held`: float32, or uint8 as long as
-    nobody reads them (`values`)."""
+    """Pixels of the images in `held`: (N, C, height, width) or (P, D). float32, or uint8 until they
+    are needed (`values`)."""
     grids_thw: list[tuple[int, int, int]]
-    """Patches per image as (frames, rows, columns), one entry per image."""
+    """(frames, rows, columns) of patches of each image."""
     positions_K: Tensor
-    """int64: position in the microbatch's T tokens of each output token, image after image."""
+    """Position in the T tokens of the microbatch of each output token, sorted by image, int64."""
     kept: list[Kept] | None = None
-    """What is kept of each image; None: everything, and no line is ended."""
+    """Output tokens of each image, and line ends. None: all tokens, without line ends."""
     patches_per_token: int | None = None
-    """Consecutive patches of a sound that become one output token, what remains of it none; None:
-    all patches of an encoder's images become tokens."""
+    """Number of consecutive audio patches per output token. Remaining patches have no token. None:
+    all patches of an image become tokens."""
     held: list[int] | None = None
-    """Images whose pixels are here, ascending; None: those of all, on every rank that reads any."""
+    """Images with pixels on this rank, ascending. None: all images, on all ranks."""
     byte_values: ByteValues | None = None
-    """What uint8 pixels stand for."""
+    """Values of uint8 pixels."""
     blank: list[int] = field(default_factory=list)
-    """Images that could not be decoded, ascending: all that encoders read of them is 0."""
+    """Images that could not be decoded, ascending. Encoders receive zeros instead."""
 
     def values(self) -> EncoderInputs:
-        """With float32 pixels, for encoders."""
+        """Return float32 pixels, for encoders."""
         if self.pixels.dtype != torch.uint8:
             return self
         assert self.byte_values is not None
-        found = self.byte_values.look_up(self.pixels)
+        pixels = self.byte_values.look_up(self.pixels)
         for image in self.blank:
             rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
-            found[rows] = 0
-        return replace(self, pixels=found, byte_values=None)
+            pixels[rows] = 0
+        return replace(self, pixels=pixels, byte_values=None)
 
     def without_pixels(self) -> EncoderInputs:
-        """The same sizes and positions."""
+        """Return the same sizes and positions without pixels."""
         return replace(self, pixels=self.pixels[:0], held=[])
 
     @property
     def pixel_rows(self) -> list[int]:
-        """Rows of `pixels` that each image has, or would have if it were here."""
+        """Number of rows in `pixels` of each image, also of images without pixels on this rank."""
         if self.pixels.ndim == 2:
             return [prod(grid) for grid in self.grids_thw]
         return [1] * len(self.grids_thw)
 
     def select(self, images: range) -> EncoderInputs:
-        """The inputs of consecutive images; tensors are views.
+        """Return the inputs of consecutive images. Tensors are views.
 
         Raises:
-            ValueError: there are no such images.
+            ValueError: The range is empty or invalid.
         """
         if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
             raise ValueError(
@@ -360,22 +367,24 @@ class EncoderInputs:
         patches = [prod(grid) for grid in self.grids_thw]
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
-        own = slice(images.start, images.stop)
+        selected = slice(images.start, images.stop)
         if self.kept is not None:
-            places = _slice_of([kept.tokens for kept in self.kept], own)
+            tokens_of_images = _slice_of([kept.tokens for kept in self.kept], selected)
         elif self.patches_per_token is not None:
-            places = _slice_of([count // self.patches_per_token for count in patches], own)
+            tokens_of_images = _slice_of(
+                [count // self.patches_per_token for count in patches], selected
+            )
         else:
-            # An output token stands for the same number of patches in all images of an encoder.
+            # All images of an encoder have the same number of patches per output token.
             tokens = len(self.positions_K)
             total = sum(patches)
-            places = slice(start * tokens // total, stop * tokens // total)
+            tokens_of_images = slice(start * tokens // total, stop * tokens // total)
         rows, held = held_rows(self.pixel_rows, self.held, images)
         return EncoderInputs(
             self.pixels[rows],
-            self.grids_thw[own],
-            self.positions_K[places],
-            self.kept and self.kept[own],
+            self.grids_thw[selected],
+            self.positions_K[tokens_of_images],
+            self.kept and self.kept[selected],
             self.patches_per_token,
             held,
             self.byte_values,
@@ -383,17 +392,17 @@ class EncoderInputs:
         )
 
 
-def _slice_of(counts: list[int], own: slice) -> slice:
-    """Where the tokens of some images are among those of all."""
-    first = sum(counts[: own.start])
-    return slice(first, first + sum(counts[own]))
+def _slice_of(counts: list[int], selected: slice) -> slice:
+    """Return the slice of the tokens of some images."""
+    first = sum(counts[: selected.start])
+    return slice(first, first + sum(counts[selected]))
 
 
 def even_ranges(count: int, parts: int) -> list[range]:
-    """`count` things in `parts` consecutive groups, the larger ones first.
+    """Split `count` items into `parts` consecutive groups, with larger groups first.
 
     Raises:
-        ValueError: a group would be empty.
+        ValueError: A group would be empty.
     """
     if not 1 <= parts <= count:
         raise ValueError(
@@ -406,25 +415,27 @@ def even_ranges(count: int, parts: int) -> list[range]:
 
 @dataclass
 class Microbatch:
-    """One packed microbatch of one data-parallel rank."""
+    """Packed microbatch of one data-parallel rank."""
 
     input_ids_T: Tensor
-    """int64; image positions hold the placeholder id and are overwritten by encoder outputs."""
+    """Token IDs, int64. Image positions have a placeholder, and receive encoder outputs."""
     targets_T: Tensor
-    """int64: the token each position has to predict (already shifted); IGNORE_TARGET elsewhere."""
+    """Next token of each position, int64 (already shifted). IGNORE_TARGET if not in the loss."""
     position_ids: Tensor
-    """int64, (T,), restarting at 0 in every sample; (3, T) for models with M-RoPE."""
+    """int64, (T,), starting at 0 in each sample, or (3, T) for models with M-RoPE."""
     cu_seqlens: list[int]
-    """Start of every packed segment, then T: [0, ..., T]. Padding is a separate segment."""
+    """Start of each packed segment, then T: [0, ..., T]. Padding is a separate segment."""
     encoders: dict[str, EncoderInputs]
-    """By encoder name. An encoder without images in this microbatch has no entry."""
+    """Inputs by encoder name. Encoders without images in this microbatch have no entry."""
     meta: MicrobatchMeta
     generator: GeneratorInputs | None = None
-    """None if there are no images to be drawn."""
+    """Generator inputs, or None without generated images."""
     target_positions_L: Tensor = None  # type: ignore[assignment]
-    """int64: positions that count in the loss, found on the CPU if None is given. A field, for FSDP
-    hands a copy of all fields to a forward, where finding them would wait for the device. Who
-    replaces `targets_T` has to say None here."""
+    """Positions that are included in the loss, int64. If None, they are computed on the CPU.
+
+    A field, because FSDP passes a copy of all fields to a forward, where computing them would
+    synchronize with the device. Set it to None when replacing `targets_T`.
+    """
 
     def __post_init__(self) -> None:
         if self.target_positions_L is None:
@@ -432,32 +443,32 @@ class Microbatch:
 
     @property
     def task_meta(self) -> MicrobatchMeta:
-        """Sizes of the tasks of this rank, for plans and predictions."""
+        """Task sizes of this rank, for plans and simulations."""
         return self.meta
 
     @property
     def target_count(self) -> int:
-        """Positions that count in the loss."""
+        """Number of positions in the loss."""
         return self.target_positions_L.numel()
 
     @property
     def generated_count(self) -> int:
-        """Images to be drawn that count in the loss."""
+        """Number of generated images in the loss."""
         return self.generator.count if self.generator else 0
 
     def values(self) -> Microbatch:
-        """With float32 pixels."""
+        """Return the microbatch with float32 pixels."""
         encoders = {name: inputs.values() for name, inputs in self.encoders.items()}
         return replace(
             self, encoders=encoders, generator=self.generator and self.generator.values()
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
-        """Copy with every tensor on `device`; metadata stays in Python."""
+        """Return a copy with all tensors on `device`. Metadata is not copied."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Microbatch:
-        """Copy in page-locked memory (called by the loader on CUDA machines)."""
+        """Return a copy in pinned memory. The loader calls it on machines with CUDA."""
         return self._map(lambda x: x.pin_memory())
 
     def share_memory(self) -> Microbatch:
@@ -494,105 +505,109 @@ class Microbatch:
 
 
 Marks = tuple[int | str, ...]
-"""What stands beside images in the text: token ids, and plain text without special tokens."""
+"""Text before or after an image: token IDs, or plain text without special tokens."""
 
 
 @dataclass(frozen=True)
 class ClipText:
-    """How clips are written whose frames, or groups of frames, are images of their own."""
+    """Text of videos whose frames, or groups of frames, are separate images."""
 
     group: str = "<{mean_s:.1f} seconds>{frames}"
-    """One of them and its time. Times that it may name: first_s, of the first frame; whole_s, the
-    same in whole seconds, cut; mean_s, the mean of the first and the last frame's."""
+    """Text of a frame or group with its time. Fields: first_s (time of the first frame), whole_s
+    (the same, truncated to seconds), mean_s (mean time of the first and last frame)."""
     prefix: Marks = ()
-    """Before a whole clip."""
+    """Text before the video."""
     suffix: Marks = ()
 
 
 @dataclass(frozen=True)
 class SoundChunks:
-    """Stretches of a sound that a tower reads one by one."""
+    """Chunks of audio that the encoder processes separately."""
 
     samples: int
     patches: int
-    """Of a whole chunk; the last of them may have fewer frames than the others."""
+    """Number of patches of a complete chunk. The last chunk can have fewer frames."""
     padding: Literal["patch", "silent", "heard"]
-    """How the last chunk ends. patch: after its last patch, which is filled with silence; silent,
-    heard: it is filled with silence to its whole length, of which the tower reads nothing, or all.
-    """
+    """Padding of the last chunk with silence: to a complete patch ("patch"), or to its full length.
+    The encoder ignores the additional patches ("silent") or processes them ("heard")."""
     overlap: int = 0
-    """Frames of the next patch that each patch has too, because its position depends on them."""
+    """Frames of the next patch that each patch includes, because its position depends on them."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How an encoder wants its images or sounds; made by `torchmm.models`, followed by
-    `torchmm.data`."""
+    """Requirements of an encoder for its images or audio.
+
+    `torchmm.models` creates it, and `torchmm.data` prepares inputs accordingly.
+    """
 
     encoder: str
     inputs: Literal["fixed", "patches"]
     processor_class: str
-    """Name of the Hugging Face image processor or feature extractor, e.g.
+    """Name of the Hugging Face image processor or feature extractor, such as
     "CLIPImageProcessor"."""
     processor: dict[str, Any]
-    """Its settings (the content of preprocessor_config.json)."""
+    """Settings of the processor (preprocessor_config.json)."""
     patch_size_px: int
-    """For sounds: samples of a patch."""
+    """Size of a patch in pixels. For audio, in samples."""
     merge: int = 1
-    """Rows and columns of patches that become one output token. For sounds, merge**2 times `pooled`
+    """Number of patch rows and columns per output token. For audio, a token has merge**2 x `pooled`
     consecutive patches."""
     drop_class_token: bool = True
-    """Inputs of a fixed size: whether a class token is kept from the LLM."""
+    """Whether the class token is not passed to the LLM. For inputs of a fixed size."""
     extra_tokens: int = 0
-    """Inputs of a fixed size: output tokens beyond one per merged patch (a kept class token)."""
+    """Number of output tokens besides patches (the class token). For inputs of a fixed size."""
     modality: Literal["image", "audio"] = "image"
-    """What the encoder reads."""
+    """Modality of the encoder."""
     max_patches: int = 0
-    """Maximum number of patches of an audio clip; samples with longer audio are filtered."""
+    """Maximum number of patches of audio. Samples with longer audio are skipped."""
     pooled: int = 1
-    """Consecutive patches of a sound that its tower averages into one; what remains behind the last
-    of such groups is left out."""
+    """Number of consecutive audio patches that the encoder averages into one. Remaining patches are
+    dropped."""
     sound_chunks: SoundChunks | None = None
-    """How sounds are cut; None: they are read whole, to the end of the last patch."""
+    """Chunks of audio. None: audio is processed at once, to the end of the last patch."""
     tiles: TileSpec | None = None
-    """How pictures are cut; None: a picture is one image. Frames of clips always are."""
+    """Tiling of images. None: no tiling. Video frames are not tiled."""
     splits_clips: bool = False
-    """Where patches span several frames: whether each group of frames is an image of its own, with
-    its time before it; otherwise a clip is one image."""
+    """If patches span several frames: whether each group of frames is a separate image with its
+    time. Otherwise, a video is one image."""
     ends_lines: bool = False
-    """Whether `EncoderInputs.kept` says which tokens of a tile are kept, and where lines end."""
+    """Whether `EncoderInputs.kept` selects the tokens of each tile and contains line ends."""
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that become one output token."""
+        """Number of patches per output token."""
         return self.pooled * self.merge**2
 
 
 @dataclass(frozen=True)
 class TextSpec:
-    """How the LLM wants its text; made by `torchmm.models`, followed by `torchmm.data`."""
+    """Requirements of the LLM for its text.
+
+    `torchmm.models` creates it, and `torchmm.data` prepares text accordingly.
+    """
 
     vocab_size: int
     image_token_id: int | None
-    """Placeholder id written at image positions (its embedding is never used)."""
+    """Placeholder ID at image positions. Its embedding is not used."""
     image_prefix: Marks = ()
-    """Before each image, e.g. the id of <|vision_start|>."""
+    """Text before each image, such as the ID of <|vision_start|>."""
     image_suffix: Marks = ()
     row_end_id: int | None = None
-    """After every row of an image's tokens but the last; None: rows follow each other."""
+    """Token after each row of image tokens except the last. None: no token."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int = 0
     positions: Literal["1d", "mrope"] = "1d"
     video_token_id: int | None = None
-    """Placeholder id at positions of clips that are read whole; None: that of images."""
+    """Placeholder ID at positions of videos that are one image. None: that of images."""
     tokens_per_second: float | None = None
-    """M-RoPE: time positions per second of a clip; None: one per group of frames."""
+    """M-RoPE: time positions per second of video. None: one position per group of frames."""
     clip_times: Literal["sides", "whole", "fractional"] = "sides"
     """See `TextConventions`."""
     clip: ClipText = ClipText()
     sound_token_id: int | None = None
-    """Placeholder id at positions of sounds; None: sounds are written as images are."""
+    """Placeholder ID at positions of audio. None: audio uses the text of images."""
     sound_prefix: Marks = ()
     sound_suffix: Marks = ()
     around_sounds: tuple[str, str] = ("", "")

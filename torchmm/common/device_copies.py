@@ -1,21 +1,20 @@
-"""Small copies to the device, and where a training step waits for the device.
+"""Small copies to and from the device, and a list of synchronizations in a training step.
 
-CUDA runs behind the host. Whoever asks for a number of a device tensor (`item`, `tolist`,
-`nonzero`, copies from and to memory that is not page-locked) makes the host wait until the device
-has come so far, and then the device until the host has sent it new work. A step waits only here:
+CUDA is asynchronous. Reading a value of a device tensor (`item`, `tolist`, `nonzero`, copies from
+and to unpinned memory) makes the host wait for the device, and afterwards the device is idle until
+the host launches new work. A step synchronizes only here:
 
-| where | for what | why |
+| where | values | reason |
 |---|---|---|
 | `training.agreement.check_losses` | losses and gradient norm, one vector | the run stops if they \
-are not finite. The update is queued before, and changes nothing then |
-| experts that `parallel.expert` divides, once per layer and forward | how many tokens go to and \
-come from each rank | lengths of messages |
+are not finite. The update is launched before, and has no effect in this case |
+| expert parallelism, once per layer and forward pass | number of tokens to and from each rank | \
+message sizes |
 
-Everything else that ranks tell each other (sizes of the batch, wishes to stop, times) are numbers
-of the host, and travel by the CPU's process group. Action times are CUDA events. They are read
-after the first wait, when all of them are complete. Steps that validate, save, draw or profile wait
-more often.
-`tests/cuda_emulation` runs recipes and asserts the number of waits.
+All other values that ranks exchange (sizes of the batch, stop requests, times) are host values, and
+use the CPU process group. Action times are CUDA events, which are read after the first
+synchronization, when all of them are complete. Steps with validation, checkpoints, generation or
+profiling synchronize more often. `tests/cuda_emulation` asserts the number of synchronizations.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy of a small CPU tensor on `device`, without waiting for the device."""
+    """Copy a small CPU tensor to `device` without synchronizing."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """A copy of a small device tensor in host memory, which does not wait for the device.
+    """Asynchronous copy of a small device tensor in host memory.
 
-    Work that is queued after its construction runs while the host waits in `tolist`.
+    Work that is launched after the constructor runs while the host waits in `tolist`.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,11 +1,10 @@
-"""How numbers are stored: dtypes by the names that recipes and device profiles use, and pixels as
-bytes.
+"""Dtypes by name in recipes and device profiles, and lookup of uint8 pixels.
 
-Image processors end by rescaling and normalising, which gives one number for each of the 256 values
-of a channel. So pixels stay bytes in workers' queues, in messages and in page-locked memory, a
-quarter of what the numbers would take, and are looked up on the device, by who is about to
-read them. The table has the processor's own numbers: a look-up gives the same bits on any device.
-Rejected: mean and deviation, which every processor and every device would round in its own way.
+Image processors rescale and normalize pixels, so each of the 256 values of a channel has one
+result. Pixels are therefore stored as bytes in worker queues, messages and pinned memory, with a
+quarter of the size of float32. They are converted on the device just before they are needed. The
+table has the exact values of the processor, so the results are bitwise identical on all devices.
+Applying mean and standard deviation would be rounded differently on each device.
 
 Shape legend: N images, P patches, C channels, H height, W width, D values of a patch.
 """
@@ -22,12 +21,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ByteValues:
-    """The float32 that each byte stands for.
+    """float32 value of each byte.
 
     Args:
-        table_C256: float32; one row where all channels have the same.
-        channels_last: whether neighbours in a patch are the channels of one pixel; otherwise a
-            channel's values follow one another.
+        table_C256: float32 values. One row if all channels have the same values.
+        channels_last: Whether the channels of a pixel are adjacent in a patch. Otherwise, all
+            values of a channel are adjacent.
     """
 
     def __init__(self, table_C256: np.ndarray, channels_last: bool = False) -> None:
@@ -45,10 +44,10 @@ class ByteValues:
         return hash(self.table_C256.tobytes())
 
     def look_up(self, pixels: Tensor) -> Tensor:
-        """float32 of the same shape.
+        """Convert uint8 pixels to float32.
 
         Args:
-            pixels: uint8, (N, C, H, W) or (P, D).
+            pixels: (N, C, H, W) or (P, D), uint8.
         """
         device = pixels.device
         channels = len(self.table_C256)

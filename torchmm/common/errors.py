@@ -1,8 +1,8 @@
-"""Errors a user can act on, and the exit code each of them ends a run with.
+"""Errors that users can fix, with their exit codes.
 
-Every error names what was read (file, key, sample, rank), the offending value and a remedy.
-`train.py` maps these classes to exit codes; under torchrun, whose own exit code is always 1
-when a worker fails, `STATUS.json` in the run directory holds the code instead.
+Each error message has the source (file, key, sample or rank), the wrong value, and how to fix it.
+`train.py` maps error classes to exit codes. The exit code of torchrun is always 1 if a worker
+fails, so `STATUS.json` in the run directory contains the exit code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jinja2
 
 EXIT_DONE = 0
 LISTED = 20
-"""Problems that a message names; of more, it says how many."""
+"""Maximum number of problems in an error message. It also has the total number."""
 MOST_LISTED = 100
-"""The same for mistakes in a recipe, of which people want to see all."""
+"""Maximum number of problems of a recipe in an error message."""
 
 LIBRARY_ERRORS = (
     ArithmeticError,
@@ -38,7 +38,7 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Att
 
 
 def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> str:
-    """The first problems, a line each, after a line that says what they are about."""
+    """Return a heading and the first problems, one per line."""
     lines = [head, *(f"  - {problem}" for problem in problems[:listed])]
     if len(problems) > listed:
         lines.append(f"  ... and {len(problems) - listed} more")
@@ -46,16 +46,16 @@ def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> s
 
 
 def count_problems(problems: Sequence[str]) -> str:
-    """ "1 problem", or how many."""
+    """Return "1 problem", or the number of problems."""
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 class TorchmmError(Exception):
-    """Base of all errors that end a run with a message instead of a traceback."""
+    """Base class of errors that stop a run with a message instead of a traceback."""
 
     exit_code = 1
     reported = False
-    """Another rank has already reported the same, so this one need not."""
+    """Whether a different rank has reported the error, so that this rank does not."""
 
 
 class ConfigError(TorchmmError):
@@ -76,14 +76,14 @@ class ConfigError(TorchmmError):
             super().__init__(list_problems(head, self.problems, MOST_LISTED))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)  # from another process it comes with all of them
+        return type(self), (self.problems,)  # pickling preserves all problems
 
 
 class PlanError(TorchmmError):
     """A pipeline plan cannot be executed or does not fit into memory. Nothing was started.
 
     Args:
-        problems: every problem found; the message lists the first ones, the most serious first.
+        problems: All problems. The message lists the first ones, sorted by severity.
     """
 
     exit_code = 2
@@ -101,8 +101,7 @@ class DataError(TorchmmError):
 
 
 class CheckpointError(TorchmmError):
-    """A checkpoint or weight file is missing, incomplete, changed or does not match the model, or a
-    checkpoint cannot be saved."""
+    """Checkpoint or weights are missing, corrupt, do not match the model, or cannot be saved."""
 
     exit_code = 4
 
@@ -134,8 +133,8 @@ class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of torchmm, for a clone or an installed wheel.
 
-    No index has torchmm, so `pip install "torchmm[extra]"` fails for a wheel. The command names the
-    packages of the extra instead.
+    torchmm is not in a package index, so `pip install "torchmm[extra]"` fails for a wheel. The
+    command lists the packages of the extra instead.
     """
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]'"
@@ -144,17 +143,17 @@ def install_command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:  # the package was copied, not installed
         lines = []
     parts = [line.replace("'", '"').partition(";") for line in lines]
-    found = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
-    if not found:
+    requirements = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
+    if not requirements:
         return f"install the packages of torchmm's extra {extra!r}"
-    return f"pip install {shlex.join(found)}"
+    return f"pip install {shlex.join(requirements)}"
 
 
 def describe_refusal(error: Exception) -> str:
-    """Why Hugging Face could not load something, in one line.
+    """Return the reason why Hugging Face cannot load a model or tokenizer, in one line.
 
-    Models and tokenizers may bring their own code. Hugging Face's remedy is to trust it, which
-    torchmm never does.
+    Models and tokenizers can contain custom code. Hugging Face recommends to trust it, which
+    torchmm does not support.
     """
     if "trust_remote_code" in str(error):
         return (

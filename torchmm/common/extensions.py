@@ -23,7 +23,7 @@ Tables (the module that reads a table describes its entries):
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
     action_runners    functions that run actions of a step     `torchmm.pipelining.run.runtime`
-    layer_stops       places where encoder layers may stop     `torchmm.parallel.apply`
+    layer_stops       hooks at which encoder layers yield      `torchmm.parallel.apply`
     file_systems      files at addresses                       `torchmm.data.files.remote`
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
@@ -95,11 +95,11 @@ def _is_installed(name: str) -> bool:
 @cache
 def find_entries(table: str) -> tuple[Entry, ...]:
     """Return the entries of all installed extensions in a table."""
-    found: list[Entry] = []
+    result: list[Entry] = []
     for name in extension_names():
         entries: Entries = import_module(f"{name}.extension").ENTRIES
-        found += entries.get(table, ())
-    return tuple(found)
+        result += entries.get(table, ())
+    return tuple(result)
 
 
 def find_entry(table: str, name: str) -> Entry | None:

@@ -1,4 +1,4 @@
-"""Small files that nobody ever sees half written: not a reader, not the run after a crash."""
+"""Atomic and synced writes of small files, and safe file names."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ _COPY_BYTES = 16 << 20
 _UNSAFE_PARTS = ("", ".", "..")
 _UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:")
 PREPARED_FILE = "MANIFEST.json"
-"""File that lists the prepared data sets next to it, with their licences."""
+"""File that lists the prepared data sets in its directory, with their licenses."""
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one spelling of a JSON value: sorted keys, no blanks, NaN refused.
+    """Return the canonical JSON of a value: sorted keys, no spaces, no NaN.
 
     Raises:
-        TypeError, ValueError: the value is not JSON.
+        TypeError, ValueError: The value is not JSON.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_prepared(directory: Path) -> dict[str, Any]:
-    """Return the entries of `PREPARED_FILE` by data set; empty if there is no such file."""
+    """Return the entries of `PREPARED_FILE` by data set, or an empty dict without the file."""
     path = directory / PREPARED_FILE
     entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return entries
 
 
 class UnsafeNameError(ValueError):
-    """A file name from an untrusted file that may lead out of the directory of that file."""
+    """File name from an untrusted file that can leave the directory of this file."""
 
 
 def require_relative_name(name: object, where: str) -> str:
-    """Return `name` if it names a file inside a directory on every operating system.
+    """Return `name` if it is a relative path without "..", on every operating system.
 
-    Call it on each file name that a manifest, an index or an archive contains, before the name is
-    joined to a path. Symbolic links are not resolved.
+    Call it for each file name of a manifest, an index or an archive, before the name is joined to a
+    path. Symbolic links are not resolved.
 
     Args:
-        name: Value read from the file; "/" separates folders.
-        where: File and key that contain the name, for the message.
+        name: Value from the file. "/" separates directories.
+        where: File and key of the name, for the error message.
 
     Raises:
         UnsafeNameError: The name is not text, is absolute, or has "..", ".", an empty part, a
             backslash, a drive letter or control characters.
     """
     if isinstance(name, str) and not any(part in _UNSAFE_PARTS for part in name.split("/")):
-        with suppress(UnicodeEncodeError):  # lone surrogates, which JSON can spell
+        with suppress(UnicodeEncodeError):  # lone surrogates, which JSON can contain
             name.encode()
             if not _UNSAFE_CHARACTERS.search(name):
                 return name
@@ -66,7 +66,7 @@ def require_relative_name(name: object, where: str) -> str:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a new file and forces it to the disk; the caller syncs the directory entry."""
+    """Write a new file and sync it to disk. The caller must sync the directory entry."""
     with naming_the_file(path, len(data)), path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -83,7 +83,7 @@ def _copy_synced(source: Path, target: Path) -> None:
 
 @contextmanager
 def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
-    """Adds to a write error what Python leaves out when a buffer is flushed: file and sizes."""
+    """Add path, size and free space to write errors. Python omits them when it flushes a buffer."""
     try:
         yield
     except OSError as error:
@@ -93,9 +93,10 @@ def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
 
 
 def replace_atomically(path: Path, content: bytes | Path) -> None:
-    """Write `path` by renaming a finished and synced file over it; its directory must exist.
+    """Replace `path` by a new, synced file with a rename. Its directory must exist.
 
     Args:
+        path: File to replace.
         content: Bytes, or the file to copy.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -110,10 +111,10 @@ def replace_atomically(path: Path, content: bytes | Path) -> None:
 
 
 def make_writable_directory(path: Path) -> None:
-    """Makes a directory where there is none, without trying to write into it.
+    """Create a directory and check its write permission, without writing a file.
 
     Raises:
-        OSError: it cannot be made, or nobody, or not this user, may write into it.
+        OSError: The directory cannot be created or is not writable.
     """
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
@@ -122,10 +123,10 @@ def make_writable_directory(path: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Nothing, if a file can be written into `directory`.
+    """Write and remove a file to check that `directory` is writable.
 
     Raises:
-        OSError: it cannot.
+        OSError: The file cannot be written.
     """
     probe = directory / f".probe.{uuid4().hex}"
     try:
@@ -135,14 +136,14 @@ def check_writable(directory: Path) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Overwrites the existing `path` in place, which works on a full disk too.
+    """Overwrite an existing file in place, which also works on a full disk.
 
-    A reader may see it half written. Content longer than the space that the file already has may
-    not fit: see `allocated_bytes`.
+    Readers can see a partially written file. Content that is longer than the allocated space may
+    not fit, see `allocated_bytes`.
     """
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        # Blanks over the rest, so that no moment shows the new text with the end of the old one.
+        # Spaces overwrite the rest, so that the old end never follows the new content.
         os.pwrite(descriptor, data.ljust(os.fstat(descriptor).st_size), 0)
         os.fsync(descriptor)
     finally:
@@ -150,13 +151,13 @@ def overwrite(path: Path, data: bytes) -> None:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Space that a file has on the disk: whole blocks, of which its content fills a part."""
-    found = path.stat()
-    return max(found.st_size, found.st_blocks * 512)
+    """Return the allocated space of a file on disk, which is a multiple of the block size."""
+    status = path.stat()
+    return max(status.st_size, status.st_blocks * 512)
 
 
 def sync_directory(path: Path) -> None:
-    """Forces created, renamed and removed entries of a directory to the disk."""
+    """Sync created, renamed and removed entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

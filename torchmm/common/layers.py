@@ -1,8 +1,7 @@
-"""Layers and modules as planners see them: sizes, from which FLOPs, bytes and times follow.
+"""Sizes of layers and modules for planning, from which FLOPs, bytes and times are computed.
 
-Made by the modules of `torchmm.models` (`describe`), read by `torchmm.balance`, which knows no
-models. Rejected: that costs read Hugging Face's configurations, in which every family names the
-same sizes differently.
+Modules of `torchmm.models` create them (`describe`), and cost models use them. Cost models do not
+depend on Hugging Face configs, in which each model family has different names for the same sizes.
 """
 
 from __future__ import annotations
@@ -12,234 +11,233 @@ from typing import Literal, NamedTuple
 
 
 class DeltaSizes(NamedTuple):
-    """A gated delta net."""
+    """Sizes of a gated delta net."""
 
     key_heads: int
-    """Heads of queries and keys."""
+    """Number of query and key heads."""
     value_heads: int
     key_dim: int
-    """Features of a query or key of one head."""
+    """Features per head of queries and keys."""
     value_dim: int
     filter_width: int
-    """Tokens that the convolution sees, its own included."""
+    """Kernel size of the convolution in tokens."""
     interleaved: bool = False
-    """Whether two linears hold everything of a key head together, instead of four."""
+    """Whether two linears compute all values of a key head together, instead of four linears."""
 
 
 class ConvolutionSizes(NamedTuple):
-    """A convolution over a few tokens between two gates, each as wide as hidden states."""
+    """Sizes of a short convolution between two gates. Its width is the hidden size."""
 
     filter_width: int
-    """Tokens that it sees, its own included."""
+    """Kernel size of the convolution in tokens."""
 
 
 MixerSizes = DeltaSizes | ConvolutionSizes
 
 
 class LowRank(NamedTuple):
-    """Sizes of what an adapter adds to a frozen linear: two trained matrices, and perhaps a
-    magnitude for each output."""
+    """Sizes of the adapter of a frozen linear: two trainable matrices and optional magnitudes."""
 
     inputs: int
     outputs: int
     rank: int
     divided: Literal["inputs", "outputs"] | None
-    """What of the linear tensor-parallel ranks divide; None: every rank has all of it whole."""
+    """Sharded dimension of the linear under tensor parallelism. None if it is replicated."""
     magnitudes: bool = False
 
 
 class Rounded(NamedTuple):
-    """Linears of a layer whose inputs, weights and gradients are cast to float8 for products."""
+    """Linears of a layer whose inputs, weights and gradients are cast to float8 for matmuls."""
 
     linears: tuple[tuple[int, int], ...]
-    """Their (inputs, outputs), each once."""
+    """(inputs, outputs) of each linear."""
     calls: int
-    """Operators of a cast."""
+    """Number of operators of a cast."""
     products: bool
-    """Whether products run in float8 then, or in the compute dtype (emulated)."""
+    """Whether matmuls run in float8, or in the compute dtype (emulated)."""
 
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
+    """Sizes of a kind of transformer layer, from which FLOPs and bytes are computed."""
 
     hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn_size: int
-    """For experts: the total over those that a token goes through."""
+    """Intermediate size of the MLP. For experts, the sum over the experts of a token."""
     gated_ffn: bool
     causal: bool
     window: int | None = None
-    """Attention reach in tokens (LLM) or patches per window (encoder); None for full attention."""
+    """Attention window in tokens (LLM) or patches (encoder). None for full attention."""
     cross_attention: bool = False
-    """Whether a second attention of the same sizes reads the context (generators), which has
-    `hidden_size` features after the connector."""
+    """Whether the layer of a generator has a second attention of the same sizes, which reads the
+    context. The context has `hidden_size` features after the connector."""
     norm: Literal["rms", "layer", "centred"] = "rms"
-    """Kind of the layer's norms; "centred": Cohere's LayerNorm, call by call and without a bias."""
+    """Kind of norms in the layer. "centred" is the LayerNorm of Cohere: eager, without a bias."""
     norm_place: Literal["before", "behind", "around", "shared"] = "before"
-    """Where they are: before attention and feed-forward part, after them ("behind"), or both
-    ("around"); "shared": one for both, which read the same."""
+    """Positions of norms: before attention and MLP, after them ("behind"), or both ("around").
+    "shared": attention and MLP read the output of one norm."""
     more_norms: int = 0
-    """Norms of all features beside these."""
+    """Number of additional norms over all features."""
     norms_of_same: int = 0
-    """How many of these read what another norm reads."""
+    """Number of additional norms that have the same input as a different norm."""
     norm_weight_float32: bool = False
-    """Whether their weights multiply float32 values, which are then kept for backward."""
+    """Whether norm weights are multiplied with float32 values, which are saved for backward."""
     activation: str = "silu"
-    """Function inside the feed-forward part, by Hugging Face's name; "clamped_silu": GPT-OSS's."""
+    """Activation function of the MLP in Hugging Face. "clamped_silu" is that of GPT-OSS."""
     rotary: bool = True
-    """Whether queries and keys are rotated."""
+    """Whether queries and keys have rotary embeddings."""
     rotary_float32: bool = False
-    """Whether that is done in float32, whatever the other values are."""
+    """Whether rotary embeddings are computed in float32, for any compute dtype."""
     qk_norm: bool = False
     """Whether queries and keys are normalized."""
     value_norm: bool = False
-    """Whether values are, by norms without weights."""
+    """Whether values are normalized, by norms without weights."""
     value_is_key: bool = False
-    """Whether one linear computes keys and values, which are the same before norms and rotation."""
+    """Whether keys and values are the output of one linear, before norms and rotary embeddings."""
     packed_qkv: bool = False
     """Whether one linear computes queries, keys and values."""
     packed_gate_up: bool = False
     """Whether one linear computes gate and up projection."""
     experts: int = 0
-    """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
+    """Number of experts of a router. 0 for a dense MLP."""
     experts_per_token: int = 0
-    """How many of them a token goes through."""
+    """Number of experts per token."""
     router_norm: bool = False
-    """Whether the router has a norm without weight, and scales, of what another norm reads too."""
+    """Whether the router has a norm without weight and scales. It shares its input with a norm."""
     plain_scores: bool = False
-    """Whether scores are computed by plain products (caps, sinks), which keep no result."""
+    """Whether attention scores are eager matmuls (caps, sinks), whose results are not saved."""
     expert_biases: bool = False
-    """Whether experts' products have biases."""
+    """Whether the linears of experts have biases."""
     router_float32: bool = False
-    """Whether the router computes in float32, whatever the other weights are."""
+    """Whether the router computes in float32, for any parameter dtype."""
     batched: bool = False
-    """Whether images of one size are rows of a batch instead of packed into a single row."""
+    """Whether images of one size form a batch, instead of a packed sequence."""
     mixer: MixerSizes | None = None
-    """What the layer has in place of attention; None: it has attention."""
+    """Token mixer that replaces attention. None for attention."""
     output_gate: bool = False
-    """Whether the queries' linear also gives a gate of attention's result."""
+    """Whether the query linear also computes a gate of the attention output."""
     shared_ffn_size: int = 0
-    """Of an expert, or several together, that all tokens go through (beside `experts`)."""
+    """Total intermediate size of shared experts, which all tokens use in addition to `experts`."""
     shared_gate: bool = False
-    """Whether its result has a gate."""
+    """Whether the output of shared experts has a gate."""
     value_dim: int = 0
-    """Features of a head's values; 0: `head_dim`."""
+    """Features of a value head. 0: `head_dim`."""
     query_rank: int = 0
-    """Features between the two products that give queries; 0: one product does."""
+    """Features between the two linears that compute queries. 0 for a single linear."""
     key_value_rank: int = 0
-    """Features from which a product gives keys and values of all heads (latent attention), or 0."""
+    """Features from which keys and values of all heads are computed (latent attention), or 0."""
     shared_key_dim: int = 0
-    """Features of a key that all heads share (latent attention)."""
+    """Features of the key that all heads share (latent attention)."""
     other_weights: int = 0
-    """Weights of products beside those that the other sizes say, which every position passes."""
+    """Weights of additional matmuls that all positions use and other sizes do not include."""
     adapters: tuple[LowRank, ...] = ()
-    """Of its linears; all else of the module is then frozen, and it does not count as trainable."""
+    """Adapters of linears. All other parameters of the module are frozen and not trainable."""
     rounded: Rounded | None = None
-    """Which of its linears multiply in float8."""
+    """Linears with float8 matmuls."""
     parameters: int = 0
-    """All of the layer, with biases, norms and adapters; 0: those of its matrix products."""
+    """Number of parameters with biases, norms and adapters. 0: those of matmuls."""
 
 
 class LatentWork(NamedTuple):
-    """Operators of one kind in an autoencoder's first half; numbers are of a generator's patch."""
+    """Operators of one kind in the encoder of an autoencoder, per patch of the generator."""
 
     kind: Literal["matmul", "norm", "activation", "elementwise"]
-    """Convolutions are products."""
+    """Kind of operators. Convolutions are matmuls."""
     flops: float
     elements: float
-    """Read and written, without weights."""
+    """Elements read and written, without weights."""
     calls: int
-    """For frames that are encoded together."""
+    """Number of operators for frames that are encoded together."""
 
 
 class LatentSizes(NamedTuple):
-    """A frozen autoencoder whose latents a generator draws."""
+    """Frozen autoencoder whose latents a generator produces."""
 
     work: tuple[LatentWork, ...]
     pair_flops: float
-    """Of attention, for every pair of patches of a frame."""
+    """FLOPs of attention per pair of patches of a frame."""
     attentions: int
     attended: float
-    """Elements that these read and write, of a patch."""
+    """Elements per patch that attentions read and write."""
     live: float
-    """Most elements of a patch that are there at a time."""
+    """Peak number of live elements per patch."""
     encode_batch_size: int
     encoder_parameters: int
     decoder_parameters: int
     values: int
-    """Latents of a patch."""
+    """Number of latents per patch."""
     pixels: int
-    """Pixel values of a patch."""
+    """Number of pixel values per patch."""
     noise: int
-    """Random numbers that come with a patch."""
+    """Number of random values per patch in the data."""
 
 
 @dataclass(frozen=True)
 class ModuleDescription:
-    """A modality module as the planners see it: layers and what is around them."""
+    """Sizes of a modality module for planning: layers, and modules before and after them."""
 
     name: str
     kind: Literal["llm", "encoder", "generator"]
     layers: tuple[LayerDescription, ...]
     pre_flops_per_unit: int
-    """Forward FLOPs per unit (token or patch) before the layers, e.g. the patch embedding."""
+    """Forward FLOPs per unit (token or patch) before the layers, such as the patch embedding."""
     post_flops_per_unit: int
-    """Forward FLOPs per output unit after the layers: an encoder's connector per token, the LM
-    head per target, a generator's output per patch."""
+    """Forward FLOPs per output unit after the layers: the connector of an encoder per token, the LM
+    head per target, the output layer of a generator per patch."""
     parameters: int
     trainable: bool = True
     connector_trainable: bool = True
-    """Whether the connector is trained: an encoder's is part of post_flops_per_unit, a generator's
-    has context_flops_per_unit."""
+    """Whether the connector is trainable. That of an encoder is part of `post_flops_per_unit`, that
+    of a generator has `context_flops_per_unit`."""
     connector_adapters: tuple[LowRank | None, ...] = ()
-    """Encoders: of each of the connector's linears, in order, what an adapter adds to it; all else
-    of the connector is frozen then. Empty: there are none."""
+    """Encoders: adapter of each linear of the connector, whose other parameters are frozen. Empty
+    without adapters."""
     connector_norm: bool = False
-    """Whether an encoder's connector begins with a norm that has weights."""
+    """Whether the connector of an encoder starts with a norm with weights."""
     connector_linears: int = 2
-    """How many of `post_linears`, the last ones, are an encoder's connector's."""
+    """Number of `post_linears`, from the end, that belong to the connector of an encoder."""
     patches_per_token: int = 1
-    """Patches that become one output token (encoders)."""
+    """Number of patches per output token (encoders)."""
     tied: bool = False
-    """Whether input and output embeddings are one weight (LLMs)."""
+    """Whether input and output embeddings share a weight (LLMs)."""
     pre_linears: tuple[tuple[int, int], ...] = ()
-    """(inputs, outputs) of the matrix products in `pre_flops_per_unit`; for their traffic only."""
+    """(inputs, outputs) of the matmuls in `pre_flops_per_unit`, for memory traffic only."""
     post_linears: tuple[tuple[int, int], ...] = ()
-    """The same for `post_flops_per_unit`."""
+    """(inputs, outputs) of the matmuls in `post_flops_per_unit`, for memory traffic only."""
     pre_parameters: int = 0
-    """Parameters before the layers: patch embedding, or the LLM's table of embeddings."""
+    """Number of parameters before the layers: patch embedding, or embedding of the LLM."""
     post_parameters: int = 0
-    """Parameters after the layers: connector, or final norm and head, tied or not."""
+    """Number of parameters after the layers: connector, or final norm and head, tied or not."""
     loss_rows: int = 0
-    """LLMs: targets whose logits and gradients are computed at a time, in forward; 0: all later."""
+    """LLMs: targets per chunk of the loss with gradients computed in forward. 0: no chunks."""
     sharded_loss_rows: int = 0
-    """LLMs: `loss_rows` if tensor-parallel ranks share the vocabulary and `loss_rows` is 0."""
+    """LLMs: `loss_rows` if tensor-parallel ranks shard the vocabulary and `loss_rows` is 0."""
     taps: tuple[int, ...] = ()
-    """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
-    leave it as further blocks of features. LLMs: layers behind which one of these is added."""
+    """Encoders: layers whose outputs are passed to the connector in addition to the hidden states.
+    They become additional feature blocks. LLMs: layers after which one of these blocks is added."""
     value_bytes: int = 4
-    """Of a value that a step's microbatches hold for the module: pixels are bytes until they are
-    read, a generator's come with float32 noise."""
+    """Bytes per input value of the module in a microbatch. Pixels are uint8 until they are needed.
+    Those of a generator have float32 noise."""
     extra_tokens: int = 0
-    """Positions per image in addition to its patches: a class token (encoders)."""
+    """Additional positions per image besides patches: a class token (encoders)."""
     dummy_patches: int = 0
-    """Patches of the dummy image that a microbatch without images gets (encoders)."""
+    """Number of patches of the dummy image in microbatches without images (encoders)."""
     context_flops_per_unit: int = 0
     """Generators: forward FLOPs of the connector per context token, before the layers."""
     flops_per_image: int = 0
-    """Generators: forward FLOPs per image before the layers, whatever its size (time embedding)."""
+    """Generators: forward FLOPs per image before the layers, for any size (time embedding)."""
     latents: LatentSizes | None = None
-    """Generators: the frozen autoencoder before them; None: they draw pixels. Its parameters are
-    among those before and after the layers."""
+    """Generators: frozen autoencoder. None if pixels are generated. Its parameters are included in
+    those before and after the layers."""
     keeps_slices: bool = True
-    """Whether under sequence parallelism a rank has a slice of the sequence between its layers."""
+    """Whether ranks have slices of the sequence between layers with sequence parallelism."""
 
     @property
     def given_parameters(self) -> tuple[int, int]:
-        """Of an autoencoder, never trained: before the layers, and after them."""
+        """(before the layers, after them) numbers of frozen parameters of the autoencoder."""
         if self.latents is None:
             return 0, 0
         return self.latents.encoder_parameters, self.latents.decoder_parameters

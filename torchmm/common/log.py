@@ -1,19 +1,19 @@
-"""Logging set-up, progress of what takes long, and the JSON-lines file that records a run.
+"""Logging setup, progress of long operations, and the JSON Lines file of a run.
 
-Messages go to the console from rank 0 only, and warnings and errors of *every* rank to its own
-file in the run directory: when one rank of a thousand fails, its file says why. Rejected: one
-shared log file (lines of many writers interleave on network file systems).
+Rank 0 writes messages to the console. Each rank writes warnings and errors to a separate file in
+the run directory, so the file of a failed rank has the reason. In a shared log file, lines of
+several writers would interleave on network file systems.
 
     with working("reading weights", total=len(tensors), unit="tensors") as work:
         for tensor in tensors:
             ...
             work.advance()
 
-What takes long says so through the same logger, once nothing was said for `QUIET_S`: plain lines in
-a file, a panel that renews itself on a terminal. So only rank 0 shows it, short work is never
-mentioned, and nobody hands a progress bar around. The threads that tell it touch no device and end
-with the work. Rejected: tqdm, whose bars of several libraries and ranks overwrite each other, and
-which writes nothing while a single thing takes long.
+Long operations report their progress with the same logger, if no message was logged for `QUIET_S`.
+The progress is shown as plain lines in a file, and as a live panel on a terminal. Only rank 0 shows
+progress, and short operations are not shown. The threads that log progress do not use the device,
+and stop with the operation. tqdm is not used: bars of several libraries and ranks would overwrite
+each other, and do not change while one item takes long.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ from rich.text import Text
 from torchmm.common.files import naming_the_file
 
 QUIET_S = 3.0
-"""After which what is under way says so, and again."""
+"""Time without messages after which an operation logs its progress, and the minimum interval."""
 POLL_S = 0.5
 INTERVAL_GROWTH = 0.5
-"""Pause before the next line about the same work, over the time since it began."""
+"""Interval before the next progress line, as a fraction of the time since the start."""
 GROWTH_AFTER_S = 10.0
-"""Time since work began after which its lines come at growing intervals. Programs that only show
-progress do not wait for it."""
+"""Time after the start from which on intervals grow. Programs that show only progress use 0."""
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ _logger = logging.getLogger("torchmm")
 def make_console(**options: Any) -> Console:
     """Return a console that prints text as it is.
 
-    rich's own default reads `[/b]` and `:boom:` in names, paths and captions as markup.
+    The default console of rich interprets `[/b]` and `:boom:` in names and captions as markup.
 
     Args:
         options: Arguments of `rich.console.Console`.
@@ -64,11 +63,11 @@ def make_console(**options: Any) -> Console:
 
 
 def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
-    """Make the run's logger.
+    """Set up the logger of a run.
 
-    Rank 0 shows INFO and above on `console`; every rank writes WARNING and above to
-    `logs/rank-N.log` in the run directory (the file appears with the first warning). Calling it
-    again replaces the handlers of the previous call.
+    Rank 0 shows messages of level INFO and above on `console`. Each rank writes WARNING and above
+    to `logs/rank-N.log` in the run directory, which is created with the first warning. A second
+    call replaces the handlers of the first call.
     """
     logger = _own_logger()
     log_dir = run_dir / "logs"
@@ -85,11 +84,12 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
 def log_to_console(
     console: Console, rank: int | None = None, *, only_progress: bool = False
 ) -> None:
-    """Shows messages of rank 0 on a console: of programs, and of runs until `setup_logging`.
+    """Show messages of rank 0 on a console: for programs, and for runs before `setup_logging`.
 
     Args:
-        rank: this one of a run; None: it is none.
-        only_progress: progress and errors alone.
+        console: Console.
+        rank: Rank of this process in a run, or None for a program.
+        only_progress: Whether to show only progress and errors.
     """
     logger = _own_logger()
     if not rank:
@@ -110,13 +110,14 @@ def _own_logger() -> logging.Logger:
 
 
 class Work:
-    """Something under way, and how far it is.
+    """A long operation and its progress.
 
     Args:
-        what: "reading weights".
-        total: of what `advance` counts; None: nobody knows.
-        unit: of it, in the plural.
-        measured: how much is done, asked whenever it is told; None: `advance` and `at` say so.
+        what: Name of the operation, such as "reading weights".
+        total: Total number of units, or None if unknown.
+        unit: Unit that `advance` counts, in the plural.
+        measured: Returns the number of completed units when progress is logged. If None, `advance`
+            and `at` set it.
     """
 
     def __init__(
@@ -134,29 +135,29 @@ class Work:
         self.ended = False
 
     def advance(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Add completed units."""
         self._done += count
 
     def at(self, done: int) -> None:
-        """So much is done in all."""
+        """Set the number of completed units."""
         self._done = done
 
     def now(self, what: str) -> None:
-        """Something else is under way."""
+        """Set the name of the current operation."""
         self._what = what
         self._now_since_s = time.monotonic()
 
     def said(self) -> None:
-        """Something was shown elsewhere."""
+        """Postpone the next progress line, because a different message was logged."""
         self._quiet_since_s = time.monotonic()
 
     def tell(self, why: str = "") -> None:
-        """Says how far it is, where nothing was said for long."""
+        """Log the progress if no message was logged for `QUIET_S`."""
         if time.monotonic() - self._quiet_since_s >= QUIET_S:
             self.tell_now(why)
 
     def tell_now(self, why: str = "") -> None:
-        """Says how far it is."""
+        """Log the progress immediately."""
         self.said()
         self._told = True
         if self._measured is not None:
@@ -164,7 +165,7 @@ class Work:
         _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
 
     def end(self, how: str = "") -> None:
-        """Says how it ended, if anything was said before."""
+        """Stop the operation. Log the result if its progress was logged before."""
         self.ended = True
         if self._told and how:
             _logger.info("%s, %s", self, how, extra={"work": self})
@@ -178,10 +179,10 @@ class Work:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Imports that take seconds, for programs to put around theirs: said before they begin.
+    """Log the imports of torch and transformers before they start, without garbage collection.
 
-    They make a million objects and free none of them. Looking for garbage among these takes a third
-    of the time here, and later a third of a second every time: nobody does.
+    The imports create a million objects and free none of them. Garbage collection would use a third
+    of the import time, and 0.3 s for each later collection.
     """
     gc.disable()
     try:
@@ -201,10 +202,10 @@ def working(
     *,
     at_once: bool = False,
 ) -> Iterator[Work]:
-    """Work that says every few seconds how far it is; arguments as of `Work`.
+    """Log the progress of an operation every few seconds. See `Work` for the arguments.
 
     Args:
-        at_once: also before it begins.
+        at_once: Whether to log a line before the operation starts.
     """
     work = Work(what, total, unit, measured)
     ended = threading.Event()
@@ -228,7 +229,7 @@ def working(
 
 
 def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "") -> Iterator[T]:
-    """What an iterable gives, counted as `working`."""
+    """Yield the items of an iterable and log the progress as in `working`."""
     with working(what, total, unit) as work:
         for each in of:
             yield each
@@ -236,10 +237,10 @@ def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "")
 
 
 class _GrowingIntervals(logging.Filter):
-    """Filter that shows work in progress at growing intervals, so that logs stay short.
+    """Filter that logs the progress of an operation at growing intervals, so that logs stay short.
 
     Args:
-        after_s: Time after which intervals begin to grow.
+        after_s: Time after which intervals start to grow, in seconds.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -259,7 +260,7 @@ class _GrowingIntervals(logging.Filter):
 
 
 class _Terminal(RichHandler):
-    """Messages, and below them one panel of all that is under way."""
+    """Messages, and a panel below them with all operations in progress."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, show_path=False, markup=False)
@@ -276,11 +277,11 @@ class _Terminal(RichHandler):
             return
         if work not in self._works:
             self._works.append(work)
-            self._works.sort(key=lambda work: work.began_s)  # what is inside stands below
+            self._works.sort(key=lambda work: work.began_s)  # inner operations are below outer ones
         if self._panel is None:
             self._panel = Live(self, console=self.console, transient=True)
             self._panel.start()
-        self._panel.refresh()  # below the bar of steps it does not renew itself
+        self._panel.refresh()  # it does not refresh itself below the progress bar of steps
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for work in [work for work in self._works if not work.ended]:
@@ -292,18 +293,18 @@ class _Terminal(RichHandler):
             panel.stop()
 
     def close(self) -> None:
-        """Takes the panel away."""
+        """Remove the panel."""
         self._clear()
         super().close()
 
 
 class _RankFile(logging.FileHandler):
-    """A log file that never ends the run: what cannot be written goes to stderr instead."""
+    """Log file that never raises. Messages that cannot be written are printed to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the file cannot be made, which `logging` does not expect
+        except OSError:  # the file cannot be created, which `logging` does not handle
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -323,14 +324,14 @@ def _console_handler(
 
 
 class JsonlWriter:
-    """Appends one JSON object per line; each has a "step", and no step appears twice.
+    """JSON Lines file with increasing "step" keys. Each step has one line.
 
-    Every line reaches the operating system when it is written, so a killed process loses at most
-    a torn last line. On resume, that line and all steps after the checkpoint are cut off.
+    Each line is flushed to the operating system, so a killed process loses at most a truncated last
+    line. On resume, this line and all steps after the checkpoint are removed.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        """Open `path` for the steps after `last_step`; records up to it are kept."""
+        """Open `path` for the steps after `last_step`. Records up to this step are kept."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._path = path
@@ -339,10 +340,10 @@ class JsonlWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`; NaN and infinities, which JSON does not have, become null.
+        """Append a record. NaN and infinities become null, because JSON does not support them.
 
         Raises:
-            OSError: it cannot be written; names the file.
+            OSError: The file cannot be written. The error message has its path.
         """
         clean = {k: None if _is_non_finite(v) else v for k, v in record.items()}
         line = json.dumps(clean, allow_nan=False) + "\n"
@@ -351,10 +352,10 @@ class JsonlWriter:
         self._last, self._length = self._length, self._length + len(line)
 
     def replace_last(self, record: Mapping[str, Any]) -> None:
-        """`write` in place of the record that this wrote last.
+        """Replace the last record that this object wrote.
 
         Raises:
-            OSError: as `write`.
+            OSError: See `write`.
         """
         with naming_the_file(self._path, 0):
             self._file.truncate(self._last)
@@ -367,7 +368,7 @@ class JsonlWriter:
 
 
 def _length_up_to(path: Path, last_step: int) -> int:
-    """Bytes of the leading lines that are whole and not after `last_step`."""
+    """Return the bytes of the leading complete lines up to `last_step`."""
     length = 0
     with path.open("rb") as file:
         for line in file:

@@ -1,16 +1,16 @@
-"""Names that modules of a model always have; other encoders are named by the recipe.
+"""Names of modules that all models have. Recipes name additional encoders.
 
-Separate from the types in `batch.py`, which need torch: the recipe is read without it.
+Separate from the types in `batch.py`, which import torch. Recipes are read without torch.
 """
 
 LLM = "llm"
-"""The backbone, in tables and metrics."""
+"""LLM, in tables and metrics."""
 
 GENERATOR = "generator"
-"""The module that draws what the LLM describes."""
+"""Module that generates images from LLM hidden states."""
 
 VISION = "vision"
-"""The image encoder of a composite Hugging Face model, whose recipe names none."""
+"""Image encoder of a composite Hugging Face model without encoder names in the recipe."""
 
 AUDIO = "audio"
-"""The audio encoder of one."""
+"""Audio encoder of such a model."""

@@ -1,28 +1,30 @@
-"""Processes: who they are, start and end of the data workers, memory that is kept between steps.
+"""Processes: environment of a rank, start and exit of data workers, memory of CPU training.
 
-`launched` reads what a launcher has put into the environment. Whoever starts a run does so first:
-torch finds mistakes only when ranks meet, and then with a traceback.
+`launched` reads the variables of a launcher and checks them before the start of a run. torch finds
+errors only when ranks connect, and raises exceptions without advice.
 
-Workers are forked from a fork server: forking the training process is unsafe once it has CUDA,
-NCCL and checkpoint threads, and spawning pays the imports (seconds) once per worker.
+Workers are forked from a fork server. Forking the training process is unsafe with CUDA, NCCL and
+checkpoint threads. Spawned processes would import all modules again, which takes seconds.
 
-They ignore SIGTERM and SIGINT: launchers send these to whole process groups, and the training
-process needs its data to reach the step boundary at which it saves. Instead they end with a pipe
-whose only writing end the training process holds: it closes when that process exits or dies.
-PyTorch's own check, a changed parent id, does not work here, because the parent is the fork server
-and lives as long as its children. A worker that was stopped, or is stuck in a read, does not notice
-even that; it is killed, or multiprocessing would wait for it when this process exits.
+    training process --- pipe (write end) ---+
+    fork server -> worker 0 <-- read end ----+      end of file: the training process has exited
+                -> worker 1 <-- read end ----+
 
-`keep_freed_memory` is for processes that compute on a CPU. glibc gives large freed blocks back to
-the system, and the next step's activations come as fresh pages, which the kernel has to find and
-clear: a tenth of a step's time for a SigLIP tower with 256 patches per image. Devices have a
-caching allocator for this; here malloc is configured to keep what is freed. The price is that a
-process stays as large as it has ever been.
+Workers ignore SIGTERM and SIGINT. Launchers send these signals to the process group, but the
+training process needs data until the step at which it saves. Workers exit when the pipe of the
+training process is closed, which happens at its exit for any reason. The check of torch, a changed
+parent process ID, does not work, because the parent is the fork server. Workers that are stopped or
+blocked in a read do not notice the closed pipe. They are killed, because multiprocessing would
+otherwise wait for them.
 
-Rejected: MALLOC_ variables of the environment, which must be set before a process starts.
+`keep_freed_memory` is for processes that compute on a CPU. glibc returns large freed blocks to the
+system, so activations of the next step need new pages, which the kernel must clear. This takes 10%
+of a step for a SigLIP encoder with 256 patches per image. With this setting, malloc keeps freed
+blocks, like the caching allocator of a GPU, and a process retains its peak memory. The MALLOC_
+environment variables are not suitable, because they must be set before a process starts.
 
-`without_collection` is for work that makes many objects, keeps nearly all of them until it ends
-and leaves no cycles, such as plans: there Python finds no garbage, however often it looks.
+`without_collection` is for functions that create many objects without cycles, keep nearly all of
+them, and return soon, such as planning. Garbage collection would find nothing to free.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ from torchmm.common.errors import ConfigError
 
 EXIT_WAIT_S = 2.0
 EXIT_PRIORITY = 100
-"""Of the end of workers, before multiprocessing closes queues (10) and joins children (0)."""
+"""Priority of the exit handler of workers. multiprocessing closes queues at 10, joins at 0."""
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "blocked in a read"}
-"""Letters of /proc/PID/stat that say why a process does nothing."""
+"""Letters in /proc/PID/stat of processes that do not run."""
 
 NICENESS = 19
-"""Of processes that others go before."""
+"""Niceness of low-priority processes."""
 
 SHARED_MEMORY = "/dev/shm"
-"""Where data workers hand over tensors."""
+"""Directory through which data workers send tensors."""
 MORE_SHARED_MEMORY = (
     "make /dev/shm larger (docker run --shm-size=16g, or an emptyDir of medium Memory in "
     "Kubernetes), or set data.workers = 0"
@@ -68,18 +70,19 @@ MORE_SHARED_MEMORY = (
 OPEN_FILES = 65_536
 MIN_OPEN_FILES = 256
 MAX_TEMPORARY = 70
-"""Bytes of the path of the directory for temporary files. A socket address has at most 107, and
-multiprocessing adds "/pymp-xxxxxxxx/listener-xxxxxxxx" to it."""
+"""Maximum length of TMPDIR in bytes. A socket address has at most 107 bytes, and multiprocessing
+appends "/pymp-xxxxxxxx/listener-xxxxxxxx"."""
 
 
 def check_system(workers: int) -> None:
-    """Check what processes need of the system, and raise the limit of open files.
+    """Check the system requirements of processes, and raise the limit of open files.
 
     Args:
-        workers: data.workers.
+        workers: Value of `data.workers`.
 
     Raises:
-        ConfigError: too few files can be open, TMPDIR is too long, or /dev/shm cannot be written.
+        ConfigError: The limit of open files is too low, TMPDIR is too long, or /dev/shm is not
+            writable.
     """
     problems: list[str] = []
     if (limit := allow_open_files()) < MIN_OPEN_FILES:
@@ -107,9 +110,9 @@ def check_system(workers: int) -> None:
 
 
 def missing_compiler(device: str) -> str:
-    """Return what torch.compile lacks to generate code for a type of device, or "" if nothing.
+    """Return the missing requirement of torch.compile for a type of device, or "".
 
-    On CUDA it needs Triton, which needs a C compiler to call its kernels.
+    On CUDA, it needs Triton, and Triton needs a C compiler to call its kernels.
     """
     if device != "cuda":
         return ""
@@ -123,19 +126,21 @@ def missing_compiler(device: str) -> str:
 def allow_open_files() -> int:
     """Raise the soft limit of open files towards `OPEN_FILES`, and return it.
 
-    Every tensor that arrives from a worker uses a file descriptor; 1024 are soon used up.
+    Each tensor from a worker uses a file descriptor. The usual limit of 1024 is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def fork_server() -> Any:
-    """Multiprocessing context whose server has imported the data code (and, from Python 3.13 on,
-    the main module)."""
+    """Return a multiprocessing context whose fork server has imported the data modules.
+
+    From Python 3.13 on, it has also imported the main module.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchmm.data.fork_server", "__main__"])
     multiprocessing.forkserver.ensure_running()  # it imports while this process continues
@@ -143,7 +148,7 @@ def fork_server() -> Any:
 
 
 class WorkerSetup:
-    """What a worker does first; picklable."""
+    """Initialization of a worker. Picklable."""
 
     def __init__(self, alive: Connection) -> None:
         self._alive = alive
@@ -158,15 +163,15 @@ class WorkerSetup:
 
 
 def make_worker_setup() -> Callable[[int], None]:
-    """A `worker_init_fn` that ties the workers' life to this process."""
+    """Return a `worker_init_fn` with which workers exit when this process exits."""
     alive, ours = multiprocessing.Pipe(duplex=False)
-    # `atexit` is too late in a process that multiprocessing started: that joins its children first.
+    # `atexit` is too late in a multiprocessing child, which joins its children before.
     multiprocessing.util.Finalize(None, _end_all, args=(ours,), exitpriority=EXIT_PRIORITY)
     return WorkerSetup(alive)
 
 
 def end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Kills workers that no longer deliver; they ignore gentler signals."""
+    """Kill workers that no longer respond. They ignore other signals."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + EXIT_WAIT_S
@@ -175,7 +180,7 @@ def end_workers(workers: Sequence[BaseProcess]) -> None:
 
 
 def describe_state(pid: int | None) -> str:
-    """ ", stopped" or the like, for a message; empty if a process looks alive."""
+    """Return a suffix for messages, such as ", stopped", or "" for a running process."""
     with suppress(OSError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f", {_STATES[letter]}" if letter in _STATES else ""
@@ -183,7 +188,7 @@ def describe_state(pid: int | None) -> str:
 
 
 def _end_all(pipe: Connection) -> None:
-    """Lets workers go, then kills those that stay, as multiprocessing would only ask them to."""
+    """Stop workers, and kill those that remain. multiprocessing would only send SIGTERM."""
     pipe.close()
     children = [child for child in multiprocessing.active_children() if child.daemon]
     for child in children:
@@ -195,7 +200,7 @@ def _end_all(pipe: Connection) -> None:
 
 
 def ignore_signals() -> None:
-    """From here on SIGTERM and SIGINT have no effect on this process."""
+    """Ignore SIGTERM and SIGINT in this process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -205,22 +210,22 @@ _NEVER, _LARGEST = -1, 1 << 30
 
 
 def yield_to_others(idle: bool) -> None:
-    """From here on this process runs where nothing else wants to, or nearly so.
+    """Reduce the priority of this process.
 
     Args:
-        idle: only where nothing else wants to, on Linux; else it gets the little share of a core
-            that the lowest priority has.
+        idle: Whether to run only on idle cores, on Linux. Otherwise, the process has the lowest
+            normal priority.
     """
     os.nice(NICENESS)
     if idle and hasattr(os, "SCHED_IDLE"):
-        with suppress(OSError):  # not everywhere allowed
+        with suppress(OSError):  # not permitted on all systems
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def restore_priority(pid: int) -> None:
-    """Give a process that called `yield_to_others` the time to exit on a busy machine.
+    """Restore the priority of a process that called `yield_to_others`, so that it exits quickly.
 
-    Without privileges its niceness stays.
+    Without privileges, its niceness does not change.
     """
     with suppress(OSError):
         if hasattr(os, "SCHED_IDLE"):
@@ -229,9 +234,9 @@ def restore_priority(pid: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed blocks of up to 1 GiB for reuse; returns whether it could.
+    """Make malloc keep freed blocks of up to 1 GiB for reuse. Return True if supported.
 
-    Only glibc can (Linux); elsewhere nothing happens.
+    Only glibc (Linux) supports it. Other platforms are unchanged.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -242,17 +247,17 @@ def keep_freed_memory() -> bool:
 
 
 class Launched(NamedTuple):
-    """This process among the ranks of a run."""
+    """Rank of this process, and number of ranks."""
 
     rank: int
     world_size: int
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
-    """As torchrun, Slurm's script or a user has started this process; alone if nobody has.
+    """Return the rank of this process from torchrun, Slurm or the user. The default is one rank.
 
     Raises:
-        ConfigError: variables are no numbers, contradict each other, or are missing.
+        ConfigError: Variables are not integers, are inconsistent, or are missing.
     """
     problems: list[str] = []
     size = _number(environment, "WORLD_SIZE", "1", 1, problems)
@@ -275,18 +280,18 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _number(
-    environment: Mapping[str, str], name: str, default: str, least: int, problems: list[str]
+    environment: Mapping[str, str], name: str, default: str, minimum: int, problems: list[str]
 ) -> int:
     text = environment.get(name, default)
-    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
+    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= minimum:
         return int(text)
-    problems.append(f"{name} = {text!r} is not an integer >= {least}")
-    return least
+    problems.append(f"{name} = {text!r} is not an integer >= {minimum}")
+    return minimum
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Nobody looks for garbage in cycles. Nests."""
+    """Disable garbage collection of cycles. Can be nested."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,9 @@
-"""Seeding, and saving and restoring the random state of one process without pickle.
+"""Seeding, and RNG state of a process without pickle.
 
-A rank's random state is what its next dropout mask or Python draw depends on. It belongs to the
-rank, never to the job: replicating rank 0's state over the others repeats its dropout masks. The
-state is kept as uint8 tensors, so a checkpoint stores it like any other tensor; Python's and
-NumPy's generators are JSON text inside them. Rejected: pickling `random.getstate()`, as a
-checkpoint must be loadable without trusting it.
+The RNG state defines the next dropout masks and Python random numbers of a rank. It is stored per
+rank, because ranks with the state of rank 0 would have equal dropout masks. The state consists of
+uint8 tensors, so checkpoints store it like other tensors. States of Python and NumPy are JSON text
+in these tensors, because checkpoints must be loadable without trusting pickle.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from torch import Tensor
 
 
 def seed_everything(seed: int, *coordinates: int) -> None:
-    """Seeds Python, NumPy and torch (CPU and CUDA) of this process.
+    """Seed Python, NumPy and torch (CPU and CUDA) of this process.
 
     Args:
-        seed: the run's seed.
-        coordinates: what has a separate stream, e.g. the data-parallel rank (ranks of
-            one tensor-parallel group must agree and therefore share coordinates) or the step of
-            a resume on another number of ranks. None: the same stream on every rank.
+        seed: Seed of the run.
+        coordinates: Numbers of a separate stream, such as the data-parallel rank, or the step at
+            which a run resumes on a different number of ranks. Ranks of one tensor-parallel group
+            need equal streams, and therefore equal coordinates. Without coordinates, all ranks have
+            the same stream.
     """
     text = json.dumps([seed, *coordinates])
     digest = hashlib.sha256(text.encode()).digest()
@@ -36,8 +36,10 @@ def seed_everything(seed: int, *coordinates: int) -> None:
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """Random state of this process: uint8 vectors "python", "numpy", "torch" and, with CUDA,
-    "cuda" (the current device)."""
+    """Return the RNG state of this process as uint8 vectors.
+
+    The keys are "python", "numpy", "torch" and, with CUDA, "cuda" (the current device).
+    """
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
     assert isinstance(numpy_state, dict)
@@ -53,7 +55,7 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Puts back what `capture_rng` returned; "cuda" is ignored where there is no CUDA device."""
+    """Restore the RNG state of `capture_rng`. "cuda" is ignored without a CUDA device."""
     version, words, gauss = _from_bytes(state["python"])
     random.setstate((version, tuple(words), gauss))
     numpy_state = _from_bytes(state["numpy"])

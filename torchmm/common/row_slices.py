@@ -1,24 +1,30 @@
-"""A packed row whose tokens several ranks share: what each of them has of it (context parallelism).
+"""Slices of a packed sequence that context-parallel ranks share.
 
-The LLM of a rank computes a slice of the row: neighbouring tokens, about as many on every rank.
-Encoders of a rank read a share of the row's images: neighbouring ones too, with about as many
-patches on every rank, wherever their tokens are. So features travel, from the rank that has found
-them to the ranks that have their tokens; `FeatureRoute` says which go where.
+The LLM of a rank processes a slice of the sequence: adjacent tokens, about equally many on each
+rank. The encoders of a rank process a share of the images: adjacent images with about equally many
+patches on each rank, wherever their tokens are. A `FeatureRoute` describes how features are sent
+from the ranks that encode images to the ranks with their tokens:
 
-All of this follows from what the row contains, on the CPU, before it is moved to a device: no rank
-asks another, and nothing waits for a device. Slices need not be equal and shares may be empty.
-Rejected: slices of equal length with padding, whose tokens routers of experts would count; images
-read where their tokens are, which leaves ranks idle wherever images are not spread evenly.
+    tokens     | image 0  text  image 1 | image 1  image 2  text |
+    LLM        rank 0                   | rank 1
+    encoder    rank 0: images 0, 1      | rank 1: image 2          rank 0 sends a part of image 1
 
-In the same way ranks know who decodes what (`Reads`): a picture, or a sound, is decoded once for
-all ranks that work on the same samples, by one of those whose stages read it.
+Slices, shares and routes are computed on the CPU from the metadata of the sequence, before it is
+copied to a device. Ranks need no communication and no synchronization for this. Slices can have
+different lengths, and shares can be empty. Padded slices are not used, because routers of experts
+would count padding tokens. Encoding images where their tokens are would leave ranks idle if images
+are unevenly distributed.
 
-Without context parallelism, data-parallel ranks may encode images of each other
-(`data.balance = "images"`, `BalancedMicrobatch`). The same routes then carry the features to the
-rank that trains on the packed sequence. Another route carries the context of generated images to
-the rank that generates them.
+`Reads` defines the images that a rank decodes. Each image or audio input is decoded once for all
+ranks that process the same samples, by one of the ranks whose stages need it.
 
-Shape legend: T tokens of the row, S tokens of a slice, K output tokens of an encoder, on this rank.
+Without context parallelism, data-parallel ranks can encode images for each other
+(`data.balance = "images"`, `BalancedMicrobatch`). The same routes then send the features to the
+rank that trains on the packed sequence. A second route sends the context of generated images to the
+rank that generates them.
+
+Shape legend: T tokens of the packed sequence, S tokens of a slice, K output tokens of an encoder on
+this rank.
 """
 
 from __future__ import annotations
@@ -46,36 +52,44 @@ from torchmm.common.module_names import GENERATOR
 
 
 def slice_ranges(count: int, ranks: int) -> list[range]:
-    """`count` neighbouring things (tokens, heads) in one range for each rank, of lengths that
-    differ by at most one; some are empty where there are fewer things than ranks."""
+    """Split `count` items (tokens, heads) into one range per rank.
+
+    Lengths differ by at most one. Some ranges are empty if there are more ranks than items.
+    """
     bounds = [count * rank // ranks for rank in range(ranks + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
 def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
-    """Neighbouring images for each rank, with about as many patches each; some may be empty.
+    """Assign adjacent images to each rank, with about equal numbers of patches. Some can be empty.
 
-    An image goes to the rank in whose equal part of all patches its middle is.
+    An image is assigned to the rank whose equal part of all patches contains the image center.
     """
     total = sum(patches)
-    middles = [stop - own / 2 for stop, own in zip(accumulate(patches), patches, strict=True)]
+    middles = [stop - count / 2 for stop, count in zip(accumulate(patches), patches, strict=True)]
     owners = [min(int(middle * ranks / total), ranks - 1) for middle in middles]
     bounds = [sum(owner < rank for owner in owners) for rank in range(ranks + 1)]
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
 def most_images(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
-    """Images that the rank with most of them reads."""
-    return max(len(own) for own in image_shares(meta.patches(encoder), ranks))
+    """Return the maximum number of images of an encoder on a rank."""
+    return max(len(share) for share in image_shares(meta.patches(encoder), ranks))
 
 
 def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
-    """The images of one of the tasks into which a rank's share of a microbatch is divided.
+    """Return the images of one of the tasks of the local share of a microbatch.
 
-    Ranks that share rows run the same tasks, so some may have nothing for a task.
+    Context-parallel ranks run the same tasks, so some ranks have no images for a task.
+
+    Args:
+        images: Number of images of this rank.
+        tasks: Number of tasks.
+        task: Index of the task.
+        ranks: Number of context-parallel ranks.
 
     Raises:
-        ValueError: a task has nothing on a rank that shares its rows with no other.
+        ValueError: A task has no images, without context parallelism.
     """
     if ranks > 1 and images < tasks:
         return range(min(task, images), min(task + 1, images))
@@ -83,7 +97,7 @@ def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
 
 
 class Share(NamedTuple):
-    """One of several parts."""
+    """Index of a part, and the number of parts."""
 
     part: int
     of: int
@@ -94,22 +108,24 @@ WHOLE = Share(0, 1)
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank decodes of its data-parallel rank's microbatches.
+    """Images that a rank decodes in the microbatches of its data-parallel rank.
 
-    Several ranks may read the same images: those of a tensor-parallel group, and replicas of an
-    encoder, of which only the plan of a step says who reads what. Each decodes a share, and they
-    exchange pixels before the step (`torchmm.pipelining.run.pixels`). Rejected: to decode where the
-    plan says, for plans are made when the data are there.
+    Several ranks can need the same images: ranks of a tensor-parallel group, and replicas of an
+    encoder, because the plan of a step assigns images to replicas. Each decodes a share, and they
+    exchange pixels before the step (`torchmm.pipelining.run.pixels`). The plan cannot select the
+    decoding rank, because plans are built after the data is loaded.
     """
 
     shares: Mapping[str, Share]
-    """By module that reads pixels here: which part of its images this rank decodes."""
+    """Share of the images that this rank decodes, by module with pixel inputs."""
     context: Share = WHOLE
-    """Which part of every row it has; its images are of these alone."""
+    """Share of each packed sequence. Images are those of this share only."""
 
     def images(self, metas: Sequence[MicrobatchMeta], module: str) -> list[range] | None:
-        """Of every microbatch of a step: images of a module that this rank decodes; None: all of
-        them, which no other rank reads."""
+        """Return the images of a module that this rank decodes, for each microbatch of a step.
+
+        None means all images, if no other rank needs them.
+        """
         share = self.shares.get(module)
         if share is None:
             return [range(0)] * len(metas)
@@ -120,42 +136,42 @@ class Reads:
             part, ranks = self.context
             firsts = [image_shares(m.patches(module), ranks)[part].start for m in metas]
             metas = [slice_meta(meta, part, ranks) for meta in metas]
-        own = step_shares(metas, module, share.of)[share.part]
+        local_shares = step_shares(metas, module, share.of)[share.part]
         return [
             range(first + images.start, first + images.stop)
-            for first, images in zip(firsts, own, strict=True)
+            for first, images in zip(firsts, local_shares, strict=True)
         ]
 
 
 def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> list[list[range]]:
-    """By rank and microbatch of a step: the images that each of `ranks` decodes.
+    """Return the images that each rank decodes, by rank and microbatch of a step.
 
-    Neighbouring ones in the whole step, with about as many patches for every rank: where
-    microbatches have few images, a rank decodes none of some.
+    Images are adjacent within the step, with about equal numbers of patches per rank. If
+    microbatches have few images, a rank decodes no images of some microbatches.
     """
     patches = [[image.patches for image in meta.images_for(module)] for meta in metas]
     stops = list(accumulate(map(len, patches), initial=0))
     return [
         [
             range(
-                min(max(own.start, first), stop) - first,
-                min(max(own.stop, first), stop) - first,
+                min(max(share.start, first), stop) - first,
+                min(max(share.stop, first), stop) - first,
             )
             for first, stop in pairwise(stops)
         ]
-        for own in image_shares([count for row in patches for count in row], ranks)
+        for share in image_shares([count for row in patches for count in row], ranks)
     ]
 
 
 class FeatureRoute(NamedTuple):
-    """Which rows of an encoder's output a rank sends, and which it gets."""
+    """Rows of an encoder output that a rank sends and receives."""
 
     rows_K: Tensor
-    """int64: own output tokens, in the order of the ranks that they go to."""
+    """Local output tokens, sorted by destination rank, int64."""
     sent: list[int]
-    """By rank: how many go there."""
+    """Number of rows sent to each rank."""
     received: list[int]
-    """By rank: how many come from there."""
+    """Number of rows received from each rank."""
 
 
 class MergedRoute(NamedTuple):
@@ -168,13 +184,13 @@ class MergedRoute(NamedTuple):
     units: dict[str, int]
     """Units of a token by encoder."""
     sent_U: Tensor
-    """int64: units to send, rank after rank, as indices into the units of all encoders."""
+    """Units to send, sorted by rank, as indices into the units of all encoders, int64."""
     received_U: Tensor
-    """int64: the received units, encoder after encoder, as indices into the messages."""
+    """Received units, sorted by encoder, as indices into the messages, int64."""
     sent: list[int]
-    """Number of units that go to each rank."""
+    """Number of units sent to each rank."""
     received: list[int]
-    """Number of units that come from each rank."""
+    """Number of units received from each rank."""
 
 
 def merge_routes(routes: Mapping[str, FeatureRoute], widths: Mapping[str, int]) -> MergedRoute:
@@ -220,19 +236,20 @@ class RowShare:
     start: int
     """Index of the first token of the slice in the packed sequence."""
     input_ids_T: Tensor
-    """Of the whole row."""
+    """Token IDs of the full packed sequence."""
     targets_T: Tensor
-    """Of the whole row."""
+    """Targets of the full packed sequence."""
     encoders: dict[str, EncoderInputs]
-    """Without pixels, for the LLM: `positions_K` are those of what arrives, within the slice."""
+    """Encoder inputs of the LLM, without pixels. `positions_K` are positions of received features
+    within the slice."""
     routes: dict[str, FeatureRoute]
-    """By encoder that has images in the row."""
+    """Route of each encoder with images in the packed sequence."""
     merged: MergedRoute | None
     """Route of the features of all encoders. If None, there are fewer than two encoders."""
     generator: GeneratorInputs | None = None
     """Generated images of the packed sequence, without pixels, if any rank may generate them."""
     contexts: FeatureRoute | None = None
-    """Route of the context of these images. If None, this rank generates its own images."""
+    """Route of the context of these images. If None, this rank generates the images."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowShare:
         """Return a copy with `function` applied to every tensor."""
@@ -261,8 +278,11 @@ class RowShare:
 
 @dataclass
 class SlicedMicrobatch(Microbatch):
-    """A rank's part of a microbatch. Tokens, targets and positions are those of its slice,
-    `encoders` have the images that it reads; `cu_seqlens` and `meta` are the whole row's."""
+    """Slice of a microbatch on one rank.
+
+    Tokens, targets and positions are those of the slice. `encoders` has the images that this rank
+    encodes. `cu_seqlens` and `meta` are those of the full packed sequence.
+    """
 
     row: RowShare = field(kw_only=True)
 
@@ -278,7 +298,7 @@ class SlicedMicrobatch(Microbatch):
 
 
 def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """(T,) input ids and targets of a microbatch, or of the row that it is a slice of."""
+    """Return the (T,) token IDs and targets of a microbatch, or of the sequence of a slice."""
     row = microbatch.row if isinstance(microbatch, SlicedMicrobatch) else microbatch
     return row.input_ids_T, row.targets_T
 
@@ -286,7 +306,7 @@ def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
 def slice_row(
     microbatch: Microbatch, rank: int, ranks: int, widths: Mapping[str, int]
 ) -> Microbatch:
-    """Return the part of a microbatch that one of `ranks` has; of one rank, the microbatch itself.
+    """Return the slice of a microbatch for a rank. With one rank, the microbatch itself.
 
     Args:
         widths: Widths of the features of each encoder, in any unit.
@@ -294,7 +314,7 @@ def slice_row(
     if ranks == 1:
         return microbatch
     slices = slice_ranges(len(microbatch.input_ids_T), ranks)
-    own = slices[rank]
+    local_slice = slices[rank]
     read: dict[str, EncoderInputs] = {}
     shown: dict[str, EncoderInputs] = {}
     routes: dict[str, FeatureRoute] = {}
@@ -302,13 +322,13 @@ def slice_row(
         shares = image_shares(microbatch.meta.patches(name), ranks)
         parts = [inputs.select(share) if share else None for share in shares]
         nothing = inputs.positions_K[:0]
-        places = [nothing if part is None else part.positions_K for part in parts]
+        positions = [nothing if part is None else part.positions_K for part in parts]
         if (part := parts[rank]) is not None:
             read[name] = part
-        routes[name] = _route(places, slices, rank)
-        arriving_K = torch.cat([_inside(positions_K, own) for positions_K in places])
-        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - own.start)
-    tokens = slice(own.start, own.stop)
+        routes[name] = _route(positions, slices, rank)
+        arriving_K = torch.cat([_inside(positions_K, local_slice) for positions_K in positions])
+        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - local_slice.start)
+    tokens = slice(local_slice.start, local_slice.stop)
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     return SlicedMicrobatch(
         **values
@@ -319,13 +339,13 @@ def slice_row(
             "target_positions_L": None,
             "encoders": read,
         },
-        row=_row_share(microbatch, own.start, shown, routes, widths),
+        row=_row_share(microbatch, local_slice.start, shown, routes, widths),
     )
 
 
 @dataclass
 class BalancedMicrobatch(Microbatch):
-    """A microbatch whose images are encoded and generated by any of the data-parallel ranks.
+    """Microbatch whose images are encoded and generated by any data-parallel rank.
 
     `encoders` and `generator` have the images of the packed sequences without pixels, `meta` has
     their sizes. `read_for` and `read_by` have an entry for each encoder of the model, and for the
@@ -337,7 +357,7 @@ class BalancedMicrobatch(Microbatch):
     drawn: GeneratorInputs | None = field(kw_only=True)
     """Images that this rank generates. Their context positions are not used."""
     read_for: dict[str, list[int]] = field(kw_only=True)
-    """Data-parallel rank that trains on each image in `read` or `drawn`, ascending."""
+    """Data-parallel rank whose samples contain each image in `read` or `drawn`, ascending."""
     read_by: dict[str, list[int]] = field(kw_only=True)
     """Data-parallel rank that encodes or generates each image of the packed sequences."""
     balanced_meta: MicrobatchMeta = field(kw_only=True)
@@ -360,7 +380,7 @@ class BalancedMicrobatch(Microbatch):
 def exchanged_row(
     microbatch: BalancedMicrobatch, ranks: int, widths: Mapping[str, int]
 ) -> SlicedMicrobatch:
-    """Return the microbatch as the encoders, the LLM and the generator of a rank read it.
+    """Return the microbatch with the inputs of encoders, LLM and generator of a rank.
 
     Features arrive in the order of the ranks that encode them, and of each rank in the order of
     the images. Contexts of generated images arrive in the order of the ranks that train on them.
@@ -374,16 +394,16 @@ def exchanged_row(
     for name, read_by in microbatch.read_by.items():
         if name == GENERATOR:
             continue
-        own = [image.tokens for image in microbatch.meta.images_read_by(name)]
+        tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
         read = [image.tokens for image in microbatch.balanced_meta.images_read_by(name)]
-        order = sorted(range(len(own)), key=read_by.__getitem__)
+        order = sorted(range(len(tokens)), key=read_by.__getitem__)
         sent = _sums(read, microbatch.read_for[name], ranks)
-        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(own, read_by, ranks))
+        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(tokens, read_by, ranks))
         inputs = microbatch.encoders.get(name)
         if inputs is None:
             shown[name] = EncoderInputs(torch.empty(0), [], torch.empty(0, dtype=torch.int64))
             continue
-        positions = inputs.positions_K.split(own)
+        positions = inputs.positions_K.split(tokens)
         shown[name] = replace(
             inputs.without_pixels(),
             positions_K=torch.cat([positions[image] for image in order]),
@@ -426,39 +446,40 @@ def _row_share(
 
 def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
     """Return the sum of the values of each owner."""
-    found = [0] * ranks
+    sums = [0] * ranks
     for value, owner in zip(values, owners, strict=True):
-        found[owner] += value
-    return found
+        sums[owner] += value
+    return sums
 
 
-def _route(places: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
-    """Of one encoder's features.
+def _route(positions: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
+    """Return the route of the features of one encoder.
 
     Args:
-        places: by rank: positions in the row of the tokens whose features it finds.
+        positions: Positions in the sequence of the tokens that each rank encodes.
+        slices: Slice of each rank.
+        rank: This rank.
     """
-    stops = torch.tensor([own.stop for own in slices], device=places[rank].device)
-    owner_K = torch.searchsorted(stops, places[rank], right=True)
+    stops = torch.tensor([each.stop for each in slices], device=positions[rank].device)
+    owner_K = torch.searchsorted(stops, positions[rank], right=True)
     sent = torch.bincount(owner_K, minlength=len(slices)).tolist()
-    received = [len(_inside(positions_K, slices[rank])) for positions_K in places]
+    received = [len(_inside(positions_K, slices[rank])) for positions_K in positions]
     return FeatureRoute(owner_K.argsort(stable=True), sent, received)
 
 
-def _inside(positions_K: Tensor, own: range) -> Tensor:
-    return positions_K[(positions_K >= own.start) & (positions_K < own.stop)]
+def _inside(positions_K: Tensor, token_range: range) -> Tensor:
+    return positions_K[(positions_K >= token_range.start) & (positions_K < token_range.stop)]
 
 
 def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
-    """Of the part of a microbatch that one of `ranks` has: `tokens` are those of its slice, samples
-    have the images that it reads."""
+    """Return the sizes of the slice of a rank: tokens of the slice, and images that it encodes."""
     if ranks == 1:
         return meta
     tokens = len(slice_ranges(meta.tokens, ranks)[rank])
     owners: dict[str | None, Iterator[int]] = {}
     for encoder in _readers(meta):
         shares = image_shares(meta.patches(encoder), ranks)
-        owners[encoder] = iter([reader for reader, own in enumerate(shares) for _ in own])
+        owners[encoder] = iter([reader for reader, share in enumerate(shares) for _ in share])
     return MicrobatchMeta(tuple(_with_own(s, owners, rank) for s in meta.samples), tokens)
 
 
@@ -470,10 +491,12 @@ def _readers(meta: MicrobatchMeta) -> list[str]:
 def _with_own(
     sample: SampleMeta, owners: Mapping[str | None, Iterator[int]], rank: int
 ) -> SampleMeta:
-    """A sample with the images that one rank reads.
+    """Return a sample with the images that one rank encodes.
 
     Args:
-        owners: by encoder: the ranks that read the images from here on.
+        sample: Sample with all images.
+        owners: Iterators over the ranks of the next images, by encoder.
+        rank: Rank whose images are selected.
     """
-    own = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
-    return replace(sample, images=tuple(own))
+    local_images = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
+    return replace(sample, images=tuple(local_images))

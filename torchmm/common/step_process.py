@@ -1,4 +1,4 @@
-"""A child process that computes the next step while this process trains the current step.
+"""Child process that computes the next step while this process trains the current step.
 
     process = StepProcess(work, "planning")
     process.submit(8, request)      the inputs of step 8 are known
@@ -6,15 +6,13 @@
     answer = process.take(8)        newest answer so far, or None
 
 `work(request, progress)` returns an answer. It can send preliminary answers (`progress.put`), and
-should return None if a newer request arrived (`progress.is_superseded`). `take` raises answers that
-are exceptions.
+should return None if a newer request has arrived (`progress.is_superseded`). `take` raises answers
+that are exceptions.
 
-Neither process blocks the other one, even if the other one was stopped by a signal: a thread sends
-the newest request, and a thread receives answers. `RestartingProcess` starts a process if a step
-takes long, restarts a process that exited, and stops after repeated exits. The caller computes a
-step itself if `take` returns None.
-
-Rejected: a thread instead of a process, which shares the interpreter lock with the training step.
+Neither process blocks the other one, even if a signal has stopped the other one. A thread sends the
+newest request, and a thread receives answers. `RestartingProcess` starts a process if a step takes
+long, restarts a process that has exited, and stops after repeated exits. The caller computes a step
+itself if `take` returns None. A thread would share the interpreter lock with the training step.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from torchmm.common.processes import (
 )
 
 MIN_BACKGROUND_MS = 5.0
-"""CPU time of a step, twice in a row, from which on a process computes it. Sending a request and
-receiving an answer would cost as much as a shorter step."""
+"""CPU time of a step in ms. If two consecutive steps take longer, a process computes later steps.
+For shorter steps, requests and answers would take as much time."""
 EXIT_S = 5.0
 """Maximum time until a process that closed its connection or was killed has exited."""
 
@@ -49,16 +47,16 @@ END: Literal["end"] = "end"
 
 Answer = TypeVar("Answer")
 Priority = Literal["normal", "low", "idle"]
-"""Priority of a process. "idle" processes run only on cores that are otherwise idle."""
+"""Priority of a process. "idle" processes run only on idle cores."""
 Work = Callable[[Any, "Progress"], Answer | Exception | None]
 
 
 class StepProcessError(Exception):
-    """A step process exited, hangs, or cannot compute a step."""
+    """A step process has exited, hangs, or cannot compute a step."""
 
 
 class Progress:
-    """The state of a request in the process that computes the answer."""
+    """State of a request in the process that computes the answer."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection, self._number = connection, number
@@ -68,7 +66,7 @@ class Progress:
         self._connection.send((self._number, answer, False))
 
     def is_superseded(self) -> bool:
-        """Return True if there is a newer request, or the other side is closed."""
+        """Return True if a newer request exists, or the connection is closed."""
         return self._connection.poll()
 
 
@@ -96,10 +94,10 @@ def start_process(
     """Start `target(connection, *args)` in a process, which exits when this process exits.
 
     Args:
-        target: importable function.
-        args: picklable arguments.
-        name: name of the process.
-        priority: priority of the process.
+        target: Importable function.
+        args: Picklable arguments.
+        name: Name of the process.
+        priority: Priority of the process.
         daemon: Whether the process has no child processes.
     """
     context = fork_server()
@@ -123,17 +121,17 @@ def _run(
     setup(0)
     if priority != "normal":
         yield_to_others(priority == "idle")
-    gc.freeze()  # Imported modules are not garbage. Scanning them took a sixth of planning time.
+    gc.freeze()  # Imported modules are not garbage. Scanning them took 17% of planning time.
     target(connection, *args)
 
 
 class StepProcess(Generic[Answer]):
-    """A process that computes answers. Must not be shared between threads.
+    """Process that computes answers. Must not be shared between threads.
 
     Args:
-        work: see the module. Picklable.
-        name: "planning" for "the planning process".
-        priority: priority of the process.
+        work: Function, see the module. Picklable.
+        name: Name in messages: "planning" for "the planning process".
+        priority: Priority of the process.
     """
 
     def __init__(self, work: Work[Answer], name: str, priority: Priority = "normal") -> None:
@@ -151,23 +149,23 @@ class StepProcess(Generic[Answer]):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process ID."""
         return self._process.pid or 0
 
     def submit(self, number: int, request: Any) -> None:
-        """Request the answer to a step. The process drops the preceding request."""
+        """Request the answer for a step. The process drops earlier requests."""
         self._replace_request((number, request))
 
     def take(self, number: int, wait_s: float = 0.0) -> Answer | None:
         """Return the newest answer to a request, or None.
 
         Args:
-            number: number of the request.
-            wait_s: maximum time to wait for the final answer.
+            number: Number of the request.
+            wait_s: Maximum time to wait for the final answer, in seconds.
 
         Raises:
-            StepProcessError: the process exited.
-            Exception: the answer is an exception.
+            StepProcessError: The process has exited.
+            Exception: The answer is an exception.
         """
         with self._changed:
             self._changed.wait_for(
@@ -177,15 +175,15 @@ class StepProcess(Generic[Answer]):
         if answered == number:
             if isinstance(answer, Exception):
                 raise answer
-            found: Answer = answer
-            return found
+            result: Answer = answer
+            return result
         if self._ended:
             self._process.join(EXIT_S)
             raise self.error(f"exited with code {self._process.exitcode}")
         return None
 
     def error(self, problem: str) -> StepProcessError:
-        """Return an error that names the process with its id and state."""
+        """Return an error with the name, process ID and state of the process."""
         state = describe_state(self._process.pid)
         return StepProcessError(f"the {self._process.name} process ({self.pid}{state}) {problem}")
 
@@ -225,18 +223,17 @@ class StepProcess(Generic[Answer]):
 
 
 class RestartingProcess(Generic[Answer]):
-    """A step process that starts when a step takes long, and is restarted when it exits.
+    """Step process that is started when a step takes long, and restarted when it exits.
 
-    Restarts follow after 2, 4, 8, ... steps, so that a process that always exits costs little time.
+    Restarts follow after 2, 4, 8, ... steps, so that a process that always exits uses little time.
 
     Args:
-        start: starts a process, which continues with the next step.
-        logger: logger for starts and exits.
-        task: task of the process, for messages.
-        fallback: clause for messages that says how steps without a process are computed.
-        final_fallback: the same if no process will be started again.
-        max_deaths: exits without an answer in between after which no process is started. 0: no
-            process is started.
+        start: Starts a process, which continues with the next step.
+        logger: Logger for starts and exits.
+        task: Task of the process, for messages.
+        fallback: Clause for messages on how steps without a process are computed.
+        final_fallback: The same clause if no process will be started again.
+        max_deaths: Maximum number of exits without an answer in between. 0 disables processes.
     """
 
     def __init__(
@@ -260,22 +257,22 @@ class RestartingProcess(Generic[Answer]):
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process."""
+        """True if a process is running."""
         return self._process is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether there will be no process again."""
+        """True if no process will be started again."""
         return self._deaths >= self._max_deaths
 
     def restart(self) -> None:
-        """Start a process. Kill the running one."""
+        """Start a process, after killing the running one."""
         self.close()
         self._process = self._start()
 
     @contextmanager
     def compute_here(self) -> Iterator[None]:
-        """Measure a step that this process computes, and start a process if that takes long."""
+        """Measure the CPU time of a step in this process, and start a process if it takes long."""
         begin_s = time.thread_time()
         yield
         cpu_ms = 1e3 * (time.thread_time() - begin_s)
@@ -290,11 +287,12 @@ class RestartingProcess(Generic[Answer]):
             self.restart()
 
     def take(self, step: int, wait_s: float = 0.0) -> Answer | None:
-        """Return the newest answer for a step, or None if the caller has to compute it.
+        """Return the newest answer for a step, or None if the caller must compute it.
 
         Args:
-            step: number of the step.
-            wait_s: maximum time to wait for the answer. The process hangs if there is none then.
+            step: Number of the step.
+            wait_s: Maximum time to wait for the answer, in seconds. Without an answer, the process
+                is considered to hang.
         """
         if self._process is None:
             return None
@@ -306,22 +304,22 @@ class RestartingProcess(Generic[Answer]):
             self.close()
             self._deaths += 1
             self._restart_after = step + 2**self._deaths
-            what = (
+            consequence = (
                 f"a new process starts with step {self._restart_after}; until then {self._fallback}"
             )
             if self.is_lost:
-                what = f"from now on {self._final_fallback}"
-            self._logger.warning("%s; %s", error, what)
+                consequence = f"from now on {self._final_fallback}"
+            self._logger.warning("%s; %s", error, consequence)
             return None
         if answer is not None:
             self._deaths = 0
         return answer
 
     def accepts(self, step: int) -> bool:
-        """Return True if a process runs. Restart it if it exited and the pause is over.
+        """Return True if a process is running. Restart an exited process after the pause.
 
         Args:
-            step: number of the step to request. The preceding step is computed.
+            step: Number of the step to request. The preceding step has been computed.
         """
         is_due = self._restart_after is not None and step > self._restart_after
         if self._process is None and is_due and not self.is_lost:

@@ -1,8 +1,12 @@
-"""Tiles of pictures: how they are cut, and which of their output tokens reach the LLM, where a
-picture's lines go through several of them.
+"""Tiles of images, and the output tokens of each tile in the LLM sequence.
 
-`torchmm.data` says the latter, the connector does it, and both have to know which tokens a shrunken
-picture takes from which tile.
+The rows of an image span several tiles:
+
+    tile 0 | tile 1      LLM: row 0 of tile 0, row 0 of tile 1, line end,
+    tile 2 | tile 3           row 1 of tile 0, row 1 of tile 1, line end, ...
+
+`torchmm.data` computes the tokens of each tile (`Kept`), and the connector selects them. If the
+features of an image are interpolated to a smaller size, both need the weights of each tile.
 """
 
 from __future__ import annotations
@@ -18,34 +22,36 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class TileSpec:
-    """How pictures are cut into tiles, each of which is an image of the encoder."""
+    """Tiling of images. Each tile is an image of the encoder."""
 
     processor_class: str
-    """Name of the Hugging Face image processor that cuts them, e.g. "GotOcr2ImageProcessor"."""
+    """Name of the Hugging Face image processor, such as "GotOcr2ImageProcessor"."""
     processor: dict[str, Any]
-    """Its settings."""
+    """Settings of the processor."""
     most_tiles: int = 0
-    """AnyRes: how many tiles' tokens a picture may have; 0: any number."""
+    """AnyRes: maximum number of tiles of an image after interpolation. 0: unlimited."""
 
 
 class Shrunk(NamedTuple):
-    """Bilinear interpolation of a picture's features to fewer rows and columns, of which a tile
-    gives a share: where its neighbours also have one, the LLM's input is the sum."""
+    """Bilinear interpolation of the features of an image to fewer rows and columns, for one tile.
+
+    A tile contributes to some outputs. If adjacent tiles contribute to the same output, the
+    connector adds them.
+    """
 
     rows: tuple[int, int]
-    """Of all features of the picture, before and after."""
+    """(before, after) number of feature rows of the image."""
     columns: tuple[int, int]
     from_row: int
-    """The tile's first row among those before."""
+    """First feature row of the tile, before the interpolation."""
     from_column: int
     to_rows: tuple[int, int]
-    """Rows after it to which the tile contributes."""
+    """Range of output rows to which the tile contributes."""
     to_columns: tuple[int, int]
 
 
 class Kept(NamedTuple):
-    """A rectangle of a tile's rows and columns, row by row, and then embeddings that end lines of
-    the picture."""
+    """Rectangle of features of a tile, in row-major order, and line end embeddings after it."""
 
     top: int
     bottom: int
@@ -53,11 +59,11 @@ class Kept(NamedTuple):
     right: int
     line_ends: int
     shrunk: Shrunk | None = None
-    """What becomes of the rectangle; None: it stays as it is."""
+    """Interpolation of the rectangle, or None."""
 
     @property
     def tokens(self) -> int:
-        """Rows of the connector's output."""
+        """Number of rows of the connector output."""
         rows = (self.top, self.bottom)
         columns = (self.left, self.right)
         if self.shrunk is not None:
@@ -67,7 +73,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Kept:
-        """From nested lists, as JSON leaves it."""
+        """Create it from nested lists of JSON."""
         top, bottom, left, right, line_ends, shrunk = values
         if shrunk is not None:
             shrunk = Shrunk._make(tuple(v) if isinstance(v, list) else v for v in shrunk)
@@ -76,9 +82,9 @@ class Kept(NamedTuple):
 
 @lru_cache(maxsize=256)
 def shrink_weights(before: int, after: int) -> np.ndarray:
-    """(after, before) float32: what each feature adds to each that is left of them.
+    """Return the (after, before) interpolation weights, float32.
 
-    An array, because a tensor made while validating could not be used in training later.
+    NumPy, because a tensor that is created in inference mode cannot be used in training.
     """
-    every = torch.eye(before, device="cpu")[None, None]
-    return functional.interpolate(every, [after, before], mode="bilinear")[0, 0].numpy()
+    identity = torch.eye(before, device="cpu")[None, None]
+    return functional.interpolate(identity, [after, before], mode="bilinear")[0, 0].numpy()

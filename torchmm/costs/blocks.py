@@ -1,9 +1,17 @@
-"""A module as a chain of blocks: what stands before its layers, the layers, what stands after them.
+"""Modules as sequences of blocks, the common input of FLOPs, times and memory.
 
-FLOPs, times and memory all walk the same chain. A block says what it costs; a layer's costs are
-sums over its components (`components.py`). A block needs weight gradients if it is trained, and
-input gradients if anything before it in the chain is trained or a gradient is to go back to the
-stage before.
+    module      before the layers         layers         after the layers
+    LLM         Table (embedding)         Layers         Head (norm, logits, loss)
+    encoder     Projection (patches)      Layers         Projection per connector layer
+                or Inputs
+    generator   Encoding (VAE),           Layers         Projection (output)
+                Projection (context),
+                Projection (patches)
+
+A block defines its costs. The costs of a layer are sums over its components (`components.py`).
+
+A block needs weight gradients if it is trained. It needs input gradients if a preceding block is
+trained, or if the stage sends a gradient to the preceding stage (`gradients`).
 """
 
 from __future__ import annotations
@@ -42,10 +50,11 @@ from torchmm.costs.operators import (
 from torchmm.costs.sizes import Array, TaskSizes
 
 Flag = bool | NDArray[np.bool_]
+"""Flag for all tasks, or one flag per task."""
 LOGIT_BYTES = 12
-"""Bytes per logit of a chunk of targets in float32, whose place more bfloat16 logits take."""
+"""Bytes per logit of a chunk of targets in float32. Chunks of bfloat16 logits can be larger."""
 LOSS_CHUNK = 1024
-"""Targets whose logits are float32 at a time, see `torchmm.models.layers.loss`."""
+"""Number of targets per chunk of float32 logits, see `torchmm.models.layers.loss`."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +62,35 @@ class Layers(Block):
     """Equal transformer layers.
 
     Attributes:
-        layer: sizes.
+        layer: Description of a layer.
     """
 
     layer: LayerDescription = field(kw_only=True)
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """See `torchmm.costs.layers`."""
+        """Return the forward FLOPs of a layer, see `torchmm.costs.layers`."""
         return layer_flops(self.layer, sizes)
 
     def weight_flops(self, sizes: TaskSizes) -> Array:
-        """Where there are adapters, theirs."""
+        """Return the FLOPs of adapters if there are any, otherwise of trained weights."""
         if self.layer.adapters:
             return sizes.units_N * 0.0 + Adapters(self.layer).flops_N(sizes)
         return super().weight_flops(sizes)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """See `torchmm.costs.layers`."""
+        """Return the operators of a layer, see `torchmm.costs.layers`."""
         return layer_operators(self.layer, sizes, setting)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """See `torchmm.costs.layers`."""
+        """Return the bytes that a layer saves, see `torchmm.costs.layers`."""
         return layer_kept_bytes(self.layer, sizes, setting, weights=weights)
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """See `torchmm.costs.layers`."""
+        """Return the bytes of gradients of a layer from I to W, see `torchmm.costs.layers`."""
         return layer_gradients_bytes(self.layer, sizes, setting)
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """With the activations of a layer that runs again in backward."""
+        """Return the bytes of temporaries, including the activations of a recomputed layer."""
         whole = setting._replace(execution=replace(setting.execution, recompute="none"))
         whole_N, kept_N = (self.kept_bytes(sizes, s, self.trained) for s in (whole, setting))
         own_N = layer_temporary_bytes(self.layer, sizes, setting, weights=self.trained)
@@ -90,50 +99,50 @@ class Layers(Block):
 
 @dataclass(frozen=True)
 class Inputs(Block):
-    """What stands before the layers and has no matrix product.
+    """Inputs of the layers without a matmul.
 
     Attributes:
-        parameters: of it.
-        flops_per_image: whatever the image's size.
+        parameters: Number of parameters.
+        flops_per_image: FLOPs per image, independent of the image size.
     """
 
     parameters: int = 0
     flops_per_image: int = 0
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """None but those of images."""
+        """Return the FLOPs per image."""
         nothing_N = sizes.inputs_N * 0.0
         return nothing_N + self.flops_per_image * sizes.images_N, nothing_N
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """None known."""
+        """Return no operators."""
         return Operators.none()
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """Token ids."""
+        """Return the bytes of token IDs."""
         return 8 * sizes.inputs_N
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """None."""
+        """Return zeros."""
         return 0.0 * sizes.inputs_N
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """The gradient of a table is as large as the table."""
+        """Return the bytes of the embedding gradient, which has the size of the embedding."""
         return sizes.units_N * 0.0 + self.trained * setting.element_bytes * self.parameters
 
 
 @dataclass(frozen=True)
 class Table(Inputs):
-    """The LLM's embedding, in which encoder outputs replace placeholders.
+    """Embedding of the LLM, with placeholders replaced by encoder outputs.
 
     Attributes:
-        hidden: features.
+        hidden: Number of features.
     """
 
     hidden: int = 0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Look up and place; in backward, zeros, sums into rows, accumulation."""
+        """Return lookup and replacement. The backward pass has zeros, row sums and accumulation."""
         size = setting.element_bytes
         tensor = setting.execution.tensor
         row_bytes = size * sizes.inputs_N * self.hidden
@@ -152,18 +161,19 @@ class Table(Inputs):
 
 @dataclass(frozen=True)
 class Projection(Block):
-    """A patch embedding, or a linear of a connector with what follows it.
+    """Patch embedding, or a linear layer of a connector with its activation function.
 
     Attributes:
-        role: embedding: patches to features. context: a linear of a generator's connector. output:
-            a linear after the layers.
+        role: "embedding" converts patches to features. "context" is a linear layer of a generator
+            connector. "output" is a linear layer after the transformer layers.
         linear: (inputs, outputs).
-        first, last: whether it is the first or last linear of its role in the module.
-        flops_per_image: besides the linear, whatever the image's size.
-        normed: kind and width of a norm that the module has next to it, if any.
-        after_norm: whether its input comes from a norm that is trained with it.
-        divided: among tensor-parallel ranks.
-        adapter: what is trained of it, if that is not all.
+        first: Whether it is the first linear layer of its role in the module.
+        last: Whether it is the last linear layer of its role in the module.
+        flops_per_image: FLOPs per image in addition to the linear layer.
+        normed: Type and width of an adjacent norm of the module, if any.
+        after_norm: Whether the input is the output of a norm that is trained with it.
+        divided: Whether tensor-parallel ranks shard it.
+        adapter: Low-rank adapter, if only the adapter is trained.
     """
 
     role: Literal["embedding", "context", "output"] = field(kw_only=True)
@@ -181,19 +191,19 @@ class Projection(Block):
         return LowRanks([] if self.adapter is None else [self.adapter])
 
     def weight_flops(self, sizes: TaskSizes) -> Array:
-        """The adapter's, if there is one."""
+        """Return the FLOPs of the adapter if there is one, otherwise of trained weights."""
         every_N = super().weight_flops(sizes)
         return every_N if self.adapter is None else self._low_ranks.flops_N(self._rows_N(sizes))
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """Of the matrix product, and of images."""
+        """Return the FLOPs of the linear layer, its adapter, and images."""
         inputs, outputs = self.linear
         rows_N = self._rows_N(sizes)
         dense_N = 2 * inputs * outputs * rows_N + self._low_ranks.flops_N(rows_N)
         return dense_N + self.flops_per_image * sizes.images_N, sizes.inputs_N * 0.0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """The product, the function before it, positions that are added, sums over ranks."""
+        """Return matmul, preceding activation function, position addition and all-reduces."""
         size = setting.element_bytes
         tensor = setting.execution.tensor
         rows_N = self._rows_N(sizes)
@@ -216,7 +226,7 @@ class Projection(Block):
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """Input of the linear, and of the activation function before it; inputs of the norm."""
+        """Return the bytes of the inputs of linear layer, activation function and norm."""
         size = setting.element_bytes
         normed_N = sizes.units_N * 0.0
         if self.normed:
@@ -230,18 +240,18 @@ class Projection(Block):
         return normed_N + size * tensors * self._rows_N(sizes) * self.linear[0] / split
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """Of the result."""
+        """Return the bytes of the gradient of the result."""
         rows_N = sizes.outputs_N if self.role == "output" else sizes.inputs_N
         return setting.element_bytes * rows_N * self.linear[1]
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """A result and its gradient, and the gradient of the weight."""
+        """Return the bytes of a result, its gradient and the weight gradient."""
         inputs, outputs = self.linear
         gradient = self.trained * setting.element_bytes * inputs * outputs
         return 2 * setting.element_bytes * self._rows_N(sizes) * max(inputs, outputs) + gradient
 
     def _rows_N(self, sizes: TaskSizes) -> Array:
-        """Rows that it is computed for."""
+        """Return the number of rows of the matmul, by task."""
         return {
             "embedding": sizes.inputs_N,
             "context": sizes.given_N,
@@ -251,12 +261,13 @@ class Projection(Block):
 
 @dataclass(frozen=True)
 class Head(Block):
-    """Final norm of all positions, logits of those with a target, cross entropy.
+    """Final norm of all positions, logits of positions with a target, and cross entropy.
 
     Attributes:
-        linear: (features, vocabulary).
-        norm: kind of the norm.
-        rows: targets whose logits are computed at a time, and their gradients with them; 0: all.
+        linear: (features, vocabulary size).
+        norm: Type of the norm.
+        rows: Number of targets per chunk if F computes logits and their gradients in chunks. 0 if
+            all logits are computed at once.
     """
 
     linear: Linear = field(kw_only=True)
@@ -265,20 +276,20 @@ class Head(Block):
 
     @property
     def backward_in_forward(self) -> bool:
-        """Of the norm too, which takes next to nothing."""
+        """Return True if F computes the gradients, including those of the norm."""
         return self.rows > 0
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """Of the logits."""
+        """Return the FLOPs of the logits."""
         hidden, vocabulary = self.linear
         return 2 * hidden * vocabulary * sizes.outputs_N, sizes.inputs_N * 0.0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Return the operators of the head.
 
-        On GPUs one kernel reads the logits, and another overwrites them with their gradient. On
-        CPUs long rows in half precision are cast chunk by chunk, and again in backward, unless
-        gradients are computed with the loss.
+        On GPUs, one kernel reads the logits, and another one overwrites them with their gradient.
+        On CPUs, half-precision logits of many targets are cast in chunks. The backward pass casts
+        them again, unless gradients are computed with the loss.
         """
         size = setting.element_bytes
         tensor = setting.execution.tensor
@@ -288,7 +299,7 @@ class Head(Block):
         fused = self._fuses_loss(setting)
         chunks_N = np.ceil(sizes.outputs_N / self._chunk(setting)) if self.rows else 1
         product = product._replace(calls=product.calls * chunks_N)
-        # All ranks have all logits, or each those of its part of the vocabulary.
+        # Ranks have all logits or, in chunks, the logits of their shard of the vocabulary.
         logits_N = sizes.outputs_N * vocabulary / (tensor if self.rows else 1)
         picked_N = sizes.outputs_N * hidden
         casts = 4 + size if size < 4 else 0
@@ -298,7 +309,7 @@ class Head(Block):
         pick = Operator("copy", memory_bytes=2 * size * picked_N)
         unpicked_bytes = size * (2 * sizes.units_N * hidden + picked_N)
         unpick = Operator("copy", memory_bytes=unpicked_bytes, calls=2)
-        # Gradient of the picked log-probabilities: zeros, then softmax times their sum.
+        # Gradient of the selected log-probabilities: zeros, then softmax times their sum.
         calls_N = (3 + (casts > 0)) * chunks_N
         back = Operator("activation", memory_bytes=(16 + casts) * logits_N, calls=calls_N)
         if fused:
@@ -323,12 +334,12 @@ class Head(Block):
         return Operators(forward, inputs, weights, again)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """Final norm, picked positions, float32 log-probabilities or long rows' logits."""
+        """Return the bytes of final norm, selected positions, and log-probabilities or logits."""
         size = setting.element_bytes
         hidden, vocabulary = self.linear
         kept_N = norm_kept_bytes(self.norm, sizes.units_N * hidden, size, weights)
         picked_N = size * sizes.outputs_N * hidden
-        if self.rows:  # gradients of what is picked and of the weight
+        if self.rows:  # gradients of selected positions and of the weight
             tensor = setting.execution.tensor
             return kept_N + picked_N + weights * size * hidden * vocabulary / tensor
         kept_N = kept_N + weights * picked_N
@@ -336,15 +347,15 @@ class Head(Block):
         return kept_N + np.where(chunked_N, size, 4) * sizes.outputs_N * vocabulary
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """Of the logits."""
+        """Return the bytes of the gradients of the logits."""
         return (self.rows == 0) * setting.element_bytes * sizes.outputs_N * self.linear[1]
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """Logits and their gradients; of long rows in half precision chunk by chunk."""
+        """Return the bytes of logits and their gradients, in chunks for many targets."""
         size = setting.element_bytes
         rows_N = sizes.outputs_N
         hidden, vocabulary = self.linear
-        if self.rows:  # log-probabilities, their gradients and those of the logits, in float32
+        if self.rows:  # float32 log-probabilities, their gradients, and gradients of logits
             logit_bytes = size if self._fuses_loss(setting) else LOGIT_BYTES
             chunk_N = np.minimum(rows_N, self._chunk(setting))
             return logit_bytes * chunk_N * vocabulary / setting.execution.tensor
@@ -358,14 +369,14 @@ class Head(Block):
         return setting.on_gpu and not (self.rows and setting.execution.tensor > 1)
 
     def _chunk(self, setting: Setting) -> float:
-        """Return the number of targets whose logits are computed at a time."""
+        """Return the number of targets per chunk of logits."""
         fused = self._fuses_loss(setting)
         ranks = setting.execution.tensor
         return self.rows * (LOGIT_BYTES // setting.element_bytes if fused else ranks)
 
 
 def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block]:
-    """The chain of the stage with layers [start, stop) of a whole module."""
+    """Return the blocks of the stage with layers [start, stop) of a complete module."""
     blocks: list[Block] = []
     if start == 0:
         blocks += _before(module)
@@ -379,14 +390,16 @@ def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block
 
 
 def gradients(blocks: Sequence[Block], arrives: Flag) -> Iterator[tuple[Block, Flag, bool]]:
-    """(block, whether it needs input gradients, whether weight gradients).
+    """Yield (block, whether it needs input gradients, whether it needs weight gradients).
 
     Args:
-        arrives: whether a gradient goes back to the stage before; an array: by task.
+        blocks: Blocks of a stage in forward order.
+        arrives: Whether the stage sends a gradient to the preceding stage. An array has one flag
+            per task.
     """
     needed = arrives
     for block in blocks:
-        # Inside a trained layer gradients pass from product to product, whatever is before it.
+        # Matmuls inside of a trained layer need input gradients even if all sources are frozen.
         inputs = needed | (isinstance(block, Layers) and block.trained)
         if isinstance(block, Projection) and block.after_norm:
             inputs = inputs | block.trained
@@ -399,7 +412,7 @@ def _before(module: ModuleDescription) -> list[Block]:
     if module.latents is not None:
         blocks.append(Encoding(trained=False, leaf=True, of=module.latents))
     if module.kind == "generator" and module.context_flops_per_unit:
-        size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
+        size = sqrt(module.context_flops_per_unit / 4)  # two linear layers, assumed equal
         trained = module.connector_trainable
         blocks += [
             Projection(trained, role="context", linear=(size, size), first=i == 0) for i in (0, 1)
@@ -432,23 +445,27 @@ def _before(module: ModuleDescription) -> list[Block]:
 def _after(module: ModuleDescription) -> list[Block]:
     linears: Sequence[Linear] = module.post_linears
     if not linears and module.post_flops_per_unit:
-        # A connector has two linears, taken as equally large.
+        # A connector has two linear layers, which are assumed to be equal.
         halves = 2 if module.kind == "encoder" else 1
         linears = [_square(module.post_flops_per_unit / halves)] * halves
     if module.kind == "llm":
         norm = module.layers[-1].norm
         rows = module.loss_rows
         return [Head(module.trainable, linear=sizes, norm=norm, rows=rows) for sizes in linears]
-    found: list[Block] = []
-    own = len(linears) - module.connector_linears  # the tower's
+    blocks: list[Block] = []
+    encoder_linears = len(linears) - module.connector_linears  # linear layers of the encoder
     for index, linear in enumerate(linears):
-        of_connector = module.kind == "encoder" and index >= own
+        of_connector = module.kind == "encoder" and index >= encoder_linears
         first = index == 0
-        opens_connector = of_connector and index == own
+        opens_connector = of_connector and index == encoder_linears
         whole = not module.connector_adapters
-        adapter = None if whole or not of_connector else module.connector_adapters[index - own]
+        adapter = (
+            None
+            if whole or not of_connector
+            else module.connector_adapters[index - encoder_linears]
+        )
         trained = module.connector_trainable and (whole or adapter is not None)
-        found.append(
+        blocks.append(
             Projection(
                 trained if of_connector else module.trainable,
                 role="output",
@@ -461,11 +478,11 @@ def _after(module: ModuleDescription) -> list[Block]:
                 adapter=adapter,
             )
         )
-    return found
+    return blocks
 
 
 def _norm(module: ModuleDescription, *kinds: str) -> tuple[str, int] | None:
-    """Kind and width of the norm that encoders of these kinds may have around their layers."""
+    """Return type and width of the encoder norm next to the layers, if its type is in `kinds`."""
     layer = module.layers[0]
     if module.kind != "encoder" or layer.norm not in kinds:
         return None

@@ -1,17 +1,17 @@
-"""The components of a transformer layer: everything that is known of what each of them costs.
+"""Components of a transformer layer and their costs.
 
-A layer is a row of components, in the order of `LAYER_COMPONENTS`. What a component has of its own
-(weights, FLOPs, operators, bytes) is said here and nowhere else; `layers.py` adds it up, together
-with what every sublayer has: a norm, matrix products, an addition to the residual stream, a sum
-over tensor-parallel ranks. A new kind of layer is one more class, and one more entry of the table:
+A layer is a list of components, in the order of `LAYER_COMPONENTS`. A component class defines its
+weights, FLOPs, operators and bytes. `layers.py` adds them up, together with the operators of every
+sublayer: norm, matmuls, residual addition and tensor-parallel reduction. A new layer type is one
+more class and one more entry of the list:
 
-    LayerDescription            sizes, as `describe_layer` of a model family gives them
+    LayerDescription              sizes, from `describe_layer` of a model family
       |  is_in
-    Attention, FeedForward, ... one object for each component that the layer has
-      |  linears, flops, operators, kept_bytes, ...
-    layers.py                   sums: what a layer costs
+    Attention, FeedForward, ...   one object per component of the layer
+      |  linears, flops_N, operators, kept_bytes, ...
+    layers.py                     sums: costs of the layer
 
-Shape suffix N: tasks.
+The shape suffix N means tasks.
 """
 
 from __future__ import annotations
@@ -38,31 +38,36 @@ from torchmm.costs.operators import (
 from torchmm.costs.sizes import Array, TaskSizes
 
 TIME_WIDTH = 7
-"""Features of an image's embedded time in a generator, by features of its layers: a shift, a scale
-and a gate for both parts of a layer, and one for the output."""
+"""Width of the time embedding of a generated image, in multiples of the hidden size.
+
+It has shift, scale and gate for attention and MLP (6), and one value for the output."""
 MODULATIONS = 8
-"""The same of what a layer keeps of them: the first six, and both scales once more."""
+"""Width of the modulations that a layer saves, in multiples of the hidden size.
+
+These are shift, scale and gate for attention and MLP (6), and both scales again."""
 SCORE_FLOPS = 48
-"""What a score's softmax takes on CPUs, in FLOPs of attention's products: measured on lengths of
-100 to 512 and heads of 32 to 128. Efficiencies are measured with heads of 64."""
+"""Time of the softmax of an attention score on CPUs, in FLOPs of attention matmuls.
+
+It was measured on lengths of 100 to 512 and head sizes of 32 to 128. Attention efficiencies are
+measured with a head size of 64."""
 
 
 class Attention(Component):
-    """Attention of a layer's positions to each other, with its four projections."""
+    """Self-attention with its four projections."""
 
     sublayer = True
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """Of layers without something else in its place."""
+        """Return True for layers with standard self-attention."""
         return layer.mixer is None and not layer.output_gate and not layer.key_value_rank
 
     def extra_readers(self) -> int:
-        """Keys and values, unless one linear gives them with the queries."""
+        """Return the number of key and value projections that are separate from the queries."""
         return 0 if self.layer.packed_qkv else 2 - self.layer.value_is_key
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Projections; keys and values may have fewer heads; all others (gates) count as one."""
+        """Return the projections. Other weights, such as gates, are one linear layer."""
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
@@ -77,24 +82,24 @@ class Attention(Component):
         }
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Heads are divided; keys and values of too few heads are whole, and one head is used."""
+        """Return the shards. KV heads are replicated if there are fewer of them than ranks."""
         linears = self.linears()
         inputs, outputs = linears["attention_output"]
-        own = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
+        shards = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
         if self.layer.kv_heads < tensor:
-            own |= {name: linears[name] for name in ("key", "value") if name in linears}
-        return own
+            shards |= {name: linears[name] for name in ("key", "value") if name in linears}
+        return shards
 
     def local_linears(self, tensor: int) -> dict[str, Linear]:
-        """Packed projections are one product."""
-        own = self.sharded_linears(tensor)
+        """Return the matmuls of a rank. Packed projections are one matmul."""
+        local = self.sharded_linears(tensor)
         if self.layer.packed_qkv:
-            query, key, value = (own.pop(name) for name in ("query", "key", "value"))
-            own = {"qkv": (query[0], query[1] + key[1] + value[1])} | own
-        return own
+            query, key, value = (local.pop(name) for name in ("query", "key", "value"))
+            local = {"qkv": (query[0], query[1] + key[1] + value[1])} | local
+        return local
 
     def replicated(self, tensor: int) -> tuple[str, ...]:
-        """Packed projections, or keys and values of too few heads."""
+        """Return packed projections, or keys and values with fewer heads than ranks."""
         if self.layer.packed_qkv:
             return "query", "key", "value"
         if self.layer.kv_heads >= tensor:
@@ -102,19 +107,19 @@ class Attention(Component):
         return ("key",) if self.layer.value_is_key else ("key", "value")
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Scores, and the sums of values."""
+        """Return the FLOPs of scores and of weighted sums of values."""
         layer = self.layer
         widths = layer.head_dim + (layer.value_dim or layer.head_dim)
         return 2 * layer.heads * widths * sizes.pairs_N(layer.window, apart=not layer.causal)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """One fused kernel, for each pass."""
+        """Return one fused kernel per pass."""
         layer = self.layer
         units_N = sizes.units_N
         pairs_N = sizes.pairs_N(layer.window, apart=not layer.causal)
         if layer.causal:
             pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
-        if setting.segment_calls:  # work besides the products, as products of heads of 64
+        if setting.segment_calls:  # softmax, relative to a head size of 64
             each = (1 + SCORE_FLOPS / (4 * layer.head_dim)) / (1 + SCORE_FLOPS / (4 * 64))
             pairs_N = pairs_N * each
         calls_N = sizes.calls_N(layer.window) if setting.segment_calls else units_N * 0.0 + 1
@@ -122,49 +127,51 @@ class Attention(Component):
         size = setting.element_bytes
         moved_N = units_N * 2 * (query + key)
         forward = _fused("attention", 4 * query * pairs_N, moved_N, calls_N, size)
-        # Five products instead of two: scores are computed again, and both inputs have gradients.
+        # Five matmuls instead of two: recomputed scores, and gradients of both inputs of both
+        # matmuls.
         backward = _fused("attention_backward", 10 * query * pairs_N, 2 * moved_N, calls_N, size)
         return Operators([forward], [backward], [], [])
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Queries, keys, values, and what fused attention keeps."""
+        """Return the bytes of queries, keys, values, and the result of fused attention."""
         shares = setting.execution.context > 1
         query, key = attended_widths(self.layer, setting.execution)
-        # Who keeps a slice of packed results keeps all of them.
+        # Saving a slice of a packed result saves the full tensor.
         values = query + 2 * key if self.layer.packed_qkv and not shares else key
         inputs_N = setting.element_bytes * sizes.units_N * (query + key + values)
-        if self.layer.plain_scores and not weights:  # nor does a linear keep the result
+        if self.layer.plain_scores and not weights:  # no linear layer saves the result
             return inputs_N
         if shares and (weights or self.layer.output_gate) and not self.layer.plain_scores:
-            # A linear or gate keeps its own tokens of it, attention its heads.
+            # The result is saved twice: by tokens for the linear layer or gate, and by heads for
+            # attention.
             inputs_N = inputs_N + setting.element_bytes * sizes.units_N * query
         return self._result_bytes(sizes, setting) + inputs_N
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """With the result of attention."""
+        """Return the bytes of results of linear layers and of attention."""
         return super().kept_results_bytes(sizes, setting) + self._result_bytes(sizes, setting)
 
     def _result_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """The result of attention, and a float32 statistic for every head and position."""
+        """Return the bytes of the attention result, and of log-sum-exp per head and position."""
         query, _ = head_widths(self.layer, setting.execution)
         result_N = setting.element_bytes * sizes.units_N * query
-        if self.layer.plain_scores:  # computed again from queries, keys and values
+        if self.layer.plain_scores:  # recomputed from queries, keys and values
             return result_N
         return result_N + 4 * self.layer.heads / setting.execution.tensor * sizes.units_N
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Projections and their gradients."""
+        """Return the bytes of projections and their gradients."""
         units_N = sizes.units_N
         size = setting.element_bytes
         query, key = head_widths(self.layer, setting.execution)
-        # Some towers rotate queries and keys in float32: copies, products and their sums.
+        # Some encoders apply rotary embeddings in float32: copies, products and their sums.
         projected_N = size * units_N * (query + 2 * key + self.layer.hidden_size)
         return Temporaries(
             projected_N + 20 * units_N * query, 2 * size * units_N * (query + 2 * key)
         )
 
     def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Queries, keys and values, and the result."""
+        """Return the all-to-all of queries, keys and values, and of the result."""
         layer = self.layer
         query, key = attended_widths(layer, setting.execution)
         values = (layer.value_dim or layer.head_dim) / layer.head_dim
@@ -172,60 +179,66 @@ class Attention(Component):
 
 
 class GatedAttention(Attention):
-    """Attention whose result is multiplied by a gate, which the queries' linear gives too."""
+    """Self-attention with an output gate, which the query projection computes."""
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for attention layers with an output gate."""
         return layer.output_gate and layer.mixer is None
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Twice as many rows for queries."""
+        """Return the projections. The query projection has twice the outputs."""
         linears = super().linears()
         hidden, query = linears["query"]
         return linears | {"query": (hidden, 2 * query)}
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """With the gate: sigmoid and product; in backward two products more, and both joined."""
+        """Return attention and the gate.
+
+        The gate is a sigmoid and a multiplication. The backward pass has two more multiplications,
+        and concatenates the gradients of queries and gate.
+        """
         passes = super().operators(sizes, setting)
         query, _ = head_widths(self.layer, setting.execution)
         moved_N = setting.element_bytes * sizes.units_N * query
         fused = setting.execution.compiled
-        # Fused, result and gate make one tensor, and in backward, with its gradient, two.
-        for own, passed, calls in (
+        # If fused, the forward pass reads result and gate and writes one tensor. The backward pass
+        # also reads a gradient, and writes two.
+        for of_pass, passed, calls in (
             (passes.forward, *((3, 1) if fused else (6, 3))),
             (passes.inputs, *((5, 1) if fused else (14, 6))),
         ):
-            own.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """The gate, before and after its sigmoid, and the gated result, which a linear reads."""
+        """Return the bytes of attention, of the gate and its sigmoid, and of the gated result."""
         query, _ = head_widths(self.layer, setting.execution)
-        # In float32 the norm of queries keeps all of what their linear gave, gate and all.
+        # In float32, the query norm saves the full result of the query projection with the gate.
         tensors = 1 + weights + (setting.element_bytes == 4)
         gates_N = setting.element_bytes * sizes.units_N * query * tensors
         return super().kept_bytes(sizes, setting, weights) + gates_N
 
 
 class LatentAttention(Attention):
-    """Attention whose keys and values are products of few features (DeepSeek's MLA).
+    """Multi-head latent attention (MLA, DeepSeek).
 
-    A part of each key, with its position, is the same for all heads. Values are padded to the width
-    of keys for the kernels, which this takes time and memory for.
+    Keys and values are projections of a low-rank latent vector. The rotary part of keys is shared
+    by all heads. Values are padded to the width of keys for the kernels, which is included in time
+    and memory.
     """
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for layers with latent keys and values."""
         return bool(layer.key_value_rank)
 
     def extra_readers(self) -> int:
-        """The product that gives the few features reads what queries do."""
+        """Return 1, because the latent projection reads the input of the query projection."""
         return 1
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Down to few features and up to all heads, for queries only in some models."""
+        """Return down and up projections. Only some models have latent queries."""
         layer = self.layer
         hidden = layer.hidden_size
         queries = layer.heads * layer.head_dim
@@ -244,18 +257,21 @@ class LatentAttention(Attention):
         }
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Heads are divided; every rank has the few features."""
+        """Return the shards. Heads are sharded, latent projections are replicated."""
         whole = {name: self.linears()[name] for name in self.replicated(tensor)}
         return super().sharded_linears(tensor) | whole
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Of the few features."""
+        """Return the norms of latent vectors."""
         ranks = self._ranks()
         return norm_operators(self.layer.norm, sizes.units_N * sum(ranks), len(ranks), setting)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Queries, keys, what keys and values come from, the result; few features, before and
-        behind their norms."""
+        """Return the saved bytes.
+
+        They are queries, keys, the up projection of keys and values, the result, and latent
+        vectors before and after their norms.
+        """
         layer = self.layer
         size = setting.element_bytes
         tensor = setting.execution.tensor
@@ -270,39 +286,39 @@ class LatentAttention(Attention):
         return kept_N + normed_N + scales_N + statistics_N
 
     def _ranks(self) -> list[int]:
-        """Numbers of few features: of keys and values, and of queries where they have some."""
+        """Return the latent sizes of keys and values and, if latent, of queries."""
         return [rank for rank in (self.layer.key_value_rank, self.layer.query_rank) if rank]
 
     def replicated(self, tensor: int) -> tuple[str, ...]:
-        """Those down to few features."""
+        """Return the latent projections."""
         down = ("query_down", "key_value_down")
         return tuple(name for name in down if name in self.linears())
 
 
 class CrossAttention(Attention):
-    """A second attention of the same sizes that reads the context (generators)."""
+    """Cross-attention of generators to their context, with the sizes of self-attention."""
 
     reads_context = True
 
     def extra_readers(self) -> int:
-        """Keys and values read the context, which is not the layer's own."""
+        """Return 0, because keys and values read the context."""
         return 0
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for layers with cross-attention."""
         return layer.cross_attention
 
     def rows_N(self, name: str, sizes: TaskSizes) -> Array:
-        """Keys and values are those of the context."""
+        """Return context tokens for keys and values, otherwise positions."""
         return sizes.contexts_N if name in ("key", "value") else sizes.units_N
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Scores, and the sums of values."""
+        """Return the FLOPs of scores and of weighted sums of values."""
         return 4 * self.layer.heads * self.layer.head_dim * sizes.cross_pairs_N
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """One fused kernel for each pass."""
+        """Return one fused kernel per pass."""
         units_N = sizes.units_N
         pairs_N = sizes.cross_pairs_N
         size = setting.element_bytes
@@ -314,13 +330,17 @@ class CrossAttention(Attention):
         return Operators([forward], [backward], [], [])
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Queries, keys, values, the result and its statistic. Where weights are trained, also what
-        a linear reads here, and what the time scales: results of both norms, and of attention and
-        feed-forward part. For each image, the shifts, scales and gates of the time. For every head,
-        masks, which there are if images differ."""
-        own = self.linears()
+        """Return the saved bytes.
+
+        - Queries, keys, values, the result and its log-sum-exp.
+        - If weights are trained, the input of a linear layer, and the tensors that the time
+          embedding scales: the results of both norms, of attention and of the MLP.
+        - Shifts, scales and gates of the time embedding per image.
+        - Masks per head, which images of different sizes require.
+        """
+        linears = self.linears()
         tensor = setting.execution.tensor
-        query, key = (own[name][1] / tensor for name in ("query", "key"))
+        query, key = (linears[name][1] / tensor for name in ("query", "key"))
         read = weights * (1 + 4 * setting.execution.residual_share)
         kept_N = sizes.units_N * (2 * query + read * self.layer.hidden_size)
         kept_N = kept_N + MODULATIONS * sizes.images_N * self.layer.hidden_size
@@ -329,11 +349,14 @@ class CrossAttention(Attention):
         return kept_N + self.layer.heads / tensor * (4 * sizes.units_N + masks_N)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Never more than those of the first attention."""
+        """Return 0, because self-attention has at least the same temporaries."""
         return Temporaries(0.0, 0.0)
 
     def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Each tensor-parallel rank has a part of the context's gradient: of its heads."""
+        """Return the all-reduce of the context gradient over tensor-parallel ranks.
+
+        Each rank computes the gradient of its heads.
+        """
         passes = Operators.none()
         if setting.execution.tensor > 1:
             whole_N = setting.element_bytes * sizes.contexts_N * self.layer.hidden_size
@@ -344,15 +367,15 @@ class CrossAttention(Attention):
 
 
 class Heads(Component):
-    """What happens to queries and keys between their projections and attention."""
+    """Norms, rotary embeddings and copies of queries and keys between projection and attention."""
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """Of layers with attention."""
+        """Return True for layers with attention."""
         return layer.mixer is None
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Of queries, keys and values."""
+        """Return the norms of queries, keys and values."""
         layer = self.layer
         if not layer.qk_norm:
             return Operators.none()
@@ -363,31 +386,34 @@ class Heads(Component):
         return norm_operators(layer.norm, elements_N, calls, setting, layer.norm_weight_float32)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Rotation, and copies."""
+        """Return rotary embeddings and copies."""
         layer = self.layer
         size = setting.element_bytes
         query, key = head_widths(layer, setting.execution)
         passes = Operators.none()
         if layer.rotary and setting.execution.compiled:
-            # With norms before it, forward reads once more what their sums have read.
-            for own, passed in ((passes.forward, 1 if layer.qk_norm else 2), (passes.inputs, 2)):
+            # After norms, the forward pass reads the tensor again that their sums have read.
+            for of_pass, passed in (
+                (passes.forward, 1 if layer.qk_norm else 2),
+                (passes.inputs, 2),
+            ):
                 moved_N = passed * size * sizes.units_N * (query + key)
-                own.append(Operator("elementwise", memory_bytes=moved_N, calls=2))
+                of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=2))
         elif layer.rotary:
             wide = max(size, 4) if layer.rotary_float32 else size
             casts = 4 + 4 * size if wide > size else 0
             rotated_N = sizes.units_N * (query + key)
-            for own, count in ((passes.forward, 10), (passes.inputs, 14)):
+            for of_pass, count in ((passes.forward, 10), (passes.inputs, 14)):
                 moved_N = (count * wide + casts) * rotated_N
-                own.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
+                of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
         if setting.execution.compiled:
-            # Gradients of values become contiguous; those of packed projections are joined.
+            # Gradients of values are made contiguous. Those of packed projections are concatenated.
             joined = 2 * (query + 2 * key) if layer.packed_qkv else 2 * key
             moved_N = size * sizes.units_N * joined
             passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=1))
         elif not layer.batched:
-            # Taking the only row of a batch, in backward; packed projections are joined again, in
-            # LLMs as a sum of slices.
+            # Backward pass of selecting the only sequence of a batch. Gradients of packed
+            # projections are also concatenated, in LLMs as a sum of slices.
             times, calls = 4, 6
             if layer.packed_qkv:
                 times, calls = (15, 14) if layer.causal else (6, 6)
@@ -396,7 +422,7 @@ class Heads(Component):
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Norms of queries, keys and values."""
+        """Return the bytes that norms of queries, keys and values save."""
         layer = self.layer
         if not layer.qk_norm:
             return 0.0
@@ -423,20 +449,30 @@ LAYER_COMPONENTS: list[type[Component]] = [
     SharedExpert,
     Adapters,
 ]
-"""All kinds of components, in the order in which their operators are listed."""
+"""Component classes, in the order of their operators."""
 
 
 def components_of(layer: LayerDescription) -> list[Component]:
-    """A layer's components."""
+    """Return the components of a layer."""
     return [kind(layer) for kind in LAYER_COMPONENTS if kind.is_in(layer)]
 
 
 def around_generator_bytes(
     module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
 ) -> Array:
-    """What the stage with layers [start, stop) of a generator keeps beside its layers and linears,
-    by task: the context that all layers read, unless it is the message that was received; masks;
-    where it ends, both sides of the last norm, and errors in float32."""
+    """Return the bytes that a generator stage saves outside of layers and linear layers, by task.
+
+    They are the context that all layers read (unless it is the received message), and masks. The
+    first stage also saves time embeddings. The last stage also saves input and output of the last
+    norm, and float32 errors of the loss.
+
+    Args:
+        module: Complete module.
+        start: First layer.
+        stop: Layer after the last layer.
+        sizes: Sizes of the tasks.
+        setting: Execution of the module.
+    """
     hidden = module.layers[0].hidden_size
     size = setting.element_bytes
     copied_N = (start == 0) | (sizes.contexts_N > sizes.given_N)
@@ -451,21 +487,32 @@ def around_generator_bytes(
 
 
 def head_widths(layer: LayerDescription, execution: Execution) -> tuple[float, float]:
-    """Features of queries, and of keys, that a rank's heads have."""
+    """Return the number of query features and of key features of a tensor-parallel rank."""
     query = layer.heads * layer.head_dim / execution.tensor
     return query, max(layer.kv_heads / execution.tensor, 1) * layer.head_dim
 
 
 def attended_widths(layer: LayerDescription, execution: Execution) -> tuple[float, float]:
-    """The same of what attention is computed with, for a rank's tokens. Ranks that share a row get
-    a whole head of keys at least, though others may have the same one."""
+    """Return the number of query and key features per token in attention.
+
+    A context-parallel rank has at least one full key head, which other ranks can also have.
+    """
     query, key = head_widths(layer, execution)
     return query, max(key, execution.context * layer.head_dim)
 
 
 def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:
-    """A norm's input (or two float32 differences from its mean), and, where its weight is trained,
-    its result before that weight."""
+    """Return the bytes that a norm saves.
+
+    They are its input, or two float32 differences from the mean. If the weight is trained, the
+    result before the weight is also saved.
+
+    Args:
+        kind: Norm type: "layer", "rms" or "centred".
+        elements: Number of values, by task.
+        element_bytes: Bytes of an element.
+        weights: Whether the weight of the norm is trained.
+    """
     if kind == "layer":
         return element_bytes * elements
     if kind == "centred":
@@ -476,19 +523,19 @@ def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: boo
 def normed_kept_bytes(
     layer: LayerDescription, elements: Array, setting: Setting, weights: bool
 ) -> Array:
-    """Return the bytes that a norm of a layer keeps; a compiled one keeps its input alone."""
+    """Return the bytes that a norm of a layer saves. A compiled norm saves only its input."""
     if setting.execution.compiled:
         return setting.element_bytes * elements
     return norm_kept_bytes(layer.norm, elements, normed_bytes(layer, setting), weights)
 
 
 def norm_scales(kind: str) -> int:
-    """float32 values that a norm keeps for each row: mean and deviation, or the latter."""
+    """Return the number of float32 statistics that a norm saves per position."""
     return 2 if kind == "layer" else 1
 
 
 def normed_bytes(layer: LayerDescription, setting: Setting) -> int:
-    """Of an element that the weight of a norm multiplies."""
+    """Return the bytes of an element that is multiplied by the weight of a norm."""
     return 4 if layer.norm_weight_float32 else setting.element_bytes
 
 

@@ -1,9 +1,9 @@
-"""Peak rates and sizes of devices, from data sheets and from the testbed sections of papers.
+"""Peak rates and memory sizes of devices, from data sheets and testbed sections of papers.
 
-Values are per device: dense matmuls by dtype (no sparsity), memory bandwidth and size, one
-direction of the fast link inside a node (NVLink), of the network between nodes and of the link to
-host memory (PCIe), and host memory. `torchmm.costs.operators` and `scripts/calibrate.py`
-have the fraction of these rates that an operator reaches.
+Values are per device: dense matmul FLOP/s by dtype (without sparsity), memory bandwidth and size,
+and host memory. Link bandwidths are for one direction: inside a node (NVLink), between nodes, and
+to host memory (PCIe). `torchmm.costs.operators` and `scripts/calibrate.py` define the fraction of
+these rates that operators achieve.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ class Link(NamedTuple):
 
 
 NODE = Link()
+"""Link between devices of the same node."""
 NETWORK = Link(nodes=2)
-"""Two devices of the same node, and of different nodes."""
+"""Link between devices of different nodes."""
 
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that plans may fill with states and activations; the rest is for messages,
-collectives and gaps of the allocator."""
+"""Fraction of device memory that plans can use for training states and activations.
+
+The rest is reserved for messages, collectives and fragmentation of the allocator."""
 
 BF16_TFLOPS = {
     "GB200": 2500.0,
@@ -50,32 +52,34 @@ BF16_TFLOPS = {
     "L40S": 362.0,
     "MI300X": 1307.4,
 }
-"""Peaks of dense bfloat16 matrix products (no sparsity) by what a device's name contains, first
-match wins. Source: the makers' data sheets; where one prints the sparse figure only, half of it.
-For SXM versions of Hopper the white paper prints the dense figure, 989.4; the data sheet's 1,979
-with sparsity is that figure doubled and rounded."""
+"""Peak TFLOP/s of dense bfloat16 matmuls by substring of the device name; first match applies.
+
+The source is the data sheet of the vendor. If it has only the sparse value, half of it is used. For
+SXM versions of Hopper, the white paper has the dense value of 989.4. The data sheet value of 1,979
+with sparsity is twice this value, rounded."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device and its links to others.
+    """A device and its links to other devices.
 
     Attributes:
-        name: as users write it.
-        peak_flops: FLOP/s of matrix products by dtype ("bfloat16", "float32", and "float8" where
-            there are such products).
-        memory_bytes_per_s: bandwidth of its own memory.
-        memory_bytes: size of its own memory.
-        node_bytes_per_s: to other devices of its node, one direction.
+        name: Name in recipes and on the command line.
+        peak_flops: Peak FLOP/s of matmuls by dtype: "bfloat16", "float32", and "float8" if
+            supported.
+        memory_bytes_per_s: Bandwidth of the device memory.
+        memory_bytes: Size of the device memory.
+        node_bytes_per_s: Bandwidth to other devices of the node, one direction.
         network_bytes_per_s: Network bandwidth of a node, one direction, divided by its devices. A
             group of ranks may use the network cards of its own ranks only, because other groups
             on the node communicate at the same time: n cards on g devices give each rank n / g.
-        devices_per_node: how many share the fast link.
-        asynchronous: whether the host queues kernels and goes on (GPUs); if not, every call's
-            overhead adds to its time.
-        source: where the numbers come from.
-        host_bytes_per_s: to the host's memory (PCIe), one direction; 0: it is the host's own.
-        host_memory_bytes: of that, per device.
+        devices_per_node: Number of devices that share the fast link.
+        asynchronous: Whether the host queues kernels without waiting (GPUs). If False, the overhead
+            of each call is part of its time.
+        source: Source of the values.
+        host_bytes_per_s: Bandwidth to host memory (PCIe), one direction. 0 if the device memory is
+            host memory.
+        host_memory_bytes: Host memory per device.
     """
 
     name: str
@@ -105,7 +109,7 @@ _AMPERE_NETWORK = (
     "PCIe 4 x16"
 )
 
-# Data sheets print NVLink and PCIe with both directions together: halves of that.
+# Data sheets list the sum of both directions for NVLink and PCIe, so values are halved.
 _H100 = Device(
     name="h100",
     peak_flops={
@@ -161,7 +165,7 @@ DEVICES: dict[str, Device] = {
         replace(
             _H100,
             name="h100_grand_teton",
-            # The mean of the H100 SXM and the H100 NVL, see the source.
+            # Mean of H100 SXM and H100 NVL, see the source.
             peak_flops={
                 "bfloat16": (BF16_TFLOPS["H100"] + BF16_TFLOPS["H100 NVL"]) / 2 * 1e12,
                 "float32": 66.9e12,
@@ -208,4 +212,4 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
-"""By name."""
+"""Devices by name."""

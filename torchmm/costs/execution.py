@@ -1,4 +1,9 @@
-"""How a module is run: over how many ranks it is split, what it recomputes, on which device."""
+"""Execution of a module: parallelism, recomputation, training states and placement.
+
+`Execution` has the settings of one module. `States` has the bytes of training states per
+parameter. `Setting` combines an `Execution` with the links of its process groups, and is the input
+of operator counts in addition to sizes.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +15,67 @@ from typing import Literal, NamedTuple
 from torchmm.costs.devices import NODE, Link
 
 Recompute = Literal["none", "selective", "full"]
+"""Activation checkpointing mode of the cost model."""
 
 
 class Matrices(NamedTuple):
-    """Matrices of one size that are one parameter of a layer."""
+    """Equal matrices that are stacked in one parameter of a layer."""
 
     inputs: float
     outputs: float
     stacked: int = 1
-    """Experts are stacked."""
+    """Number of matrices, which is the number of experts in an expert layer."""
 
     @property
     def small(self) -> float:
-        """The shorter side."""
+        """Minimum of inputs and outputs."""
         return min(self.inputs, self.outputs)
 
     @property
     def parameters(self) -> float:
-        """Of all of them."""
+        """Number of parameters of all matrices."""
         return self.stacked * self.inputs * self.outputs
 
     @property
     def orthogonal_flops(self) -> float:
-        """Of Muon's iterations: three products each, two of them with the whole."""
+        """FLOPs of 5 Newton-Schulz iterations of Muon.
+
+        Each iteration has three matmuls: X @ X.T, its square, and the product with X.
+        """
         return 5 * (4 * self.small * self.parameters + 2 * self.stacked * self.small**3)
 
     @property
     def iterated(self) -> float:
-        """The most values that are there in an iteration: four times the matrices and once a
-        square, or twice and four squares."""
+        """Maximum number of values in memory during an iteration.
+
+        It is either four times the matrices plus one square, or two times plus four squares.
+        """
         squares = self.stacked * self.small**2
         return max(4 * self.parameters + squares, 2 * self.parameters + 4 * squares)
 
 
 @dataclass(frozen=True)
 class States:
-    """What training holds on a device of every parameter, and what its update takes, in bytes.
+    """Bytes per parameter of training states, and of their update.
 
-    Gradients are not here: sums of them are float32 in any case.
+    Gradients are not included, because they are always accumulated in float32.
 
     Attributes:
-        weight: of a parameter between steps.
-        moments: of the optimizer, of a trained parameter.
-        layer_moments: the same of those in layers, which have others under Muon.
-        average: of a trained parameter's moving average.
-        updated: what the update of one reads and writes.
-        fused: the same of the kernel that updates on GPUs, clipping included.
-        visiting: moments that come from the host for the update, and go back.
-        orthogonal: whether layers' matrices are made orthogonal, which takes products.
-        portion: parameters that are updated together; 0: in place, which needs no room.
-        copy, moment_copy: of each of them meanwhile, in float32: of the parameter and its gradient
-            each, and of a moment; 0: updated where they are.
-        rounding: what putting one to rest takes beyond.
+        weight: Bytes of a parameter between steps.
+        moments: Bytes of optimizer moments per trained parameter.
+        layer_moments: Bytes of optimizer moments per trained parameter of layers. They differ from
+            `moments` for Muon.
+        average: Bytes of the moving average per trained parameter.
+        updated: Bytes that an update reads and writes per parameter.
+        fused: Bytes that the fused GPU kernel reads and writes per parameter, including clipping.
+        visiting: Bytes of offloaded moments that are copied to the device for the update.
+        orthogonal: Whether the matrices of layers are orthogonalized (Muon).
+        portion: Number of parameters per chunk of the update. If 0, updates are in place without
+            temporaries.
+        copy: Bytes of the float32 copy of a parameter, and of its gradient, during the update. 0 if
+            updated in place.
+        moment_copy: Bytes of the float32 copy of a moment during the update.
+        rounding: Bytes of temporaries for converting a parameter to its storage dtype.
     """
 
     weight: float = 4.0
@@ -78,62 +92,67 @@ class States:
     rounding: float = 0.0
 
     def room_bytes(self, trained: float) -> float:
-        """What an update needs for a moment: a portion's copies, and places for moments of the host
-        where one portion comes, one is computed with and one goes.
+        """Return the bytes of temporaries of an update.
+
+        They are the copies of one chunk, and buffers for the offloaded moments of three chunks:
+        one is copied to the device, one is updated, and one is copied back.
 
         Args:
-            trained: parameters of a rank.
+            trained: Number of trained parameters of a rank.
         """
         if not trained or not self.portion:
             return 0.0
-        places = min(3, ceil(trained / self.portion))
+        buffers = min(3, ceil(trained / self.portion))
         copies = self.copy + 2 * self.moment_copy + max(self.rounding, self.copy)
-        return min(self.portion, trained) * (copies + places * self.visiting)
+        return min(self.portion, trained) * (copies + buffers * self.visiting)
 
     def room_of_matrices_bytes(
         self, together: Sequence[Matrices], ranks: int, element_bytes: int
     ) -> float:
-        """The same of matrices that are made orthogonal: at most as many as ranks share them.
+        """Return the bytes of temporaries of one round of Muon.
 
-        Each rank gathers and iterates one, and has zeros in place of the others; results are put to
-        rest one by one.
+        Each rank gathers and orthogonalizes one matrix, and has zeros for the other matrices of
+        the round. Results are converted to their storage dtype one by one.
 
         Args:
-            together: which ranks do in one round.
-            element_bytes: in which they are made orthogonal.
+            together: Matrices of the round, at most one per rank.
+            ranks: Number of ranks that share the matrices.
+            element_bytes: Bytes of an element of the dtype of the iterations.
         """
-        every = sum(own.parameters for own in together)
-        largest = max(own.parameters for own in together)
+        every = sum(matrix.parameters for matrix in together)
+        largest = max(matrix.parameters for matrix in together)
         gathered = every if ranks > 1 else 0
-        iterating = (gathered + max(own.iterated for own in together)) * element_bytes
+        iterating = (gathered + max(matrix.iterated for matrix in together)) * element_bytes
         resting = (gathered + largest) * element_bytes
         resting += (2 * self.copy + self.rounding) * largest / ranks
-        # Each rank's part of all of them.
+        # Shards of all matrices.
         held = every / ranks * (element_bytes + self.moment_copy + 3 * self.visiting)
         return held + max(iterating, resting)
 
 
 FLOAT32 = States()
-"""Weights in float32, fused AdamW."""
+"""Training states of fused AdamW with float32 weights."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How one module runs.
+    """Parallelism and options of one module.
 
     Attributes:
-        tensor: tensor-parallel ranks.
-        sequence_parallel: whether activations between tensor-parallel regions are split too.
-        async_tensor: whether communication of linears overlaps with their matrix products.
-        expert: ranks out of `shard` that divide experts among themselves.
-        context: ranks out of `shard` that divide the LLM's tokens among themselves, and in
-            attention its heads; sizes of tasks are those of one of them (`module_tasks`).
-        shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
-        recompute: activation checkpointing.
-        compiled: whether torch.compile compiles its layers.
-        graphs: whether its layers are launched as CUDA graphs.
-        states: of its parameters.
-        reduces_each: whether FSDP2 reduces gradients in every backward, not once per step.
+        tensor: Tensor-parallel size.
+        sequence_parallel: Whether activations between tensor-parallel regions are sharded.
+        async_tensor: Whether tensor-parallel communication overlaps with matmuls (async TP).
+        shard: Number of data-parallel ranks that shard parameters.
+        replicate: Number of replicas of these groups (HSDP).
+        expert: Expert-parallel size, a divisor of `shard`.
+        context: Context-parallel size, a divisor of `shard`. Its ranks divide the tokens of the
+            LLM, and the heads in attention. Sizes of tasks are those of one rank (`module_tasks`).
+        recompute: Activation checkpointing mode.
+        compiled: Whether torch.compile compiles the layers.
+        graphs: Whether layers are launched as CUDA graphs.
+        states: Bytes of training states per parameter.
+        reduces_each: Whether FSDP2 reduces gradients in every backward pass instead of once per
+            step.
     """
 
     tensor: int = 1
@@ -156,28 +175,28 @@ class Execution:
 
     @property
     def sharing(self) -> int:
-        """Ranks that have a part of each parameter, or a copy of one."""
+        """Number of ranks that have a shard or a replica of each parameter."""
         return self.tensor * self.shard * self.replicate
 
     @property
     def residual_share(self) -> float:
-        """What share of the positions a rank has between tensor-parallel regions."""
+        """Fraction of the positions that a rank has between tensor-parallel regions."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
 
 class Setting(NamedTuple):
-    """What operators and bytes depend on besides sizes."""
+    """Inputs of operator and byte counts in addition to sizes."""
 
     execution: Execution
     element_bytes: int
-    """Of the compute dtype."""
+    """Bytes of an element of the compute dtype."""
     tensor_link: Link = NODE
     expert_link: Link = NODE
     context_link: Link = NODE
     segment_calls: bool = True
-    """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
+    """Whether attention has a call per run of equally long segments (CPU) instead of one call."""
     accumulated: float = 1.0
-    """Share of the backwards that add to gradients of others; a step's first one has none."""
+    """Fraction of the backward passes that add to existing gradients. The first one does not."""
 
     @property
     def on_gpu(self) -> bool:
@@ -186,6 +205,8 @@ class Setting(NamedTuple):
 
     @property
     def causal_block(self) -> int:
-        """Keys that fused attention computes together, masked or not: of torch's kernel for CPUs,
-        of FlashAttention."""
+        """Keys per block of fused attention with a causal mask.
+
+        The values are those of the CPU kernel of torch, and of FlashAttention.
+        """
         return 512 if self.segment_calls else 128

@@ -1,21 +1,27 @@
-"""FLOPs of one microbatch, forward and backward, for the LLM, the encoders *and* the generator.
+"""FLOPs of the forward and backward passes of encoders, LLM and generator.
 
-Counted is what the mathematics needs, not what a kernel executes: two FLOPs per multiply-add of
-matrix products; norms, softmax and element-wise work are left out, padding and recomputed
-activations count nothing. Attention among L tokens costs 4 * heads * head_dim * L * min(L, window)
-with L per packed segment (or per image), *without* halving it for causal masks: the convention
-of `torch.utils.flop_counter` and of PaLM's formula (arXiv 2204.02311, appendix B).
+FLOPs are those of the mathematics, not of the executed kernels. A multiply-add of a matmul is two
+FLOPs. Norms, softmax, element-wise operators, padding and recomputed activations are not included.
+Attention among L tokens has 4 * heads * head_dim * L * min(L, window) FLOPs, with L per packed
+document or per image. Causal masks do not halve this count. `torch.utils.flop_counter` and PaLM
+(arXiv 2204.02311, appendix B) have the same convention.
 
-Backward costs once the forward per gradient that is needed: weight gradients (trainable module),
-input gradients (something upstream is trainable). Attention products have two inputs and no
-weights: twice. So a frozen encoder has no backward, and a frozen LLM after a trainable encoder
-has only input gradients, and one with adapters these and adapters' weight gradients.
+A backward pass has the FLOPs of the forward pass once per required gradient:
 
-Cutting modules and ordering tasks need no more than that: FLOPs are a unit that all modules share.
-They follow from what microbatches contain, so a
-data set with many images gives the encoder a larger share of the ranks, and a microbatch with many
-images longer encoder tasks. How fast a device does them is left out: it matters where modules
-differ in efficiency, which only a measurement tells.
+    module                                    inputs              weights
+    trainable, with trainable sources         dense + 2 * pairs   dense
+    trainable, without trainable sources      within the module   dense
+    frozen, with trainable sources            dense + 2 * pairs   -
+    frozen, with adapters                     within the module   adapters
+    frozen, without trainable sources         -                   -
+
+`dense` is the FLOPs of matmuls with weights. `pairs` is the FLOPs of matmuls between activations,
+which have two inputs and no weights.
+
+Partitioning modules into stages and ordering tasks require only FLOPs, which are a common unit of
+all modules. FLOPs depend on the contents of microbatches: a data set with many images results in
+more encoder ranks, and a microbatch with many images in longer encoder tasks. The efficiency of
+devices is in `torchmm.balance.costs`.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 
 class ModuleFlops(NamedTuple):
-    """FLOPs of one module for one microbatch, over all tensor-parallel ranks together."""
+    """FLOPs of one module for one microbatch, summed over tensor-parallel ranks."""
 
     forward: int
     backward: int
@@ -55,20 +61,21 @@ class PassFlops(NamedTuple):
 
     forward_N: Array
     inputs_N: Array
-    """Backward for inputs."""
+    """Backward pass for inputs."""
     weights_N: Array
-    """Backward for weights."""
+    """Backward pass for weights."""
 
 
 def microbatch_flops(
     modules: Sequence[ModuleDescription], meta: MicrobatchMeta, targets: int | None = None
 ) -> dict[str, ModuleFlops]:
-    """FLOPs by module name.
+    """Return the FLOPs of each module for one microbatch.
 
     Args:
-        modules: encoders, LLM and generator.
-        meta: what the microbatch contains.
-        targets: positions that count in the loss, for the LM head; None: all used tokens.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        meta: Metadata of the microbatch.
+        targets: Number of positions that are included in the loss, for the LM head. If None, all
+            tokens without padding.
     """
     count = meta.used_tokens if targets is None else targets
     reached = gradients_arrive(modules, meta)
@@ -86,7 +93,7 @@ def microbatch_flops(
 
 
 def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
-    """By module: whether something trained before it feeds it in a microbatch."""
+    """Return a flag per module: True if it has a trained source in a microbatch."""
     encoders = any(
         meta.images_read_by(m.name) and (learns(m) or m.connector_trainable)
         for m in modules
@@ -127,24 +134,24 @@ def _arriving(
     module: ModuleDescription,
     microbatches: Sequence[MicrobatchMeta],
 ) -> NDArray[np.bool_]:
-    """Return whether a gradient leaves a module backwards, by microbatch (`gradients_arrive`)."""
+    """Return a flag per microbatch: True if a module sends a gradient to its sources."""
     if module.kind == "encoder":
         return np.zeros(len(microbatches), bool)
     sources = [m for m in modules if m.kind == "encoder" and (learns(m) or m.connector_trainable)]
-    found = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
+    has_source = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
     is_trained = module.kind == "generator" and any(learns(m) for m in modules if m.kind == "llm")
-    return np.array(found, bool) | is_trained
+    return np.array(has_source, bool) | is_trained
 
 
 def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) -> TaskSizes | None:
-    """A whole microbatch as one task, without padding; None if there is nothing to process."""
+    """Return the sizes of a microbatch as one task without padding, or None without inputs."""
     return _useful_sizes(module, [meta], [targets])[1]
 
 
 def _useful_sizes(
     module: ModuleDescription, microbatches: Sequence[MicrobatchMeta], targets: Sequence[int]
 ) -> tuple[NDArray[np.int64], TaskSizes | None]:
-    """Return which microbatches a module processes, and their sizes without padding."""
+    """Return the indices of the microbatches of a module, and their sizes without padding."""
     if module.kind == "llm":
         at = np.arange(len(microbatches))
         return at, llm_sizes(microbatches, targets, padding=False)
@@ -152,10 +159,13 @@ def _useful_sizes(
 
 
 def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> PassFlops:
-    """FLOPs of a chain of blocks.
+    """Return the FLOPs of consecutive blocks.
 
     Args:
-        arrives: whether a gradient goes back to what stands before the chain; an array: by task.
+        blocks: Blocks in forward order.
+        sizes: Sizes of the tasks.
+        arrives: Whether the first block sends a gradient to its source. An array has one flag per
+            task.
     """
     forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
     for block, inputs, weights in gradients(blocks, arrives):
@@ -172,15 +182,16 @@ def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> Pass
 def module_layers(
     modules: Sequence[ModuleDescription], microbatches: Sequence[MicrobatchMeta]
 ) -> list[ModuleLayers]:
-    """Modules as `torchmm.pipelining.schedules.layouts` cuts them; costs are of forward and
-    backward.
+    """Return the modules with a cost per layer, the input of the partition into stages.
+
+    Costs are the mean FLOPs of forward and backward passes.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        microbatches: over which costs are averaged.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches to average over.
 
     Raises:
-        ValueError: no microbatches.
+        ValueError: `microbatches` is empty.
     """
     if not microbatches:
         raise ValueError("no microbatches for averaging costs")
@@ -191,7 +202,8 @@ def module_layers(
         of_layers = [i for i, block in enumerate(blocks) if isinstance(block, Layers)]
         layers = [costs[i] / blocks[i].count for i in of_layers for _ in range(blocks[i].count)]
         first = of_layers[0] if of_layers else len(blocks)
-        draws = module.kind == "generator"  # and has its connector before its layers
+        # The connector of a generator precedes its layers.
+        is_generator = module.kind == "generator"
         result.append(
             ModuleLayers(
                 name=module.name,
@@ -201,8 +213,9 @@ def module_layers(
                 trainable=tuple(module.trainable or bool(o.adapters) for o in module.layers),
                 pre_cost=sum(costs[:first]),
                 post_cost=sum(costs[first + len(of_layers) :]),
-                pre_trainable=module.trainable or (draws and module.connector_trainable),
-                post_trainable=module.trainable or (not draws and module.connector_trainable),
+                pre_trainable=module.trainable or (is_generator and module.connector_trainable),
+                post_trainable=module.trainable
+                or (not is_generator and module.connector_trainable),
                 tied=module.tied,
             )
         )
@@ -215,7 +228,7 @@ def _mean_costs(
     blocks: Sequence[Block],
     microbatches: Sequence[MicrobatchMeta],
 ) -> list[float]:
-    """FLOPs of forward and backward of every block of a whole module, mean over microbatches."""
+    """Return the mean FLOPs per microbatch of each block, forward and backward."""
     counts = [text_tokens(meta) for meta in microbatches]
     at, sizes = _useful_sizes(module, microbatches, counts)
     if sizes is None:
@@ -235,16 +248,20 @@ def task_durations(
     microbatches: Sequence[MicrobatchMeta],
     targets: Sequence[int] | None = None,
 ) -> Callable[[Action], float]:
-    """FLOPs of the F, B, I and W of a step's tasks, for planners; mirrors share a stage's.
+    """Return a function from F, B, I and W actions to FLOPs, for planners.
+
+    The mirrors of a stage share its FLOPs equally.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        microbatches: of the graph.
-        targets: positions that count in the loss, by microbatch; None: all text.
+        graph: Task graph of the step.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the graph.
+        targets: Number of positions that are included in the loss, by microbatch. If None, all
+            text tokens.
 
     Raises:
-        ValueError: the graph has another number of microbatches, or more sub-microbatches than
-            there are images.
+        ValueError: The graph has a different number of microbatches, or more sub-microbatches than
+            images.
     """
     counts = targets or [text_tokens(meta) for meta in microbatches]
     by_name = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
@@ -253,11 +270,11 @@ def task_durations(
         tasks = by_name[stage.module]
         blocks = stage_blocks(tasks.module, stage.start, stage.stop)
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        # A generator's padding differs from task to task, and takes time as all else does.
+        # Generator tasks have different padding, which requires time, so it is included.
         sizes = tasks.sizes if tasks.module.kind == "generator" else tasks.useful
-        found = pass_flops(blocks, sizes, arrives_N)
-        backward_N = found.inputs_N + found.weights_N
-        values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
+        of_passes = pass_flops(blocks, sizes, arrives_N)
+        backward_N = of_passes.inputs_N + of_passes.weights_N
+        values = (of_passes.forward_N, backward_N, of_passes.inputs_N, of_passes.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):
             for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
                 flops[kind, stage.index, *key] = value / len(graph.layout.mirrored[stage.index])

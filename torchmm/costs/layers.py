@@ -1,33 +1,47 @@
-"""What a transformer layer costs: sums over its components; how many parameters a stage has.
+"""Costs of a transformer layer, and number of parameters of a stage.
 
-**Operators** are what really runs, call by call, in forward and backward. Numbers of calls and
-bytes are those of Hugging Face's layers in eager PyTorch on one rank of a tensor-parallel group: an
-RMSNorm is six element-wise calls that read or write its input seven times. They were counted on
-real layers (tests compare), so efficiencies measured on single operators apply. Unlike the FLOPs of
-`torchmm.costs.flops`, what is not mathematics counts too: padding, and the scores that
-fused attention computes again in backward; causal attention skips the masked half.
+The costs of a layer are sums over its components (`torchmm.costs.components`), plus norms,
+residual additions and tensor-parallel communication. Four quantities describe a layer on one
+tensor-parallel rank:
 
-**Compiled layers** run matrix products and attention as before. Operators between them become fused
-kernels that read and write each tensor once: 9 values a token and feature instead of 40 for norms
-and residuals of a forward. Numbers are those of Inductor's scheduler for real layers (tests
-compare).
+    quantity     function                 lifetime
+    operators    layer_operators          -
+    kept bytes   layer_kept_bytes         from F to B (or I)
+    gradients    layer_gradients_bytes    from I to W, in addition to the kept bytes
+    temporary    layer_temporary_bytes    while one task runs
 
-**Kept bytes** are the tensors that autograd saves, each once: inputs of trained linears, both sides
-of norms, what attention and activation functions need. RMSNorms keep float32 copies of their input.
-With activation recomputation a layer keeps its input ("full"), or that and the results of matrix
-products and attention ("selective"). Between the two halves of a split backward (I and W) torch
-keeps the whole graph, and with it the gradients of all results of linears and norms: more than
-before, not less. Layers share rotary tables, which `shared_bytes` has.
+    memory
+      ^          ______ temporary ______
+      |         |                       |
+      |   ______|  kept bytes           |______ gradients (split backward only)
+      |  |                                     |
+      +--F----------------------------I--------W-----> time
 
-**Temporary bytes** are what a running task needs beyond what it keeps: gradients of a layer's
-results, of its weights before they are added to those of other microbatches, results of a layer
-that is about to run again, float32 copies in norms and rotary embeddings. They are bounds, not
-sums: the largest of what attention, feed-forward network and norms have at one time, found by
-following every allocation of real layers of each family, with weights, in each mode of
-recomputation; tests do.
+**Operators** are the calls of Hugging Face layers in eager PyTorch. For example, an RMSNorm is six
+element-wise calls that read or write its input seven times. The counts match real layers (tests
+compare), so efficiencies of single operators apply. `torchmm.costs.flops` counts mathematical
+FLOPs only. Operators also include padding and the scores that fused attention computes again in
+the backward pass. Causal attention skips the masked half.
 
-Left out: buffers inside one operator, such as a kernel's scratch space, and states of random
-generators (5 KB on the host for each layer that is run again).
+**Compiled layers** have the same matmuls and attention calls. Inductor fuses the operators between
+them into kernels that read and write each tensor once. Norms and residuals of a forward pass move
+9 values per token and feature instead of 40. The counts match the Inductor scheduler for real
+layers (tests compare).
+
+**Kept bytes** are the tensors that autograd saves, each counted once: inputs of trained linear
+layers, input and output of norms, and tensors for attention and activation functions. RMSNorms
+save float32 copies of their input. With "full" recomputation, a layer saves its input. With
+"selective", it also saves the results of matmuls and attention. Between I and W, torch retains the
+full graph and the gradients of all results of linear layers and norms. A split backward pass
+therefore needs more memory, not less. Layers share rotary tables (`shared_bytes`).
+
+**Temporary bytes** are bounds, not sums. They are the maximum over attention, MLP and norms of
+the gradients of results, the weight gradients of the current microbatch, recomputed results, and
+float32 copies in norms and rotary embeddings. Tests compare them with the recorded allocations of
+real layers of each family, in each recomputation mode.
+
+Not included: scratch space inside kernels, and states of random generators (5 KB of host memory
+for each recomputed layer).
 """
 
 from __future__ import annotations
@@ -60,17 +74,20 @@ from torchmm.costs.operators import (
 from torchmm.costs.sizes import Array, TaskSizes
 
 KEPT_KINDS: tuple[Kind, ...] = ("matmul", "attention", "tensor_linear")
-"""What selective recomputation does not run again."""
+"""Operator classes whose results selective recomputation saves instead of recomputing."""
 
 
 def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of matrix products with weights for a layer's own positions, by name."""
+    """Return (inputs, outputs) of the linear layers that read hidden states, by name.
+
+    Linear layers that read the context of a generator are not included.
+    """
     components = [c for c in components_of(layer) if not c.reads_context]
     return {name: size for c in components for name, size in c.linears().items()}
 
 
 def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
-    """The same of the matrix products that a tensor-parallel rank computes."""
+    """Return (inputs, outputs) of the `layer_linears` shards of a rank, by name."""
     components = [c for c in components_of(layer) if not c.reads_context]
     return {name: size for c in components for name, size in c.local_linears(tensor).items()}
 
@@ -78,14 +95,17 @@ def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
 def matrix_rounds(
     module: ModuleDescription, start: int, stop: int, ranks: int, expert: int
 ) -> list[list[Matrices]]:
-    """What Muon moves of layers [start, stop), in the rounds in which it does.
+    """Return the matrices of layers [start, stop) in the rounds in which Muon gathers them.
 
     Args:
-        ranks: that share each parameter, and take turns.
-        expert: ranks that divide experts, which then have rounds of their own.
+        module: Complete module.
+        start: First layer.
+        stop: Layer after the last layer.
+        ranks: Number of ranks that share each parameter. In a round, each rank updates one matrix.
+        expert: Expert-parallel size. If it is larger than 1, experts have separate rounds.
     """
-    every = [own for layer in module.layers[start:stop] for own in _matrices(module, layer)]
-    groups = [[own for own in every if own.stacked == 1], [own for own in every if own.stacked > 1]]
+    every = [m for layer in module.layers[start:stop] for m in _matrices(module, layer)]
+    groups = [[m for m in every if m.stacked == 1], [m for m in every if m.stacked > 1]]
     return [
         group[first : first + ranks]
         for group in (groups if expert > 1 else [every])
@@ -94,25 +114,28 @@ def matrix_rounds(
 
 
 def _matrices(module: ModuleDescription, layer: LayerDescription) -> list[Matrices]:
-    """Those of a layer's parameters that are trained and matrices."""
+    """Return the trained matrices of a layer."""
     if layer.adapters:
         return Adapters(layer).matrices()
     if not module.trainable:
         return []
-    return [own for component in components_of(layer) for own in component.matrices()]
+    return [matrix for component in components_of(layer) for matrix in component.matrices()]
 
 
 @cache
 def layer_parameters(layer: LayerDescription, tensor: int = 1, expert: int = 1) -> float:
-    """Parameters that a layer computes with on one rank; no biases and norms where the description
-    has none.
+    """Return the number of parameters of a layer on one rank.
+
+    Biases and norms are included if the description of the layer includes them.
 
     Args:
-        expert: ranks that divide experts among themselves; without tensor parallelism.
+        layer: Description of the layer.
+        tensor: Tensor-parallel size.
+        expert: Expert-parallel size, which requires `tensor` = 1.
     """
     components = components_of(layer)
-    products = sum(c.parameters(1) for c in components)
-    rest: float = max(0, layer.parameters - products)
+    matmuls = sum(c.parameters(1) for c in components)
+    rest: float = max(0, layer.parameters - matmuls)
     if any(c.splits_rest for c in components):
         rest /= tensor
     whole = sum(c.parameters(tensor) for c in components) + rest
@@ -122,33 +145,36 @@ def layer_parameters(layer: LayerDescription, tensor: int = 1, expert: int = 1) 
 def trained_parameters(
     module: ModuleDescription, layer: LayerDescription, tensor: int = 1, expert: int = 1
 ) -> float:
-    """Those of them that are trained: all, none, or adapters."""
+    """Return the number of trained parameters of a layer on one rank: all, none, or adapters."""
     if layer.adapters:
         return Adapters(layer).parameters(tensor)
     return module.trainable * layer_parameters(layer, tensor, expert)
 
 
 def module_tensors(module: ModuleDescription, start: int, stop: int) -> float:
-    """Return about how many trained parameters layers [start, stop) have: weights and norms."""
-    found = 0.0
+    """Return the approximate number of trained tensors (weights, norms) of layers [start, stop)."""
+    tensors = 0.0
     for layer, equal in groupby(module.layers[start:stop]):
         count = len(list(equal))
         if layer.adapters:
-            found += count * 2 * len(layer.adapters)
+            tensors += count * 2 * len(layer.adapters)
         elif module.trainable:
             norms = _norm_count(layer, _sublayers(layer)) + 2 * layer.qk_norm
-            found += count * (norms + len(layer_linears(layer)))
-    return found + 1
+            tensors += count * (norms + len(layer_linears(layer)))
+    return tensors + 1
 
 
 def learns(module: ModuleDescription) -> bool:
-    """Whether anything of a module but its connector is trained."""
+    """Return True if a module has trained parameters outside of its connector."""
     return module.trainable or any(layer.adapters for layer in module.layers)
 
 
 @cache
 def expert_parameters(layer: LayerDescription) -> float:
-    """Parameters of all experts of a layer; norms and biases of the others are taken for theirs."""
+    """Return the number of parameters of all experts of a layer.
+
+    Norms and biases of the layer are counted as parameters of experts.
+    """
     components = components_of(layer)
     chosen = sum(
         prod(size)
@@ -162,7 +188,7 @@ def expert_parameters(layer: LayerDescription) -> float:
 
 
 def layer_flops(layer: LayerDescription, sizes: TaskSizes) -> tuple[Array, Array]:
-    """Forward FLOPs: (products with weights, products between activations)."""
+    """Return the forward FLOPs of matmuls with weights, and of matmuls between activations."""
     nothing_N = sizes.units_N * 0.0
     components = components_of(layer)
     dense_N = nothing_N + sum(c.flops_N(sizes) for c in components)
@@ -170,7 +196,7 @@ def layer_flops(layer: LayerDescription, sizes: TaskSizes) -> tuple[Array, Array
 
 
 def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    """Operators of one layer, on one rank."""
+    """Return the operators of one layer on one rank."""
     components = components_of(layer)
     linears = _linears(layer, sizes, setting)
     passes = _norms(layer, sizes, setting)
@@ -186,14 +212,15 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
     parameters = sum(component.gradients(setting) for component in components)
     tensors = sum(len(c.local_linears(setting.execution.tensor)) for c in components)
     passes.weights.append(accumulate(parameters, setting, tensors))
-    if layer.adapters:  # all else is frozen
+    if layer.adapters:  # all other weights are frozen
         passes.weights[:] = Adapters(layer).operators(sizes, setting).weights
     if setting.execution.compiled:
         passes.forward.append(Operator("compiled_call"))
         passes.inputs.append(Operator("compiled_call"))
     mode = setting.execution.recompute
     if mode != "none":
-        ends = layer.norm_place in ("before", "shared")  # else a norm needs the last product
+        # With other norm placements, the backward pass of a norm needs the last matmul.
+        ends = layer.norm_place in ("before", "shared")
         products = len(local_linears(layer, setting.execution.tensor))
         last = linears.forward[products - 1] if ends else None
         weighed = bool(layer.experts and not layer.shared_ffn_size)
@@ -204,11 +231,17 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
 def _again(
     forward: list[Operator], last: Operator | None, mode: Recompute, weighed: bool
 ) -> Iterator[Operator]:
-    """What is run again. torch stops where the last tensor is there that backward needs: before the
-    layer's last product, whose result is summed over ranks after it; None: at the end.
+    """Yield the operators that the backward pass recomputes.
+
+    torch stops the recomputation after the last tensor that the backward pass needs. It skips the
+    last matmul of the layer and the tensor-parallel reduction of its result.
 
     Args:
-        weighed: whether shares of experts multiply that result, which backward needs then.
+        forward: Operators of the forward pass.
+        last: Last matmul of the layer. If None, the complete layer is recomputed.
+        mode: Recomputation mode, "selective" or "full".
+        weighed: Whether expert weights multiply the result of `last`, which the backward pass then
+            needs.
     """
     for operator in forward:
         unneeded = (operator is last and not weighed) or operator.kind == "compiled_call"
@@ -223,28 +256,30 @@ def _again(
 
 
 def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
-    """Branches of the residual stream; on request without those that read a context."""
+    """Return the number of residual branches, optionally without cross-attention branches."""
     components = components_of(layer)
     return sum(c.sublayer and (context or not c.reads_context) for c in components)
 
 
 def _norm_count(layer: LayerDescription, sublayers: int) -> int:
-    """Norms of all features, but the router's."""
+    """Return the number of norms over all features, without the norm of the router."""
     if layer.norm_place == "shared":
         return 1 + layer.more_norms
     return sublayers * (2 if layer.norm_place == "around" else 1) + layer.more_norms
 
 
 def keeps_input(layer: LayerDescription, setting: Setting, *, weights: bool) -> bool:
-    """Whether a layer keeps its input itself, and not just what it makes of it in float32.
+    """Return True if a layer saves its input, and not only a float32 copy of it.
 
     Args:
-        weights: whether its weights are trained.
+        layer: Description of the layer.
+        setting: Execution of the layer.
+        weights: Whether the weights of the layer are trained.
     """
     if setting.execution.recompute != "none":
-        return True  # from there it runs again
+        return True  # recomputation starts from the input
     if layer.norm_place == "behind":
-        return weights  # the input of linears
+        return weights  # the input of linear layers
     return layer.norm == "layer" or (layer.norm == "rms" and setting.element_bytes == 4)
 
 
@@ -256,11 +291,12 @@ def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Opera
 
 
 def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    """Matrix products with weights: those for the layer's own positions, then the others."""
+    """Return the matmuls with weights: those on hidden states, then those on a context."""
     components = sorted(components_of(layer), key=lambda c: c.reads_context)
     every = [product for component in components for product in component.products(sizes, setting)]
     blocks = setting.execution.tensor if setting.execution.async_tensor else 1
-    # A block of rows per rank: smaller matmuls are less efficient. Weight gradients stay whole.
+    # Async TP splits each matmul into one block per rank. Small matmuls are less efficient. Matmuls
+    # for weight gradients are not split.
     split = [product._replace(calls=blocks * product.calls) for product in every]
     passes = Operators(split, list(split), list(every), [])
     if layer.rounded is not None:
@@ -274,7 +310,10 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
 
 
 def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    """Adding to the residual stream; in backward, gradients of what several products read."""
+    """Return the additions to the residual stream.
+
+    In the backward pass, these are sums of gradients of tensors that several matmuls read.
+    """
     size = setting.element_bytes
     share = setting.execution.residual_share
     elements = sizes.units_N * layer.hidden_size
@@ -282,8 +321,9 @@ def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
     readers = sum(c.extra_readers() for c in components_of(layer))
     readers += layer.norm_place == "shared"
     if setting.execution.compiled:
-        # The kernels of norms add: a forward reads what is added, and the last kernel writes the
-        # sum of all. A backward reads one more gradient for each sum and reader, in weights too.
+        # Norm kernels include the additions. In the forward pass, they read the summands, and the
+        # last kernel writes the sum. In the backward pass, they read one more gradient for each
+        # sum and reader, also for weight gradients.
         first, second, third = (
             Operator("elementwise", memory_bytes=passed * size * elements, calls=calls)
             for passed, calls in (
@@ -302,7 +342,7 @@ def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
 
 
 def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    """Tensor parallelism: a sum after each sublayer, and of gradients before it."""
+    """Return the tensor-parallel reductions: after each sublayer, and of gradients before it."""
     execution = setting.execution
     link = setting.tensor_link
     tensor = setting.execution.tensor
@@ -313,7 +353,7 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
     forward = list(_reduction(whole, regions, setting))
     forward.append(Operator("tensor_linear", calls=len(layer_linears(layer))))
     weights = []
-    if execution.async_tensor:  # gathered inputs are not kept
+    if execution.async_tensor:  # gathered inputs are not saved
         again = whole * (tensor - 1) / tensor
         weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
         weights.append(Operator("copy", memory_bytes=2 * again, calls=0))
@@ -329,7 +369,7 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
 
 
 def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:
-    """Sums over the ranks, in one piece or as scatter and gather."""
+    """Yield all-reduces or, with sequence parallelism, reduce-scatters and all-gathers."""
     execution = setting.execution
     link = setting.tensor_link
     size = execution.tensor
@@ -341,24 +381,27 @@ def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]
     yield Operator("reduce_scatter", network_bytes=sent, calls=calls, link=link)
     yield Operator("all_gather", network_bytes=sent, calls=calls, link=link)
     if execution.async_tensor:
-        # Blocks are read and written while matmuls run, and take memory bandwidth from them. A
-        # scatter adds up the blocks of all ranks at the end.
+        # Blocks are copied while matmuls run, which uses memory bandwidth. The reduce-scatter sums
+        # the blocks of all ranks at the end.
         yield Operator("copy", memory_bytes=2 * 2 * sent + whole, calls=calls)
         return
     yield Operator("sequence_exchange", calls=2 * calls)
     if setting.segment_calls:
-        # DTensors put the ranks' slices one after the other before they are scattered and after
-        # they were gathered. Counted on CPUs only, where it was measured.
+        # DTensor reorders the slices of the ranks before a scatter and after a gather. This was
+        # measured on CPUs only, so it is included on CPUs only.
         yield Operator("copy", memory_bytes=4 * whole, calls=2 * calls)
 
 
 def layer_kept_bytes(
     layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
 ) -> Array:
-    """What one layer keeps, by task.
+    """Return the bytes that autograd saves for one layer, by task.
 
     Args:
-        weights: whether its weights, or adapters of its linears, are trained.
+        layer: Description of the layer.
+        sizes: Sizes of the tasks.
+        setting: Execution of the layer.
+        weights: Whether weights of the layer, or adapters of its linear layers, are trained.
     """
     execution = setting.execution
     element_bytes = setting.element_bytes
@@ -376,23 +419,26 @@ def layer_kept_bytes(
     kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_share
     gathered = execution.residual_share if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
-    if element_bytes == 4 or execution.compiled:  # no copies of what norms read
+    if element_bytes == 4 or execution.compiled:  # norms save no copies
         kept_N -= layer.norms_of_same * element_bytes * input_N
     read = 1 if layer.norm_place == "shared" else sublayers
-    kept_N += read * weights * element_bytes * inputs_N  # by linears
+    kept_N += read * weights * element_bytes * inputs_N  # inputs of linear layers
     return kept_N + sum(c.kept_bytes(sizes, setting, weights) for c in components)
 
 
 def received_bytes(
     layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
 ) -> Array:
-    """What a stage's input holds beside what its first layer keeps, by task.
+    """Return the bytes of the stage input that are not counted in `layer_kept_bytes`, by task.
 
-    The runtime keeps what a stage received, for its gradient, whatever its first layer keeps: that
-    is the same tensor or something else, such as what a norm in float32 has read.
+    The runtime retains the received input of a stage until its gradient is computed. The first
+    layer saves either this tensor or another one, such as the float32 input of a norm.
 
     Args:
-        weights: whether the layer's are trained.
+        layer: First layer of the stage.
+        sizes: Sizes of the tasks.
+        setting: Execution of the layer.
+        weights: Whether the weights of the layer are trained.
     """
     same = keeps_input(layer, setting, weights=weights)
     received_N = sizes.units_N * layer.hidden_size * setting.execution.residual_share
@@ -400,16 +446,16 @@ def received_bytes(
 
 
 def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int) -> Array:
-    """What the layers of a stage keep together: cosines and sines of positions."""
+    """Return the bytes that the layers of a stage share: rotary cosines and sines, by task."""
     layer = module.layers[0]
     if module.kind != "llm" and layer.norm != "rms":
-        return sizes.units_N * 0.0  # towers with layer norms add positions instead
+        return sizes.units_N * 0.0  # encoders with LayerNorm add position embeddings instead
     size = element_bytes if module.kind == "llm" and not layer.rotary_float32 else 4
     return 2 * size * sizes.units_N * layer.head_dim
 
 
 def layer_gradients_bytes(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Array:
-    """Gradients of results that wait for W after I, besides what was kept, by task."""
+    """Return the bytes of gradients that are saved from I to W, by task."""
     execution = setting.execution
     linears = local_linears(layer, execution.tensor).values()
     normed = _sublayers(layer, context=False) * layer.hidden_size * execution.residual_share
@@ -420,30 +466,34 @@ def layer_gradients_bytes(layer: LayerDescription, sizes: TaskSizes, setting: Se
 def layer_temporary_bytes(
     layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
 ) -> Array:
-    """The most that one layer needs beyond what is kept of it, by task, in forward or backward.
+    """Return the maximum bytes of temporaries of one layer in any pass, by task.
 
-    In a backward that runs the layer again, its activations come on top.
+    Activations of a layer that the backward pass recomputes are not included.
 
     Args:
-        weights: whether they are trained.
+        layer: Description of the layer.
+        sizes: Sizes of the tasks.
+        setting: Execution of the layer.
+        weights: Whether the weights of the layer are trained.
     """
     units_N = sizes.units_N
     hidden = layer.hidden_size
-    own = [c.temporaries(sizes, setting) for c in components_of(layer)]
+    temporaries = [c.temporaries(sizes, setting) for c in components_of(layer)]
     casts_N = cast_bytes(layer.rounded, components_of(layer), sizes, setting)
     norms_N = (16 if layer.norm == "rms" else 0) * units_N * hidden
-    backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in own)], axis=0)
+    backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in temporaries)], axis=0)
     if weights:
         backward_N = backward_N + _weight_gradient_bytes(layer, setting)
-    forward_N = [t.forward_N + 0 * units_N for t in own]
-    most_N = np.max([backward_N, *forward_N], axis=0) + casts_N
-    return setting.element_bytes * units_N * hidden + most_N
+    forward_N = [t.forward_N + 0 * units_N for t in temporaries]
+    peak_N = np.max([backward_N, *forward_N], axis=0) + casts_N
+    return setting.element_bytes * units_N * hidden + peak_N
 
 
 def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
-    """Gradients of one microbatch before they are added to those of others.
+    """Return the bytes of the weight gradients of one microbatch before their accumulation.
 
-    FSDP adds those of a layer together, after its backward, and casts one after the other.
+    FSDP2 accumulates all gradients of a layer after the backward pass of the layer, and casts them
+    one by one.
     """
     execution = setting.execution
     element_bytes = setting.element_bytes
@@ -457,34 +507,34 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, and the bytes of what training holds of them."""
+    """Numbers of parameters, and the bytes of their training states."""
 
     all: float
     trained: float
     in_layers: float = 0.0
-    """Of the trained ones."""
+    """Number of trained parameters in transformer layers."""
     states: States = FLOAT32
 
     @property
     def weight_bytes(self) -> float:
-        """Between steps, of all parameters."""
+        """Bytes of all parameters between steps."""
         return self.states.weight * self.all
 
     @property
     def gradient_bytes(self) -> float:
-        """Float32 sums, of trained ones."""
+        """Bytes of the float32 gradients of trained parameters."""
         return 4 * self.trained
 
     @property
     def optimizer_bytes(self) -> float:
-        """Moments on the device and averages, of trained ones."""
+        """Bytes of optimizer moments on the device and of moving averages."""
         states = self.states
         others = self.trained - self.in_layers
         moments = states.moments * others + states.layer_moments * self.in_layers
         return moments + states.average * self.trained
 
     def divided(self, ranks: int) -> Parameters:
-        """A rank's part."""
+        """Return the parameters of one of `ranks` equal shards."""
         in_layers = self.in_layers / ranks
         return Parameters(self.all / ranks, self.trained / ranks, in_layers, self.states)
 
@@ -503,29 +553,31 @@ def stage_parameters(
     expert: int = 1,
     states: States = FLOAT32,
 ) -> Parameters:
-    """Parameters of the stage with layers [start, stop) of a whole module, on one rank while it
-    computes.
+    """Return the unsharded parameters of the stage with layers [start, stop) on one rank.
 
-    Where a description does not say how many stand before and after the layers, the rest of the
-    module's is taken to stand before them.
+    If the description has no counts for the parameters before and after the layers, all parameters
+    outside of the layers are counted before the layers.
 
     Args:
-        tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each, and
-            so is what a generator has around its layers.
-        expert: ranks that divide experts among themselves.
-        states: of the parameters.
+        module: Complete module.
+        start: First layer.
+        stop: Layer after the last layer.
+        tensor: Tensor-parallel size. Biases, norms, packed projections and the parameters of a
+            generator outside of its layers are replicated on each rank.
+        expert: Expert-parallel size.
+        states: Bytes of the training states per parameter.
     """
     first = start == 0
     last = stop == len(module.layers)
     before = float(module.pre_parameters)
     behind = float(module.post_parameters)
     unknown = not before and not behind
-    if unknown or (module.tied and first and last):  # tied: the table is the head
+    if unknown or (module.tied and first and last):  # tied: the embedding is the head
         before = max(0.0, module.parameters - _all_layers(module) - behind)
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
     layers = module.layers[start:stop]
-    adapters = [own for own in module.connector_adapters if own is not None]
+    adapters = [adapter for adapter in module.connector_adapters if adapter is not None]
     whole = sees and module.connector_trainable and not adapters
     split = 1 if draws else tensor
     given = module.given_parameters
@@ -538,6 +590,6 @@ def stage_parameters(
     of_layers = sum(n * layer_parameters(layer, tensor, expert) for layer, n in equal)
     every = of_layers + sum(n for n, _, _ in counts)
     in_layers = sum(n * trained_parameters(module, layer, tensor, expert) for layer, n in equal)
-    trained = in_layers + sum(n - fixed for n, fixed, own in counts if own)
+    trained = in_layers + sum(n - fixed for n, fixed, is_trained in counts if is_trained)
     trained += last * LowRanks(adapters).parameters(tensor)
     return Parameters(every, trained, in_layers, states)

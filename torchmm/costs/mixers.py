@@ -1,10 +1,10 @@
-"""Costs of what only some layers have: gated delta nets or short convolutions in place of
-attention, and adapters of linears.
+"""Costs of components that only some layers have: delta nets, short convolutions and adapters.
 
-FLOPs of a delta net are those of the recurrence in chunks, as it is computed; a segment's last
-chunk counts whole. Convolutions also run over the zeros between segments.
+Gated delta nets and short convolutions replace attention. The FLOPs of a delta net are those of the
+chunked recurrence, with a full last chunk for each segment. Convolutions also process the zeros
+between segments.
 
-Shape suffix N: tasks.
+The shape suffix N means tasks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torchmm.costs.operators import (
 from torchmm.costs.sizes import Array, TaskSizes
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
-"""Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""
+"""Range of positions per chunk of a gated delta net, see `torchmm.models.layers.delta_ops`."""
 
 
 class DeltaNet(Component):
-    """A gated delta net: projections, a causal convolution and a recurrence in chunks."""
+    """Gated delta net: projections, a causal convolution and a chunked recurrence."""
 
     sublayer = True
 
@@ -46,15 +46,15 @@ class DeltaNet(Component):
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for layers with a gated delta net."""
         return isinstance(layer.mixer, DeltaSizes)
 
     def extra_readers(self) -> int:
-        """All input projections but the first."""
+        """Return the number of input projections without the first one."""
         return len(self.linears()) - 2
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Projections; beta and decay have one value per head."""
+        """Return the projections. Beta and decay have one value per head."""
         hidden = self.layer.hidden_size
         mixed = 2 * self.keys + self.values
         heads = self.delta.value_heads
@@ -68,29 +68,35 @@ class DeltaNet(Component):
         }
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Heads are divided."""
+        """Return the shards. Heads are sharded."""
         inputs, outputs = self.linears()["delta_output"]
         return super().sharded_linears(tensor) | {"delta_output": (inputs / tensor, outputs)}
 
     def replicated(self, tensor: int) -> tuple[str, ...]:
-        """What holds queries, keys and values one after the other."""
+        """Return the projection with concatenated queries, keys and values."""
         return () if self.delta.interleaved else ("delta_mixed",)
 
     def _channels(self, setting: Setting) -> float:
-        """That a rank's convolution has, for its tokens. Ranks that share a row get a whole head of
-        keys at least, though others may have the same one."""
+        """Return the number of channels of the convolution on a rank.
+
+        A context-parallel rank has at least one full key head, which other ranks can also have.
+        """
         execution = setting.execution
         keys = max(self.keys / execution.tensor, execution.context * self.delta.key_dim)
         return 2 * keys + self.values / execution.tensor
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """With the convolution."""
+        """Return the FLOPs of linear layers and of the convolution."""
         channels = 2 * self.keys + self.values
         return super().flops_N(sizes) + filter_flops_N(self.delta.filter_width, channels, sizes)
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
-        values, and three with the state, of which one is its update."""
+        """Return the FLOPs of the matmuls of the recurrence in full chunks.
+
+        Inside a chunk of length L, these are keys with keys and with queries (2 * L^2 * key_dim),
+        and scores with values (L^2 * value_dim). Three matmuls have the state (3 * L * key_dim *
+        value_dim), one of which is its update.
+        """
         d = self.delta
         length_N = _chunk_lengths_N(sizes)
         inside_N = length_N**2 * (2 * d.key_dim + d.value_dim)
@@ -98,10 +104,10 @@ class DeltaNet(Component):
         return 2 * d.value_heads * (inside_N + state_N) * sizes.chunks_N(length_N)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """The recurrence as one operator for each pass, and what stands around it.
+        """Return the recurrence as one operator per pass, and the operators around it.
 
-        Backward computes forward's products again, without their results. Traffic is rough: the
-        recurrence reads and writes float32 tensors of chunks some 20 times.
+        The backward pass recomputes the matmuls of the forward pass. Memory traffic is a rough
+        estimate: the recurrence reads and writes float32 tensors of chunks about 20 times.
         """
         size = setting.element_bytes
         tensor = setting.execution.tensor
@@ -118,23 +124,23 @@ class DeltaNet(Component):
         gated_N = 4 * sizes.units_N * self.values / tensor
         passes = Operators([forward], [backward], [], [])
         fused = setting.execution.compiled
-        for own, mixed, gated, calls in (
+        for of_pass, mixed, gated, calls in (
             (passes.forward, *((7, 4, 11) if fused else (12, 12, 34))),
             (passes.inputs, *((12, 8, 14) if fused else (20, 30, 48))),
         ):
             moved_N = mixed * mixed_N + gated * gated_N
-            own.append(Operator("elementwise", memory_bytes=moved_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=moved_N, calls=calls))
         return passes
 
     def _solve_flops_N(self, sizes: TaskSizes) -> Array:
-        """Of the two triangular solves, which torch's counter leaves out."""
+        """Return the FLOPs of the two triangular solves, which torch does not count."""
         d = self.delta
         length_N = _chunk_lengths_N(sizes)
         widths = d.key_dim + d.value_dim
         return d.value_heads * length_N**2 * widths * sizes.chunks_N(length_N)
 
     def _wide_bytes_N(self, sizes: TaskSizes) -> Array:
-        """float32 values that a pass over the chunks makes."""
+        """Return the bytes of the float32 tensors of a pass over the chunks."""
         d = self.delta
         length_N = _chunk_lengths_N(sizes)
         inside_N = length_N * (5 * length_N + 6 * d.key_dim + 5 * d.value_dim)
@@ -142,8 +148,10 @@ class DeltaNet(Component):
         return 4 * d.value_heads * (inside_N + state) * sizes.chunks_N(length_N)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Of the convolution and its activation, the recurrence, and the norm with the gate; where
-        tokens of the whole row move, in two int64."""
+        """Return the bytes saved by convolution, activation, recurrence, norm and gate.
+
+        Two int64 index tensors for permuting the tokens of the packed sequence are also saved.
+        """
         size = setting.element_bytes
         tensor = setting.execution.tensor
         heads = self.delta.value_heads / tensor
@@ -151,28 +159,30 @@ class DeltaNet(Component):
         values = self.values / tensor
         filtered_N = size * mixed * spaced_N(self.delta.filter_width, sizes)
         activated_N = 2 * size * mixed * sizes.units_N
-        # Decay and its inputs in float32, beta, the inverse root of each head's norm.
+        # Decay and its inputs in float32, beta, and the inverse norm per head.
         shares_N = (3 * 4 + size + 4) * heads * sizes.units_N
-        # Float32 result, its norm and the gate's activation; the gate; the norm's result twice.
+        # Float32 result, its norm and the activated gate, the gate, and twice the norm result.
         normed_N = (4 * 3 + size * (3 + 2 * weights)) * values * sizes.units_N
         moves_N = 16 * sizes.units_N / sizes.share
         return filtered_N + activated_N + shares_N + normed_N + moves_N
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """With the result of the recurrence."""
+        """Return the bytes of results of linear layers and of the recurrence."""
         values = self.values / setting.execution.tensor
-        own_N = setting.element_bytes * values * sizes.units_N
-        return super().kept_results_bytes(sizes, setting) + own_N
+        result_N = setting.element_bytes * values * sizes.units_N
+        return super().kept_results_bytes(sizes, setting) + result_N
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Chunks in float32; in backward with their gradients."""
+        """Return the bytes of float32 chunks, in the backward pass with their gradients."""
         tensor = setting.execution.tensor
         wide_N = self._wide_bytes_N(sizes) / tensor
         return Temporaries(wide_N, 3 * wide_N)
 
     def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Values with their shares, keys and queries, and the result; the first ones are joined to
-        channels again."""
+        """Return the all-to-all of values, beta, decay, keys and queries, and of the result.
+
+        Received tensors are concatenated to channels again.
+        """
         tensor = setting.execution.tensor
         values, heads = self.values / tensor, self.delta.value_heads / tensor
         channels = self._channels(setting)
@@ -186,7 +196,7 @@ class DeltaNet(Component):
 
 
 class ShortConvolution(Component):
-    """A causal convolution over a few tokens between two gates, which one linear gives with it."""
+    """Short causal convolution between two gates. One linear layer computes its input and gates."""
 
     sublayer = True
 
@@ -199,11 +209,11 @@ class ShortConvolution(Component):
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for layers with a short convolution."""
         return isinstance(layer.mixer, ConvolutionSizes)
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Into the gates and what they gate, and out again."""
+        """Return the input projection, which includes both gates, and the output projection."""
         hidden = self.layer.hidden_size
         return {
             "convolution_input": (hidden, 3 * hidden),
@@ -211,74 +221,80 @@ class ShortConvolution(Component):
         }
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Channels are divided."""
+        """Return the shards. Channels are sharded."""
         inputs, outputs = self.linears()["convolution_output"]
-        own = {"convolution_output": (inputs / tensor, float(outputs))}
-        return super().sharded_linears(tensor) | own
+        shards = {"convolution_output": (inputs / tensor, float(outputs))}
+        return super().sharded_linears(tensor) | shards
 
     def replicated(self, tensor: int) -> tuple[str, ...]:
-        """What holds both gates and what they gate one after the other."""
+        """Return the projection with concatenated gates and convolution input."""
         return ("convolution_input",)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """With the convolution."""
+        """Return the FLOPs of linear layers and of the convolution."""
         channels = self.layer.hidden_size
         return super().flops_N(sizes) + filter_flops_N(self.width, channels, sizes)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Two products with gates, the convolution, and what moves tokens apart for it."""
+        """Return the gate multiplications, the convolution, and the insertion of zeros for it."""
         channels = self.layer.hidden_size / setting.execution.tensor
         moved_N = setting.element_bytes * channels * sizes.units_N
         apart_N = setting.element_bytes * channels * spaced_N(self.width, sizes)
         passes = Operators.none()
         fused = setting.execution.compiled
-        for own, moved, calls in (
+        for of_pass, moved, calls in (
             (passes.forward, *((9, 6) if fused else (9, 12))),
             (passes.inputs, *((16, 6) if fused else (30, 12))),
         ):
             nbytes_N = moved * moved_N + 6 * apart_N
-            own.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
+            of_pass.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """What the linear gave, the first gated product, before and after tokens move apart, what
-        the convolution gave, the second; where tokens move, in two int64."""
+        """Return the saved bytes.
+
+        They are the result of the linear layer, the gated input with and without inserted zeros,
+        the result of the convolution, and the gated result. Two int64 index tensors for inserting
+        zeros are also saved.
+        """
         channels = self.layer.hidden_size / setting.execution.tensor
         apart_N = spaced_N(self.width, sizes)
         wide_N = channels * ((5 + weights) * sizes.units_N + apart_N)
         return setting.element_bytes * wide_N + 16 * sizes.units_N / sizes.share
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Of the width of channels: products and copies in forward, gradients in backward."""
+        """Return the bytes of products and copies in forward, and of gradients in backward."""
         channels = self.layer.hidden_size / setting.execution.tensor
         wide_N = setting.element_bytes * channels * sizes.units_N
         return Temporaries(4 * wide_N, 6 * wide_N)
 
     def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """The gated channels, and what the convolution makes of them."""
+        """Return the all-to-all of the gated channels and of the convolution result."""
         channels = self.layer.hidden_size / setting.execution.tensor
         return exchange_of_heads((channels,), channels, sizes, setting)
 
 
 def spaced_N(width: int, sizes: TaskSizes) -> Array:
-    """Positions with the zeros that stand before each segment, as many as a filter reaches back; a
-    rank's share of them, as it has of channels."""
+    """Return the number of positions per rank, including width - 1 zeros before each segment.
+
+    Context-parallel ranks divide the channels, so a rank has `share` of the positions.
+    """
     return sizes.units_N + (width - 1) * sizes.share * sizes.segments_N
 
 
 def filter_flops_N(width: int, channels: int, sizes: TaskSizes) -> Array:
-    """Forward FLOPs of a convolution of each channel."""
+    """Return the forward FLOPs of a depthwise convolution."""
     return 2 * width * channels * (spaced_N(width, sizes) - (width - 1) * sizes.share)
 
 
 def _chunk_lengths_N(sizes: TaskSizes) -> Array:
-    """A power of 2, which the longest segment asks for."""
+    """Return the chunk length by task: the longest segment, rounded up to a power of 2 in range."""
     powers_N = np.ceil(np.log2(np.maximum(sizes.longest_N, 1)))
     return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)
 
 
 class _Adapter(NamedTuple):
-    """As a tensor-parallel rank has it."""
+    """Sizes of an adapter on one tensor-parallel rank."""
 
     inputs: float
     outputs: float
@@ -287,19 +303,20 @@ class _Adapter(NamedTuple):
 
     @property
     def parameters(self) -> float:
-        """Of both matrices, and magnitudes."""
+        """Number of parameters of both matrices and of the magnitudes."""
         return self.rank * (self.inputs + self.outputs) + self.magnitudes * self.outputs
 
 
 class LowRanks:
-    """Low-rank adapters of linears that are computed for as many rows each: two small products
-    beside each linear, and the sum of both results; with DoRA, norms of the weight's rows in every
-    forward, and a factor for each output.
+    """Low-rank adapters (LoRA, DoRA) of linear layers with the same number of rows.
 
-    All else is frozen, so `weights` of their operators are those of adapters alone.
+    LoRA adds two small matmuls to each linear layer, and a sum of both results. DoRA also computes
+    the norms of the weight rows in every forward pass, and multiplies outputs by a factor.
+
+    All other weights are frozen, so `weights` of the operators contains only adapters.
 
     Args:
-        adapters: sizes.
+        adapters: Sizes of the adapters.
     """
 
     def __init__(self, adapters: Sequence[LowRank]) -> None:
@@ -308,84 +325,93 @@ class LowRanks:
     def _local(self, tensor: int) -> list[_Adapter]:
         return [
             _Adapter(
-                own.inputs / (tensor if own.divided == "inputs" else 1),
-                own.outputs / (tensor if own.divided == "outputs" else 1),
-                own.rank,
-                own.magnitudes,
+                adapter.inputs / (tensor if adapter.divided == "inputs" else 1),
+                adapter.outputs / (tensor if adapter.divided == "outputs" else 1),
+                adapter.rank,
+                adapter.magnitudes,
             )
-            for own in self._adapters
+            for adapter in self._adapters
         ]
 
     def parameters(self, tensor: int) -> float:
-        """Of all adapters, on one rank."""
-        return sum(own.parameters for own in self._local(tensor))
+        """Return the number of parameters of all adapters on one rank."""
+        return sum(adapter.parameters for adapter in self._local(tensor))
 
     def flops_N(self, rows_N: Array) -> Array:
-        """Of both products; norms of rows, the same for any number of tokens, do not count."""
-        return 2 * sum(own.rank * (own.inputs + own.outputs) for own in self._adapters) * rows_N
+        """Return the FLOPs of both matmuls. Norms of weight rows are not included."""
+        return (
+            2
+            * sum(adapter.rank * (adapter.inputs + adapter.outputs) for adapter in self._adapters)
+            * rows_N
+        )
 
     def operators(self, rows_N: Array, setting: Setting) -> Operators:
-        """Both products, a factor for the few features, a sum; in backward the same once more, and
-        the sum of the gradients of what linear and adapter read."""
+        """Return both matmuls, the scaling of the low-rank features, and the sum.
+
+        The backward pass has the same operators. It also adds the input gradients of linear layer
+        and adapter.
+        """
         size = setting.element_bytes
         passes = Operators.none()
-        for own in self._local(setting.execution.tensor):
-            inputs, outputs, rank, magnitudes = own
+        for adapter in self._local(setting.execution.tensor):
+            inputs, outputs, rank, magnitudes = adapter
             products = [
                 matmul(rows_N, inputs, rank, setting),
                 matmul(rows_N, rank, outputs, setting),
             ]
-            # Compiled, what reads the sum adds.
+            # If compiled, the consumer of the sum adds.
             passed, calls = (1, 1) if setting.execution.compiled else (3, 2)
             for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
                 moved_N = size * rows_N * (2 * rank + passed * width)
                 part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=calls)])
-            sums = accumulate(own.parameters, setting, 2 + magnitudes)
+            sums = accumulate(adapter.parameters, setting, 2 + magnitudes)
             passes.weights.extend([*products, sums])
             if magnitudes:
-                passes.add(_scaling(own, rows_N, setting))
+                passes.add(_scaling(adapter, rows_N, setting))
         passes.forward.extend(self._sums_of_squares(setting))
         return passes
 
     def _sums_of_squares(self, setting: Setting) -> Iterator[Operator]:
-        """Of rows that tensor-parallel ranks divide."""
+        """Yield the all-reduces of squared row norms for weights with sharded rows (DoRA)."""
         tensor = setting.execution.tensor
-        for own in self._adapters:
-            if own.magnitudes and own.divided == "inputs" and tensor > 1:
-                sent = all_reduce_bytes(4 * own.outputs, tensor)
+        for adapter in self._adapters:
+            if adapter.magnitudes and adapter.divided == "inputs" and tensor > 1:
+                sent = all_reduce_bytes(4 * adapter.outputs, tensor)
                 yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
 
     def kept_bytes(self, rows_N: Array, setting: Setting) -> Array:
-        """The few features, and what magnitudes multiply."""
+        """Return the bytes of low-rank features, and of the inputs of magnitudes."""
         local = self._local(setting.execution.tensor)
-        kept = sum(own.rank + own.magnitudes * own.outputs for own in local)
+        kept = sum(adapter.rank + adapter.magnitudes * adapter.outputs for adapter in local)
         return setting.element_bytes * rows_N * kept
 
     def kept_results_bytes(self, rows_N: Array, setting: Setting) -> Array:
-        """Of both products, and of those for norms."""
+        """Return the bytes of the results of all matmuls, including those for row norms."""
         size = setting.element_bytes
         local = self._local(setting.execution.tensor)
-        results = sum(own.outputs + own.rank for own in local)
+        results = sum(adapter.outputs + adapter.rank for adapter in local)
         of_norms = sum(
-            (size + 4) * own.outputs * own.rank + size * own.rank**2
-            for own in local
-            if own.magnitudes
+            (size + 4) * adapter.outputs * adapter.rank + size * adapter.rank**2
+            for adapter in local
+            if adapter.magnitudes
         )
         return size * rows_N * results + of_norms
 
     def temporaries(self, rows_N: Array, setting: Setting) -> Temporaries:
-        """A product beside the linear's, and their sum; gradients of what both read, and their
-        sum."""
+        """Return the bytes of the results of linear layer and adapter, and of their sum.
+
+        In the backward pass, these are the input gradients of both, and their sum.
+        """
         local = self._local(setting.execution.tensor)
         bytes_N = setting.element_bytes * rows_N
         return Temporaries(
-            3 * bytes_N * max(own.outputs for own in local),
-            3 * bytes_N * max(own.inputs for own in local),
+            3 * bytes_N * max(adapter.outputs for adapter in local),
+            3 * bytes_N * max(adapter.inputs for adapter in local),
         )
 
 
 class Adapters(Component):
-    """`LowRanks` of a layer's linears."""
+    """Low-rank adapters of the linear layers of a transformer layer."""
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
@@ -393,52 +419,55 @@ class Adapters(Component):
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
+        """Return True for layers with adapters."""
         return bool(layer.adapters)
 
     def matrices(self) -> list[Matrices]:
-        """Both of each adapter."""
+        """Return both matrices of each adapter."""
         every = self.layer.adapters
         pairs = ((Matrices(a.inputs, a.rank), Matrices(a.rank, a.outputs)) for a in every)
         return [matrices for pair in pairs for matrices in pair]
 
     def parameters(self, tensor: int) -> float:
-        """Of all adapters."""
+        """Return the number of parameters of all adapters on one rank."""
         return self.low_ranks.parameters(tensor)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Of their products."""
+        """Return the FLOPs of the adapter matmuls."""
         return self.low_ranks.flops_N(sizes.units_N)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Beside those of linears."""
+        """Return the operators of all adapters."""
         return self.low_ranks.operators(sizes.units_N, setting)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """What linears read is counted with them."""
+        """Return the saved bytes without the inputs of linear layers, which are already counted."""
         return weights * self.low_ranks.kept_bytes(sizes.units_N, setting)
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """Of matrix products."""
+        """Return the bytes of the results of the adapter matmuls."""
         return self.low_ranks.kept_results_bytes(sizes.units_N, setting)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """As `LowRanks` have them."""
+        """Return the maximum bytes of temporaries, see `LowRanks.temporaries`."""
         return self.low_ranks.temporaries(sizes.units_N, setting)
 
 
-def _scaling(own: _Adapter, rows_N: Array, setting: Setting) -> Operators:
-    """Of DoRA: norms of the weight's rows, and the factor for each output.
+def _scaling(adapter: _Adapter, rows_N: Array, setting: Setting) -> Operators:
+    """Return the operators of DoRA: norms of the weight rows, and a factor per output.
 
-    Squares of the weight, its product with A, and small products; then a multiplication, and in
-    backward one for the result and another, summed over tokens, for the magnitudes.
+    The norms require squares of the weight, its matmul with A, and small matmuls. The factor is a
+    multiplication. The backward pass has one multiplication for the result, and one that is summed
+    over tokens for the magnitudes.
     """
     size = setting.element_bytes
-    squares = Operator("elementwise", memory_bytes=size * own.outputs * own.inputs, calls=10)
-    norms = [squares, matmul(own.outputs, own.inputs, own.rank, setting)]
-    norms += [matmul(own.rank, own.inputs, own.rank, setting)]
-    norms += [matmul(own.outputs, own.rank, own.rank, setting)]
-    result_N = size * rows_N * own.outputs
+    squares = Operator(
+        "elementwise", memory_bytes=size * adapter.outputs * adapter.inputs, calls=10
+    )
+    norms = [squares, matmul(adapter.outputs, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul(adapter.rank, adapter.inputs, adapter.rank, setting)]
+    norms += [matmul(adapter.outputs, adapter.rank, adapter.rank, setting)]
+    result_N = size * rows_N * adapter.outputs
     factor = Operator("elementwise", memory_bytes=2 * result_N)
     summed = Operator("elementwise", memory_bytes=4 * result_N, calls=3)
     return Operators([*norms, factor], [factor], [summed], [])

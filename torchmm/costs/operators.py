@@ -1,22 +1,27 @@
-"""Operators and how long a device takes for them.
+"""Operators, and their time on a device (PipeWeaver, section 4).
 
     time = calls * overhead + max(FLOPs / (a_f F), bytes / (a_m B), network bytes / (a_n B_n))
 
-(PipeWeaver §4) with the device's peaks F, B, B_n and efficiencies a by class of operator. The
-efficiency of a class is a function of how much one call does of what the class is about (FLOPs of
-a matrix product, bytes of a copy), because small calls reach much less of the peak. Overheads are
-what a call costs however little it does.
+F, B and B_n are the peak rates of the device. The efficiencies a depend on the class of the
+operator and on the size of one call, because small calls achieve a smaller fraction of the peak:
+
+    class                size of a call    efficiency
+    matmul, attention    FLOPs             1 |          ______
+    norm, copy, ...      memory bytes        |       __/
+    collectives, p2p     network bytes       |  ____/
+                                             +----------------> log(size)
+
+The overhead is the time of a call without work.
 
 A collective over several nodes has a stage inside the nodes (NVLink) and a stage between them. The
 stages are pipelined, so the slower one sets the time. The ranks of a node use the network cards of
-their own devices together (`stage_shares`).
+their devices jointly (`stage_shares`).
 
-Where the host only queues work (GPUs), it takes `launch_us` per call, and whoever is slower, host
-or device, sets the time of an action; elsewhere calls follow each other.
+On GPUs, the host only queues kernels, which requires `launch_us` per call. The time of an action
+is the maximum of host time and device time. On CPUs, calls run sequentially.
 
-Quantities are arrays over tasks; shape suffix N.
-
-A block is what a module's chain (`blocks.py`) consists of, with the operators of each pass.
+Quantities are arrays over tasks, with the shape suffix N. Modules are sequences of blocks
+(`torchmm.costs.blocks`), and a `Block` lists the operators of each pass.
 """
 
 from __future__ import annotations
@@ -55,14 +60,19 @@ Kind = Literal[
     "forward_call",
     "compiled_call",
 ]
-"""Classes of operators. attention: fused kernels; activation: element-wise with an exponential;
-gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others. The last
-five are host work besides operators: for a linear of DTensors, for gathering or scattering slices
-of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which comes
-from Python, while those of backwards come from autograd's C++; for entering the compiled code of a
-layer."""
+"""Classes of operators.
+
+- attention, attention_backward: Fused attention kernels.
+- activation: Element-wise operators with an exponential.
+- gelu_tanh: GELU with the tanh approximation, five times the work per element on CPUs.
+- tensor_linear: Host work for a linear layer with DTensors.
+- sequence_exchange: Host work for gathering or scattering slices of a sequence.
+- shard_unit: Host work for gathering or reducing an FSDP2 unit.
+- forward_call: Host work for a call in a forward pass, which Python makes. In backward passes, the
+  C++ code of autograd makes the calls.
+- compiled_call: Host work for entering the compiled code of a layer."""
 STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
-"""What a class is taken for where a profile has no efficiency of it."""
+"""Class whose efficiency is used if a profile has no measurement of a class."""
 HOST_KINDS: tuple[Kind, ...] = (
     "tensor_linear",
     "sequence_exchange",
@@ -70,46 +80,54 @@ HOST_KINDS: tuple[Kind, ...] = (
     "forward_call",
     "compiled_call",
 )
-"""Python's time for calls, nothing else: no bytes, no efficiency."""
+"""Classes of host work, which have neither bytes nor an efficiency."""
 ASSUMED_LAUNCHES: dict[Kind, float] = {"shard_unit": 40.0, "compiled_call": 60.0}
-"""Host time of these classes on asynchronous devices that have no measurement, in launches of an
-eager operator. Both are ratios of CPU time: where an operator takes 19 us, a unit of FSDP2 takes
-0.8 ms, and entering a compiled layer 1.2 ms."""
+"""Host time of classes without a measurement, in eager operator launches.
+
+Measured CPU times: 19 us for an operator launch, 0.8 ms for an FSDP2 unit, and 1.2 ms for entering
+a compiled layer."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
+"""Classes of operators that run on the device."""
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
+"""Classes whose time depends on FLOPs."""
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
-"""Activation functions of class gelu_tanh, by Hugging Face's names."""
+"""Hugging Face names of activation functions of class gelu_tanh."""
 CLAMPED = "clamped_silu"
-"""GPT-OSS's, of several operators."""
+"""Activation function of GPT-OSS, which consists of several operators."""
 NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
+"""Classes of communication."""
 
 
 class Operator(NamedTuple):
-    """Equal calls of one class; numbers are sums over the calls, by task."""
+    """Equal calls of one class. Values are sums over the calls, by task."""
 
     kind: Kind
     flops: Array | float = 0.0
     memory_bytes: Array | float = 0.0
     network_bytes: Array | float = 0.0
-    """Sent by each device."""
+    """Bytes that each device sends."""
     calls: Array | float = 1.0
     link: Link = NODE
     dtype: str = ""
-    """Of matrix products, where it is not the compute dtype."""
+    """Dtype of matmuls. If empty, the compute dtype."""
     in_layer: bool = True
-    """Whether the code of a layer calls it, which may be compiled; autograd adds gradients."""
+    """Whether the code of a layer, which can be compiled, calls the operator. False for the
+    gradient accumulation of autograd."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Efficiency by size of a call; linear in the logarithm of the size, constant outside.
+    """Efficiency as a function of the size of a call.
+
+    Values are interpolated linearly in the logarithm of the size, and constant outside of the
+    range of sizes.
 
     Attributes:
-        sizes: FLOPs or bytes, rising.
-        values: share of the peak; above 1 where caches are faster than memory.
+        sizes: FLOPs or bytes of a call, in ascending order.
+        values: Fraction of the peak. Caches that are faster than memory cause values above 1.
 
     Raises:
-        ValueError: sizes do not rise, or a value is not positive.
+        ValueError: Sizes are not ascending, or a value is not positive.
     """
 
     sizes: tuple[float, ...]
@@ -125,24 +143,25 @@ class Curve:
             )
 
     def at(self, size: Array | float) -> Array:
-        """Efficiency of calls of a size."""
+        """Return the efficiency of calls of a size."""
         logs = np.log(np.maximum(size, 1.0))
         return np.interp(logs, np.log(self.sizes), self.values)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A device with what operators reach of its peaks.
+    """A device and the efficiencies of operators on it.
 
     Attributes:
-        efficiency: by class, of what the class is about: FLOP/s, memory or network bandwidth.
-        call_us: by class: overhead of a call on the device; 0 where missing.
-        launch_us: mean host time per call in eager layers, on asynchronous devices.
-        host_us: by class: host time per call outside of layers, as compiled code calls; `launch_us`
-            where missing.
-        factors: by module and action type ("F", "B", "I", "W"): measured over predicted time, as
-            learned from recorded steps; 1 where missing.
-        measured_on: where and how it was measured; empty: assumed.
+        device: Peak rates and sizes of the device.
+        efficiency: Efficiency by class: fraction of peak FLOP/s, memory or network bandwidth.
+        call_us: Overhead of a call on the device in us, by class. 0 for missing classes.
+        launch_us: Mean host time per call in eager layers in us, on asynchronous devices.
+        factors: Measured over predicted time by module and action type ("F", "B", "I", "W"),
+            calibrated with recorded steps. 1 for missing entries.
+        measured_on: Host and method of the measurement. Empty for assumed values.
+        host_us: Host time per call from compiled code in us, by class. `launch_us` for missing
+            classes.
         network: Fraction of the network bandwidth that communication between nodes reaches, by
             bytes per device and call. If None, the efficiency of the class applies.
     """
@@ -157,7 +176,7 @@ class Profile:
     network: Curve | None = None
 
     def factor(self, module: str, action_type: str) -> float:
-        """Learned correction of a module's actions."""
+        """Return the measured over predicted time of the actions of a module."""
         return self.factors.get(module, {}).get(action_type, 1.0)
 
     def queueing_us(self, kind: Kind, *, compiled: bool = False) -> float:
@@ -165,7 +184,7 @@ class Profile:
 
         Args:
             kind: Class of the call.
-            compiled: Whether compiled code calls, without modules and autograd around the call.
+            compiled: Whether compiled code makes the call, without modules and autograd.
         """
         if kind in HOST_KINDS:
             return self.call_us.get(kind, ASSUMED_LAUNCHES.get(kind, 0.0) * self.launch_us)
@@ -173,10 +192,12 @@ class Profile:
 
 
 def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
-    """Time on the device, by task.
+    """Return the time of an operator on the device in ms, by task.
 
     Args:
-        dtype: in which it computes; names a peak of the device.
+        operator: Calls of one class.
+        profile: Device and efficiencies.
+        dtype: Compute dtype, a key of `Device.peak_flops`.
     """
     device = profile.device
     kind = operator.kind
@@ -185,34 +206,43 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
         return calls * (0.0 if device.asynchronous else profile.call_us.get(kind, 0.0) * 1e-3)
     per_call = 1 / np.maximum(calls, 1e-9)
     main = main_quantity(operator)
-    reached = profile.efficiency[kind].at(main * per_call)
+    efficiency = profile.efficiency[kind].at(main * per_call)
     memory = profile.device.memory_bytes_per_s
     if kind in COMPUTE_KINDS:
-        beside = profile.efficiency["copy"].at(operator.memory_bytes * per_call)
+        copy_efficiency = profile.efficiency["copy"].at(operator.memory_bytes * per_call)
         seconds = np.maximum(
-            main / (reached * _peak_flops(device, operator.dtype, dtype)),
-            operator.memory_bytes / (beside * memory),
+            main / (efficiency * _peak_flops(device, operator.dtype, dtype)),
+            operator.memory_bytes / (copy_efficiency * memory),
         )
     elif kind in NETWORK_KINDS:
         inside, between = stage_shares(kind, operator.link)
-        seconds = inside * main / (reached * device.node_bytes_per_s)
+        seconds = inside * main / (efficiency * device.node_bytes_per_s)
         if between:
             if profile.network is not None:
-                reached = profile.network.at(between * main * per_call)
-            sent_s = between * main / (reached * device.network_bytes_per_s)
+                efficiency = profile.network.at(between * main * per_call)
+            sent_s = between * main / (efficiency * device.network_bytes_per_s)
             seconds = np.maximum(seconds, sent_s) + calls * hops_s(kind, operator.link, device)
     else:
-        seconds = main / (reached * memory)
+        seconds = main / (efficiency * memory)
     return calls * profile.call_us.get(kind, 0.0) * 1e-3 + seconds * 1e3
 
 
 def stage_shares(kind: Kind, link: Link) -> tuple[float, float]:
     """Return the bytes per device inside the nodes and between them, relative to the bytes sent.
 
-    All-gathers and reduce-scatters are rings: what a device sends passes the network once per node,
-    divided over the cards of all ranks on the node. All-reduces are hierarchical (NCCL trees):
-    reduce-scatter on each node, all-reduce between nodes, all-gather on each node. Messages go from
-    each rank to all others evenly, each through the cards of its sender.
+    All-gathers and reduce-scatters are rings. The bytes that a device sends pass the network once
+    per node, divided over the network cards of all ranks on the node.
+
+    All-reduces are hierarchical (NCCL trees):
+    reduce-scatter on each node, all-reduce between nodes, all-gather on each node. Messages are
+    sent evenly from each rank to all other ranks, through the network card of the sender.
+
+    With n nodes of l ranks each, and r = n * l ranks:
+
+        kind                         inside the nodes      between the nodes
+        all_gather, reduce_scatter   1 (0 if l = 1)        1 / l
+        all_reduce                   n (l - 1) / (r - 1)   (n - 1) / (r - 1)
+        p2p                          (l - 1) / (r - 1)     (r - l) / (r - 1)
     """
     if link.nodes == 1:
         return 1.0, 0.0
@@ -239,16 +269,16 @@ def hops_s(kind: Kind, link: Link, device: Device) -> float:
     return (link.nodes - 1) * ((link.local - 1) * 1.9e-6 + 4e-6)
 
 
-def _peak_flops(device: Device, own: str, dtype: str) -> float:
-    """Of products in a dtype of their own; devices without any are taken to use the other one.
+def _peak_flops(device: Device, matmul_dtype: str, dtype: str) -> float:
+    """Return the peak FLOP/s in `matmul_dtype`, or in the compute dtype if there is none.
 
-    How much of it they reach nobody has measured: as large a share as others of that size.
+    The efficiency of float8 matmuls is assumed to be that of other matmuls with the same FLOPs.
     """
-    return device.peak_flops.get(own, device.peak_flops[dtype])
+    return device.peak_flops.get(matmul_dtype, device.peak_flops[dtype])
 
 
 def main_quantity(operator: Operator) -> Array:
-    """What the class is about: FLOPs, memory bytes or network bytes."""
+    """Return the quantity that efficiency refers to: FLOPs, memory bytes or network bytes."""
     if operator.kind in COMPUTE_KINDS:
         return np.asarray(operator.flops, float)
     of_network = operator.kind in NETWORK_KINDS
@@ -256,55 +286,55 @@ def main_quantity(operator: Operator) -> Array:
 
 
 class Operators(NamedTuple):
-    """Operators of one of equal blocks, by pass."""
+    """Operators of one block, by pass."""
 
     forward: list[Operator]
     inputs: list[Operator]
-    """Backward for inputs."""
+    """Backward pass for inputs."""
     weights: list[Operator]
-    """Backward for weights."""
+    """Backward pass for weights."""
     again: list[Operator]
-    """What backward runs again because it was not kept."""
+    """Operators that the backward pass recomputes."""
 
     @classmethod
     def none(cls) -> Operators:
-        """No operators."""
+        """Return empty lists."""
         return cls([], [], [], [])
 
     def add(self, other: Operators) -> None:
-        """Appends another's operators, pass by pass."""
-        for own, more in zip(self, other, strict=True):
-            own.extend(more)
+        """Append the operators of `other` to each pass."""
+        for operators, more in zip(self, other, strict=True):
+            operators.extend(more)
 
 
 class Times(NamedTuple):
-    """Time of operators that follow each other, by task."""
+    """Time of sequential operators, by task."""
 
     device_ms: Array
     tensor_ms: Array
-    """Of it, communication that nothing hides."""
+    """Part of `device_ms` that is communication without overlap."""
     host_ms: Array
     """Host time to queue the operators, on asynchronous devices."""
 
     @property
     def total_ms(self) -> Array:
-        """The longer of device time and host time."""
+        """Maximum of device time and host time."""
         return np.maximum(self.device_ms, self.host_ms)
 
 
 class Work(NamedTuple):
-    """What operators add up to, by task, before it is known what hides what."""
+    """Sums of operator times by task, before overlap is applied."""
 
     compute_ms: Array
     matmul_ms: Array
-    """Of `compute_ms`: matrix products, during which communication may run."""
+    """Part of `compute_ms` that is matmuls, with which communication can overlap."""
     network_ms: Array
     host_ms: Array
-    """What the host takes to queue it, on asynchronous devices."""
+    """Host time to queue the operators, on asynchronous devices."""
 
     @classmethod
     def none(cls, tasks: int) -> Work:
-        """No work."""
+        """Return zero work."""
         return cls(*(np.zeros(tasks) for _ in cls._fields))
 
     @classmethod
@@ -320,7 +350,11 @@ class Work(NamedTuple):
         """Return the work of operators.
 
         Args:
-            compiled: Whether the operators of layers are called by compiled code.
+            operators: Operators to sum.
+            profile: Device and efficiencies.
+            dtype: Compute dtype.
+            tasks: Number of tasks N.
+            compiled: Whether compiled code calls the operators of layers.
         """
         work = cls.none(tasks)
         for operator in operators:
@@ -339,14 +373,15 @@ class Work(NamedTuple):
         return work
 
     def plus(self, other: Work, times: Array | float = 1.0) -> Work:
-        """The sum of both, with the other counted several times."""
+        """Return self + times * other."""
         return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def times(self, profile: Profile, hidden_share: float = 0.0) -> Times:
-        """How long it takes.
+        """Return the times of sequential operators with overlapped communication.
 
         Args:
-            hidden_share: how much of communication may run during matrix products.
+            profile: Device and efficiencies.
+            hidden_share: Fraction of the communication that can overlap with matmuls.
         """
         hidden_ms = np.minimum(hidden_share * self.network_ms, self.matmul_ms)
         exposed_ms = self.network_ms - hidden_ms
@@ -354,7 +389,7 @@ class Work(NamedTuple):
 
 
 def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting) -> Operator:
-    """A matrix product with weights."""
+    """Return a matmul with weights: (rows, inputs) @ (inputs, outputs)."""
     moved = rows * (inputs + outputs) + inputs * outputs
     flops = 2 * rows * inputs * outputs
     return Operator("matmul", flops, memory_bytes=setting.element_bytes * moved)
@@ -371,9 +406,9 @@ def rounded_matmul(
 ) -> Operators:
     """Return the three matmuls of a float8 linear, with the casts of their operands.
 
-    A cast takes the largest magnitude of each row or of all, scales in float32, limits and casts:
-    six operators on all values, others on scales. Compiled code casts a tensor once for all matmuls
-    of a pass and of the backward that read it.
+    A cast computes the maximum magnitude per row or tensor, scales in float32, clamps and casts.
+    These are six operators on all values, and more on scales. Compiled code casts a tensor once
+    for all matmuls of the forward and backward pass that read it.
 
     Args:
         rows: Rows of the input.
@@ -394,7 +429,7 @@ def rounded_matmul(
         values = sum(elements[name] for name in once) if setting.execution.compiled else cast
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
         calls = 2 * (rounded.calls - (size == 4))
-        if setting.execution.compiled:  # read for the magnitudes, and again to be cast
+        if setting.execution.compiled:  # read for magnitudes, and again for the cast
             cast_bytes = 2 * size + 1
             calls = 4
         moved = (1 if rounded.products else size) * cast + size * elements[written]
@@ -414,7 +449,7 @@ def rounded_matmul(
 
 
 def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
-    """Adding new gradients to the float32 sums of a step."""
+    """Return the operator that accumulates the gradients of a microbatch in float32."""
     bytes_each = setting.accumulated * (8 + setting.element_bytes)
     return Operator(
         "elementwise", memory_bytes=bytes_each * parameters, calls=tensors, in_layer=False
@@ -428,14 +463,18 @@ def norm_operators(
     setting: Setting,
     weight_float32: bool = False,
 ) -> Operators:
-    """Return the operators of norms of `elements` values in all.
+    """Return the operators of norms.
 
-    In eager layers, all norms but "layer" compute in float32, call by call. In compiled layers a
-    norm reads its input and writes its result once; backward reads gradient and input, and writes a
-    gradient; gradients of weights are sums over both.
+    In eager layers, all norms except "layer" compute in float32 with separate calls. A compiled
+    norm reads its input and writes its result once. Its backward pass reads gradient and input,
+    and writes a gradient. Weight gradients are sums over gradient and input.
 
     Args:
-        weight_float32: whether the weights are multiplied in float32 too.
+        kind: Norm type: "layer", "rms" or "centred".
+        elements: Number of values of all norms.
+        calls: Number of norms.
+        setting: Execution of the layer.
+        weight_float32: Whether weights are multiplied in float32.
     """
     size = setting.element_bytes
     casts = setting.element_bytes < 4
@@ -452,12 +491,12 @@ def norm_operators(
         counts = (1, 1, 0)
     else:
         weighed = 4 if weight_float32 else size
-        centred = kind == "centred"  # the mean, and two differences from it
+        centred = kind == "centred"  # computes the mean, and two differences from it
         cast = 2 * (4 + size) if casts else 0
         forward = (40 if centred else 20) + 2 * weighed + cast
         inputs = (108 if centred else 68) + 2 * weighed + cast
         weights = 4 * weighed
-        more = casts and weight_float32  # the weights are cast too
+        more = casts and weight_float32  # weights are also cast
         counts = (
             (9 if centred else 6) + 2 * casts + more * centred,
             (19 if centred else 12) + 2 * casts,
@@ -472,9 +511,15 @@ def norm_operators(
 
 
 def activation_operators(name: str, gated: bool, elements: Array, setting: Setting) -> Operators:
-    """Return the operators of the function inside a feed-forward network, and of its gate.
+    """Return the operators of the activation function of an MLP, and of its gate.
 
-    Compiled, each pass is one kernel that reads and writes every tensor once.
+    If compiled, each pass is one kernel that reads and writes every tensor once.
+
+    Args:
+        name: Hugging Face name of the activation function.
+        gated: Whether the MLP is gated.
+        elements: Number of values, by task.
+        setting: Execution of the layer.
     """
     size = setting.element_bytes
 
@@ -493,7 +538,7 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
     if name == "quick_gelu":  # x * sigmoid(1.702 x)
         forward.append(operator("elementwise", 5, 2))
         inputs.append(operator("elementwise", 11, 4))
-    if name == CLAMPED:  # of both: limits, a factor, a sigmoid, one more
+    if name == CLAMPED:  # clamps of both inputs, a factor, a sigmoid, an addition
         forward.append(operator("elementwise", 11, 5))
         inputs.append(operator("elementwise", 17, 7))
     if gated:
@@ -503,18 +548,18 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
 
 
 def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:
-    """What each rank sends to add up `whole` bytes in a ring."""
+    """Return the bytes that each rank sends in a ring all-reduce of `whole` bytes."""
     return 2 * whole * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Block(ABC):
-    """Consecutive equal blocks of a module; costs are those of one of them, on one rank.
+    """Consecutive equal blocks of a module. Costs are those of one block on one rank.
 
     Attributes:
-        trained: whether its weights are, or adapters of them.
-        count: how many equal ones follow each other.
-        leaf: its input never needs a gradient: pixels.
+        trained: Whether weights of the block, or their adapters, are trained.
+        count: Number of consecutive equal blocks.
+        leaf: Whether the input never needs a gradient, such as pixels.
     """
 
     trained: bool
@@ -523,85 +568,92 @@ class Block(ABC):
 
     @property
     def backward_in_forward(self) -> bool:
-        """Whether its gradients are computed in F already."""
+        """Return True if F already computes the gradients."""
         return False
 
     @abstractmethod
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """Forward FLOPs: (products with weights, products between activations)."""
+        """Return the forward FLOPs of matmuls with weights, and of matmuls between activations."""
 
     def weight_flops(self, sizes: TaskSizes) -> Array:
-        """Of them, products with weights that are trained."""
+        """Return the forward FLOPs of matmuls with trained weights."""
         return self.trained * self.flops(sizes)[0]
 
     @abstractmethod
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """What is run."""
+        """Return the operators of each pass."""
 
     @abstractmethod
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """What is kept from forward to backward, by task, if there is one.
+        """Return the bytes that are saved from the forward to the backward pass, by task.
 
         Args:
-            weights: whether weight gradients are needed.
+            sizes: Sizes of the tasks.
+            setting: Execution of the module.
+            weights: Whether weight gradients are needed.
         """
 
     @abstractmethod
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """Gradients of results that wait for W after I, besides what was kept, by task."""
+        """Return the bytes of gradients that are saved from I to W, by task."""
 
     @abstractmethod
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """The most that is needed at one time beyond what is kept, by task."""
+        """Return the maximum bytes of temporaries, by task."""
 
 
 @dataclass(frozen=True)
 class Encoding(Block):
-    """The first half of a frozen autoencoder, which turns pixels into what a generator draws.
+    """Encoder of a frozen VAE, which converts pixels to the latents that a generator predicts.
 
-    Nothing of it is kept, and nothing goes back through it. What is computed are whole images,
-    without the padding that the generator's layers have.
+    It saves no activations and has no backward pass. It processes complete images without the
+    padding of the generator layers.
 
     Attributes:
-        of: sizes.
+        of: Sizes of the VAE encoder.
     """
 
     of: LatentSizes = field(kw_only=True)
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """Of convolutions, and of attention in each frame."""
+        """Return the FLOPs of convolutions, and of attention in each frame."""
         each = sum(work.flops for work in self.of.work)
         return each * sizes.drawn_N, self.of.pair_flops * sizes.frame_pairs_N
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """What is called for frames of one size; weights are read each time."""
+        """Return the operators for batches of frames of one size. Each batch reads all weights."""
         size = setting.element_bytes
         calls_N = np.ceil(sizes.frames_N / self.of.encode_batch_size)
-        made = []
+        operators = []
         for work in self.of.work:
             moved_N = work.elements * sizes.drawn_N
             if work.kind == "matmul":
                 moved_N = moved_N + self.of.encoder_parameters * calls_N
             flops_N = work.flops * sizes.drawn_N
-            made.append(Operator(work.kind, flops_N, size * moved_N, calls=work.calls * calls_N))
+            operators.append(
+                Operator(work.kind, flops_N, size * moved_N, calls=work.calls * calls_N)
+            )
         pairs_N = self.of.pair_flops * sizes.frame_pairs_N
         read_N = size * self.of.attended * sizes.drawn_N
         if self.of.attentions:
             calls_N = self.of.attentions * calls_N
-            made.append(Operator("attention", pairs_N, memory_bytes=read_N, calls=calls_N))
-        return Operators(made, [], [], [])
+            operators.append(Operator("attention", pairs_N, memory_bytes=read_N, calls=calls_N))
+        return Operators(operators, [], [], [])
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """Nothing."""
+        """Return zeros."""
         return 0.0 * sizes.drawn_N
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """None."""
+        """Return zeros, because the VAE encoder has no backward pass."""
         return 0.0 * sizes.drawn_N
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """Pixels as numbers, of all images and once more in the dtype of the weights; what is there
-        at a time of as many frames of the largest size as are encoded together."""
+        """Return the bytes of all pixels, and of the activations of one batch of frames.
+
+        Pixels are stored in float32 and twice in the compute dtype. The batch has frames of the
+        maximum size.
+        """
         at_once_N = np.minimum(sizes.frames_N, self.of.encode_batch_size) * sizes.largest_frame_N
         pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels * sizes.drawn_N
         return pixels_N + setting.element_bytes * self.of.live * at_once_N

@@ -1,13 +1,27 @@
-"""How much there is to process in tasks: positions, attention segments, outputs.
+"""Sizes of tasks: positions, attention segments and outputs.
 
-Everything that costs are made of is an array over tasks, so one pass over a layer's operators gives
-the costs of all tasks of a step. Sizes follow from metadata alone.
+Costs are computed from sizes, and sizes are computed from the metadata of microbatches. No pixel
+or token is read. Sizes are arrays over tasks, so one pass over the operators of a layer returns
+the costs of all tasks of a step.
 
-Shape suffix: N tasks of one module; S attention segments of all of them.
+Shape suffixes are N for the tasks of one module and S for the attention segments of these tasks.
+Segments are stored flat, and `task_S` maps each segment to its task:
 
-`module_tasks` lists the tasks of a step, module by module. All stages of a module have the same
-tasks, so sizes are worked out once per module; which gradients a task needs differs from stage to
-stage.
+    task          0              1        2
+    images        a         b    c        video of 2 frames
+    lengths_S     [ 256  |  64 | 1024  |  196  |  196 ]
+    task_S        [   0  |   0 |    1  |    2  |    2 ]
+    units_N       [ 320,   1024,  392 ]          sum of lengths_S per task
+    pairs_N       [ 256^2 + 64^2, 1024^2, 2 * 196^2 ]
+
+Invariants:
+
+- `task_S` is sorted, so segments of a task are adjacent.
+- All stages of a module have the same tasks. Sizes are therefore computed once per module. Only
+  the required gradients differ between stages.
+- For context parallelism, per-rank sizes are `share` times the sizes of the full sequences.
+
+`module_tasks` returns the tasks of a step for one module, with padding and without.
 """
 
 from __future__ import annotations
@@ -28,6 +42,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.orders import inputs_need_gradient
 
 Array = NDArray[np.float64]
+"""One value per task (suffix N) or per attention segment (suffix S)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +50,19 @@ class TaskSizes:
     """Sizes of the tasks of one module.
 
     Attributes:
-        inputs_N: units before the layers: patches, or the LLM's tokens.
-        outputs_N: units after the layers: an encoder's tokens for the LLM, positions with a
-            target, a generator's patches.
-        images_N: images or clips.
-        lengths_S: positions in the layers, by segment in which attention works, task after task.
-        task_S: which task a segment belongs to; rises.
-        contexts_S: generators: tokens a segment attends to besides its own; else zeros.
-        given_N: generators: of these tokens, those that come from the LLM: all but padding.
-        share: of the positions, and in attention of the heads, that a rank has of all segments,
-            where several divide them (`inputs_N` and `outputs_N` are a rank's).
-        frames: generators: what is drawn in a task, without padding: each frame's patches.
+        inputs_N: Number of units before the layers: patches, or tokens of the LLM.
+        outputs_N: Number of units after the layers: encoder tokens for the LLM, LLM positions with
+            a target, or patches of a generator.
+        images_N: Number of images, videos or audio inputs.
+        lengths_S: Number of positions of each attention segment, sorted by task.
+        task_S: Index of the task of each segment, in ascending order.
+        contexts_S: Number of context tokens that a segment cross-attends to. 0 except for
+            generators.
+        given_N: Number of context tokens from the LLM, without padding. 0 except for generators.
+        share: Fraction of the positions, and of the attention heads, of one context-parallel rank.
+            `inputs_N` and `outputs_N` are already per rank.
+        frames: Number of patches of each generated frame, by task, without padding. Empty except
+            for generators.
     """
 
     inputs_N: Array
@@ -60,27 +77,27 @@ class TaskSizes:
 
     @cached_property
     def drawn_N(self) -> Array:
-        """Patches of all frames."""
-        return np.array([sum(own) for own in self.frames], float)
+        """Number of patches of all generated frames."""
+        return np.array([sum(patches) for patches in self.frames], float)
 
     @cached_property
     def frames_N(self) -> Array:
-        """How many there are."""
-        return np.array([len(own) for own in self.frames], float)
+        """Number of generated frames."""
+        return np.array([len(patches) for patches in self.frames], float)
 
     @cached_property
     def frame_pairs_N(self) -> Array:
-        """Pairs of patches of a frame."""
-        return np.array([sum(n * n for n in own) for own in self.frames], float)
+        """Number of pairs of patches of the same frame."""
+        return np.array([sum(n * n for n in patches) for patches in self.frames], float)
 
     @cached_property
     def largest_frame_N(self) -> Array:
-        """Patches of the largest."""
-        return np.array([max(own, default=0) for own in self.frames], float)
+        """Number of patches of the largest frame."""
+        return np.array([max(patches, default=0) for patches in self.frames], float)
 
     @property
     def tasks(self) -> int:
-        """N."""
+        """Number of tasks N."""
         return len(self.inputs_N)
 
     def joined(self, others: Sequence[TaskSizes]) -> TaskSizes:
@@ -88,10 +105,10 @@ class TaskSizes:
         every = (self, *others)
 
         def joined(name: str) -> Array:
-            return np.concatenate([getattr(own, name) for own in every])
+            return np.concatenate([getattr(of_rank, name) for of_rank in every])
 
-        first = np.cumsum([0, *(own.tasks for own in every)])
-        tasks = [own.task_S + start for own, start in zip(every, first[:-1], strict=True)]
+        first = np.cumsum([0, *(of_rank.tasks for of_rank in every)])
+        tasks = [of_rank.task_S + start for of_rank, start in zip(every, first[:-1], strict=True)]
         return replace(
             self,
             inputs_N=joined("inputs_N"),
@@ -101,59 +118,77 @@ class TaskSizes:
             task_S=np.concatenate(tasks),
             contexts_S=joined("contexts_S"),
             given_N=joined("given_N"),
-            frames=tuple(frames for own in every for frames in own.frames),
+            frames=tuple(frames for of_rank in every for frames in of_rank.frames),
         )
 
     @cached_property
     def units_N(self) -> Array:
-        """Positions in the layers, on a rank."""
+        """Number of positions in the layers, per rank."""
         return self.share * self._sum(self.lengths_S)
 
     @cached_property
     def contexts_N(self) -> Array:
-        """Tokens attended to across."""
+        """Number of context tokens for cross-attention."""
         return self._sum(self.contexts_S)
 
     @cached_property
     def cross_pairs_N(self) -> Array:
-        """Pairs of a position and a token that it attends to across."""
+        """Number of (position, context token) pairs of cross-attention."""
         return self._sum(self.lengths_S * self.contexts_S)
 
     def pairs_N(self, window: int | None, apart: bool) -> Array:
-        """Pairs of positions of which one attends to the other, without a causal mask; a rank's
-        share of them, as it has of heads.
+        """Return the number of attention pairs per rank, without a causal mask.
+
+        Context-parallel ranks divide the attention heads, so a rank computes `share` of the pairs.
 
         Args:
-            window: positions that one attends to; None: all of its segment.
-            apart: whether windows follow one another, as in encoders; otherwise each position has
-                one of its own.
+            window: Maximum number of positions that a position attends to. If None, the segment.
+            apart: Whether windows are consecutive blocks, as in encoders. Otherwise, the window
+                slides with the position.
         """
         return self._pairs(window, apart)
 
     def chunks_N(self, tokens_N: Array) -> Array:
-        """Chunks of so many positions, each of one segment; a rank's share of them, as it has of
-        heads."""
+        """Return the number of chunks of segments per rank, for kernels that work in chunks.
+
+        Args:
+            tokens_N: Number of positions per chunk, by task.
+        """
         return self.share * self._sum(np.ceil(self.lengths_S / tokens_N[self.task_S]))
 
     @cached_property
     def longest_N(self) -> Array:
-        """Positions of the longest segment."""
+        """Number of positions of the longest segment."""
         found_N = np.zeros(self.tasks)
         np.maximum.at(found_N, self.task_S, self.lengths_S)
         return found_N
 
     @cached_property
     def segments_N(self) -> Array:
-        """Segments."""
+        """Number of segments."""
         return self._sum(np.ones(len(self.lengths_S)))
 
     def causal_pairs_N(self, window: int | None, block: int) -> Array:
-        """The same of pairs that a kernel computes which skips the masked half, in blocks."""
+        """Return the number of pairs per rank that a causal kernel computes.
+
+        The kernel skips masked blocks of keys. On average, a position computes half of its range
+        plus half a block, and at most the full range.
+
+        Args:
+            window: Maximum number of positions that a position attends to. If None, the segment.
+            block: Number of keys per block.
+        """
         reach_S = self._reach(window)
         return self.share * self._sum(self.lengths_S * np.minimum(reach_S, (reach_S + block) / 2))
 
     def calls_N(self, window: int | None) -> Array:
-        """Runs of equally long neighbouring segments: calls of a kernel for equal lengths."""
+        """Return the number of runs of consecutive segments with the same length.
+
+        Attention on CPUs has one kernel call per run.
+
+        Args:
+            window: Maximum number of positions that a position attends to. If None, the segment.
+        """
         reach_S = self._reach(window)
         new_S = np.ones(len(reach_S))
         new_S[1:] = (reach_S[1:] != reach_S[:-1]) | (self.task_S[1:] != self.task_S[:-1])
@@ -166,6 +201,7 @@ class TaskSizes:
     def _count_pairs(self, window: int | None, apart: bool) -> Array:
         pairs_S = self.lengths_S * self._reach(window)
         if window is not None and apart:
+            # Full windows attend to `window` positions, the last window to its `rest_S` positions.
             rest_S = self.lengths_S % window
             pairs_S = (self.lengths_S - rest_S) * window + rest_S**2
         return self.share * self._sum(pairs_S)
@@ -178,7 +214,12 @@ class TaskSizes:
 
 
 def encoder_sizes(module: ModuleDescription, tasks: Sequence[Sequence[ImageMeta]]) -> TaskSizes:
-    """Sizes of an encoder's tasks from the images of each; none: a stand-in for an image."""
+    """Return the sizes of the tasks of an encoder.
+
+    Args:
+        module: Description of the encoder.
+        tasks: Images of each task. A task without images processes a dummy image.
+    """
     patches = module.dummy_patches
     dummy = ImageMeta(0, 0, patches, patches // module.patches_per_token)
     shown = [list(images) or [dummy] for images in tasks]
@@ -201,23 +242,27 @@ def llm_sizes(
     padding: bool,
     context: int = 1,
 ) -> TaskSizes:
-    """Sizes of the LLM's tasks.
+    """Return the sizes of the tasks of the LLM.
 
     Args:
-        targets: positions that count in the loss, by microbatch.
-        padding: whether padding, which is computed as a segment of its own, counts.
-        context: ranks that share a row, of which this is one.
+        microbatches: Metadata of the microbatches, one per task.
+        targets: Number of positions that are included in the loss, by microbatch.
+        padding: Whether to include padding, which is computed as a separate segment.
+        context: Context-parallel size. Sizes are those of one rank.
     """
     lengths = [[sample.tokens for sample in meta.samples] for meta in microbatches]
     if padding:
         gaps = [meta.tokens - meta.used_tokens for meta in microbatches]
-        lengths = [[*own, gap] if gap > 0 else own for own, gap in zip(lengths, gaps, strict=True)]
+        lengths = [
+            [*of_task, gap] if gap > 0 else of_task
+            for of_task, gap in zip(lengths, gaps, strict=True)
+        ]
     sizes = _sizes(
-        inputs=[sum(own) for own in lengths],
+        inputs=[sum(of_task) for of_task in lengths],
         outputs=list(targets),
         images=[meta.image_count for meta in microbatches],
         lengths=lengths,
-        contexts=[[0] * len(own) for own in lengths],
+        contexts=[[0] * len(of_task) for of_task in lengths],
     )
     if context == 1:
         return sizes
@@ -232,54 +277,61 @@ def llm_sizes(
 def generator_sizes(
     tasks: Sequence[Sequence[GeneratedMeta]], *, padding: bool = False
 ) -> TaskSizes:
-    """Sizes of a generator's tasks from what each has to draw.
+    """Return the sizes of the tasks of a generator.
 
     Args:
-        padding: whether padding counts: the images of a task are rows of a batch, all as long as
-            the longest, and so are their contexts.
+        tasks: Images that each task generates.
+        padding: Whether to include padding. The images of a task are one batch, so all images have
+            the length of the longest image. The same applies to their contexts.
     """
     lengths = [[image.patches for image in images] for images in tasks]
     frames = tuple(tuple(n for image in images for n in _frames_of(image)) for images in tasks)
     contexts = [[image.context for image in images] for images in tasks]
-    given = [sum(own) for own in contexts]
+    context_tokens = [sum(of_task) for of_task in contexts]
     if padding:
         lengths, contexts = (
-            [[max(own)] * len(own) if own else [] for own in each] for each in (lengths, contexts)
+            [[max(of_task)] * len(of_task) if of_task else [] for of_task in each]
+            for each in (lengths, contexts)
         )
-    found = _sizes(
-        inputs=[sum(own) for own in lengths],
-        outputs=[sum(own) for own in lengths],
-        images=[len(own) for own in lengths],
+    sizes = _sizes(
+        inputs=[sum(of_task) for of_task in lengths],
+        outputs=[sum(of_task) for of_task in lengths],
+        images=[len(of_task) for of_task in lengths],
         lengths=lengths,
         contexts=contexts,
-        given=given,
+        given=context_tokens,
     )
-    return replace(found, frames=frames)
+    return replace(sizes, frames=frames)
 
 
 def pack_sizes(
     module: ModuleDescription, packs: Sequence[MicrobatchMeta]
 ) -> tuple[NDArray[np.int64], TaskSizes | None]:
-    """Which packs, each a microbatch of its own, have something for a module, and how much.
+    """Return the packed sequences that a module processes, and their sizes.
+
+    Args:
+        module: Description of the module.
+        packs: Metadata of packed sequences. Each is a separate microbatch.
 
     Returns:
-        indices of these packs; sizes of one task for each, None if there are none.
+        Indices of the sequences with inputs for the module, and the sizes of one task for each of
+        them. The sizes are None without such sequences.
     """
     if module.kind == "llm":
         targets = [text_tokens(pack) for pack in packs]
         return np.arange(len(packs)), llm_sizes(packs, targets, padding=True)
     if module.kind == "generator":
-        drawn = [pack.generated for pack in packs]
-        at = np.flatnonzero([bool(own) for own in drawn])
-        # In how many parts they are drawn decides about padding; without, bounds are bounds.
-        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
+        generated = [pack.generated for pack in packs]
+        at = np.flatnonzero([bool(images) for images in generated])
+        # Padding depends on the number of sub-microbatches. Without padding, bounds stay valid.
+        return at, generator_sizes([generated[i] for i in at]) if len(at) else None
     shown = [pack.images_read_by(module.name) for pack in packs]
-    at = np.flatnonzero([bool(own) for own in shown])
+    at = np.flatnonzero([bool(images) for images in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
 
 
 def text_tokens(meta: MicrobatchMeta) -> int:
-    """Return the number of tokens that may be targets: no images, no padding."""
+    """Return the number of tokens that can be targets, without image tokens and padding."""
     images = sum(i.tokens for s in meta.samples for i in s.images)
     if meta.balanced:  # the listed images are in the sequences of any rank
         images = sum(tokens for _, tokens in meta.arriving)
@@ -288,13 +340,13 @@ def text_tokens(meta: MicrobatchMeta) -> int:
 
 
 def _frames_of(image: GeneratedMeta) -> list[int]:
-    """Patches of each frame of what is drawn."""
+    """Return the number of patches of each frame of a generated image or video."""
     frames, rows, columns = image.grid_thw
     return [rows * columns] * frames
 
 
 def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:
-    """Attention segments of an image: one, or one per frame of a video."""
+    """Return the lengths of the attention segments: one per image, or one per video frame."""
     return [image.patches // image.frames + extra_tokens] * image.frames
 
 
@@ -310,9 +362,9 @@ def _sizes(
         np.array(inputs, float),
         np.array(outputs, float),
         np.array(images, float),
-        np.array([n for own in lengths for n in own], float),
-        np.repeat(np.arange(len(lengths)), [len(own) for own in lengths]),
-        np.array([n for own in contexts for n in own], float),
+        np.array([n for of_task in lengths for n in of_task], float),
+        np.repeat(np.arange(len(lengths)), [len(of_task) for of_task in lengths]),
+        np.array([n for of_task in contexts for n in of_task], float),
         np.array(given or [0] * len(lengths), float),
     )
 
@@ -322,13 +374,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class ModuleTasks:
-    """The tasks of each stage of one module.
+    """Tasks of the stages of one module. All stages of a module have the same tasks.
 
     Attributes:
+        module: Complete module.
         keys: (microbatch, sub-microbatch) of each of the N tasks.
-        sizes: what is computed, padding included; where ranks share rows, by the one with most.
-        useful: without padding, by all of them together.
-        others: sizes of the same tasks on each of the other ranks that run the layers in lockstep.
+        sizes: Computed sizes, including padding. With context parallelism, the sizes of the rank
+            with the most patches.
+        useful: Sizes without padding, summed over context-parallel ranks. Used for FLOPs.
+        others: Sizes of the same tasks on each of the other ranks that run in lockstep.
     """
 
     module: ModuleDescription
@@ -344,11 +398,11 @@ class ModuleTasks:
 
     @cached_property
     def of_ranks(self) -> TaskSizes:
-        """Sizes of the tasks of all these ranks, rank by rank; those of `sizes` are the first."""
+        """Sizes of the tasks of all ranks in lockstep, rank by rank, starting with `sizes`."""
         return self.sizes.joined(self.others) if self.others else self.sizes
 
     def gradient_arrives_N(self, graph: StageGraph, stage: int) -> NDArray[np.bool_]:
-        """By task: whether a gradient goes back from this stage to the one before."""
+        """Return a flag per task: True if the stage sends a gradient to the preceding stage."""
         flags = [inputs_need_gradient(graph, stage, i) for i in range(graph.microbatches)]
         return np.array([flags[i] for i, _ in self.keys], bool)
 
@@ -359,16 +413,16 @@ def module_tasks(
     microbatches: Sequence[MicrobatchMeta],
     targets: Sequence[int],
 ) -> ModuleTasks:
-    """The tasks of a module's stages.
+    """Return the tasks of the stages of a module.
 
     Args:
-        graph: of the step.
-        module: whole.
-        microbatches: of the graph.
-        targets: positions that count in the loss, by microbatch.
+        graph: Task graph of the step.
+        module: Complete module.
+        microbatches: Metadata of the microbatches of the graph.
+        targets: Number of positions that are included in the loss, by microbatch.
 
     Raises:
-        ValueError: there are not as many microbatches as the graph has, or a microbatch has more
+        ValueError: The number of microbatches differs from the graph, or a microbatch has more
             sub-microbatches than images.
     """
     if not len(microbatches) == len(targets) == graph.microbatches:
@@ -384,25 +438,37 @@ def module_tasks(
     parts = graph.sub_microbatches.get(module.name, (1,) * graph.microbatches)
     keys = [(i, part) for i, count in enumerate(parts) for part in range(count)]
     if module.kind == "encoder":
-        seen = [meta.images_read_by(module.name) for meta in microbatches]
+        read = [meta.images_read_by(module.name) for meta in microbatches]
         if graph.context > 1:
-            shares = [_shared_groups(*own, graph.context) for own in zip(seen, parts, strict=True)]
-            most = [max(of_ranks, key=_patches) for own in shares for of_ranks in own]
-            every = [[i for share in of_ranks for i in share] for own in shares for of_ranks in own]
-            useful = encoder_sizes(module, every)
-            return ModuleTasks(module, keys, encoder_sizes(module, most), useful)
-        sizes = encoder_sizes(module, _groups(module.name, seen, parts))
+            shares = [
+                _shared_groups(*pair, graph.context) for pair in zip(read, parts, strict=True)
+            ]
+            by_rank = [of_ranks for of_tasks in shares for of_ranks in of_tasks]
+            largest = [max(of_ranks, key=_patches) for of_ranks in by_rank]
+            all_images = [[i for share in of_ranks for i in share] for of_ranks in by_rank]
+            useful = encoder_sizes(module, all_images)
+            return ModuleTasks(module, keys, encoder_sizes(module, largest), useful)
+        sizes = encoder_sizes(module, _groups(module.name, read, parts))
     else:
-        drawn = _groups(module.name, [meta.generated for meta in microbatches], parts)
-        sizes = generator_sizes(drawn, padding=True)
-        return ModuleTasks(module, keys, sizes, generator_sizes(drawn))
+        generated = _groups(module.name, [meta.generated for meta in microbatches], parts)
+        sizes = generator_sizes(generated, padding=True)
+        return ModuleTasks(module, keys, sizes, generator_sizes(generated))
     return ModuleTasks(module, keys, sizes, sizes)
 
 
 def _shared_groups(
     images: Sequence[ImageMeta], tasks: int, ranks: int
 ) -> list[list[Sequence[ImageMeta]]]:
-    """A microbatch's images by task and rank, where ranks share it."""
+    """Split the images of a microbatch between context-parallel ranks, then into tasks.
+
+    Args:
+        images: Images of the microbatch.
+        tasks: Number of sub-microbatches.
+        ranks: Context-parallel size.
+
+    Returns:
+        Images by task and rank.
+    """
     shares = [
         images[own.start : own.stop] for own in image_shares([i.patches for i in images], ranks)
     ]
@@ -418,17 +484,25 @@ def _patches(images: Sequence[ImageMeta]) -> int:
 
 
 def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[list[T]]:
-    """The images of every task; none where one task has a microbatch without images."""
+    """Return the images of each task, which is a sub-microbatch.
+
+    Tasks of a microbatch without images have an empty list.
+
+    Args:
+        name: Name of the module, for error messages.
+        images: Images of each microbatch.
+        parts: Number of sub-microbatches of each microbatch.
+    """
     groups: list[list[T]] = []
-    for index, (own, count) in enumerate(zip(images, parts, strict=True)):
-        if count == 1 or not own:
-            groups += [own] * count
+    for index, (available, count) in enumerate(zip(images, parts, strict=True)):
+        if count == 1 or not available:
+            groups += [available] * count
             continue
-        if count > len(own):
+        if count > len(available):
             raise ValueError(
-                f"{name}: {count} sub-microbatches for the {len(own)} images of microbatch "
+                f"{name}: {count} sub-microbatches for the {len(available)} images of microbatch "
                 f"{index}; use at most one per image"
             )
         if count:
-            groups += [own[r.start : r.stop] for r in even_ranges(len(own), count)]
+            groups += [available[r.start : r.stop] for r in even_ranges(len(available), count)]
     return groups

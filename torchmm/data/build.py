@@ -26,7 +26,7 @@ from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 
-def build_loader(  # noqa: PLR0913 - what a run consists of
+def build_loader(  # noqa: PLR0913 - the inputs of a run
     data: DataConfig,
     training: TrainingConfig,
     *,
@@ -44,25 +44,32 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
-    """The loader of one data-parallel rank.
+    """Build the loader of one data-parallel rank.
 
     Args:
-        data, training: sources and limits; batch sizes, sequence length, seed, device.
-        text_spec, image_specs: how the LLM wants its text, and encoders, by name, their images.
-        tokenizer: the LLM's tokenizer (a fast one).
-        data_parallel_rank: which of `data_parallel_size` shares of the global batches to load.
-        state: `StepBatch.state` of the batch to continue after, or None.
-        validation: load `data.validation` once, in an order that is the same for every run.
-        generator_spec: how the generator wants its images; None: nothing is drawn.
-        arrange: which packs of a global batch go where; None: in natural order.
-        balance: Assigns the images of a microbatch to ranks; None: each rank encodes its own.
-        resume_changed: continue after `state` even if data or order have changed.
-        samples: of these sources, if they were opened before.
-        reads: which images this rank decodes; None: all of its data-parallel rank's.
+        data: Sources and limits.
+        training: Batch sizes, sequence length, seed and device.
+        text_spec: Format of the text for the LLM.
+        image_specs: Format of the images, videos and audio for each encoder, by name.
+        tokenizer: Fast tokenizer of the LLM.
+        data_parallel_rank: Rank whose part of each global batch is loaded.
+        data_parallel_size: Number of data-parallel ranks.
+        state: `StepBatch.state` of the batch to continue after. None to start at the beginning.
+        validation: Whether to load `data.validation` once, in an order that is the same for every
+            run.
+        generator_spec: Format of the images for the generator. None without a generator.
+        arrange: Assigns the sequences of a global batch to ranks and microbatches. None for their
+            packing order.
+        balance: Assigns the images of a microbatch to ranks. If None, each rank encodes the images
+            of its microbatch.
+        resume_changed: Whether to continue after `state` even if data or sample order changed.
+        samples: Samples of these sources, if they are already open.
+        reads: Images that this rank decodes. None for all images of its data-parallel rank.
 
     Raises:
-        ConfigError, DataError: sizes or specs do not fit; a source cannot be read, or is of no use.
-        CheckpointError: the state belongs to other data.
+        ConfigError: Sizes or specs do not match.
+        DataError: A source cannot be read, or has no usable sample.
+        CheckpointError: The state belongs to different data.
     """
     _prepare(training, data_parallel_rank, data_parallel_size)
     samples = samples or find_samples(
@@ -96,14 +103,14 @@ def _plan_steps(
     position: Position,
     state: State | None,
 ) -> Steps:
-    """Return the steps after a data state. None for the position of the run.
+    """Return the steps after a loader state. A state of None is the position of the run.
 
-    Steps that are reordered or balanced are planned in another process if that is faster.
+    Steps that are reordered or balanced are planned in a background process if that is faster.
     """
     if state is not None:
         position = position._replace(state=state, resume_changed=False)
     is_natural = position.arrange is None and position.balance is None
-    # Streams can be read by one process only.
+    # Only one process can read a stream.
     if is_natural or not data.workers or not isinstance(samples, Samples) or samples.streamed:
         return samples.sequence(data, training, position)
     return StepsBeside(partial(samples.order.sequence, data, training), position)

@@ -1,8 +1,8 @@
-"""Samples that a run skips: corrupt ones, with a limit on their number, and ones beyond a limit.
+"""Errors of samples that a run skips, and a limit on the number of corrupt samples.
 
-Samples come from outside and any of them may be broken. A broken one is skipped and named, never
-repaired. Rejected: a limit per rank (the run would stop at a point that depends on the number of
-ranks) and a limit on consecutive failures (a source that is 30 % broken passes it).
+A corrupt sample is skipped and logged, and never repaired. The limit applies to the sum over all
+ranks, so that the step at which a run stops does not depend on the number of ranks. A limit on
+consecutive failures would accept a source with 30 % corrupt samples.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from contextlib import contextmanager
 from torchmm.common.errors import DataError, TorchmmError
 
 MIN_SAMPLES_FOR_FRACTION = 100
-"""Below this many samples a fraction says nothing and is not checked."""
+"""Minimum number of samples for which the fraction is checked."""
 SHOWN = 10
-"""Corrupt samples of a source that are named; the others are counted."""
-
-
+"""Number of corrupt samples of a source that are logged. All are counted."""
 LONGEST_REASON = 2000
-"""Characters of a message; names inside of data may have millions."""
+"""Maximum length of a message in characters. Names in data may have millions."""
 
 logger = logging.getLogger(__name__)
 
 
 class CorruptSampleError(ValueError):
-    """One sample cannot be used; the message is the reason, without the sample's name.
+    """Error of one sample that cannot be used. The message is the reason, without the sample name.
 
-    Names out of data are in it: what logs and messages cannot carry (half of a character, control
-    characters, megabytes) is escaped or cut here.
+    The message may include strings from the data. Control characters and unpaired surrogates are
+    escaped, and long messages are shortened.
     """
 
     def __init__(self, reason: str) -> None:
@@ -37,14 +35,14 @@ class CorruptSampleError(ValueError):
 
 
 class BeyondLimitError(CorruptSampleError):
-    """A valid sample that exceeds a limit of the model or the recipe.
+    """Error of a valid sample that exceeds a limit of the model or the recipe.
 
     Such samples are filtered and counted per source. They are not counted as corrupt, so they do
     not stop a run.
 
     Args:
-        limit: the exceeded limit, equal for all samples that exceed it.
-        reason: the details of this sample.
+        limit: Description of the limit, identical for all samples that exceed it.
+        reason: Details of this sample.
     """
 
     def __init__(self, limit: str, reason: str) -> None:
@@ -53,8 +51,8 @@ class BeyondLimitError(CorruptSampleError):
 
 
 def printable(text: str, longest: int = LONGEST_REASON) -> str:
-    """Return text with control characters escaped, at most about `longest` characters of it."""
-    if len(text) > longest:  # the reason stands at the end, behind names
+    """Return text with escaped control characters, shortened to about `longest` characters."""
+    if len(text) > longest:  # the reason is at the end, after names
         half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
@@ -64,7 +62,7 @@ def printable(text: str, longest: int = LONGEST_REASON) -> str:
 
 
 def first_of(messages: Sequence[str]) -> str:
-    """The first corrupt samples, one per line."""
+    """Return the first messages about corrupt samples, one per line."""
     more = len(messages) - SHOWN
     lines = [*messages[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "".join(f"\n  - {line}" for line in lines)
@@ -72,16 +70,16 @@ def first_of(messages: Sequence[str]) -> str:
 
 @contextmanager
 def naming_place(where: str) -> Iterator[None]:
-    """Makes whatever goes wrong with a record cost this one sample, with its place and the reason.
+    """Convert exceptions of a block to a `CorruptSampleError` with the location of the record.
 
-    Layouts, templates and decoders know many ways in which records are broken; there are more:
-    values nested deeper than Python can walk, sizes beyond memory.
+    Record formats, chat templates and decoders check for many errors in records. This function
+    covers the remaining ones, such as values that exceed the recursion limit.
 
     Args:
-        where: file and line, put before the reason unless it names them; may be empty.
+        where: File and line, added to the reason if they are not in it. May be empty.
 
     Raises:
-        CorruptSampleError: anything but an error that ends the run was raised in the block.
+        CorruptSampleError: The block raised an exception other than `TorchmmError`.
     """
     try:
         yield
@@ -101,15 +99,15 @@ def naming_place(where: str) -> Iterator[None]:
 
 
 class CorruptLimit:
-    """Counter of corrupt samples that stops a run if there are too many.
+    """Counter of corrupt samples that stops a run if a limit is exceeded.
 
-    A corrupt sample counts once per pass over the data. Until the first pass is complete, the
-    fraction is that of all measured samples, so that corrupt samples at its start do not stop it.
+    A corrupt sample is counted once per pass over the data. During the first pass the fraction is
+    relative to all samples of a pass, so that corrupt samples at its start do not stop the run.
 
     Args:
-        max_samples: Maximum number of corrupt samples of a pass.
-        max_fraction: Maximum fraction of corrupt samples, once 100 samples were seen.
-        measured: Number of samples of a pass; 0 if it is unknown, as of streams.
+        max_samples: Maximum number of corrupt samples per pass.
+        max_fraction: Maximum fraction of corrupt samples, checked after 100 samples.
+        measured: Number of samples of a pass. 0 if unknown, as for streams.
     """
 
     def __init__(self, max_samples: int, max_fraction: float, measured: int = 0) -> None:
@@ -120,10 +118,14 @@ class CorruptLimit:
         self.seen = 0
 
     def add(self, corrupt: int, seen: int) -> None:
-        """Add the numbers of one step, summed over data-parallel ranks.
+        """Add the sample counts of one step, summed over data-parallel ranks.
+
+        Args:
+            corrupt: Number of corrupt samples.
+            seen: Number of samples, including corrupt samples.
 
         Raises:
-            DataError: more samples are corrupt than accepted.
+            DataError: The number or the fraction of corrupt samples exceeds its limit.
         """
         self.corrupt += corrupt
         self.seen += seen

@@ -1,11 +1,11 @@
-"""Planned samples to tensors: the only place where pixels are decoded. Runs in worker processes.
+"""Decode planned samples to tensors, in worker processes.
 
-Every rank reads and tokenises the records of its data-parallel rank, for numbers of targets belong
-to plans and losses; a rank decodes only the images that `Reads` says. Of the others it opens no
-file, where sizes alone say how a file is written (all but tiles and clips).
+Each rank reads and tokenizes all records of its data-parallel rank, because plans and losses depend
+on the number of targets. It decodes only the images that `Reads` assigns to it. It does not open
+the files of the remaining images, except for tiles and videos, whose text depends on the file.
 
-A sample that turns out to be corrupt here becomes blank (`torchmm.data.rows`). Ranks of a replica
-may find different ones: `StepDecoder.blank_out` does the same to what others have found.
+A sample that is corrupt is masked (`torchmm.data.rows`). Ranks of a replica may find different
+corrupt samples, so `StepDecoder.blank_out` masks the samples that the remaining ranks found.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ from torchmm.data.sources.reader import (
 
 @dataclass
 class DecodedStep:
-    """One rank's share of a step, as a worker returns it."""
+    """Decoded part of a step of one rank."""
 
     microbatches: list[Microbatch]
     corrupt: dict[str, str]
-    """Reason by "source[index]"."""
+    """Maps "source[index]" to the reason."""
     failure: str = ""
-    """Why the step could not be prepared; an exception would bring a worker's traceback."""
+    """Error message if the step could not be prepared, else an empty string."""
     decoded_media: int = 0
-    """Images, sounds and clips (or their frames) that were decoded, and drawings."""
+    """Number of decoded images, audio files, videos or frames, and target images."""
     read_bytes: int = 0
-    """Of records, a byte for every character, and of files."""
+    """Bytes of files, and characters of records."""
 
     def share_memory(self) -> DecodedStep:
-        """Return a copy in shared memory; if that is full, a step with `failure`.
+        """Return a copy in shared memory, or a step with `failure` if /dev/shm is full.
 
-        A worker hands tensors over in shared memory. PyTorch would allocate it in a thread of the
-        worker, in which an error loses the step without a message to the training process.
+        PyTorch would allocate shared memory in a thread of the worker, where an error is not
+        reported to the training process.
         """
         try:
             shared = [microbatch.share_memory() for microbatch in self.microbatches]
@@ -91,18 +91,18 @@ class DecodedStep:
         return replace(self, microbatches=shared)
 
     def pin_memory(self) -> DecodedStep:
-        """Copy in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
 
 
 class StepDecoder(Dataset[DecodedStep]):
-    """Decodes the microbatches of one rank; the "index" of this data set is their plan.
+    """Dataset that maps the planned samples of one rank to a decoded step.
 
     Args:
-        reader: tokenises samples.
-        sources: by feed; None for streams, whose items carry their records.
-        sequence_length: tokens of a pack.
-        reads: which images it decodes; None: all.
+        reader: Reads and tokenizes records.
+        sources: Source of each feed. None for streams, whose items have their records.
+        sequence_length: Number of tokens of a sequence.
+        reads: Images that this rank decodes. None for all images.
     """
 
     def __init__(
@@ -118,31 +118,31 @@ class StepDecoder(Dataset[DecodedStep]):
         self._reads = reads
 
     def for_rank(self, reads: Reads | None) -> StepDecoder:
-        """The same for a rank that decodes other images."""
+        """Return a decoder of the same samples for a rank that decodes these images."""
         return StepDecoder(self._reader, self._sources, self._sequence_length, reads)
 
     def without_sources(self, reads: Reads | None) -> StepDecoder:
-        """Return a decoder that only checks microbatches of another process (`rebuild`)."""
+        """Return a decoder that only checks the microbatches of another process (`rebuild`)."""
         return StepDecoder(self._reader, (), self._sequence_length, reads)
 
     @property
     def reader(self) -> SampleReader:
-        """Tokenizer, media and text settings of the samples."""
+        """Reader with the tokenizer, media and text settings of the samples."""
         return self._reader
 
     @property
     def drawings(self) -> DrawingPreprocessor | None:
-        """Adds the noise; None: nothing is drawn."""
+        """Preprocessor of target images, or None without a generator."""
         return self._reader.drawings
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """Names of those that read images or sounds."""
+        """Names of the encoders."""
         return self._reader.encoders
 
     @property
     def byte_values(self) -> dict[str, ByteValues | None]:
-        """What uint8 pixels of encoders stand for, by name."""
+        """Mapping of uint8 pixels to model inputs, by encoder."""
         return {name: medium.byte_values for name, medium in self._reader.media.items()}
 
     def __getitem__(self, share: list[list[PackItems]] | BalancedShare) -> DecodedStep:
@@ -151,7 +151,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return with_noise(self.drawings, self.decode(share), share)
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
-        """The step, still without noise."""
+        """Decode the sequences of each microbatch. The result has no noise."""
         parts = [
             self.decode_one(*each)
             for each in zip(microbatches, self.images_to_decode(microbatches), strict=True)
@@ -167,7 +167,8 @@ class StepDecoder(Dataset[DecodedStep]):
         """Return the step with the images of this rank's encoders and generator, without noise.
 
         Args:
-            blank: Whether all samples are blank, so that no file is read.
+            share: Samples and images of the rank.
+            blank: Whether to mask all samples, so that no file is read.
         """
         step = DecodedStep([], {})
         metas = [microbatch_meta(packs, self._sequence_length) for packs in share.microbatches]
@@ -197,14 +198,17 @@ class StepDecoder(Dataset[DecodedStep]):
         """Return the microbatch of the packs and the images that this rank reads for all ranks.
 
         Args:
-            images: Images that this rank decodes, by module, among those that its encoders and its
-                generator read.
-            step, opened: If None, all samples are blank.
+            packs: Sequences of the local microbatch.
+            encoded: Images that this rank encodes and generates.
+            task_meta: Metadata with these images.
+            images: Indices of the images that this rank decodes, by module.
+            step: Step that receives counts and corrupt samples. If None, all samples are masked.
+            opened: Counter of read bytes. If None, all samples are masked.
         """
         encoders = self._reader.encoders
         read = RowBuilder(self._reader, images)
         decodes = _DecodeFlags(images)
-        own = {_key(item) for pack in packs for item in pack}
+        local = {_key(item) for pack in packs for item in pack}
         decoded = {_key(each.item): decodes.next(each, encoders) for each in encoded.samples}
         samples: dict[tuple[int, int, int], DecodedSample] = {}
 
@@ -216,7 +220,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, chosen, generated in encoded.samples:
-            if _key(item) in own:
+            if _key(item) in local:
                 sample = samples[_key(item)]
             else:
                 sample = self._sample(item, decoded[_key(item)], step, opened)
@@ -242,19 +246,20 @@ class StepDecoder(Dataset[DecodedStep]):
         )
 
     def _images_to_decode(self, metas: Sequence[MicrobatchMeta]) -> list[dict[str, range]]:
-        found: list[dict[str, range]] = [{} for _ in metas]
+        ranges: list[dict[str, range]] = [{} for _ in metas]
         if self._reads is None:
-            return found
+            return ranges
         for name in (*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])):
-            for own, images in zip(found, self._reads.images(metas, name) or (), strict=False):
-                own[name] = images
-        return found
+            for by_name, images in zip(ranges, self._reads.images(metas, name) or (), strict=False):
+                by_name[name] = images
+        return ranges
 
     def decode_one(self, packs: list[PackItems], images: Mapping[str, range]) -> DecodedStep:
-        """One microbatch of a step, still without noise.
+        """Decode one microbatch of a step. The result has no noise.
 
         Args:
-            images: from `images_to_decode`.
+            packs: Sequences of the microbatch.
+            images: Entry of `images_to_decode` for the microbatch.
         """
         step = DecodedStep([], {})
         opened = Opened()
@@ -263,9 +268,9 @@ class StepDecoder(Dataset[DecodedStep]):
         return step
 
     def step_bytes(self, share: list[list[PackItems]] | BalancedShare) -> int:
-        """Return the bytes of a step's tensors, without reading or decoding anything.
+        """Return the size of the tensors of a step in bytes, without reading data.
 
-        Positions of targets, 8 bytes each, do not count: blank samples have none.
+        The size excludes the positions of targets, which have 8 bytes each.
         """
         if isinstance(share, BalancedShare):
             step = self._decode_balanced(share, blank=True)
@@ -277,7 +282,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
-        """Images and frames of a sample, upright RGB; none if its source is a stream."""
+        """Return images and frames of a sample in RGB. Empty if the source is a stream."""
         source = self._sources[feed]
         if source is None:
             return []
@@ -292,24 +297,26 @@ class StepDecoder(Dataset[DecodedStep]):
         ]
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """See `references_of`; none if its source is a stream."""
+        """Return the result of `references_of`. Empty if the source is a stream."""
         source = self._sources[feed]
         return () if source is None else references_of(source.read(index))
 
     def blank_out(
         self, microbatch: Microbatch, packs: list[PackItems], corrupt: Collection[str]
     ) -> Microbatch:
-        """Return the microbatch with corrupt samples made blank; writes to its tensors.
+        """Return the microbatch with masked corrupt samples. Its tensors are changed in place.
 
         Args:
-            corrupt: Names of the samples ("source[index]").
+            microbatch: Decoded microbatch.
+            packs: Sequences of the microbatch.
+            corrupt: Names of the corrupt samples ("source[index]").
         """
         return blank_out(self._reader, microbatch, packs, self._sequence_length, corrupt)
 
     def blank_read(
         self, microbatch: BalancedMicrobatch, encoded: EncodedImages, corrupt: Collection[str]
     ) -> None:
-        """Make the images blank that this rank reads of corrupt samples, in place."""
+        """Zero the images of corrupt samples that this rank reads, in place."""
         blank_read(self._reader, microbatch, encoded, corrupt)
 
     def _microbatch(
@@ -319,14 +326,14 @@ class StepDecoder(Dataset[DecodedStep]):
         step: DecodedStep | None = None,
         opened: Opened | None = None,
     ) -> Microbatch:
-        """Return the microbatch of these samples; without `step`, its samples are blank."""
+        """Return the microbatch of these samples. Without `step`, all samples are masked."""
         row = RowBuilder(self._reader, flags.images)
         for pack in packs:
             for item in pack:
                 meta = item.meta
                 every = [True] * len(meta.images), [True] * len(meta.generated)
-                own = flags.next(ReadSample(item, *every), self._reader.encoders)
-                row.append(self._sample(item, own, step, opened), meta)
+                sample_flags = flags.next(ReadSample(item, *every), self._reader.encoders)
+                row.append(self._sample(item, sample_flags, step, opened), meta)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
         return row.microbatch(packs, self._sequence_length)
@@ -338,12 +345,13 @@ class StepDecoder(Dataset[DecodedStep]):
         step: DecodedStep | None,
         opened: Opened | None,
     ) -> DecodedSample:
-        """Return a sample. It is blank if it is corrupt, or if `step` is None.
+        """Return a sample. It is masked if it is corrupt, or if `step` is None.
 
         Args:
-            own: Images that the rank decodes.
-            step: Receives the reason why the sample is corrupt, and counts.
-            opened: Files that were opened for the microbatch.
+            item: Planned sample.
+            own: Decode flags of the images.
+            step: Step that receives counts, and the reason if the sample is corrupt.
+            opened: Counter of read bytes.
         """
         if step is None or opened is None:
             return self._blank(item, own)
@@ -359,7 +367,7 @@ class StepDecoder(Dataset[DecodedStep]):
         """Return a decoded sample.
 
         Raises:
-            CorruptSampleError: The sample cannot be read, or its size has changed.
+            CorruptSampleError: The sample cannot be read, or its size changed.
         """
         reader = self._reader
         record = item.record
@@ -404,7 +412,7 @@ class StepDecoder(Dataset[DecodedStep]):
             )
 
     def _places(self, image: ImageMeta) -> np.ndarray:
-        """Of its tokens, relative to its first placeholder."""
+        """Return the positions of image tokens relative to the first placeholder."""
         if self._reader.text_spec.row_end_id is None:
             return np.arange(image.tokens)
         _, _, columns = self._reader.medium(image).block(image)
@@ -419,13 +427,14 @@ class StepDecoder(Dataset[DecodedStep]):
     ) -> Microbatch:
         """Return the microbatch of these samples without pixels, computed from their metadata.
 
-        Token ids, targets, kept parts of tiles and positions of images and contexts are copied from
-        `found`. Everything else follows from them: position ids, segments, patch grids, times.
+        Token ids, targets, crops of tiles and positions of images and contexts are copied from
+        `found`. Position ids, document boundaries, patch grids and times are recomputed.
 
         Args:
-            images: Result of `images_to_decode`.
-            found: Microbatch with tensors of the right shapes. If None, all samples are blank.
-            corrupt: Names of samples that are blank (`sample_name`).
+            packs: Sequences of the microbatch.
+            images: Entry of `images_to_decode` for the microbatch.
+            found: Microbatch with tensors of the right shapes. If None, all samples are masked.
+            corrupt: Names of samples that are masked (`sample_name`).
 
         Raises:
             ValueError: The images of a sample do not fit into its tokens.
@@ -437,8 +446,8 @@ class StepDecoder(Dataset[DecodedStep]):
             for item in pack:
                 sample = self._blank(item, _SampleFlags.nothing(item.meta))
                 if copied is not None:
-                    own = copied.next(item, start, self._reader.drawings)
-                    sample = sample if sample_name(item.meta) in corrupt else own
+                    decoded = copied.next(item, start, self._reader.drawings)
+                    sample = sample if sample_name(item.meta) in corrupt else decoded
                 row.append(sample, item.meta)
                 start += item.meta.tokens
             padding = self._sequence_length - sum(item.meta.tokens for item in pack)
@@ -465,7 +474,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
 @dataclass(frozen=True)
 class _SampleFlags:
-    """Decode flags of each image and each generated image of a sample, for one rank."""
+    """Decode flags of each image and each target image of a sample, for one rank."""
 
     images: list[bool]
     drawings: list[bool]
@@ -477,7 +486,7 @@ class _SampleFlags:
 
 
 class _Copied:
-    """Texts and positions of a microbatch, sample by sample, without pixels.
+    """Iterator over the token ids, targets and positions of the samples of a microbatch.
 
     Args:
         found: Microbatch to copy from.
@@ -498,13 +507,15 @@ class _Copied:
         self._contexts = iter(drawn.context_positions_K.split(contexts) if drawn else ())
 
     def next(self, item: Item, start: int, drawings: DrawingPreprocessor | None) -> DecodedSample:
-        """Return the next sample.
+        """Return the next sample without pixels.
 
         Args:
-            start: Position of the sample in the microbatch.
+            item: Planned sample.
+            start: Index of the first token of the sample in the microbatch.
+            drawings: Preprocessor of target images.
         """
         meta = item.meta
-        own = slice(start, start + meta.tokens)
+        tokens = slice(start, start + meta.tokens)
         starts: list[int] = []
         places: list[np.ndarray] = []
         kept: list[Kept | None] = []
@@ -521,15 +532,15 @@ class _Copied:
             context_end = int(next(self._contexts)[-1]) + 1 - start
             key = _drawing_key(item, number)
             generated.append(drawings.without_pixels(each, context_end, key))
-        ids_L = self._found.input_ids_T[own].numpy()
-        targets_L = self._found.targets_T[own].numpy()
+        ids_L = self._found.input_ids_T[tokens].numpy()
+        targets_L = self._found.targets_T[tokens].numpy()
         pixels: list[np.ndarray | None] = [None] * len(starts)
         return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, generated)
 
 
 @dataclass
 class _DecodeFlags:
-    """Flags of the samples of a microbatch, one after another."""
+    """Iterator over the decode flags of the samples of a microbatch."""
 
     images: Mapping[str, range]
     """Images that the rank decodes, by module (`StepDecoder.images_to_decode`)."""
@@ -537,7 +548,7 @@ class _DecodeFlags:
     """Number of images of the preceding samples, by module."""
 
     def next(self, sample: ReadSample, encoders: Sequence[str]) -> _SampleFlags:
-        """Return the flags of the next sample. Only images that the rank reads are counted."""
+        """Return the flags of the next sample. The index counts only images that the rank reads."""
         meta = sample.item.meta
         names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
         return _SampleFlags(
@@ -556,15 +567,17 @@ def with_noise(
     step: DecodedStep,
     share: list[list[PackItems]] | BalancedShare,
 ) -> DecodedStep:
-    """Return a decoded step with the noise of the generated images whose pixels it has.
+    """Return a decoded step with noise for the target images whose pixels it has.
 
     Args:
+        drawings: Preprocessor of target images. If None, the step is returned.
+        step: Decoded step without noise.
         share: Samples of the step.
     """
     if drawings is None:
         return step
     packs = share.microbatches if isinstance(share, BalancedShare) else share
-    found = []
+    microbatches = []
     for number, microbatch in enumerate(step.microbatches):
         changed: dict[str, Any] = {}
         if microbatch.generator is not None:
@@ -580,12 +593,12 @@ def with_noise(
                 if is_drawn
             ]
             changed["drawn"] = drawings.with_noise(microbatch.drawn, keys)
-        found.append(replace(microbatch, **changed))
-    return replace(step, microbatches=found)
+        microbatches.append(replace(microbatch, **changed))
+    return replace(step, microbatches=microbatches)
 
 
 def record_bytes(value: Any) -> int:
-    """Size of the texts and files in a record; a byte for every character."""
+    """Return the total size of strings and bytes in a record. A character counts as one byte."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -604,10 +617,10 @@ def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
 
 
 def _key(item: Item) -> tuple[int, int, int]:
-    """Return what identifies a sample in a step."""
+    """Return the key of a sample within a step."""
     return item.feed, item.epoch, item.meta.index
 
 
 def _drawing_key(item: Item, number: int) -> Key:
-    """Names an image to be drawn, for its noise: other noise in every epoch."""
+    """Return the noise key of a target image. It differs between epochs."""
     return item.meta.source, item.meta.index, item.epoch, number

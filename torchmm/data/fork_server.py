@@ -1,7 +1,7 @@
-"""Imported by the fork server of the data workers, and by nothing else.
+"""Preload module of the fork server of data workers.
 
-Makes the server, and every worker born from it, ignore signals from the start, and imports the
-data code for the workers to inherit.
+It makes the server and all forked workers ignore signals, and imports the data code before workers
+are forked.
 """
 
 import gc
@@ -10,8 +10,8 @@ from torchmm.common.processes import ignore_signals
 
 ignore_signals()
 
-gc.disable()  # imports create a million objects and no garbage
+gc.disable()  # Imports create many objects and little garbage.
 import torchmm.data.nodes  # noqa: E402, F401
 
-gc.freeze()  # no worker looks for garbage there, which would also copy the pages they share
+gc.freeze()  # Garbage collection in workers would copy shared pages of these objects.
 gc.enable()

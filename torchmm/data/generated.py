@@ -1,9 +1,8 @@
-"""Images that a generator is trained on, from files to the microbatch.
+"""Prepare the target images of a generator, from files to microbatches.
 
-The noise and the time of an image depend on the seed, the sample and the epoch only. So they are
-the same for any number of ranks, workers and microbatches, and after resuming. Noise is as large as
-the target, so it is not sent between processes: decoders omit it, and the process that trains adds
-it (`DrawingPreprocessor.with_noise`).
+The noise and the time of an image depend only on seed, sample and epoch. They are the same for any
+number of ranks, workers and microbatches, and after resuming. Noise has the size of the target, so
+workers do not send it. The training process adds it (`DrawingPreprocessor.with_noise`).
 
 An extension provides the preprocessor with the entry "images" of the table "generators": a subclass
 of `DrawingPreprocessor` with the same arguments.
@@ -29,20 +28,21 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class DecodedDrawing:
-    """An image or video to generate, as arrays."""
+    """Arrays of a target image or video."""
 
     meta: GeneratedMeta
     patches_PV: np.ndarray | None
-    """uint8. None if this rank does not decode the image."""
+    """(P, V), uint8. None if this rank does not decode the image."""
     time: float
+    """Diffusion time."""
     context_end: int
-    """Tokens of the sample before the image. The last of them are its context."""
+    """Number of tokens of the sample before the image. The context ends with them."""
     counted: bool
     """Whether the image is included in the loss."""
 
 
 class DrawingPreprocessor(ABC):
-    """Preparation of the images for one generator.
+    """Preprocessor of the target images of one generator.
 
     Args:
         spec: Sizes, noise and times of the images.
@@ -58,11 +58,11 @@ class DrawingPreprocessor(ABC):
     @property
     @abstractmethod
     def values(self) -> int:
-        """V."""
+        """Number V of pixel values of a patch."""
 
     @abstractmethod
     def grid(self, data: bytes) -> tuple[int, int, int]:
-        """Return the patches as (frames, rows, columns), from the header of the file alone.
+        """Return the patch grid (frames, rows, columns) from the header of a file.
 
         Raises:
             CorruptSampleError: The file is not a supported image or has too many pixels.
@@ -70,7 +70,7 @@ class DrawingPreprocessor(ABC):
 
     @abstractmethod
     def decode_patches(self, data: bytes, frames: int) -> np.ndarray:
-        """Return uint8 (P, V), the pixels of an image or video.
+        """Return the pixels of an image or video: (P, V), uint8.
 
         Raises:
             CorruptSampleError: The pixels cannot be decoded.
@@ -78,7 +78,7 @@ class DrawingPreprocessor(ABC):
 
     @abstractmethod
     def time(self, key: Key) -> float:
-        """Return the time of an image."""
+        """Return the diffusion time of an image."""
 
     @abstractmethod
     def with_noise(self, inputs: GeneratorInputs, keys: Sequence[Key]) -> GeneratorInputs:
@@ -109,7 +109,7 @@ class DrawingPreprocessor(ABC):
         return DecodedDrawing(meta, None, self.time(key), context_end, counted=True)
 
     def blank(self, meta: GeneratedMeta, key: Key) -> DecodedDrawing:
-        """Return the image for a corrupt sample: the same sizes, not included in the loss."""
+        """Return an all-zero image of the same size that is not included in the loss."""
         patches_PV = np.zeros((meta.patches, self.values), np.uint8)
         return DecodedDrawing(meta, patches_PV, self.time(key), meta.context, counted=False)
 
@@ -117,7 +117,7 @@ class DrawingPreprocessor(ABC):
 def make_drawing_preprocessor(
     spec: GeneratorSpec | None, seed: int, max_pixels: int
 ) -> DrawingPreprocessor | None:
-    """Return the preprocessor of a generator, or None without a generator (`spec` is None).
+    """Return the preprocessor of a generator, or None if `spec` is None.
 
     Raises:
         ConfigError: The extension for generators is not installed.
@@ -131,13 +131,13 @@ def make_drawing_preprocessor(
 
 @dataclass
 class DrawingRow:
-    """Images to generate of a microbatch under construction."""
+    """Target images of a microbatch under construction."""
 
     drawings: list[DecodedDrawing] = field(default_factory=list)
     context_positions: list[np.ndarray] = field(default_factory=list)
 
     def append(self, drawing: DecodedDrawing, sample_start: int) -> None:
-        """Append an image of the sample that starts at a position of the microbatch."""
+        """Append an image of the sample whose first token has the index `sample_start`."""
         self.drawings.append(drawing)
         end = sample_start + drawing.context_end
         self.context_positions.append(np.arange(end - drawing.meta.context, end))

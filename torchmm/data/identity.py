@@ -1,11 +1,11 @@
-"""What samples and their order depend on: kept in checkpoints, to notice a resume on different
-data.
+"""Identity of the samples and their order, saved in checkpoints to detect a resume on other data.
 
-A source with random access is identified by its samples as they reach the model (token ids, what
-counts in the loss, bytes of files): a digest made while its index is built, when all of it is read
-anyway. So it does not matter where files are, how old they are, or which version of a library cuts
-texts into the same tokens. A stream is never read as a whole: it is identified by sizes and ends of
-its files and the settings its samples depend on.
+A source with random access is identified by a digest of its samples as the model receives them:
+token ids, loss mask and file bytes. The digest is computed while the source is indexed. It is
+independent of paths, modification times and library versions.
+
+A stream is not read completely before training. It is identified by the sizes and ends of its files
+and by the settings that its samples depend on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 VERSION = 3
-"""Increased when digests are made differently; those of other versions are not compared."""
+"""Version of the digests. Digests of different versions are not compared."""
 ENDS_BYTES = 1 << 16
+"""Number of bytes that are hashed at each end of a file."""
 ENDS_FILES = 16
-"""Number of a stream's files of which both ends are read."""
+"""Maximum number of files of a stream whose ends are hashed."""
 _OF_ORDER = ("weight", "epochs", "filter", "streaming")
-"""Keys of a source that decide how often, or whether, its samples come."""
+"""Keys of a source that affect which samples are used, and how often."""
 CAUSES = (
     "prompt",
     "target_image_column",
@@ -46,20 +47,20 @@ CAUSES = (
     "max_samples",
     "train_on",
 )
-"""Keys of a source that may change its samples; if they do, their digest shows it."""
+"""Keys of a source that may change its samples, and therefore their digest."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
-"""What keys mean to checkpoints that were saved before there were these keys."""
+"""Values of keys that checkpoints of earlier versions do not have."""
 _SOURCE = "data.sources."
 
 
 class SamplesDigest:
-    """Digest of some samples, in order: those of a shard of the index."""
+    """Digest of consecutive samples, such as those of a shard of the index."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def add(self, sample: MeasuredSample | None) -> None:
-        """The next sample; None: it is corrupt."""
+        """Add the next sample. None stands for a corrupt sample."""
         if sample is None:
             self._hash.update(b"corrupt")
             return
@@ -74,30 +75,30 @@ class SamplesDigest:
             if not isinstance(file, ClipFrames):
                 self._hash.update(data_of(file))
                 continue
-            if file.clip is not clip:  # once for all its frames
+            if file.clip is not clip:  # hash a video once for all frames
                 clip = file.clip
                 self._hash.update(clip.data)
             self._hash.update(str(file.numbers).encode())
 
     def hexdigest(self) -> str:
-        """Digest of all samples so far."""
+        """Return the digest of all added samples."""
         return self._hash.hexdigest()[:32]
 
 
 def stream_content(
     config: SourceConfig, files: Sequence[AnyFile], settings: Mapping[str, Any]
 ) -> str:
-    """What can be known of a stream's content without reading it.
+    """Return a digest of a stream that does not require reading all of it.
 
     Args:
-        config: the source.
-        files: its files in order; none: a hub data set.
-        settings: the identity's "settings".
+        config: The source.
+        files: Files of the source in order. Empty for a Hub dataset.
+        settings: Result of `settings_of`.
     """
-    said = _causes_of(config)
-    first = [said.pop(key) for key in ("prompt", "target_image_column", "split")]
-    # Only what differs: streams of recipes without newer keys stay what they were.
-    later = {key: value for key, value in said.items() if value != _DEFAULTS[key]}
+    values = _causes_of(config)
+    first = [values.pop(key) for key in ("prompt", "target_image_column", "split")]
+    # Only values that differ from the default, so that new keys do not change existing digests.
+    later = {key: value for key, value in values.items() if value != _DEFAULTS[key]}
     parts: list[Any] = [first, settings, *([later] if later else [])]
     parts += [file.stat().st_size for file in files] or [config.path]
     some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), ENDS_FILES))}
@@ -110,20 +111,22 @@ def stream_content(
 
 
 def causes_of(config: SourceConfig) -> dict[str, Any]:
-    """What a recipe says of a source that its samples depend on, as JSON with former keys, so that
-    checkpoints and indexes of earlier versions compare equal."""
+    """Return the settings of a source that affect its samples, as JSON with former keys.
+
+    Former keys make checkpoints and indexes of earlier versions compare equal.
+    """
     return with_former_names(_causes_of(config), _SOURCE)
 
 
 def _causes_of(config: SourceConfig) -> dict[str, Any]:
-    said = config.model_dump(mode="json")
-    return {key: said[key] for key in CAUSES}
+    values = config.model_dump(mode="json")
+    return {key: values[key] for key in CAUSES}
 
 
 def settings_of(
     data: DataConfig, length: int, reader: SampleReader, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Settings that may change what a sample becomes; if they do, its digest shows it."""
+    """Return the settings that may change samples, and therefore their digest."""
     return {
         "training.sequence_length": length,
         "data.max_images_per_sample": data.max_images_per_sample,
@@ -146,10 +149,14 @@ def identity(
     settings: Mapping[str, Any],
     sources: Sequence[tuple[str, SourceConfig, str]],
 ) -> dict[str, Any]:
-    """All that decides order and content of samples, as JSON with former keys.
+    """Return the identity of samples and their order, as JSON with former keys.
 
     Args:
-        sources: name, settings and content of each.
+        data: Sources and limits.
+        training: Seed and sequence length.
+        reader: Settings of encoders and generator.
+        settings: Result of `settings_of`.
+        sources: Name, settings and content digest of each source.
     """
     order: dict[str, Any] = {
         "training.seed": training.seed,
@@ -174,7 +181,7 @@ def identity(
     }
     if reader.drawings is not None:
         spec = dataclasses.asdict(reader.drawings.spec)
-        # Runs from before there were latents are resumed.
+        # Without unused latent settings, checkpoints of earlier versions compare equal.
         spec = {key: value for key, value in spec.items() if value or "latent" not in key}
         pixels["images to be drawn"] = _digest(spec)
     described = [
@@ -196,12 +203,12 @@ def identity(
 
 
 def comparable(saved: Any) -> bool:
-    """Whether a checkpoint's identity is of this version."""
+    """Return True if the identity in a checkpoint has the current version."""
     return isinstance(saved, dict) and saved.get("version") == VERSION
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs in the samples and their order, one description each."""
+    """Return a description of each change of the samples and their order."""
     found = changes(with_current_names(saved["order"]), with_current_names(now["order"]))
     kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
     found += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]
@@ -218,7 +225,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
-    """Whether a position in the stream of this name is still one."""
+    """Return True if a saved position in this stream is still valid."""
     old, new = ({s["name"]: s for s in side["sources"]}.get(name) for side in (saved, now))
     keys = ("training.seed", "data.shuffle", "data.shuffle_window")
     return (

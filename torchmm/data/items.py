@@ -1,7 +1,7 @@
-"""Samples as workers and planners take them: one by one, with their sizes.
+"""Objects for single samples of a step, with their sizes.
 
-The order and the packs of a step are arrays (`order.py`, `step_packs.py`); these objects are made
-only of the samples that somebody asks for.
+The sample order and the sequences of a step are arrays (`order.py`, `step_packs.py`). Objects are
+created only for samples that a rank decodes or describes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from torchmm.data.layouts.sample import Record
 
 
 class Item(NamedTuple):
-    """One sample in the global order."""
+    """One sample in the global sample order."""
 
     feed: int
-    """Position of its source in the mixture."""
+    """Index of the source in the mixture."""
     epoch: int
+    """Epoch of the source, counted from 0."""
     meta: SampleMeta
     record: Record | None = None
-    """The data itself, if the source cannot be asked again (streaming)."""
+    """Record of a streamed sample, which cannot be read again. Otherwise None."""
 
 
 PackItems = list[Item]
-"""Samples that share one sequence."""
+"""Samples of one packed sequence."""
 
 
 def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> MicrobatchMeta:
-    """Metadata of the packs of one microbatch."""
+    """Return the metadata of a microbatch with these sequences."""
     samples = tuple(item.meta for pack in packs for item in pack)
     return MicrobatchMeta(samples, len(packs) * sequence_length)
 
 
 class ReadSample(NamedTuple):
-    """A sample with images that this rank encodes or generates."""
+    """Sample with images that this rank encodes or generates."""
 
     item: Item
     images: list[bool]
@@ -49,17 +50,17 @@ class EncodedImages(NamedTuple):
     """Images of one microbatch of all data-parallel ranks that one rank encodes or generates."""
 
     samples: list[ReadSample]
-    """In the order of the ranks that train on them."""
+    """Samples with these images, sorted by the rank that trains on them."""
     read_for: dict[str, list[int]]
-    """Rank that trains on each of the images, by module."""
+    """Rank that trains on each of these images, by module."""
     read_by: dict[str, list[int]]
-    """Rank that encodes or generates each image of the rank's own microbatch, by module."""
+    """Rank that encodes or generates each image of the local microbatch, by module."""
 
     def task_meta(self, meta: MicrobatchMeta) -> MicrobatchMeta:
-        """Return the sizes of the tasks of the rank.
+        """Return metadata with the images that this rank encodes and generates.
 
         Args:
-            meta: The rank's own microbatch.
+            meta: Metadata of the local microbatch.
         """
         return meta.with_images(
             [
@@ -71,18 +72,18 @@ class EncodedImages(NamedTuple):
             [
                 image
                 for sample in self.samples
-                for image, is_drawn in zip(
+                for image, is_generated in zip(
                     sample.item.meta.generated, sample.generated, strict=True
                 )
-                if is_drawn
+                if is_generated
             ],
         )
 
 
 class BalancedShare(NamedTuple):
-    """The work of one rank in a step whose images are balanced."""
+    """Work of one rank in a step whose images are balanced."""
 
     microbatches: list[list[PackItems]]
-    """Its own packs."""
+    """Sequences of the local microbatches."""
     encoded: list[EncodedImages]
-    """Images that it encodes in each microbatch."""
+    """Images that the rank encodes and generates in each microbatch."""

@@ -1,8 +1,8 @@
-"""Loader: yields the batches of one data-parallel rank.
+"""Loader of the batches of one data-parallel rank.
 
-A chain of `torchdata.nodes` plans and decodes steps (`torchmm.data.nodes`). The loader limits the
-time of a wait, describes failures, reports corrupt samples, and saves the data state of a step in
-its batch. Resuming is exact for any number of workers and any depth of prefetching.
+A chain of `torchdata.nodes` plans and decodes steps (`torchmm.data.nodes`). The loader adds a
+timeout, error messages and reports of corrupt samples. Each batch has the loader state after its
+step, so resuming is exact for any number of workers and any prefetch depth.
 """
 
 from __future__ import annotations
@@ -36,65 +36,62 @@ from torchmm.data.steps.step_packs import Steps
 from torchmm.recipe.data_section import DataConfig
 
 STOP_GRACE_S = 5.0
-"""How long to wait for data once the run was asked to stop: most steps' arrive within this time,
-and launchers wait about 30 s before they kill."""
+"""Seconds to wait for data after a stop signal. Launchers kill a process after about 30 s."""
 _SAMPLE = re.compile(r"\[\d+\]: .*", re.DOTALL)
-"""All of a message about a corrupt sample but its source."""
+"""Index and reason in the message "source[index]: reason" about a corrupt sample."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StepBatch:
-    """Everything one data-parallel rank needs for one optimizer step.
-
-    `state` is the loader's state *after* this batch: saving it with the checkpoint of this step
-    makes resume exact whatever the number of workers or the depth of prefetching.
-    """
+    """Batch of one data-parallel rank for one optimizer step."""
 
     microbatches: list[Microbatch]
     state: dict[str, Any]
+    """Loader state *after* this batch, to be saved with the checkpoint of this step."""
     skipped: list[str] = field(default_factory=list)
-    """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
-    ranks find while planning is listed by rank 0 only."""
+    """Messages "source[index]: reason" for corrupt samples that this rank has not reported before.
+    Only rank 0 lists samples that were corrupt when the step was planned."""
     epoch: float = 0.0
     """See `StepSamples`."""
     corrupt: dict[str, str] = field(default_factory=dict)
-    """Reasons by "source[index]" of samples that this rank could not decode and made blank. Other
-    ranks with the same samples may have found different ones (`Loader.settle`)."""
+    """Maps "source[index]" to the reason, for samples that this rank could not decode and masked.
+    Ranks with the same samples may have different entries (`Loader.settle`)."""
     packs: list[list[PackItems]] = field(default_factory=list)
-    """Samples of every microbatch."""
+    """Samples of each microbatch, by sequence."""
     encoded: list[EncodedImages] | None = None
-    """Images that this rank encodes and generates in every microbatch; None: those of `packs`."""
+    """Images that this rank encodes and generates in each microbatch. None for those of `packs`."""
     decoded_media: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
+    """See `DecodedStep`."""
     imbalance: Mapping[str, Any] = field(default_factory=dict)
     """See `StepSamples`."""
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
-        """Return the counts of `StreamFeed` since the run began, by name of the stream."""
+        """Return the sample counts of each stream since the start of the run, by description."""
         feeds = self.state.get("feeds", {}).items()
         return {name: Counter(feed[kind]) for name, feed in feeds if kind in feed}
 
     def stream_total(self, kind: Literal["filtered", "dropped"]) -> int | None:
-        """Return the sum of these counts over all streams. None without streams."""
+        """Return the sum of `stream_counts` over all streams, or None without streams."""
         counts = self.stream_counts(kind)
         return sum(count.total() for count in counts.values()) if counts else None
 
 
 class Loader:
-    """Iterable of `StepBatch`. Every iteration begins at the position that it was built with.
+    """Iterable of `StepBatch`. Each iteration starts at the position of the constructor.
 
     Args:
-        begin: Plans steps after a data state. None for the position of the run.
+        begin: Returns the steps after a loader state. A state of None is the position of the run.
         decoder: Decodes steps.
         samples: Samples of the steps.
         data: Number of workers, prefetching and timeouts.
         sequence_length: Tokens of a packed sequence.
         rank: Data-parallel rank.
         pin_memory: Whether to copy batches to page-locked memory.
-        remote: Requests decoded steps from producers. None to decode on this machine.
+        remote: Dataset that requests decoded steps from producers. None to decode locally.
     """
 
     def __init__(
@@ -125,45 +122,45 @@ class Loader:
         self._rank = rank
         self._known_corrupt: set[str] = set()
         self._corrupt: Counter[str] = Counter()
-        """By source."""
+        """Number of corrupt samples by source."""
         self._logged_counts: dict[tuple[str, str], int] = {}
         """Logged counts of samples of streams, by source and description."""
         self._prefetched = data.workers * data.prefetch
         self._memory_checked = False
         self._timeout_s = data.timeout_s
-        if remote is not None:  # which itself reports producers that do not answer
+        if remote is not None:  # `remote` reports unresponsive producers after this time
             self._timeout_s += data.producers.retry_timeout_s
         self._pin_memory = pin_memory
         self.overdue = ""
-        """What `batches` gave up waiting for when it was asked to stop."""
+        """Message about the step that `batches` stopped waiting for, or an empty string."""
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of samples of all sources, with corrupt ones; 0 if it is unknown."""
+        """Number of samples of all sources, including corrupt samples. 0 if unknown."""
         return self._samples.count
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yield batches whose corrupt samples are those that this rank found."""
+        """Yield batches in which the corrupt samples of this rank are masked."""
         for batch in self.batches():
-            assert batch is not None  # nobody asks to stop
+            assert batch is not None  # None follows a stop signal only
             yield self.settle(batch, batch.corrupt)
 
     def batches(
         self, asked_to_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[StepBatch | None]:
-        """Iterates; ends with None if data did not arrive soon after a stop signal.
+        """Yield batches, then None if no data arrives within `STOP_GRACE_S` of a stop signal.
 
-        Call `settle` with the corrupt samples of each batch.
+        The caller passes the corrupt samples of each batch to `settle`.
 
         Args:
-            asked_to_stop: whether the run is to end.
+            asked_to_stop: Returns True after a stop signal.
 
         Raises:
-            DataError: a step's samples did not arrive in `data.timeout_s`, their worker died, or
-                they could not be prepared.
+            DataError: The samples of a step did not arrive within `data.timeout_s`, their worker
+                exited, or they could not be prepared.
         """
         self._steps.reset()
-        self._check_shared_memory()  # Workers have only started, and have written nothing.
+        self._check_shared_memory()  # Workers have not written to shared memory yet.
         device = torch.cuda.current_device() if self._pin_memory else None
         waiting = Waiting(partial(next, self._steps, None), partial(_use_device, device))
         try:
@@ -177,7 +174,9 @@ class Loader:
             while (found := wait()) is not None:
                 if isinstance(found, Overdue):
                     self.overdue = self._describe_overdue(found)
-                    end_workers(self._steps.processes)  # They would keep this process alive.
+                    end_workers(
+                        self._steps.processes
+                    )  # Running workers block the exit of this process.
                     if not found.stopping:
                         raise DataError(self.overdue)
                     yield None
@@ -205,11 +204,11 @@ class Loader:
             self._steps.close()
 
     def _check_shared_memory(self) -> None:
-        """Warn if all steps that workers of this machine prepare exceed the shared memory."""
+        """Warn if the prefetched steps of all local ranks require more than /dev/shm has."""
         plan = self._steps.planned
         if self._memory_checked or not self._prefetched or plan is None:
             return
-        self._memory_checked = True  # Validation iterates again and again.
+        self._memory_checked = True  # Validation iterates several times.
         if not Path(SHARED_MEMORY).is_dir():
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -227,53 +226,58 @@ class Loader:
             )
 
     def settle(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
-        """Return the batch with corrupt samples made blank.
+        """Return the batch with masked corrupt samples.
 
         Args:
-            corrupt: Reasons by "source[index]", from all ranks with the same samples. If images are
-                balanced, from all ranks of the run.
+            batch: Batch from `batches`.
+            corrupt: Maps "source[index]" to the reason, on all ranks with the same samples. If
+                images are balanced, on all ranks of the run.
         """
         if not corrupt:
             return batch
-        found = [
+        microbatches = [
             self._decoder.blank_out(microbatch, packs, corrupt)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
-        for microbatch, encoded in zip(found, batch.encoded or (), strict=False):
+        for microbatch, encoded in zip(microbatches, batch.encoded or (), strict=False):
             assert isinstance(microbatch, BalancedMicrobatch)
             self._decoder.blank_read(microbatch, encoded, corrupt)
         if self._pin_memory:
-            found = [microbatch.pin_memory() for microbatch in found]  # what is new of them
+            # Pinned tensors stay as they are.
+            microbatches = [microbatch.pin_memory() for microbatch in microbatches]
         names = {sample_name(item.meta) for m in batch.packs for pack in m for item in pack}
         # With balanced images, the rank that trains on a sample reports it.
-        own = {name: why for name, why in corrupt.items() if batch.encoded is None or name in names}
-        skipped = self._report([f"{name}: {why}" for name, why in own.items()])
-        return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], corrupt={})
+        local = {
+            name: why for name, why in corrupt.items() if batch.encoded is None or name in names
+        }
+        skipped = self._report([f"{name}: {why}" for name, why in local.items()])
+        skipped = [*batch.skipped, *skipped]
+        return replace(batch, microbatches=microbatches, skipped=skipped, corrupt={})
 
     def images(self, source: str, index: int) -> list[Image.Image]:
-        """The images of one sample as RGB pictures, to be shown; none for streams."""
+        """Return the images of a sample in RGB, to be displayed. Empty for streams."""
         return self._samples.pictures(self._feeds[source], index)
 
     def references(self, source: str, index: int) -> tuple[str, ...]:
-        """All that people have written for one sample, where that is more than its own text."""
+        """Return all reference texts of a sample, if it has more than one."""
         return self._samples.references(self._feeds[source], index)
 
     def next_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
-        """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
+        """Return microbatch metadata of the next batch by data-parallel rank, or None at the end.
 
-        Available as soon as the previous batch was returned, without waiting for any decoding.
+        The metadata does not require decoded samples.
         """
         plan = self._steps.peek()
         return plan.metas(self._sequence_length) if plan else None
 
     def known_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
-        """Return `next_metas` if the next step is planned already, else None."""
+        """Return `next_metas` if the next step is already planned, else None."""
         plan = self._steps.planned
         return plan.metas(self._sequence_length) if plan else None
 
-    def _report(self, found: list[str]) -> list[str]:
-        """Corrupt samples not reported before."""
-        new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]
+    def _report(self, messages: list[str]) -> list[str]:
+        """Log corrupt samples, and return the messages that were not reported before."""
+        new = [m for m in dict.fromkeys(messages) if m not in self._known_corrupt]
         self._known_corrupt.update(new)
         for message in new:
             source = _SAMPLE.sub("", message)
@@ -290,8 +294,10 @@ class Loader:
         return new
 
     def _log_stream_counts(self, batch: StepBatch) -> None:
-        """Log filtered and truncated samples of streams, first and whenever their number is ten
-        times higher. Those of indexed sources are logged at the start of the run."""
+        """Log filtered and truncated samples of streams, again when a count is ten times higher.
+
+        Counts of indexed sources are logged at the start of the run.
+        """
         kinds: Sequence[Literal["filtered", "dropped"]] = ("filtered", "dropped")
         for kind in kinds:
             text = "filtered" if kind == "filtered" else "truncated samples"
@@ -304,8 +310,8 @@ class Loader:
                         )
 
     def _awaited(self) -> str:
-        """The samples of the step that comes next."""
-        plan = self._steps.planned  # planning it now might take as long again
+        """Return a description of the samples of the next step."""
+        plan = self._steps.planned  # planning may block, too
         if plan is None:
             return "the plan of the next step"
         items = [i for m in plan.ranks[self._rank] for p in m for i in p]
@@ -313,7 +319,7 @@ class Loader:
         return f"{len(items)} samples starting with {names}"
 
     def _describe_overdue(self, overdue: Overdue) -> str:
-        """Return which worker has not delivered which samples, and how to fix it."""
+        """Return a message with the late worker, the missing samples and how to fix it."""
         if overdue.failure:
             return (
                 "a data worker exited unexpectedly while the run waited for "
@@ -331,6 +337,9 @@ class Loader:
 
 
 def _use_device(device: int | None) -> None:
-    """A thread starts on the first device, where page-locking would take memory for a context."""
+    """Set the device of a thread.
+
+    The default is device 0, on which pinning memory would create another CUDA context.
+    """
     if device is not None:
         torch.cuda.set_device(device)

@@ -2,20 +2,20 @@
 
     planned steps -> ParallelMapper (worker processes) -> Prefetcher -> PinMemory
 
-`DecodedSteps` is the chain. Its source hands out this rank's shares of planned steps; the state of
-the source, and so of the chain, is the data state of the last step handed out. It depends neither
-on the number of workers nor on prefetching. Workers take steps from one queue, so a slow step does
-not delay the steps after it, and they stay alive between the passes of a validation.
+`DecodedSteps` is the chain. Its source yields the part of this rank of each planned step. The state
+of the chain is the loader state of the last yielded step, which is independent of the number of
+workers and of prefetching. All workers read one queue, so a slow step does not delay the next
+steps. Workers are reused between validation passes.
 
-`torchdata` 0.11 neither notices dead workers nor limits the time of a wait. Therefore:
+`torchdata` 0.11 has no timeout and does not detect workers that exited. Therefore:
 
-- steps are planned by the caller of `next`, which feeds the source as far as workers prefetch.
-  Planning in the thread of ParallelMapper would need locks that a read that hangs never releases;
-- workers record the step they decode in shared memory, and `find_failure` looks for dead workers;
-- `Waiting` calls `next` in a thread, so that the caller can give up.
+- The caller of `next` plans steps and puts them into the queue, up to the prefetch depth. Planning
+  in the thread of ParallelMapper would require locks that a blocked read never releases.
+- Workers record the step that they decode in shared memory. `find_failure` checks the workers.
+- `Waiting` calls `next` in a thread, so that the caller can time out.
 
-Rejected: `StatefulDataLoader`. Its state contains the state of every worker, resuming requires the
-same number of workers, and it waits for all workers before it hands out the first step.
+`StatefulDataLoader` does not fit, because its state includes the state of each worker. Resuming
+would require the same number of workers.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from torchmm.data.items import BalancedShare, PackItems
 from torchmm.data.steps.step_packs import Steps, StepSamples
 
 SLICE_S = 0.5
-"""How often a waiting caller checks whether to continue."""
+"""Seconds between two checks of a waiting caller."""
 
 T = TypeVar("T")
 State = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """This rank's share of a step, to be decoded.
+    """Part of a step that this rank decodes.
 
     Attributes:
-        slot: Position in the table of process ids.
+        slot: Index in the array of process ids.
         share: Samples of the rank.
     """
 
@@ -75,10 +75,10 @@ class TaskSource(BaseNode[Task]):
         self._state = initial_state or {}
 
     def next(self) -> Task:
-        found = self._tasks.get()
-        if found is None:
+        entry = self._tasks.get()
+        if entry is None:
             raise StopIteration
-        task, self._state = found
+        task, self._state = entry
         return task
 
     def get_state(self) -> State:
@@ -86,12 +86,12 @@ class TaskSource(BaseNode[Task]):
 
 
 class DecodeTask:
-    """Decodes a step.
+    """Callable that decodes a step.
 
     Args:
-        decoder: Maps the rank's share to tensors.
-        decoding: Process id by slot. A worker writes its id when it begins a step.
-        setup: Prepares a worker process. None without workers.
+        decoder: Maps the part of the rank to tensors.
+        decoding: Process id by slot. A worker writes its id when it starts a step.
+        setup: Function that prepares a worker process. None without workers.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DecodeTask:
         self._setup = setup
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Prepare the worker process, which receives this object first."""
+        """Restore the object, and prepare the worker process that unpickles it."""
         self.__dict__.update(state)
         assert self._setup is not None
         self._setup(0)
@@ -119,14 +119,13 @@ class DecodeTask:
 class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
     """Node that plans steps, decodes them in worker processes and yields both in order.
 
-    Do not call its methods while another thread runs `next`, except `find_failure` and
-    `describe_decoder`.
+    While a thread runs `next`, other threads may only call `find_failure` and `describe_decoder`.
 
     Args:
-        begin: Plans steps after a data state. None for the position of the run.
-        decoder: Maps this rank's share of a step to tensors.
+        begin: Returns the steps after a loader state. A state of None is the position of the run.
+        decoder: Maps the part of this rank of a step to tensors.
         rank: Data-parallel rank.
-        workers: Number of worker processes. If 0, `next` decodes.
+        workers: Number of worker processes. With 0, `next` decodes.
         prefetch: Number of steps that are decoded ahead, per worker.
         pin_memory: Whether to copy steps to page-locked memory.
     """
@@ -151,9 +150,9 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         self._state: State = {}
         self._steps = begin(None)
         self.notice = self._steps.notice
-        """Message about the data state of the position of the run."""
+        """Message about the loader state from which the run continues."""
         self._planned: deque[StepSamples] = deque()
-        """Steps that `next` has not returned. The source has got the first `_handed_out`."""
+        """Steps that `next` has not returned. The first `_handed_out` are in the queue."""
         self._handed_out = 0
         self._is_planning = False
         self._depth = max(1, workers * prefetch)
@@ -161,14 +160,14 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         weakref.finalize(self, self._tasks.put, None)
         self._chain: BaseNode[DecodedStep] | None = None
         self._unused = 0
-        """Steps of an unfinished pass that the chain still yields."""
+        """Number of steps of an unfinished pass that the chain will still yield."""
         self._received = 0
-        """Steps that the chain has yielded."""
+        """Number of steps that the chain has yielded."""
         self._decoding: Any = [0] * (2 * self._depth)
-        """Process that decodes a step, by the number of the step modulo the length."""
+        """Process ids of the decoding workers, by step number modulo the length."""
 
     def reset(self, initial_state: State | None = None) -> None:
-        """Begin after a data state, and start to decode. None for the position of the run."""
+        """Continue after a loader state, and start to decode. None for the position of the run."""
         super().reset(initial_state)
         if self._chain is None:
             self._chain = self._start_chain()
@@ -182,7 +181,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
             self._hand_out()
 
     def next(self) -> tuple[StepSamples, DecodedStep]:
-        """Return the next step and this rank's tensors of it."""
+        """Return the next step and the tensors of this rank."""
         assert self._chain is not None
         self._hand_out()
         if not self._handed_out:
@@ -198,29 +197,29 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         step = self._planned.popleft()
         self._handed_out -= 1
         self._state = step.state
-        if self._workers:  # They decode the step while the caller uses this one.
+        if self._workers:  # Workers decode while the caller trains on this step.
             self._hand_out()
         return step, decoded
 
     def get_state(self) -> State:
-        """Return the data state of the last step that `next` returned."""
+        """Return the loader state of the last step that `next` returned."""
         return self._state
 
     def peek(self) -> StepSamples | None:
-        """Return the step that `next` returns next. None at the end."""
+        """Plan and return the step that the next call of `next` returns, or None at the end."""
         return self._planned[0] if self._planned or self._plan() else None
 
     @property
     def planned(self) -> StepSamples | None:
-        """The step that `next` returns next, if it is planned already."""
+        """Step that the next call of `next` returns, or None if it is not planned yet."""
         return self._planned[0] if self._planned else None
 
     def close(self) -> None:
-        """End processes that plan steps."""
+        """Stop processes that plan steps."""
         self._steps.close()
 
     def find_failure(self) -> str:
-        """Return why no step will arrive: a worker or a thread has ended. Else, an empty string."""
+        """Return a message if a worker or a thread has exited, else an empty string."""
         for process in self.processes:
             if not process.is_alive():
                 return f"data worker process {process.pid} exited with code {process.exitcode}"
@@ -232,19 +231,19 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """Worker processes."""
+        """Running worker processes."""
         return list(self._mapper_iterator._workers) if self._workers and self._chain else []
 
     def describe_decoder(self) -> str:
-        """Return who decodes the step that `next` returns next, for an error message."""
+        """Return the process that decodes the next step, for an error message."""
         processes = self.processes
         if self._is_planning or not processes:
             return "this process" + ("" if processes else " (data.workers = 0)")
         names = {}
         for number, pid in enumerate(process.pid for process in processes):
             names[pid] = f"data worker {number} (process {pid}{describe_state(pid)})"
-        own = names.get(self._decoding[self._received % len(self._decoding)])
-        return own or f"none of {', '.join(names.values())}"
+        worker = names.get(self._decoding[self._received % len(self._decoding)])
+        return worker or f"none of {', '.join(names.values())}"
 
     def _plan(self) -> bool:
         """Plan one more step. Return False at the end."""
@@ -256,7 +255,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         return step is not None
 
     def _hand_out(self) -> None:
-        """Hand out steps to the chain until it has as many as may be decoded ahead."""
+        """Put steps into the queue of the chain, up to the prefetch depth."""
         while self._handed_out < self._depth:
             if self._handed_out == len(self._planned) and not self._plan():
                 return
@@ -267,7 +266,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
             self._handed_out += 1
 
     def _start_chain(self) -> BaseNode[DecodedStep]:
-        """Start workers and threads."""
+        """Start workers and threads, and return the last node of the chain."""
         source = TaskSource(self._tasks)
         if not self._workers:
             decode = DecodeTask(self._decoder, self._decoding, None)
@@ -279,7 +278,8 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
             num_workers=self._workers,
             method="process",
             multiprocessing_context="forkserver",
-            max_concurrent=self._workers if self._prefetch == 1 else None,  # twice the workers
+            # None allows two steps per worker.
+            max_concurrent=self._workers if self._prefetch == 1 else None,
         )
         chain: BaseNode[DecodedStep] = mapper
         if self._prefetch > 2:
@@ -295,16 +295,17 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
 
 
 def rank_share(step: StepSamples, rank: int) -> list[list[PackItems]] | BalancedShare:
-    """Return the part of a step that a rank decodes."""
+    """Return the samples of a step that a rank decodes."""
     packs = step.ranks[rank]
     return packs if step.encoded is None else BalancedShare(packs, step.encoded(rank))
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """Result of a wait that was given up."""
+    """Result of a wait that timed out."""
 
     waited_s: float
+    """Waiting time in seconds."""
     stopping: bool
     """Whether the run received a stop signal."""
     failure: str = ""
@@ -312,14 +313,14 @@ class Overdue:
 
 
 class Waiting(Generic[T]):
-    """Calls a function in a thread, once per `get`, so that the caller can give up.
+    """Thread that calls a function once per `get`, so that the caller can time out.
 
-    A read can block forever: on a stopped worker, a pipe without a writer or a file server that
-    does not respond. The function only runs during `get`, so it needs no locks.
+    A read can block forever, for example if a worker is stopped, a pipe has no writer or a file
+    server does not respond. The function only runs during `get`, so it needs no locks.
 
     Args:
-        function: May block forever.
-        prepare: Called once in the thread before the first call of the function.
+        function: Function that may block forever.
+        prepare: Function that the thread calls once at its start.
     """
 
     def __init__(
@@ -340,13 +341,13 @@ class Waiting(Generic[T]):
     ) -> T | Overdue:
         """Return the result of the function, or raise its exception.
 
-        After `Overdue` the thread may still be blocked; do not call `get` again.
+        After `Overdue`, do not call `get` again, because the thread may still be blocked.
 
         Args:
-            timeout_s: Seconds to wait.
-            asked_to_stop: Whether the run received a stop signal.
-            grace_s: Seconds to wait after a stop signal.
-            find_failure: Return why the function will not return, or an empty string.
+            timeout_s: Maximum waiting time in seconds.
+            asked_to_stop: Returns True after a stop signal.
+            grace_s: Maximum waiting time after a stop signal, in seconds.
+            find_failure: Returns the reason if the function will not return, else an empty string.
         """
         self._calls.put(True)
         begin = time.monotonic()
@@ -369,7 +370,7 @@ class Waiting(Generic[T]):
                 end, stopping = min(end, now + grace_s), now + grace_s < end
 
     def close(self) -> None:
-        """End the thread as soon as the function returns."""
+        """Stop the thread when the function returns."""
         self._calls.put(False)
 
     def _serve(self) -> None:

@@ -1,10 +1,13 @@
-"""Samples as arrays to the packed microbatch that they share, and blank ones in their place.
+"""Build packed microbatches from decoded samples, and mask corrupt samples.
 
-A sample that turns out to be corrupt keeps its place and its shape: pad tokens without targets,
-and blank pixels for its images. So the lengths that a plan was made from stay valid, all other
-samples stay where they are, and nothing depends on which rank found the broken one. What is blank
-follows from a sample's metadata alone: the rank that fails to decode a picture and the ranks that
-only hear of it have the same microbatch.
+A corrupt sample is replaced by a sample of the same shape. It has pad tokens without targets, and
+all-zero images. So the plan stays valid and no other sample moves:
+
+    sequence   | sample 0 | sample 1 (corrupt) | sample 2 | padding |
+    becomes    | sample 0 | pad tokens         | sample 2 | padding |
+
+The replacement depends only on the metadata of the sample. Therefore the rank that fails to decode
+an image and the ranks that receive its report have the same microbatch.
 
 Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K output tokens.
 """
@@ -38,32 +41,32 @@ from torchmm.data.sources.reader import SampleReader
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """One sample as arrays."""
+    """Arrays of one sample."""
 
     ids_L: np.ndarray
     targets_L: np.ndarray
     image_starts: list[int]
+    """Index of the first token of each image."""
     pixels: list[np.ndarray | None]
-    """Of each image, as its preprocessing stores it; None: another rank decodes it, or none does
-    here."""
+    """Preprocessed pixels of each image. None if this rank does not decode the image."""
     kept: list[Kept | None]
-    """Of each image: what reaches the LLM, if that is not everything."""
+    """Tokens of each image that the LLM receives. None for all tokens."""
     places: list[np.ndarray]
-    """Of each image: its tokens, relative to its start."""
+    """Positions of the tokens of each image, relative to its start."""
     drawings: list[DecodedDrawing] = field(default_factory=list)
-    """Images to be drawn."""
+    """Target images."""
     blank: bool = False
-    """Whether it stands in for one that could not be decoded."""
+    """Whether the sample replaces a corrupt sample."""
 
     def without_pixels(self) -> DecodedSample:
-        """Return the sample without pixels of images and generated images."""
+        """Return the sample without pixels of images and target images."""
         drawings = [replace(drawing, patches_PV=None) for drawing in self.drawings]
         return replace(self, pixels=[None] * len(self.pixels), drawings=drawings)
 
 
 @dataclass
 class _Read:
-    """What one encoder reads of a microbatch."""
+    """Inputs of one encoder for a microbatch under construction."""
 
     pixels: list[np.ndarray] = field(default_factory=list)
     images: list[ImageMeta] = field(default_factory=list)
@@ -75,11 +78,11 @@ class _Read:
 
 
 class RowBuilder:
-    """A microbatch under construction.
+    """Builder of a packed microbatch.
 
     Args:
-        reader: knows the sizes of images.
-        shared: modules of whose images this rank may have decoded only some.
+        reader: Media settings of each encoder.
+        shared: Modules of which this rank decodes only some images.
     """
 
     def __init__(self, reader: SampleReader, shared: Collection[str] = ()) -> None:
@@ -90,17 +93,17 @@ class RowBuilder:
         self._positions: list[np.ndarray] = []
         self._cu_seqlens = [0]
         self._read: dict[str, _Read] = {}
-        """By encoder."""
+        """Inputs by encoder."""
         self._generated = DrawingRow()
 
     def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
-        """Append a sample."""
+        """Append the tokens and images of a sample."""
         generated = [True] * len(sample.drawings)
         self.append_images(sample, meta, [True] * len(meta.images), generated)
         blocks = [
             self._block(start, image)
             for start, image in zip(sample.image_starts, meta.images, strict=True)
-            if self._reader.medium(image).spec.modality == "image"  # audio positions are text's
+            if self._reader.medium(image).spec.modality == "image"  # audio has text positions
         ]
         positions = self._text_positions(len(sample.ids_L), blocks)
         self._append_tokens(sample.ids_L, sample.targets_L, positions)
@@ -112,11 +115,13 @@ class RowBuilder:
         chosen: Sequence[bool],
         generated: Sequence[bool],
     ) -> None:
-        """Append only images of a sample.
+        """Append images of a sample without its tokens.
 
         Args:
-            chosen: Whether each image is appended.
-            generated: Whether each generated image is appended.
+            sample: Decoded sample.
+            meta: Metadata of the sample.
+            chosen: Whether to append each image.
+            generated: Whether to append each target image.
         """
         first = self._cu_seqlens[-1]
         for start, pixels, kept, places, image, is_chosen in zip(
@@ -148,14 +153,19 @@ class RowBuilder:
                 self._generated.append(drawing, first)
 
     def append_padding(self, tokens: int) -> None:
-        """Adds tokens that nobody predicts, if there are to be any."""
+        """Append a number of pad tokens without targets, which may be 0."""
         if tokens:
             ids_L = np.full(tokens, self._reader.text_spec.pad_token_id, np.int64)
             positions = self._text_positions(tokens, [])
             self._append_tokens(ids_L, np.full_like(ids_L, IGNORE_TARGET), positions)
 
     def microbatch(self, packs: Sequence[PackItems], sequence_length: int) -> Microbatch:
-        """What was added, which is all of `packs`."""
+        """Return the microbatch with all appended samples.
+
+        Args:
+            packs: Appended samples, by sequence.
+            sequence_length: Number of tokens of a sequence.
+        """
         return Microbatch(
             input_ids_T=_tensor(self._ids),
             targets_T=_tensor(self._targets),
@@ -167,12 +177,12 @@ class RowBuilder:
         )
 
     def encoder_inputs(self) -> dict[str, EncoderInputs]:
-        """Return the images that were appended, by encoder."""
+        """Return the appended images by encoder."""
         media = self._reader.media
         return {name: self._inputs(name, media[name]) for name in media if name in self._read}
 
     def generator_inputs(self) -> GeneratorInputs | None:
-        """Return the generated images that were appended, without noise; None: there are none."""
+        """Return the appended target images without noise, or None if there are none."""
         drawings = self._reader.drawings
         if drawings is None:
             return None
@@ -213,7 +223,7 @@ class RowBuilder:
         if per_second is None:
             return VisionBlock(start, *block)
         step_s = image.duration_ms / (1000 * image.frames)
-        if spec.clip_times == "sides":  # Qwen2.5-VL multiplies the two beforehand
+        if spec.clip_times == "sides":  # Qwen2.5-VL computes this product first
             return VisionBlock(start, *block, per_second * step_s)
         return VisionBlock(start, *block, step_s, per_second)
 
@@ -226,10 +236,12 @@ class RowBuilder:
 def blank_sample(
     reader: SampleReader, meta: SampleMeta, held: Sequence[bool] | None = None
 ) -> DecodedSample:
-    """Return a sample of the same size without targets and without images to generate.
+    """Return a masked sample of the same size, without targets and target images.
 
     Args:
-        held: Whether this rank decodes each image. If None, it decodes all images.
+        reader: Media and text settings.
+        meta: Metadata of the sample.
+        held: Whether this rank decodes each image. None for all images.
     """
     spec = reader.text_spec
     ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
@@ -245,7 +257,7 @@ def blank_sample(
         here = held is None or held[number]
         pixels.append(reader.medium(image).blank(image) if here else None)
     places = [np.arange(image.tokens) for image in meta.images]
-    # Any tokens will do, as long as they are as many.
+    # Only the number of tokens matters.
     kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
     targets_L = np.full_like(ids_L, IGNORE_TARGET)
     return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, blank=True)
@@ -258,29 +270,31 @@ def blank_out(
     sequence_length: int,
     corrupt: Collection[str],
 ) -> Microbatch:
-    """Return the microbatch with corrupt samples made blank; writes to its tensors.
+    """Return the microbatch with masked corrupt samples. Its tensors are changed in place.
 
     Args:
-        packs: Samples of the microbatch.
-        sequence_length: Tokens of a pack.
+        reader: Media and text settings.
+        microbatch: Decoded microbatch.
+        packs: Sequences of the microbatch.
+        sequence_length: Number of tokens of a sequence.
         corrupt: Names of corrupt samples (`sample_name`), also of other microbatches.
     """
     read = dict.fromkeys(microbatch.encoders, 0)  # images of the preceding samples
-    drawn = 0
-    found = False
+    generated = 0
+    has_corrupt = False
     for number, pack in enumerate(packs):
         start = number * sequence_length
         for item in pack:
             meta = item.meta
             if sample_name(meta) in corrupt:
-                _write_blank(reader, microbatch, item, start, read, drawn)
-                found = True
+                _write_blank(reader, microbatch, item, start, read, generated)
+                has_corrupt = True
             start += meta.tokens
-            drawn += len(meta.generated)
+            generated += len(meta.generated)
             read = {name: n + len(meta.images_read_by(name)) for name, n in read.items()}
-    if not found:
+    if not has_corrupt:
         return microbatch
-    return replace(microbatch, target_positions_L=None)  # type: ignore[arg-type]  # found again
+    return replace(microbatch, target_positions_L=None)  # type: ignore[arg-type]  # recomputed
 
 
 def blank_read(
@@ -289,11 +303,11 @@ def blank_read(
     encoded: EncodedImages,
     corrupt: Collection[str],
 ) -> None:
-    """Write blank images over those that this rank encodes or generates of corrupt samples.
-
-    The tensors of the microbatch are changed in place.
+    """Zero the images of corrupt samples that this rank encodes or generates, in place.
 
     Args:
+        reader: Media and text settings.
+        microbatch: Decoded microbatch.
         encoded: Images that this rank encodes and generates.
         corrupt: Names of corrupt samples (`sample_name`).
     """
@@ -314,7 +328,7 @@ def blank_read(
 
 
 def sample_name(meta: SampleMeta) -> str:
-    """ "source[index]", which always names the same sample."""
+    """Return "source[index]", the name of a sample in logs and reports."""
     return f"{meta.source}[{meta.index}]"
 
 
@@ -326,12 +340,15 @@ def _write_blank(
     read: Mapping[str, int],
     drawn: int,
 ) -> None:
-    """Write a blank sample over a sample. The noise and times of its generated images stay.
+    """Overwrite a sample with a masked sample, except for noise and times of target images.
 
     Args:
-        start: Position of the first token of the sample.
+        reader: Media and text settings.
+        microbatch: Microbatch to change.
+        item: Planned sample.
+        start: Index of the first token of the sample.
         read: Number of images of the preceding samples, by encoder.
-        drawn: Number of generated images of the preceding samples.
+        drawn: Number of target images of the preceding samples.
     """
     meta = item.meta
     row = RowBuilder(reader)
@@ -346,35 +363,35 @@ def _write_blank(
         first = read[name]
         images = range(first, first + len(theirs.grids_thw))
         tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
-        place = sum(tokens[:first])
-        inputs.positions_K[place : place + len(theirs.positions_K)] = theirs.positions_K + start
+        offset = sum(tokens[:first])
+        inputs.positions_K[offset : offset + len(theirs.positions_K)] = theirs.positions_K + start
         _write_blank_images(inputs, theirs, images)
     if meta.generated:
         generator = microbatch.generator
         assert generator is not None
         _write_blank_drawings(generator, range(drawn, drawn + len(meta.generated)))
-        place = sum(generator.contexts[:drawn])
+        offset = sum(generator.contexts[:drawn])
         for image in meta.generated:
-            own = slice(place, place + image.context)
-            generator.context_positions_K[own] = torch.arange(start, start + image.context)
-            place += image.context
+            context = slice(offset, offset + image.context)
+            generator.context_positions_K[context] = torch.arange(start, start + image.context)
+            offset += image.context
 
 
 def _write_blank_images(inputs: EncoderInputs, theirs: EncoderInputs, images: range) -> None:
-    """Write blank images over those of these numbers."""
+    """Overwrite the images of these indices with all-zero images."""
     rows, held = held_rows(inputs.pixel_rows, inputs.held, images)
     if held is None:
         inputs.pixels[rows] = theirs.pixels
     elif held:
-        own, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
-        inputs.pixels[rows] = theirs.pixels[own]
+        blank_rows, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
+        inputs.pixels[rows] = theirs.pixels[blank_rows]
     inputs.blank = sorted({*inputs.blank, *images})
     if inputs.kept is not None and theirs.kept is not None:
         inputs.kept[images.start : images.stop] = theirs.kept
 
 
 def _write_blank_drawings(drawn: GeneratorInputs, images: range) -> None:
-    """Write blank pixels over those of these images, which are not included in the loss."""
+    """Zero the pixels of target images, and exclude these images from the loss."""
     rows, _ = held_rows(drawn.pixel_rows, drawn.held, images)
     drawn.patches_PV[rows] = 0
     for image in images:

@@ -1,12 +1,11 @@
-"""The samples of a run, wherever they are opened.
+"""Open the samples of a run on the ranks, in producers or in a shared reader.
 
-    own         every rank opens the sources, plans and decodes (`sources.open`): the default
-    planned     other processes open them; a rank asks for its packs, and for what is in them
-                (`SampleService`, an entry of the table "sample_services")
-    read for    one process of a machine opens them and plans, as a stream is read once; ranks
-                decode (`shared_reader`)
+    process         opens sources   plans steps   decodes        used for
+    rank            yes             yes           yes            default (`sources.open`)
+    producer        yes             yes           yes            `data.producers` (`SampleService`)
+    shared reader   yes             yes           no, ranks do   streams (`shared_reader`)
 
-`Loader` needs to know nothing of this: all of them say what comes next, and have a decoder.
+`Loader` is independent of the choice, because all of them implement `SampleSet`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torchmm.recipe.training_section import TrainingConfig
 
 
 class SampleService(Protocol):
-    """Other processes that prepare samples.
+    """Processes outside of the ranks that prepare samples.
 
     An extension adds a service with an entry of the table "sample_services". The name of the entry
     is "producers" (for `data.producers`), and its target a class with the argument `DataConfig`.
@@ -46,7 +45,9 @@ class SampleService(Protocol):
     def start(
         self, training: TrainingConfig, specs: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Run the processes that this run starts. Rank 0 enters it before ranks communicate.
+        """Return a context in which the processes run that this run starts.
+
+        Rank 0 enters it before ranks communicate.
 
         Args:
             training: Batch sizes and sequence length.
@@ -75,19 +76,19 @@ class SampleService(Protocol):
     def make_decoder(
         self, samples: SampleSet, rank: int, reads: Reads | None, validation: bool
     ) -> Dataset[DecodedStep] | None:
-        """Return a dataset that requests decoded steps. None if ranks decode these samples.
+        """Return a dataset that requests decoded steps, or None if ranks decode these samples.
 
         Args:
             samples: Samples of the run.
             rank: Data-parallel rank.
             reads: Images that this rank decodes. None for all.
-            validation: Whether the samples are held out.
+            validation: Whether these are validation samples.
         """
         ...
 
 
 def sample_service(data: DataConfig) -> SampleService | None:
-    """Return the service of `data.producers`. None if the recipe does not use producers."""
+    """Return the service of `data.producers`, or None if the recipe does not use producers."""
     if not data.producers.is_used:
         return None
     service: SampleService = load_entry("sample_services", "producers")(data)
@@ -95,7 +96,7 @@ def sample_service(data: DataConfig) -> SampleService | None:
 
 
 class Look(Protocol):
-    """Returns images and texts of samples, see `StepDecoder`."""
+    """Access to images and reference texts of samples, see `StepDecoder`."""
 
     def images(self, feed: int, index: int) -> list[Image.Image]: ...
     def references(self, feed: int, index: int) -> tuple[str, ...]: ...
@@ -103,16 +104,17 @@ class Look(Protocol):
 
 @dataclass(frozen=True)
 class SamplesElsewhere:
-    """Samples whose sizes another process knows.
+    """Samples that another process opens and plans.
 
-    Args:
-        names: of the sources.
-        decoder: without sources where others decode too.
-        told: `digest` of who opened them.
-        prepared: `fingerprint` of these.
-        ask: who plans.
-        look: returns images and references of samples.
-        listed: fingerprint by which the producers that decode are known; None: ranks do.
+    Attributes:
+        names: Names of the sources.
+        decoder: Decoder of the samples. Without sources if producers decode.
+        told: Result of `digest` in the process that opened the samples.
+        prepared: Result of `fingerprint`.
+        ask: Requests a part of a step.
+        look: Returns images and reference texts of samples.
+        listed: Fingerprint of the producers that decode. None if ranks decode.
+        count: Number of samples. 0 if unknown.
     """
 
     names: Sequence[str]
@@ -123,30 +125,29 @@ class SamplesElsewhere:
     look: Look
     listed: str | None = None
     count: int = 0
-    """0: unknown."""
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
-        """Asks for it, step by step."""
+        """Return an iterator that requests steps."""
         return StepsElsewhere(self.ask, training, position, streamed=self.listed is None)
 
     def feeds(self) -> dict[str, int]:
-        """Number of each source by its name."""
+        """Return the index of each source by name."""
         return {name: number for number, name in enumerate(self.names)}
 
     def digest(self) -> tuple[str, str]:
-        """What there is to train on."""
+        """Return a summary of the samples, see `SampleSet.digest`."""
         return self.told
 
     def fingerprint(self) -> str:
-        """Equal for those that prepare the same tensors."""
+        """Return a key that is equal for processes that prepare the same tensors."""
         return self.prepared
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
-        """Images and frames of a sample, to be shown."""
+        """Return images and frames of a sample, to be displayed."""
         return self.look.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """All that people have written for a sample."""
+        """Return all reference texts of a sample."""
         return self.look.references(feed, index)
 
 
@@ -161,13 +162,16 @@ def find_samples(
     generator_spec: GeneratorSpec | None = None,
     streams: ReaderAddress | None = None,
 ) -> SampleSet:
-    """The samples of a recipe: opened here, or those of its producers, if they plan, or of the
-    process that reads this machine's streams.
+    """Return the samples of a recipe.
 
-    Other arguments and errors as of `open_samples`; DataError also if nobody has them.
+    Producers plan them with `data.producers.plan`, and the shared reader with `streams`. Otherwise
+    this process opens them. The remaining arguments and errors are those of `open_samples`.
 
     Args:
-        streams: this process; None: streams are read here.
+        streams: Address of the shared reader. None if this process reads streams.
+
+    Raises:
+        DataError: No process has the samples.
     """
     if streams is None and not data.producers.plan:
         return open_samples(
@@ -183,7 +187,7 @@ def find_samples(
         data, training, text_spec, image_specs, tokenizer, generator_spec, validation
     )
     if streams is not None:
-        # Before it is asked: what has to be measured is measured here, where progress is shown.
+        # Before the first request, so that ranks index the sources and log the progress.
         records: list[MapSource | None] = []
         for _, _, building in open_buildings(data, training, reader, tokenizer, validation):
             if building is not None:
@@ -201,7 +205,7 @@ def find_samples(
 
 
 def shares_reader(data: DataConfig) -> bool:
-    """Whether ranks of one machine have a stream read for all of them."""
+    """Return True if one process per node reads the streams for all ranks of the node."""
     return not data.producers.is_used and any(
         s.streaming for s in (*data.sources, *data.validation)
     )

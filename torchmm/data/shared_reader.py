@@ -1,15 +1,13 @@
-"""A process that reads streams for all ranks of a machine.
+"""Process that reads streams for all ranks of a node.
 
-Planning the steps of a stream requires reading it, because samples of a stream cannot be read
-again. If each of eight ranks planned, the machine would read the stream eight times. Instead one
-process opens the sources and plans (`torchmm.data.steps.elsewhere`). Each rank receives its packs
-with their records, and its workers decode them. Machines do not share a reader, so it adds no
-network traffic.
+Planning the steps of a stream requires reading it. If each of eight ranks planned, the node would
+read the stream eight times. Instead one process opens the sources and plans
+(`torchmm.data.steps.elsewhere`). Each rank receives its sequences with their records, and its
+workers decode them. Nodes do not share a reader, so it adds no network traffic.
 
-The ranks of a machine trust each other, because they belong to one user, and only this user can
-open the directory of the socket. Therefore messages are pickled, as those of DataLoader workers
-are. The reader exits with the rank that started it. If it exits earlier, the run ends with exit
-code 3 and can be resumed.
+Ranks and reader communicate with pickled messages over a Unix socket. Only the user of the run can
+open its directory. The reader exits with the rank that started it. If it exits earlier, the run
+exits with code 3 and can be resumed.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 SLACK_STEPS = 8
-"""Steps that the reader stores in addition to the prefetched ones. Ranks differ by fewer steps."""
+"""Steps that the reader stores in addition to prefetched steps, for ranks that are behind."""
 HELD_OUT_STEPS = 256
-"""Steps that the reader stores during validation, when ranks may differ by more steps."""
+"""Steps that the reader stores during validation, when ranks may be further behind."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReaderAddress(NamedTuple):
-    """Address of the reader of a machine: path of its socket, its secret, and its process id."""
+    """Address of the reader of a node: path of the socket, secret and process id."""
 
     path: str
     secret: str
@@ -58,16 +56,16 @@ class StreamsDescribed(NamedTuple):
 
 
 class SharedReader:
-    """The process of the reader. It exits when this process exits.
+    """Handle of the reader process, which exits when this process exits.
 
     Args:
-        data: sources and limits.
-        training: batch sizes.
-        specs: further arguments of `open_samples`.
-        secret: secret that clients must know.
+        data: Sources and limits.
+        training: Batch sizes.
+        specs: Further arguments of `open_samples`.
+        secret: Authentication key of the clients.
 
     Raises:
-        DataError: the process exited at its start.
+        DataError: The process exited during its start.
     """
 
     def __init__(
@@ -94,12 +92,12 @@ class SharedReader:
 
 
 class ReaderClient:
-    """Requests steps from the reader of a machine. Can be used by several threads.
+    """Client that requests steps from the reader of a node. It is thread-safe.
 
     Args:
-        address: address of the reader.
+        address: Address of the reader.
         held_out: Whether to request validation samples.
-        timeout_s: maximum time until an answer.
+        timeout_s: Maximum waiting time for a response, in seconds.
     """
 
     def __init__(self, address: ReaderAddress, held_out: bool, timeout_s: float) -> None:
@@ -113,15 +111,16 @@ class ReaderClient:
         """Return the sources of the reader, which opens them at the first request.
 
         Raises:
-            ConfigError, DataError: see `open_samples`.
+            ConfigError: See `open_samples`.
+            DataError: See `open_samples`.
         """
-        found: StreamsDescribed = self._ask(None)
-        return found
+        described: StreamsDescribed = self._ask(None)
+        return described
 
     def part(self, asked: Asked) -> StepPart | None:
         """Return a part of a step, see `SharedSteps.part`."""
-        found = self._ask(asked)
-        return found if isinstance(found, StepPart) else None
+        answer = self._ask(asked)
+        return answer if isinstance(answer, StepPart) else None
 
     def _ask(self, asked: Asked | None) -> Any:
         with self._lock:
@@ -131,7 +130,7 @@ class ReaderClient:
                     self._connection = Client(self._address.path, "AF_UNIX", authkey=secret)
                 self._connection.send((0, (self._held_out, asked)))
                 if not self._connection.poll(self._timeout_s):
-                    self._connection.close()  # The next request must not get a late answer.
+                    self._connection.close()  # A late response must not answer the next request.
                     raise TimeoutError
                 _, answer, _ = self._connection.recv()
             except (OSError, EOFError, AuthenticationError) as error:
@@ -157,7 +156,7 @@ class ReaderClient:
 
 
 class _Reader:
-    """Work of the process, see `serve`. Can be used by several threads in the process."""
+    """Request handler of the process, see `serve`. It is thread-safe."""
 
     def __init__(
         self, data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
@@ -186,7 +185,7 @@ class _Reader:
                 samples = open_samples(data, training, validation=held_out, **self._specs)
                 prefetched = data.workers * data.prefetch
                 kept = HELD_OUT_STEPS if held_out else prefetched + SLACK_STEPS
-                # Two sequences would read the same stream alternately.
+                # Two sequences would alternate on the same stream.
                 steps = samples.shared(data, training, kept=kept, sequences=1)
                 self._opened[held_out] = samples, steps
             return self._opened[held_out]

@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe's model."""
+"""Load and check the tokenizer of a recipe."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _FILES = (
     "added_tokens.json",
     "vocab.json",
 )
-"""JSON files of a tokenizer. Of damaged files transformers names few, and ignores some."""
+"""JSON files of a tokenizer. transformers ignores some damaged files without an error."""
 _TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 MAX_GROWTH = 4096
-"""Times a normalizer may lengthen a text. Published normalizers replace 1 character by up to 18."""
+"""Maximum growth of text by a normalizer. Published normalizers have at most a factor of 18."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of `[model]`: the one it names, else that of the composite or LLM.
+    """Return the tokenizer of `model.tokenizer`, or by default of the composite model or LLM.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: The recipe has no tokenizer, or it cannot be loaded.
     """
     source = model.tokenizer_source
     if source is None:
@@ -53,7 +53,8 @@ def untrained_tokens(
         trains_embeddings: Whether the embeddings of the LLM are trained.
 
     Returns:
-        The warning, or "" if all tokens are known, learn, or cannot be compared.
+        The warning. Empty if there are no new tokens, if embeddings are trained, or if the
+        tokenizers cannot be compared.
     """
     source = model.place if model.llm is None else model.llm.place
     if trains_embeddings or source is None or source == model.tokenizer_source:
@@ -77,10 +78,11 @@ def untrained_tokens(
 
 
 def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in `source`, a local directory or hub id; its own code is never run.
+    """Return the tokenizer of a local directory or Hub id. Custom code is never run.
 
     Args:
-        key: Key and value of the recipe that name it, for messages.
+        key: Key and value in the recipe, for messages.
+        source: Local directory or Hub id.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded, or its chat template is not valid.
@@ -118,7 +120,7 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_problems(directory: Path) -> list[str]:
-    """Return a message if chat_template.jinja cannot be read."""
+    """Return a list with a message if chat_template.jinja cannot be read, else an empty list."""
     file = directory / _TEMPLATES[0]
     try:
         if file.exists() and not file.is_file():
@@ -134,8 +136,8 @@ def _template_problems(directory: Path) -> list[str]:
 def _max_growth(normalizer: dict[str, Any]) -> float:
     """Return the largest ratio of text lengths after and before a normalizer.
 
-    Normalization is C code, which nothing interrupts: a sequence of 30 rules that double a letter
-    writes a gigabyte for each.
+    Normalization runs in native code that cannot be interrupted. A sequence of 30 rules that each
+    double a letter would write 1 GB per letter.
     """
     growth = 1.0
     for step in normalizer.get("normalizers", ()):

@@ -1,11 +1,12 @@
-"""From the recipe's `[adapters]` to low-rank matrices in a model's linears.
+"""Adapters: add low-rank matrices to linear layers as the `[adapters]` of a recipe specify.
 
-A module with an adapter is frozen but for it. Which linears get matrices is decided on the whole
-model, before it is cut and split, by the names that Hugging Face gives them, as PEFT does it: a
-target is a linear's name, or the end of it, in which * stands for anything ("layers.1?.*.q_proj").
-Unlike PEFT's, "all-linear" keeps to transformer layers, or to the connector where that is named:
-patch embeddings are small, and trained whole if at all. Rejected: regular expressions, in which the
-dot of every name means something else.
+In a module with an adapter, only the adapter is trained. Targets are resolved on the full model
+before it is split into stages and sharded. As in PEFT, a target is the Hugging Face name of a
+linear layer or the end of such a name. In a target, * matches any characters
+("layers.1?.*.q_proj"). Regular expressions are not used, because "." in names would be special.
+
+Unlike in PEFT, "all-linear" selects only linear layers of transformer layers, or of the connector
+if the connector is named. Patch embeddings are small and are trained completely, if at all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
     """Add adapters to the full model on the meta device and freeze the modules that have them.
 
     Raises:
-        ConfigError: A module does not exist or has no such linears, or two adapters share a linear.
+        ConfigError: A module does not exist or has no such layers, or two adapters share one.
     """
     # The recipe has a name for the layers of a module and one for the connector of an encoder.
     places: dict[str, tuple[LayeredModule, list[str]]] = {}
@@ -57,7 +58,9 @@ def _add(
     """Add an adapter to its modules and return the problems.
 
     Args:
-        places: Modules and the names of their linears, by name in the recipe.
+        places: Maps module names of the recipe to modules and names of their linear layers.
+        name: Name of the adapter.
+        config: Section of the recipe.
     """
     spec = LoraSpec(name, config.rank, config.alpha, config.method)
     every = {linear for _, linears in places.values() for linear in linears}
@@ -91,5 +94,5 @@ def _add(
 
 
 def _is_meant(linear: str, target: str) -> bool:
-    """Return True if the target includes a linear with this name."""
+    """Return True if the target matches the linear layer with this name."""
     return target == ALL_LINEAR or fnmatchcase(f".{linear}", f"*.{target}")

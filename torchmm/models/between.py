@@ -1,6 +1,9 @@
-"""What a module may do with hidden states between its layers, and with rows of its ranks.
+"""Interfaces to hidden states between layers, which tensor-parallel ranks may have as slices.
 
-Modules only see these protocols; what tensor-parallel ranks do is in `torchmm.parallel.tensor`.
+Models use only these protocols. The implementations for tensor parallelism are in
+`torchmm.parallel.tensor`.
+
+Shape legend: T positions of the sequence, K rows to add, R rows of a message, D features.
 """
 
 from __future__ import annotations
@@ -11,42 +14,42 @@ from torch import Tensor
 
 
 class Between(Protocol):
-    """What may be done with hidden states between two layers of a module."""
+    """Operations on the hidden states between two layers of a module."""
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all positions."""
+        """Return the hidden states of all positions, (..., T, D)."""
         ...
 
     def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
-        """Hidden states with rows added at some positions, of which none is named twice.
+        """Return the hidden states with rows added at the given positions.
 
         Args:
-            hidden: (..., T, D).
-            positions_K: int64, within T.
-            rows_KD: of the same dtype.
+            hidden: (..., T, D), or the slice of a rank.
+            positions_K: (K,), int64, distinct positions within T.
+            rows_KD: (K, D), dtype of `hidden`.
         """
         ...
 
     def read(self, values: Tensor) -> Tensor:
-        """What layers read that all ranks have whole; its gradients are summed over them."""
+        """Return a replicated tensor for use in the layers. Its gradients are summed over ranks."""
         ...
 
     def arrived(self, hidden: Tensor, positions: int) -> Tensor:
-        """What a stage behind the first hands to its layers.
+        """Return the layer input of a stage after the first.
 
         Args:
-            hidden: (..., T, D), or a slice of it: what the stage before has handed on.
-            positions: T.
+            hidden: (..., T, D), or a slice: the output of the previous stage.
+            positions: Number of positions T of the full sequence.
         """
         ...
 
     def leaving(self, hidden: Tensor) -> Tensor:
-        """What a stage in front of the last hands on of what its layers have returned."""
+        """Return the output that a stage before the last sends to the next stage."""
         ...
 
 
 class WholeSequences:
-    """`Between` where a rank has all positions."""
+    """The implementation of `Between` for ranks that have all positions."""
 
     def gathered(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -65,13 +68,19 @@ class WholeSequences:
 
 
 class RowsOfRanks(Protocol):
-    """Rows of which tensor-parallel ranks have all, or each an equal part; differentiable."""
+    """Differentiable conversion between replicated rows and equal shards of rows per rank."""
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """This rank's part of (..., R, D), whose gradient is gathered; the ranks divide R."""
+        """Return the shard of this rank of (..., R, D). The backward pass all-gathers.
+
+        R must be a multiple of the number of ranks.
+        """
         ...
 
     def every_row(self, own: Tensor) -> Tensor:
-        """The parts of all ranks; backward keeps this rank's part of the gradient, which must be
-        the same on all of them."""
+        """Return the all-gathered shards of all ranks.
+
+        The backward pass selects the shard of this rank. The gradient must be the same on all
+        ranks.
+        """
         ...

@@ -5,16 +5,16 @@ than the GPU needs to compute it. A CUDA graph launches all layers at once.
 
 A graph has constant shapes and addresses, so that:
 
-- The number of images is rounded up to `padded_images`, with images of zeros. Their outputs are
-  dropped. The gradients of their outputs are zero, and so is their part of all gradients.
+- The number of images is rounded up to `padded_images` with images of zeros. Their outputs are
+  dropped. The gradients of their outputs are zero, so that they do not change any gradient.
 - Inputs are copied to constant addresses. Outputs and gradients are copied out.
 - A forward pass overwrites the activations of the one before. A pass that begins before the
   backward pass of the previous one has ended runs eagerly, and so do passes without gradients.
 
-Graphs are captured when a number of images is first seen. They share one memory pool, because only
-one of them is in use at a time. Rejected: `torch.cuda.make_graphed_callables`, which captures in a
-mode in which other threads, such as those that pin memory, must not call CUDA. The gradients that
-it returns share memory with the graph, which the next of several microbatches overwrites.
+A graph is captured when its number of images first occurs. All graphs share one memory pool,
+because only one of them runs at once. `torch.cuda.make_graphed_callables` is not used: its capture
+mode forbids CUDA calls in other threads, such as threads that pin memory. Its gradients also share
+memory with the graph, so that the next microbatch would overwrite them.
 
 Shape legend: N images of a microbatch, B images of a graph, S positions of an image, D features.
 """
@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderGraphs:
-    """CUDA graphs of the layers of one encoder, by number of images.
+    """CUDA graphs of the layers of one encoder, one graph per number of images.
 
     Args:
-        name: name of the encoder in messages.
-        layers: the layers, whose parameters must stay at their addresses.
-        run: function that runs the layers on hidden states (N, S, D).
+        name: Name of the encoder in messages.
+        layers: Layers of the encoder. The addresses of their parameters must not change.
+        run: Function that runs the layers on hidden states (N, S, D).
 
     Attributes:
-        failure: error after which the layers run eagerly, or "".
-        replays: number of forward passes that were graphs.
+        failure: Reason why the layers run eagerly, or "".
+        replays: Number of forward passes that ran as graphs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EncoderGraphs:
                 self._graphs[key] = self._capture(key[0], hidden_NSD, trained)
             except RuntimeError as error:  # also torch.OutOfMemoryError
                 self._fail(str(error) or type(error).__name__)
-        if self.failure:  # not in the handler, which keeps the memory of the capture
+        if self.failure:  # outside the handler, which references the memory of the capture
             return self._run(hidden_NSD)
         graph = self._graphs[key]
         self.replays += 1
@@ -97,10 +97,10 @@ class EncoderGraphs:
         return output
 
     def end_pass(self, own_pass: _Pass) -> None:
-        """Let the next forward pass overwrite the activations of a pass.
+        """Allow the next forward pass to overwrite the activations of a pass.
 
         Raises:
-            RuntimeError: they have been overwritten, or backward runs twice.
+            RuntimeError: The activations were overwritten, or the backward pass runs twice.
         """
         if self._pass is None or self._pass() is not own_pass:
             raise RuntimeError(f"the activations of {self.name} in its CUDA graph were overwritten")
@@ -158,7 +158,7 @@ class EncoderGraphs:
 
     @contextmanager
     def _replaced(self, aliases: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """Let the layers compute with aliases of their parameters."""
+        """Replace the parameters of the layers by aliases within the context."""
         try:
             for owner, name, parameter, _ in self._weights:
                 owner._parameters[name] = aliases.get(parameter, parameter)  # type: ignore[assignment]
@@ -169,7 +169,7 @@ class EncoderGraphs:
 
 
 class _Pass:
-    """A forward pass whose backward pass is to come. It dies with its autograd graph."""
+    """A forward pass with a pending backward pass. Its lifetime is that of the autograd graph."""
 
     __slots__ = ("__weakref__",)
 
@@ -178,13 +178,13 @@ class _Graph:
     """Forward and backward pass for a constant number of images.
 
     Args:
-        images: number of images B.
-        like_NSD: hidden states, for sizes, dtype and whether they need a gradient.
-        trained: parameters that need gradients.
-        gradients: memory for their gradients.
+        images: Number of images B.
+        like_NSD: Example of hidden states, for shape, dtype and `requires_grad`.
+        trained: Parameters that need gradients.
+        gradients: Buffers for their gradients.
 
     Attributes:
-        inputs: tensors that need gradients; without any, there is no backward pass.
+        inputs: Tensors that need gradients. If empty, the graph has no backward pass.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _Graph:
         self._output_BSD = self._output_gradient_BSD = self._input_BSD
         self._input_gradient_BSD: Tensor | None = None
         self._images = 0
-        """Images of the last forward pass."""
+        """Number of images of the last forward pass."""
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
 
@@ -225,18 +225,18 @@ class _Graph:
             return
         self._output_gradient_BSD = torch.zeros_like(self._output_BSD)
         with _capturing(self._backward, pool):
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 output_BSD,
                 self.inputs,
                 self._output_gradient_BSD,
                 allow_unused=True,
                 materialize_grads=True,
             )
-            of_weights = found[self._needs_input_gradient :]
+            of_weights = gradients[self._needs_input_gradient :]
             if of_weights:
                 torch._foreach_copy_(self._gradients, list(of_weights))
         if self._needs_input_gradient:
-            self._input_gradient_BSD = found[0]
+            self._input_gradient_BSD = gradients[0]
 
     def replay_forward(self, hidden_NSD: Tensor) -> Tensor:
         """Return a copy of the output (N, S, D)."""
@@ -253,7 +253,7 @@ class _Graph:
         of_input_NSD = None
         if self._input_gradient_BSD is not None:
             of_input_NSD = self._input_gradient_BSD[: self._images].clone()
-        # A multiplication by 1 copies exactly, and many tensors with one kernel.
+        # A multiplication by 1 is an exact copy, and one kernel copies many tensors.
         copies = torch._foreach_mul(self._gradients, 1.0) if self._gradients else ()
         return of_input_NSD, *copies
 
@@ -264,7 +264,7 @@ class _Graph:
 
 
 class _Replay(torch.autograd.Function):
-    """The layers as one node of autograd."""
+    """The layers as one node of the autograd graph."""
 
     @staticmethod
     def forward(
@@ -287,7 +287,7 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture the block. Other threads may call CUDA meanwhile, for example to pin memory."""
+    """Capture the context. Other threads may call CUDA at the same time."""
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield

@@ -1,8 +1,9 @@
-"""An image or audio encoder with its connector, behind the layered interface.
+"""An image or audio encoder with its connector, with the interface of `LayeredModule`.
 
-A sound is an image of one row, see `torchmm.common.batch.ImageMeta`.
+Audio is represented as an image with one row (`torchmm.common.batch.ImageMeta`).
 
-Shape legend: P patches of all images, K output tokens of all images, D features.
+Shape legend: N images of one size, S positions of an image in the layers, P patches of all images,
+K output tokens of all images, D features.
 """
 
 from __future__ import annotations
@@ -43,39 +44,49 @@ from torchmm.models.layers.patches import embed_by_products
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """Everything that determines an encoder module, apart from its weights."""
+    """All settings of an encoder module, without its weights."""
 
     name: str
     family: EncoderFamily
     config: PreTrainedConfig
-    """Configuration of the tower."""
+    """Hugging Face config of the encoder."""
     processor_class: str
     processor: dict[str, Any]
     tiles: TileSpec | None
-    """How pictures are cut before that."""
+    """Tiling of images before the processor, or None without tiles."""
     llm_hidden_size: int
     dtype: torch.dtype
     feature_layer: int = -1
-    """Which hidden state leaves the tower: -1 the last layer's output."""
+    """Index of the hidden state that the connector reads. -1 is the output of the last layer."""
     shuffle: int = 1
-    """Rows and columns of patches folded into one token before the connector; for sounds,
-    shuffle**2 consecutive positions."""
+    """Number of patch rows and columns folded into one token before the connector.
+
+    For audio, shuffle**2 consecutive positions are folded.
+    """
     drop_class_token: bool = True
     final_norm: bool = False
-    """Whether features pass the norm after the last layer."""
+    """Whether to apply the norm after the last layer."""
     connector: Literal[
         "mlp", "line_mlp", "norm_mlp", "merge_mlp", "linear", "scaled_linear", "pool", "merger"
     ] = "mlp"
-    """merger: the tower's own."""
+    """Connector type. "merger" is the patch merger of the Hugging Face encoder."""
     connector_act: str = "gelu"
     connector_bias: bool = True
     connector_eps: float = 1e-6
     connector_from_files: bool = False
-    """Whether the weight files hold the connector; else it is new and starts at random."""
+    """Whether the weight files contain the connector. Otherwise, it is initialized randomly."""
 
 
 class EncoderModule(LayeredModule):
-    """A tower, cut after its feature layer, and the connector into the LLM's embeddings."""
+    """An encoder up to its feature layer, and the connector to the embeddings of the LLM.
+
+    Attributes:
+        spec: Settings of the encoder.
+        family: Model family of the encoder.
+        tower: Hugging Face encoder model.
+        connector: Projection to the hidden size of the LLM.
+        graphs: CUDA graphs of the layers, or None before `use_graphs`.
+    """
 
     kind = "encoder"
 
@@ -90,7 +101,7 @@ class EncoderModule(LayeredModule):
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
-        # Transformers renames parts of layers in some versions.
+        # Releases of transformers sometimes rename submodules of layers.
         known = {name for name, _ in self._layer_list()[0].named_modules()}
         missing = [name for name in family.styles(spec.config) if name not in known]
         if missing:
@@ -136,7 +147,7 @@ class EncoderModule(LayeredModule):
         return connector.to(spec.dtype)
 
     def _remove_unused(self) -> None:
-        """Remove what no output depends on, so that nobody shards, gathers or optimizes it."""
+        """Remove modules that do not affect outputs, so that they are not sharded or optimized."""
         before = set(self.state_dict())
         every = self._layer_list()
         del every[len(every) + 1 + self.spec.feature_layer :]
@@ -153,7 +164,7 @@ class EncoderModule(LayeredModule):
         return _Initializer(self.tower, self.family.unused)
 
     def uncut_tower(self) -> PreTrainedModel:
-        """The tower with everything Hugging Face's class has, on the current default device."""
+        """Build the complete Hugging Face encoder on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
         tower = self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
         if self.family.modality == "image":
@@ -183,7 +194,7 @@ class EncoderModule(LayeredModule):
             "merge_mlp": ("linear_1", "linear_2"),
             "norm_mlp": ("mlp.linear_1", "mlp.linear_2"),
         }
-        if self.spec.connector in pairs:  # others have a single, small product
+        if self.spec.connector in pairs:  # the other connectors have one small linear layer
             first, second = pairs[self.spec.connector]
             styles |= {f"connector.{first}": "colwise", f"connector.{second}": "rowwise"}
         elif self.spec.connector == "merger":
@@ -200,14 +211,14 @@ class EncoderModule(LayeredModule):
 
     @property
     def connector_norm(self) -> bool:
-        """Whether the connector begins with a norm that has weights."""
-        parts = islice(self.connector.modules(), 1, None)  # what is its own comes after these
+        """Whether the first weighted submodule of the connector is a norm."""
+        parts = islice(self.connector.modules(), 1, None)  # submodules run before own parameters
         weighted = (p for p in parts if list(p.parameters(recurse=False)))
         return "Norm" in type(next(weighted, None)).__name__
 
     @property
     def merge(self) -> int:
-        """Patches per row and column that become one token; see `ImageSpec.merge`."""
+        """Number of patches per token along rows and columns (`ImageSpec.merge`)."""
         return self.family.merge(self.spec.config) * self.spec.shuffle
 
     @property
@@ -216,7 +227,7 @@ class EncoderModule(LayeredModule):
 
     @property
     def value_bytes(self) -> int:
-        """Of pixels 1, with processors whose values are those of bytes; sounds are float32."""
+        """Bytes per input value: 1 for pixels (uint8), 4 for audio (float32)."""
         return 1 if self.family.modality == "image" else 4
 
     @property
@@ -229,32 +240,31 @@ class EncoderModule(LayeredModule):
 
     @property
     def output_features(self) -> int:
-        """Features of an output token: the LLM's, and as many more for each tap."""
+        """Features of an output token: (1 + number of taps) times the LLM hidden size."""
         return (1 + len(self.taps)) * self.spec.llm_hidden_size
 
     def forward(
         self, inputs: EncoderInputs, given: Tensor | tuple[Tensor, ...] | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Images to tokens.
+        """Return the output tokens of images, or the output of this stage.
 
         Args:
-            inputs: the encoder's share of a microbatch, with float32 pixels; later stages read only
-                its grids.
-            given: later stages: what the previous stage returned.
+            inputs: Images of the encoder in a microbatch, with float32 pixels. Later stages read
+                only the grids.
+            given: Later stages: output of the previous stage.
 
         Returns:
-            Whole module or last stage: (K, `output_features`). Earlier stages: hidden states,
-            (N, S, D) for fixed layouts, (1, P, D) or (P, D) for packed patches, or a rank's slice
-            of their positions; behind tapped layers a tuple: these and the output of each of those
-            layers.
+            Last stage: (K, `output_features`). Earlier stages: hidden states, (N, S, D) for images
+            of one size, (1, P, D) or (P, D) for packed patches, or the slice of a rank. After
+            tapped layers: a tuple of the hidden states and the outputs of these layers.
         """
         family = self.family
         tower = self.tower
         assert inputs.pixels.is_floating_point(), "bytes: EncoderInputs.values first"
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
-            # Where channels come first in memory (sounds), sums would keep that layout through all
-            # layers, and every norm would copy it.
+            # Audio embeddings have channels first in memory. Residual sums would preserve this
+            # memory format through all layers, and every norm would copy it.
             given = family.embed(tower, inputs, context).contiguous()
         assert given is not None
         hidden, *taps = (given,) if isinstance(given, Tensor) else given
@@ -268,10 +278,10 @@ class EncoderModule(LayeredModule):
         if not self.is_last:
             hidden = self.between.leaving(hidden)
             return (hidden, *taps) if taps else hidden
-        # All positions of what the last layer has returned are here, of others perhaps a slice.
-        own = [index for index, _ in self.indexed_layers()]
-        whole = taps[-1:] if own and own[-1] in self.taps else []
-        taps = [*map(self.between.gathered, taps[: len(taps) - len(whole)]), *whole]
+        # The output of the last layer is unsharded. Outputs of other layers may be slices.
+        indices = [index for index, _ in self.indexed_layers()]
+        unsharded = taps[-1:] if indices and indices[-1] in self.taps else []
+        taps = [*map(self.between.gathered, taps[: len(taps) - len(unsharded)]), *unsharded]
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
@@ -284,7 +294,7 @@ class EncoderModule(LayeredModule):
         return self.connector(x_PD)
 
     def _run_layers(self, hidden: Tensor, context: Any, taps: list[Tensor]) -> Tensor:
-        """Run the layers; add the outputs of tapped ones to `taps`."""
+        """Return the output of the layers, and append the outputs of tapped layers to `taps`."""
         for index, layer in self.indexed_layers():
             hidden = self.family.run_layer(self.tower, index, layer, hidden, context)
             if index in self.taps:
@@ -302,7 +312,7 @@ class EncoderModule(LayeredModule):
         return self.family.has_class_token and self.spec.drop_class_token
 
     def image_spec(self) -> ImageSpec:
-        """How data has to prepare this encoder's images."""
+        """Return the preparation settings of images or audio for this encoder."""
         kept = self.family.has_class_token and not self.spec.drop_class_token
         return ImageSpec(
             encoder=self.name,
@@ -323,24 +333,27 @@ class EncoderModule(LayeredModule):
         )
 
     def dummy_image(self) -> ImageMeta:
-        """Sizes of the image in `dummy_inputs`."""
+        """Return the number of patches and tokens of the image in `dummy_inputs`."""
         patches = prod(self._smallest()[1])
         kept = self.family.has_class_token and not self.spec.drop_class_token
         return ImageMeta(0, 0, patches, patches // self.patches_per_token + kept)
 
     def _smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """Shape of the pixels and grid of the smallest valid image."""
+        """Return the pixel shape and the grid of the smallest valid image."""
         return self.family.smallest_folded(self.spec.config, self.spec.shuffle)
 
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
-        """The smallest valid image, whose tokens are not used: for microbatches without images."""
+        """Return the smallest valid image, for microbatches without images.
+
+        No token of the LLM uses its output.
+        """
         shape, grid = self._smallest()
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return EncoderInputs(torch.zeros(shape, device=device), [grid], nowhere)
 
 
 class _Initializer:
-    """Initial values of a tower, by its own class, and of connectors."""
+    """The weight initialization of a Hugging Face encoder and of connectors."""
 
     def __init__(self, tower: PreTrainedModel, unused: Sequence[str] = ()) -> None:
         self.tower = tower
@@ -350,12 +363,12 @@ class _Initializer:
         if init_connector(module):
             return
         missing = [n for n, p in module._parameters.items() if p is None and n in self.unused]
-        for name in missing:  # DINOv3's fills its mask without asking whether it is there
+        for name in missing:  # DINOv3 initializes its mask token without checking that it exists
             setattr(module, name, nn.Parameter(torch.empty(0)))
         self.tower._init_weights(module)
         for name in missing:
             setattr(module, name, None)
-        if is_parametrized(module, "weight"):  # what Hugging Face has just filled was a copy
-            assert isinstance(module, nn.Conv1d)  # Wav2Vec2's, which gives positions
+        if is_parametrized(module, "weight"):  # Hugging Face has filled only a computed copy
+            assert isinstance(module, nn.Conv1d)  # positional convolution of Wav2Vec2
             std = 2 * (module.kernel_size[0] * module.in_channels) ** -0.5
             module.weight = torch.empty_like(module.weight).normal_(std=std)

@@ -1,13 +1,15 @@
-"""Initial values, the same for every layout.
+"""Initial values, which are the same for every parallelism config.
 
-Weights are drawn by Hugging Face's own `_init_weights` on the CPU, one layer at a time, from a
-seed that depends only on the run's seed and the layer's name; then each rank copies the slice it
-owns. Several layers are drawn at once, each in a thread with a generator of its own: torch draws
-with one core, which takes minutes for billions of weights. Buffers that no file holds (rotary
-frequencies) are filled the same way. Rejected: drawing on the sharded tensors, which gives
-different weights for every number of ranks and, for uneven shards, different ones on replicas.
-Adapters are drawn apart, each from its own name, so that a model with them has the weights of one
-without.
+`_init_weights` of the Hugging Face class samples the weights of a layer on the CPU. The seed
+depends only on the seed of the run and the name of the layer. Each rank then copies its shard.
+Buffers that are not in files (rotary frequencies) are filled in the same way.
+
+Several threads initialize layers in parallel, each with a separate random generator. torch samples
+with one core, which would require minutes for billions of weights. Sampling on sharded tensors
+instead would make the weights depend on the number of ranks, and uneven shards would differ between
+replicas.
+
+Adapters have a separate seed from their name, so that adapters do not change the other weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_dow
 from torchmm.models.multimodal import MultimodalModel
 
 MOST_BYTES = 4 * 2**30
-"""Of the layers that a rank draws at the same time, where one alone is not larger."""
+"""Maximum bytes of the layers that a rank initializes in parallel. A single layer may be larger."""
 _GLOBAL_GENERATOR = Lock()
 
 
@@ -50,7 +52,7 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.bare()
-        # A copy of another stage's weight is drawn like the original.
+        # A tied copy has the seed of the original, which is in a different stage.
         copies = module.tied_copies()
         wanted: dict[str, list[Tensor]] = defaultdict(list)
         for name, tensor in named_tensors(module):
@@ -70,9 +72,12 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
 
 
 def _draw(layers: list[tuple[Callable[[], None], int]]) -> None:
-    """Draw layers, given as functions and bytes, in parallel.
+    """Initialize layers in parallel threads.
 
-    As many run at a time as the cores of this rank and `MOST_BYTES` allow.
+    The number of cores per rank and `MOST_BYTES` limit the number of concurrent layers.
+
+    Args:
+        layers: Pairs (function that initializes the layer, bytes of the layer).
     """
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     running: dict[Future[None], int] = {}
@@ -94,7 +99,7 @@ def _fill(
     key: str,
     wanted: dict[str, list[Tensor]],
 ) -> None:
-    """Draw a layer and copy the slices of this rank."""
+    """Sample the weights of a layer and copy the shards of this rank."""
     with torch.no_grad():  # not inherited from the thread that starts this one
         for name, value in named_tensors(random_copy(unit, owner, key)):
             for target in wanted.get(f"{unit_fqn}.{name}", ()):
@@ -104,7 +109,8 @@ def _fill(
 def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
     """Fill an adapter as PEFT does.
 
-    The product is zero and its first factor is not. Magnitudes are the norms of the weight's rows.
+    The matrix B (`up`) is zero, so that the product is zero. Magnitudes are the norms of the weight
+    rows.
     """
     if f"{name}.down" not in skip:
         generator = torch.Generator().manual_seed(_seed_of(f"{seed} {name}"))
@@ -116,7 +122,7 @@ def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collec
     weight = linear.weight
     squares = local_tensor(weight).float().square().sum(1)
     if isinstance(weight, DTensor):
-        # Sum along the mesh dimensions that split rows; others have different rows.
+        # Sum over mesh dimensions that shard columns. The other dimensions have different rows.
         sums = [Partial() if each.is_shard(1) else Replicate() for each in weight.placements]
         of_mesh = DTensor.from_local(squares, weight.device_mesh, sums, run_check=False)
         squares = of_mesh.redistribute(placements=[Replicate()] * len(sums)).to_local()
@@ -127,11 +133,13 @@ def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collec
 def random_copy(
     unit: nn.Module, owner: WeightInitializer, key: str, unused: bool = False
 ) -> nn.Module:
-    """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`.
+    """Return a CPU copy of `unit` (on the meta device) with random weights seeded by `key`.
 
     Args:
-        unused: whether nothing computes with these weights; then those that the family does not
-            initialise are 0.
+        unit: Module on the meta device.
+        owner: Model with the weight initialization.
+        key: Seed string.
+        unused: Whether the weights are never used. Weights without an initialization are then 0.
     """
     filled = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(filled):
@@ -141,7 +149,7 @@ def random_copy(
             owner._init_weights(module)
     unfilled = {}
     for name, tensor in named_tensors(filled):
-        # A sum of floats is NaN if a value is left, and needs no copy of the tensor.
+        # The sum is NaN if an unfilled value remains. A sum needs no copy of the tensor.
         is_float = tensor.is_floating_point()
         if tensor.sum().isnan() if is_float else (tensor == _poison(tensor)).any():
             unfilled[name] = tensor
@@ -154,9 +162,9 @@ def random_copy(
 
 
 class _OwnGenerator(TorchDispatchMode):
-    """In its thread, every random operator draws what `torch.manual_seed` would have it draw.
+    """A mode in which random operators of the thread sample as after `torch.manual_seed`.
 
-    Where an operator takes no generator, torch's global one stands in, and is put back.
+    Operators without a generator argument use the global generator, whose state is restored.
     """
 
     def __init__(self, seed: int) -> None:
@@ -173,9 +181,9 @@ class _OwnGenerator(TorchDispatchMode):
             return func(*args, **{**kwargs, "generator": self._generator})
         with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generator.get_state())
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             self._generator.set_state(torch.get_rng_state())
-            return found
+            return result
 
 
 def _seed_of(key: str) -> int:
@@ -183,12 +191,12 @@ def _seed_of(key: str) -> int:
 
 
 def _poison(tensor: Tensor) -> float:
-    """A value that no initialisation gives."""
+    """Return a value that no initialization produces, as a marker of unfilled elements."""
     return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, including those outside the state dict."""
+    """Yield parameters and buffers with their names, including non-persistent buffers."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

@@ -1,17 +1,19 @@
-"""A modality module as the rest of the system sees it: something before, layers, something after.
+"""The common interface of modality modules: a pre-part, transformer layers and a post-part.
 
-FSDP, tensor parallelism, compilation, activation checkpointing, pipelining and cost models need
-only this interface, so none of them knows a model family. Hugging Face's modules are kept whole
-inside, with their own names, which makes checkpoints map one to one. A pipeline stage is the same
-module with foreign layers replaced in place by `Skip`: indices, names and the forward of the
-whole stay valid. Rejected: slicing the layer list, which breaks families whose forward indexes
-per-layer settings by position.
+    LLM       embedding -> layers -> final norm, head, loss
+    encoder   patch embedding -> layers -> final norm, connector
 
-A rank that runs several stages of a module keeps them in *one* module, so that names, weights and
-checkpoints do not depend on the number of stages. What runs is a `stage_view` of it: a second
-module around the same layers, with `Skip` for what belongs to the rank's other stages. Rejected:
-one module per stage in the model, which gives every stage copies of rotary tables and parameters
-names that depend on the cut.
+FSDP, tensor parallelism, compilation, activation checkpointing, pipelining and the cost models use
+only this interface. They are independent of the model family. A module wraps the complete Hugging
+Face model with unchanged parameter names, so that checkpoints map one to one.
+
+Pipeline stages. A stage is the same module, in which `Skip` replaces the layers of other stages in
+place. Layer indices, parameter names and the Hugging Face forward stay valid. Slicing the layer
+list instead would break families whose forward indexes per-layer settings by position.
+
+Several stages on one rank. The rank stores all stages of a module in *one* module, so that names,
+weights and checkpoints do not depend on the number of stages. Each stage runs as a `stage_view`: a
+second module that shares the layers and has `Skip` for the other stages.
 """
 
 from __future__ import annotations
@@ -31,36 +33,36 @@ from torchmm.models.layers.connectors import linear_parts
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
 
 LinearSizes = tuple[tuple[int, int], ...]
-"""(inputs, outputs) of linear layers."""
+"""Pairs (input features, output features) of linear layers."""
 
 
 class Skip(nn.Module):
-    """Replaces a layer, an embedding or a head of another stage: returns its first input."""
+    """A placeholder for a layer, embedding or head of another stage. It returns its first input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 class StageRange(NamedTuple):
-    """What one stage has of a module: layers [start, stop) and perhaps what is around them.
+    """The range of a module that one stage runs: layers [start, stop) and the parts around them.
 
-    The two flags do not follow from the numbers: if the embedding is a stage without layers, the
-    stage after it starts at layer 0 too.
+    The two flags do not follow from the range. If the embedding is a stage without layers, the next
+    stage also starts at layer 0.
     """
 
     start: int
     stop: int
     has_pre: bool
-    """Whether the stage has what comes before the layers."""
+    """Whether the stage has the part before the layers."""
     has_post: bool
-    """Whether the stage has what comes after the layers."""
+    """Whether the stage has the part after the layers."""
 
 
 def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
-    """All stages of one module from their layers [start, stop), in order.
+    """Return the stages of one module from their layer ranges [start, stop), in order.
 
     Raises:
-        ValueError: a stage does not begin where the previous one ends.
+        ValueError: A stage does not start at the end of the previous stage.
     """
     stops = [0, *(stop for _, stop in layers)]
     if [start for start, _ in layers] != stops[:-1] or stops != sorted(stops):
@@ -71,27 +73,30 @@ def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Where a module's pretrained weights are and what the files call them."""
+    """The location of the pretrained weights of a module and the mapping of parameter names."""
 
     source: str | None = None
-    """Local directory or Hugging Face id; None: random weights."""
+    """Local directory or Hugging Face id. None means random weights."""
     renames: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): the first that matches the start of a name in the files
-    turns it into the name within the module. A name without a match is not this module's."""
+    """Pairs (regular expression, replacement). The first expression that matches the start of a
+    name in the files maps it to the name in the module. Names without a match are ignored."""
     old_names: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): what files call parts of a name within the module."""
+    """Pairs (regular expression, replacement) that map parts of module names to old file names."""
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(part of a name in the files, parts of names within the module): tensors that hold several of
-    the module's one after another, all with the same number of rows."""
+    """Pairs (part of a name in the files, parts of names in the module). The file tensor is the
+    concatenation of the module tensors, which all have the same number of rows."""
     optional: tuple[str, ...] = ()
-    """Ends of names that files may lack, as what they stand for does nothing at first."""
+    """Suffixes of names that may be missing in the files: their initial values have no effect."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
-    """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
+    """Pairs (prefix in the module, prefix in the Hugging Face class of the export)."""
     stacked_experts: bool = False
-    """Whether the files hold a layer's experts as the module does, in a tensor for gate and up
-    projection and one for the down projection, perhaps transposed, not two or three for each."""
+    """Whether the files store the experts of a layer as stacked tensors, as the module does.
+
+    One tensor has all gate and up projections, another all down projections. Both may be
+    transposed. Otherwise, the files have two or three tensors for each expert.
+    """
     partial: bool = False
-    """Whether the files may hold more than the module, such as a dual model's text tower."""
+    """Whether the files may contain other weights, such as the text encoder of a dual model."""
 
     def hf_name(self, name: str) -> str | None:
         """Return the name of a parameter in the Hugging Face class, or None if it has none."""
@@ -102,42 +107,44 @@ class WeightFiles:
 
 
 class WeightInitializer(Protocol):
-    """Knows the initial values of a model's parts, as every Hugging Face model does."""
+    """An object with the weight initialization of a Hugging Face model."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills the parameters and buffers that `module` has itself."""
+        """Fill the parameters and buffers of `module`, without those of its submodules."""
         ...
 
 
 class LayeredModule(nn.Module, ABC):
-    """Base of all modality modules.
+    """The base class of all modality modules.
 
     Attributes:
-        name: its name in the recipe ("llm", "vision", ...).
-        layers_fqn: name of the list of transformer layers, relative to this module.
-        forward_methods: methods besides `forward` that need gathered parameters.
-        weights: where its pretrained weights come from.
-        given_weights: the same of parts that come from elsewhere: those of `hf_prefixes`.
-        linears_around: matrix products before the layers, which every input unit passes, and after
-            them, which every output unit passes.
-        connector_linears: encoders: how many of those after the layers are the connector's.
-        unused: names of Hugging Face parameters that are not built because nothing reads them.
-        is_first, is_last: whether it holds what comes before / after the layers.
-        new_connector: whether pretrained weights may lack the connector, which is random then.
-        splits: whether it was compared with the whole when split over tensor-parallel ranks.
-        overlaps: whether tensor-parallel communication can go on below its products.
-        recomputes: whether backward runs layers again instead of keeping all activations.
-        taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
-            blocks of features are added (`torchmm.models.layers.deepstack`).
-        loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
-        sharded_loss_rows: LLMs: the same if the vocabulary is sharded and `loss_rows` is 0.
-        adapters: what is added to linears of the whole module, by their names.
-        rounded: by layer of the whole module: which linears are to multiply in float8.
-        between: access to hidden states between layers; behind a module's last they are whole.
-        rows: how tensor-parallel ranks share the rows of messages; None: they send them whole.
-        layer_modes: where that differs from task to task: by layer, what the next forward's
-            backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
-            not.
+        name: Name in the recipe ("llm", "vision", ...).
+        layers_fqn: Name of the list of transformer layers, relative to this module.
+        forward_methods: Methods besides `forward` that need all-gathered (FSDP) parameters.
+        weights: Location and names of the pretrained weights.
+        given_weights: Location and names of weights from other sources, for the parts in
+            `hf_prefixes`.
+        linears_around: Linear layers before the transformer layers (applied to each input unit) and
+            after them (applied to each output unit).
+        connector_linears: Encoders: number of linear layers of the connector in `linears_around`.
+        unused: Names of Hugging Face parameters that are not built, because no output uses them.
+        is_first: Whether the module has the part before the layers.
+        is_last: Whether the module has the part after the layers.
+        new_connector: Whether pretrained weights may lack the connector, which is random then.
+        splits: Whether tests compare tensor-parallel ranks with the unsharded module.
+        overlaps: Whether tensor-parallel communication can overlap with the matmuls.
+        recomputes: Whether the backward pass recomputes layers instead of saving all activations.
+        taps: Encoders: layers whose outputs the connector also reads. LLMs: layers after which
+            DeepStack features are added (`torchmm.models.layers.deepstack`).
+        loss_rows: LLMs: number of targets per chunk of the loss. 0 means one chunk.
+        sharded_loss_rows: LLMs: the same for a sharded vocabulary, if `loss_rows` is 0.
+        adapters: Maps names of linear layers of the full module to their adapters.
+        rounded: Maps layer indices of the full module to the linear layers that use float8.
+        between: Access to hidden states between layers. After the last layer of a module they are
+            always unsharded.
+        rows: Sharding of messages over tensor-parallel ranks. None means unsharded messages.
+        layer_modes: Recomputation mode of each layer for the next forward pass, if modes differ
+            between tasks (as `torchmm.pipelining.plan.plan.LayerMode`). Empty otherwise.
     """
 
     kind: Literal["llm", "encoder", "generator"]
@@ -171,19 +178,19 @@ class LayeredModule(nn.Module, ABC):
     @property
     @abstractmethod
     def hf(self) -> WeightInitializer:
-        """The Hugging Face model inside, whose `_init_weights` applies to the whole module."""
+        """The wrapped Hugging Face model, whose `_init_weights` applies to the full module."""
 
     @abstractmethod
     def bare(self) -> LayeredModule:
-        """The same module, whole and fresh, without adapters, on the current default device."""
+        """Build the full module again, without adapters, on the current default device."""
 
     @abstractmethod
     def _pre_fqns(self) -> tuple[str, ...]:
-        """Submodules that only the first stage needs."""
+        """Return the names of submodules that only the first stage needs."""
 
     @abstractmethod
     def _post_fqns(self) -> tuple[str, ...]:
-        """Submodules that only the last stage needs."""
+        """Return the names of submodules that only the last stage needs."""
 
     @abstractmethod
     def _tensor_parallel_styles(self) -> dict[str, str]: ...
@@ -192,13 +199,17 @@ class LayeredModule(nn.Module, ABC):
     def _describe_layer(self, index: int) -> LayerDescription: ...
 
     def rebuild(self) -> LayeredModule:
-        """The same module, whole and fresh, on the current default device."""
+        """Build the full module again, with adapters, on the current default device."""
         whole = self.bare()
         whole.add_adapters(self.adapters)
         return whole
 
     def add_adapters(self, adapters: Mapping[str, LoraSpec]) -> None:
-        """Adds low-rank matrices to linears of the whole module, by their names."""
+        """Add low-rank matrices to linear layers of the full module.
+
+        Args:
+            adapters: Maps names of linear layers to adapters.
+        """
         for name, spec in adapters.items():
             linear = self.get_submodule(name)
             assert isinstance(linear, nn.Linear), name
@@ -206,8 +217,13 @@ class LayeredModule(nn.Module, ABC):
         self.adapters |= adapters
 
     def adaptable(self, *, connector: bool = False) -> list[str]:
-        """Names of the linears that an adapter can be in: those of the layers, or of the connector,
-        without experts, whose matrices are stacked, and without linears of a special class."""
+        """Return the names of the linear layers that support an adapter.
+
+        Experts (stacked matrices) and subclasses of `nn.Linear` are not supported.
+
+        Args:
+            connector: Whether to return those of the connector instead of the transformer layers.
+        """
         parts = [(f"{self.layers_fqn}.{index}", layer) for index, layer in self.indexed_layers()]
         if connector:
             parts = [("connector", self.get_submodule("connector"))]
@@ -220,44 +236,51 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """This stage's transformer layers, in order."""
+        """The transformer layers of this stage, in order."""
         return [layer for _, layer in self.indexed_layers()]
 
     def indexed_layers(self) -> list[tuple[int, nn.Module]]:
-        """This stage's layers with their positions in the whole module."""
+        """Return the layers of this stage with their indices in the full module."""
         every = self._layer_list()
         return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, Skip)]
 
     def add_after(self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
-        """What a layer of this stage has returned, with rows added (`Between.add_rows`)."""
+        """Return the output of layer `index` with feature rows added (`Between.add_rows`).
+
+        Args:
+            index: Index of the layer in the full module.
+            hidden: (..., T, D), or the slice of a rank.
+            positions_K: (K,), int64, positions within T.
+            rows_KD: (K, D), dtype of `hidden`.
+        """
         last, _ = self.indexed_layers()[-1]
         access = WholeSequences() if index == last and self.is_last else self.between
         return access.add_rows(hidden, positions_K, rows_KD)
 
     def _layer_list(self) -> nn.ModuleList:
-        found = self.get_submodule(self.layers_fqn)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        layers = self.get_submodule(self.layers_fqn)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
 
     def keep_stages(self, stages: Sequence[StageRange]) -> None:
-        """Reduce the whole module (on the meta device) to the given stages of it; none: to nothing.
+        """Reduce the full module (on the meta device) in place to the given stages.
 
-        Parameter names do not change.
+        Without stages, no parameters remain. Parameter names do not change.
 
         Raises:
-            ValueError: a range is not one of this module's, or two stages share a layer.
+            ValueError: A range does not fit this module, or two stages share a layer.
         """
-        self._keeps_slices = self.keeps_slices  # a stage may lack what tells
+        self._keeps_slices = self.keeps_slices  # computed now: a stage may lack the norms
         every = self._layer_list()
         kept: set[int] = set()
         for stage in stages:
-            own = range(stage.start, stage.stop)
-            if not 0 <= stage.start <= stage.stop <= len(every) or kept & set(own):
+            indices = set(range(stage.start, stage.stop))
+            if not 0 <= stage.start <= stage.stop <= len(every) or kept & indices:
                 raise ValueError(
                     f"{self.name}: layers [{stage.start}, {stage.stop}) are out of range (it "
                     f"has {len(every)}), or belong to another stage"
                 )
-            kept |= set(own)
+            kept |= indices
         for index in range(len(every)):
             if index not in kept:
                 every[index] = Skip()
@@ -269,10 +292,10 @@ class LayeredModule(nn.Module, ABC):
             self.set_submodule(fqn, Skip())
 
     def stage_view(self, stage: StageRange) -> LayeredModule:
-        """One of the stages this module was reduced to, as a separate module.
+        """Return one of the stages of this module as a separate module.
 
-        Its layers, embeddings and heads are the objects of this module: loading into one of the
-        two, sharding or moving it changes the other.
+        Both modules share the layers, embeddings and heads. Loading, sharding or moving one of them
+        also changes the other.
         """
         with torch.device("meta"):
             view = self.rebuild()
@@ -280,17 +303,17 @@ class LayeredModule(nn.Module, ABC):
         for fqn, unit in units(view, view.layers_fqn):
             if not isinstance(unit, Skip):
                 view.set_submodule(fqn, self.get_submodule(fqn))
-        own = {id(p) for p in self.parameters()}
-        foreign = [name for name, p in view.named_parameters() if id(p) not in own]
+        parameters = {id(p) for p in self.parameters()}
+        foreign = [name for name, p in view.named_parameters() if id(p) not in parameters]
         assert not foreign, f"{self.name}: {foreign} are not parameters of the module"
         return view
 
     def describe(self) -> ModuleDescription:
-        """Sizes of this stage, from which costs and memory follow."""
+        """Return the shapes of this stage, from which costs and memory are computed."""
         before, after = self.linears_around
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         of_connector = any(t for n, t in trainable.items() if n.startswith("connector."))
-        own = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
+        without_connector = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
         styles: dict[nn.Module, str] = {}
         connector_adapters: tuple[LowRank | None, ...] = ()
         if self.adapters:
@@ -314,7 +337,7 @@ class LayeredModule(nn.Module, ABC):
             pre_flops_per_unit=_flops(before) if self.is_first else 0,
             post_flops_per_unit=_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
-            trainable=any(t for n, t in own.items() if not of_adapter(n)),
+            trainable=any(t for n, t in without_connector.items() if not of_adapter(n)),
             connector_trainable=of_connector,
             connector_adapters=connector_adapters,
             connector_norm=self.connector_norm,
@@ -335,66 +358,72 @@ class LayeredModule(nn.Module, ABC):
         )
 
     def layer_sizes(self) -> list[LayerDescription]:
-        """Sizes of all layers, those of other stages included."""
+        """Return the shapes of all layers, including those of other stages."""
         return [self._describe_layer(i) for i in range(len(self._layer_list()))]
 
     @property
     def connector_norm(self) -> bool:
-        """Whether the connector begins with a norm that has weights."""
+        """Whether the first weighted submodule of the connector is a norm."""
         return False
 
     @property
     def patches_per_token(self) -> int:
-        """Input units that become one output unit."""
+        """Number of input units per output unit."""
         return 1
 
     @property
     def value_bytes(self) -> int:
-        """See `ModuleDescription.value_bytes`."""
+        """Bytes per input value (`ModuleDescription.value_bytes`)."""
         return 4
 
     @property
     def extra_tokens(self) -> int:
-        """Positions in the layers per image, in addition to its patches."""
+        """Number of positions per image in the layers, in addition to the patches."""
         return 0
 
     @property
     def dummy_patches(self) -> int:
-        """Patches of the dummy image for microbatches without images."""
+        """Number of patches of the dummy image for microbatches without images."""
         return 0
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Style of each linear, embedding and norm, by name pattern ("*" is one name part).
+        """Return the style of each linear layer, embedding and norm, by name pattern.
 
-        Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
-        replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
-        attention with queries, keys and values in one linear), "packed_gate_up" (the same for a
-        feed-forward network), "experts" (experts, divided among the ranks), "sharded_norm" (a norm
-        over the features of all ranks), "local_heads" (an attention that reads its number of
-        heads), "head_scores" (an attention with sinks), "latent_heads" (latent attention),
-        "delta_net" (a gated delta net, divided by heads), "short_convolution" (divided by
-        channels), "sequence" (a norm or scale that works on slices under sequence parallelism).
+        In a pattern, "*" matches one name part. Styles of Hugging Face are colwise, rowwise,
+        colwise_gather_output and replicated_with_grad_allreduce. The other styles are:
+
+        - "embedding": rows of the embedding table are sharded.
+        - "packed_qkv": an attention with queries, keys and values in one linear layer.
+        - "packed_gate_up": an MLP with gate and up projections in one linear layer.
+        - "experts": experts are divided among the ranks.
+        - "sharded_norm": a norm over the features of all ranks.
+        - "local_heads": an attention that reads its number of heads.
+        - "head_scores": an attention with sinks.
+        - "latent_heads": multi-head latent attention.
+        - "delta_net": a gated delta net, sharded by heads.
+        - "short_convolution": a short convolution, sharded by channels.
+        - "sequence": a norm or scale on sequence slices, under sequence parallelism.
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
 
     @property
     def keeps_slices(self) -> bool:
-        """Whether between layers of the whole module ranks have slices of the sequence, under
-        sequence parallelism."""
+        """Whether hidden states between layers are sequence slices under sequence parallelism."""
         if self._keeps_slices is None:
             return "sequence" in self.tensor_parallel_plan().values()
         return self._keeps_slices
 
     def tensor_parallel_scopes(self) -> list[str]:
-        """Patterns of the submodules whose input is gathered once for all linears inside: an
-        attention, an MLP, experts, or a column-wise linear that is in a layer (or behind a norm) by
-        itself.
+        """Return patterns of the submodules whose input is all-gathered once for all linear layers.
+
+        Such a submodule is an attention, an MLP, experts, or a single column-wise linear layer that
+        is a direct child of a layer or follows a norm.
         """
         alone = (f"{self.layers_fqn}.*", *self._norm_first())
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
-            # A linear may be alone in a wrapper, which what contains it calls by its name.
+            # A wrapper may contain a single linear layer. Its parent calls the wrapper by name.
             parent = pattern.removesuffix(".linear").rpartition(".")[0]
             if style == "experts" or (parent in alone and style == "colwise"):
                 patterns[pattern] = None
@@ -403,11 +432,11 @@ class LayeredModule(nn.Module, ABC):
         return [pattern for pattern in patterns if self.matching(pattern)]
 
     def _norm_first(self) -> tuple[str, ...]:
-        """Patterns of submodules with a norm before a column-wise linear."""
+        """Return patterns of submodules with a norm before a column-wise linear layer."""
         return ()
 
     def matching(self, pattern: str) -> list[nn.Module]:
-        """This stage's submodules with a name that fits ("*" is one name part)."""
+        """Return the submodules of this stage whose name matches ("*" matches one name part)."""
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         return [
             module
@@ -416,25 +445,25 @@ class LayeredModule(nn.Module, ABC):
         ]
 
     def tied_parameters(self) -> dict[str, str]:
-        """Parameters that are the same as another: {name: name of the other}."""
+        """Return the tied parameters: {name: name of the original}."""
         return {}
 
     def tied_copies(self) -> dict[str, str]:
-        """Parameters whose original is in a stage elsewhere: {name: its name there}.
+        """Return parameters whose tied original is in a different stage: {name: original name}.
 
-        A copy gets the same gradient as the original, so both stay equal.
+        The copy and the original receive the same gradient, so that their values stay equal.
         """
         return {}
 
     def tie_parameters(self) -> None:
-        """Restore ties, which moving off the meta device undoes."""
+        """Restore tied parameters, which materialization from the meta device separates."""
         for target, source in self.tied_parameters().items():
             owner, _, leaf = target.rpartition(".")
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
 
 
 def _flops(linears: LinearSizes) -> int:
-    """Of a forward of one unit."""
+    """Return the FLOPs of the forward pass of one unit."""
     return sum(2 * inputs * outputs for inputs, outputs in linears)
 
 
@@ -443,17 +472,18 @@ def _parameters(module: nn.Module) -> int:
 
 
 def _adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRank, ...]:
-    """Sizes of the low-rank matrices in a layer.
+    """Return the shapes of the low-rank matrices in a layer.
 
     Args:
-        styles: of linears, as `LayeredModule.tensor_parallel_plan` has them.
+        layer: Transformer layer.
+        styles: Maps linear layers to styles of `LayeredModule.tensor_parallel_plan`.
     """
     every = (_sizes(linear, styles) for _, linear, _ in adapted_linears(layer))
     return tuple(sizes for sizes in every if sizes is not None)
 
 
 def _sizes(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:
-    """Of a linear's adapter, if it has one."""
+    """Return the shapes of the adapter of a linear layer, or None without an adapter."""
     lora = getattr(linear, CHILD, None)
     if lora is None or not isinstance(linear, nn.Linear):
         return None
@@ -468,7 +498,7 @@ def _sizes(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None
 
 
 def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every layer, and every largest submodule that contains none, with their names."""
+    """Yield (name, module) of each layer and of each maximal submodule without layers."""
     for name, child in module.named_children():
         fqn = f"{prefix}{name}"
         if layers_fqn == fqn or layers_fqn.startswith(f"{fqn}."):

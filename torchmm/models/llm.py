@@ -1,12 +1,13 @@
-"""The LLM backbone: a Hugging Face causal LM, kept whole, behind the layered interface.
+"""The LLM backbone: a complete Hugging Face causal LM with the interface of `LayeredModule`.
 
-Its own forward runs (so every family keeps its peculiarities: soft caps, scales, rotary variants),
-on embeddings in which encoder outputs have replaced the placeholders, and computes logits only
-where there is a target. Rejected: calling layers one by one, which misses what forwards do around
-them.
+The Hugging Face forward runs unmodified, so that details of each family apply (soft caps, scales,
+rotary variants). Calling the layers directly would skip these details. The input are embeddings, in
+which encoder outputs replace the placeholders. Logits are computed only for positions with a
+target.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, L positions with logits,
-D features, B features of blocks (see `layers.deepstack`), V vocabulary.
+N positions of a chunk of the loss, D features, B DeepStack features (see `layers.deepstack`),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -50,26 +51,30 @@ from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.layers.token_cache import PackedCache
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
-"""What a stage gets: encoders' outputs by name, or what the stage before returned."""
+"""Input of a stage: encoder outputs by name, or the output of the previous stage."""
 
 
 _QUERY_NORMS = ("q_norm", "q_layernorm")
 
 
 class LlmModule(LayeredModule):
-    """Embedding, layers, head and loss of the LLM.
+    """The embedding, layers, head and loss of the LLM.
 
     Args:
-        config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
-        feeds_generator: whether a generator follows, which reads its hidden states.
-        chunked_loss: whether the loss is always computed in chunks of targets, without all logits.
+        config: Config of the causal LM, or of the multimodal model (see `LlmFamily.build`).
+        family: Model family of the LLM.
+        dtype: dtype of the parameters.
+        weights: Location and names of the pretrained weights.
+        feeds_generator: Whether a generator reads the hidden states of the LLM.
+        chunked_loss: Whether to always compute the loss in chunks of targets. Logits of all targets
+            are then never stored at once.
 
     Attributes:
-        row_ranks: what shares every row with this rank, whose microbatches then are slices
-            (`torchmm.common.row_slices`); None: nothing does.
+        row_ranks: Context-parallel ranks that share each packed sequence with this rank. The
+            microbatches are then slices (`torchmm.common.row_slices`). None without them.
 
     Raises:
-        ConfigError: the loss of this LLM cannot be computed in chunks.
+        ConfigError: The loss of this LLM cannot be computed in chunks.
     """
 
     kind = "llm"
@@ -110,7 +115,8 @@ class LlmModule(LayeredModule):
         table = f"{self.text_fqn}.{family.embedding}.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
-        # Of every layer, now: other stages' are replaced, and layers may differ in kind.
+        # Read now from all layers: `keep_stages` replaces layers of other stages, and layers may
+        # differ in type.
         every = self._layer_list()
         _check_parts(every, family, self.text_config.model_type)
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in every.modules())
@@ -126,34 +132,34 @@ class LlmModule(LayeredModule):
 
     @property
     def hf(self) -> PreTrainedModel:
-        # A composite's own config may lack what that of its text part has.
+        # The config of a multimodal model may lack keys that its text config has.
         return self.backbone if self.config is self.text_config else self.text_model
 
     @property
     def text_model(self) -> Any:
-        """The part of the backbone with embedding, layers and norm."""
+        """The submodule of the backbone with embedding, layers and final norm."""
         return self.get_submodule(self.text_fqn)
 
     @property
     def embedding(self) -> Any:
-        """The table of embeddings."""
+        """The token embedding."""
         return self.text_model.get_submodule(self.family.embedding)
 
     @property
     def head(self) -> Any:
-        """The product that gives logits."""
+        """The output head, which computes the logits."""
         return self.backbone.get_submodule(self.family.head)
 
     @property
     def _has_plain_head(self) -> bool:
-        """Return True if the head is a linear without a bias."""
+        """Whether the head is a linear layer without a bias."""
         return type(self.head) is nn.Linear and self.head.bias is None
 
     def chunk_sharded_loss(self) -> None:
         """Compute the loss in chunks if tensor-parallel ranks share a large vocabulary.
 
-        All logits at once are gathered and cast to float32, which takes longer and needs more
-        memory. No effect on other heads than a linear without a bias.
+        Without chunks, all logits are all-gathered and cast to float32, which is slower and uses
+        more memory. The call has no effect if the head is not a linear layer without a bias.
         """
         words = self.text_config.vocab_size
         if words >= MIN_CHUNKED_VOCABULARY and self._has_plain_head:
@@ -200,8 +206,8 @@ class LlmModule(LayeredModule):
         text = self.text_fqn
         plan = self.text_config.base_model_tp_plan or {}
         styles = {f"{text}.{pattern}": style for pattern, style in plan.items()}
-        own = self.family.tensor_parallel
-        styles |= {f"{self.layers_fqn}.*.{part}": style for part, style in own.items()}
+        of_family = self.family.tensor_parallel
+        styles |= {f"{self.layers_fqn}.*.{part}": style for part, style in of_family.items()}
         styles |= {f"{self.layers_fqn}.*.{norm}": "sequence" for norm in self.family.norms}
         styles[f"{text}.embed_tokens"] = "embedding"
         styles["backbone.lm_head"] = "colwise_gather_output"
@@ -233,34 +239,36 @@ class LlmModule(LayeredModule):
     def forward(
         self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Loss of a microbatch, or this stage's part of the way to it.
+        """Return the loss of a microbatch, or the output of this stage.
 
         Args:
-            inputs: whole model or first stage: (K, D) outputs by encoder name, wider by one D for
-                each of the family's taps; the outputs of an encoder that is not in the microbatch
-                count with factor zero. Later stages: what the stage before returned.
-            cache: of all but the last stage: see `logits`.
+            microbatch: Packed sequence, or the slice of a context-parallel rank.
+            inputs: First stage: encoder outputs (K, D) by name. With DeepStack they are
+                (K, (1 + taps) D). Outputs of an encoder without images in the microbatch are
+                multiplied by zero. Later stages: output of the previous stage.
+            cache: Cache of all stages but the last, as for `logits`.
 
         Returns:
-            Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
-            if a generator follows, that and the (K, D) hidden states of its context tokens, or
-            those of the first token without images to generate.
-            Earlier stages: hidden states (T, D); if later layers add features, these and (K, B).
+            Last stage: float32 scalar, the *sum* of the cross entropies of all targets. If a
+            generator follows, also its context: (K, D) hidden states of the context tokens, or
+            (1, D), those of the first token, without images to generate. Earlier stages: hidden
+            states (T, D). If later layers add DeepStack features, also these features (K, B).
 
         Raises:
-            ValueError: an encoder's outputs do not fit its placeholders.
+            ValueError: The outputs of an encoder do not fit its placeholders.
         """
         if not self.is_last:
             output, blocks_KB = self._run_layers(microbatch, inputs, cache)
             hidden_TD = self.between.leaving(output.last_hidden_state[0])
-            own = len(self.layers) * self.text_config.hidden_size
-            if blocks_KB is None or blocks_KB.shape[1] <= own:
+            added = len(self.layers) * self.text_config.hidden_size
+            if blocks_KB is None or blocks_KB.shape[1] <= added:
                 return hidden_TD
-            return hidden_TD, blocks_KB[:, own:]  # the blocks of layers in later stages
-        # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
+            return hidden_TD, blocks_KB[:, added:]  # features that layers of later stages add
+        # Not `logits`: FSDP all-gathers before it and would free the parameters after it, in the
+        # middle of this forward pass.
         if not self.feeds_generator:
             return self._loss(microbatch, inputs)
-        outputs: list[Any] = []  # of the text model, which the forward around it does not return
+        outputs: list[Any] = []  # of the text model; the causal LM returns only logits
         handle = self.text_model.register_forward_hook(lambda _, __, out: outputs.append(out))
         try:
             loss = self._loss(microbatch, inputs)
@@ -272,7 +280,7 @@ class LlmModule(LayeredModule):
         return loss, hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
     def _loss(self, microbatch: Microbatch, inputs: Given) -> Tensor:
-        """float32 scalar: summed over targets."""
+        """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
         rows = self.loss_rows
@@ -290,11 +298,14 @@ class LlmModule(LayeredModule):
     def _behind_layers(
         self, microbatch: Microbatch, output: type, head: ChunkHead
     ) -> Iterator[Callable[[Tensor], Tensor]]:
-        """What the backbone's own forward does behind its text model, with another head: (1, N, V)
-        logits of (1, N, D) rows.
+        """Yield a function that maps hidden states (1, N, D) to logits (1, N, V).
+
+        The function runs the backbone forward after the text model, with `head` as the head.
 
         Args:
-            output: what the text model returns.
+            microbatch: Packed sequence.
+            output: Output class of the text model.
+            head: Replacement of the head.
         """
         if not self.family.logits_to_keep:
             yield head
@@ -308,12 +319,12 @@ class LlmModule(LayeredModule):
             ).logits
 
         text = self.text_model
-        own = self.head
+        original_head = self.head
         self.backbone.set_submodule(self.family.head, head)
         try:
             yield logits_of
         finally:
-            self.backbone.set_submodule(self.family.head, own)
+            self.backbone.set_submodule(self.family.head, original_head)
             text.__dict__.pop("forward", None)
 
     def logits(
@@ -323,16 +334,19 @@ class LlmModule(LayeredModule):
         positions_L: Tensor,
         cache: PackedCache | None = None,
     ) -> Tensor:
-        """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`.
+        """Return the logits (L, V) at the given positions, in the compute dtype.
 
         Args:
-            cache: what this stage's layers keep of the tokens so far. The first microbatch has
-                whole prompts, later ones the next token of each.
+            microbatch: Packed sequence.
+            inputs: As in `forward`.
+            positions_L: (L,), int64, positions within the packed sequence.
+            cache: Keys, values and states of previous tokens in the layers of this stage. The first
+                microbatch has complete prompts, later microbatches have one new token per prompt.
         """
         return self._logits(microbatch, inputs, positions_L, cache)
 
     def new_cache(self) -> PackedCache:
-        """For prompts of which nothing is known yet."""
+        """Return an empty cache for new prompts."""
         return PackedCache(self.text_config)
 
     def _logits(
@@ -354,14 +368,14 @@ class LlmModule(LayeredModule):
     def _run_layers(
         self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
     ) -> tuple[Any, Tensor | None]:
-        """What the text model returns, and (K, B) what was to be added to hidden states."""
+        """Return the text model output and the DeepStack features (K, B), or None without them."""
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         arguments = self._arguments(microbatch, hidden_TD, cache)
         with self._around_layers(microbatch, blocks_KB, cache):
             return self.text_model(**arguments), blocks_KB
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
-        """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""
+        """Return hidden states (T, D) and the remaining DeepStack features (K, B), or None."""
         if isinstance(inputs, (Tensor, tuple)):
             hidden_TD, blocks_KB = inputs if isinstance(inputs, tuple) else (inputs, None)
             return self.between.arrived(hidden_TD, len(microbatch.input_ids_T)), blocks_KB
@@ -374,13 +388,15 @@ class LlmModule(LayeredModule):
     def _around_layers(
         self, microbatch: Microbatch, blocks_KB: Tensor | None, cache: PackedCache | None
     ) -> Iterator[None]:
-        """Let layers add their blocks, and rotate by the length of each sample.
+        """Let layers add DeepStack features and select rotary frequencies by sample length.
 
         Args:
-            cache: after `begin_row`.
+            microbatch: Packed sequence.
+            blocks_KB: DeepStack features (K, B), or None.
+            cache: Cache after `begin_row`, or None.
 
         Raises:
-            ValueError: a sample is longer than the RoPE type allows.
+            ValueError: A sample is longer than the RoPE type allows.
         """
         cu_seqlens = microbatch.cu_seqlens
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
@@ -401,7 +417,7 @@ class LlmModule(LayeredModule):
 
     @contextmanager
     def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:
-        """Lets this stage's layers add theirs of the blocks."""
+        """Let the layers of this stage add their blocks of the DeepStack features."""
         if blocks_KB is None:
             yield
             return
@@ -428,9 +444,9 @@ class LlmModule(LayeredModule):
             **kept,
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
-            # Forwards pass this keyword of Hugging Face's (`FlashAttentionKwargs`: the starts of
-            # packed samples) down to the attention function without looking at it. Ours, in
-            # `layers.attention`, takes more than starts: all of `Segments`.
+            # Hugging Face forwards pass this keyword (`FlashAttentionKwargs`: starts of packed
+            # samples) unread to the attention function. The function in `layers.attention` accepts
+            # `Segments`, which have more fields than the starts.
             "cu_seq_lens_q": Segments.from_starts(
                 microbatch.cu_seqlens,
                 hidden_TD.device,
@@ -442,12 +458,15 @@ class LlmModule(LayeredModule):
         }
 
     def _switches(self) -> dict[str, Any]:
-        """What a forward leaves out."""
+        """Return the arguments that disable unused outputs of the forward."""
         routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
         return {"use_cache": False, **({"output_router_logits": False} if routes else {})}
 
     def _blocks(self, microbatch: Microbatch) -> Tensor | None:
-        """(T,): tokens of the row with bidirectional attention, see `LlmFamily.both_ways`."""
+        """Return the blocks with bidirectional attention, (T,), or None (`LlmFamily.both_ways`).
+
+        T is the length of the unsliced packed sequence.
+        """
         if self.family.both_ways is None:
             return None
         input_ids_T, targets_T = whole_row(microbatch)
@@ -461,7 +480,7 @@ class LlmModule(LayeredModule):
         for name, features_KD in features.items():
             inputs = microbatch.encoders.get(name)
             if inputs is None:
-                # Keeps the encoder in the graph, so that every rank joins its collectives.
+                # This keeps the encoder in the autograd graph: every rank joins its collectives.
                 x_TD = x_TD + 0.0 * features_KD.sum()
                 continue
             if len(inputs.positions_K) != len(features_KD):
@@ -472,25 +491,31 @@ class LlmModule(LayeredModule):
             first_KD = features_KD[:, : x_TD.shape[1]].to(x_TD.dtype)
             if inputs.kept is None:
                 x_TD = x_TD.index_copy(0, inputs.positions_K, first_KD)
-            else:  # tiles of a picture that is shrunk share tokens
+            else:  # tiles of a downscaled image share tokens
                 x_TD = x_TD.index_fill(0, inputs.positions_K, 0)
                 x_TD = x_TD.index_add(0, inputs.positions_K, first_KD)
         return x_TD
 
 
 def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
-    """Transformers renames parts of layers now and then."""
+    """Check that the layers have the submodules that the family names.
+
+    Releases of transformers sometimes rename submodules.
+
+    Raises:
+        ConfigError: A submodule is missing.
+    """
     known = {name.partition(".")[2] for name, _ in layers.named_modules()}
-    optional = ("", "replicated_with_grad_allreduce")  # nothing, and norms that configs leave out
+    optional = ("", "replicated_with_grad_allreduce")  # unsharded, and norms that configs may omit
     styles = family.tensor_parallel.items()
-    own = [
+    required = [
         name
         for name, style in styles
         if style not in optional and not name.startswith(("mlp.", "experts."))
     ]
-    # Layers may be of one kind only, though the family has two.
-    own = [name for name in own if name.partition(".")[0] in known]
-    missing = [name for name in (*family.norms, *own) if name not in known]
+    # All layers may have the same type, even if the family has two types.
+    required = [name for name in required if name.partition(".")[0] in known]
+    missing = [name for name in (*family.norms, *required) if name not in known]
     if family.listed and any(attention_of(layer) is None for layer in layers):
         missing.append("self_attn")
     if missing:
@@ -502,10 +527,10 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
 
 
 def _window(index: int, layer: nn.Module, config: Any) -> int | None:
-    """How many tokens a layer's attention reaches back; None: all."""
+    """Return the sliding window of a layer in tokens, or None without one."""
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] == "full_attention":
-        return None  # some of its kind know the window nevertheless
+        return None  # the attention module may have a window attribute that it does not use
     attention = attention_of(layer)
     if attention is None:
         return None

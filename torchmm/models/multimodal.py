@@ -1,9 +1,14 @@
-"""The multimodal model: encoders, whose outputs replace placeholders in the LLM's input, and a
-generator, which draws images from the LLM's hidden states.
+"""The multimodal model: encoders, the LLM and an optional generator.
 
-In a pipeline a rank has stages of it. `MultimodalModel.cut` reduces the model to them in place; all
-names stay, so initialising, loading, saving and optimizing need not know about them. A forward then
-runs `stages`.
+    images, audio -> encoder + connector --(K, D)--> LLM --hidden states--> generator -> images
+                     text tokens -------------------> LLM -> loss
+
+Encoder outputs replace the embeddings of placeholder tokens. The generator reads hidden states of
+the LLM.
+
+With pipeline parallelism, a rank has some stages of the model. `MultimodalModel.cut` reduces the
+model to them in place. Parameter names do not change, so that initialization, loading, saving and
+optimizers are independent of stages. A forward pass then runs `stages`.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, D features.
 """
@@ -29,7 +34,7 @@ from torchmm.models.llm import LlmModule
 
 
 class SampleSpecs(TypedDict):
-    """How data has to prepare samples for a model."""
+    """Arguments that tell the data pipeline how to prepare samples for a model."""
 
     text_spec: TextSpec
     image_specs: dict[str, ImageSpec]
@@ -38,14 +43,15 @@ class SampleSpecs(TypedDict):
 
 
 class MultimodalModel(nn.Module):
-    """Encoders by name, an LLM and perhaps a generator.
+    """Encoders, an LLM and an optional generator.
 
     Attributes:
-        encoders: name -> encoder with its connector.
-        llm: the backbone.
-        generator: with its connector; None: the model only writes text.
-        composite: the Hugging Face config of the composite model it was built from, if any.
-        stages: by module name, what runs: the module itself, or its stages that `cut` left.
+        encoders: Maps names to encoders with connectors.
+        llm: LLM backbone.
+        generator: Generator with its connector. None for models that generate only text.
+        text: Conventions for placeholders and markers in text.
+        composite: Hugging Face config of the multimodal model, or None for separate sources.
+        stages: Maps module names to the modules that run: the module, or its stages after `cut`.
     """
 
     def __init__(
@@ -63,51 +69,51 @@ class MultimodalModel(nn.Module):
         assert llm.feeds_generator == (generator is not None)
         self.text = text
         self.composite = composite
-        # Tuples, which nn.Module does not register: parameters belong to the modules alone, so that
-        # names, and with them checkpoints, do not depend on how modules are cut.
+        # nn.Module does not register tuples. Parameters are therefore registered only once, and
+        # their names and checkpoints do not depend on the split into stages.
         self.stages: dict[str, tuple[LayeredModule, ...]] = {
             module.name: (module,) for module in self.modality_modules()
         }
 
     def cut(self, stages: Mapping[str, Sequence[StageRange]]) -> None:
-        """Reduce the whole model (on the meta device) to the stages of one rank, in place.
+        """Reduce the full model (on the meta device) to the stages of one rank, in place.
 
         Args:
-            stages: the rank's stages by module name, from `stage_ranges`; a module without any
-                loses all its parameters.
+            stages: Maps module names to the stages of the rank, from `stage_ranges`. A module
+                without stages loses all its parameters.
 
         Raises:
-            ValueError: there is no such module or range, or a weight would be tied across two
+            ValueError: A module or range does not exist, or a weight would be tied across two
                 stages of this rank.
         """
         modules = {module.name: module for module in self.modality_modules()}
         if unknown := set(stages) - set(modules):
             raise ValueError(f"unknown modules {sorted(unknown)}; the model has {sorted(modules)}")
         for name, module in modules.items():
-            own = stages.get(name, ())
-            module.keep_stages(own)
-            # A single stage is what is left of the module itself. Several need a view each: they
-            # run at different times and have `Skip` in different places.
-            views = [module] if len(own) == 1 else [module.stage_view(r) for r in own]
+            ranges = stages.get(name, ())
+            module.keep_stages(ranges)
+            # A single stage is the reduced module itself. Several stages need one view each,
+            # because they run at different times and have `Skip` at different layers.
+            views = [module] if len(ranges) == 1 else [module.stage_view(r) for r in ranges]
             self.stages[name] = tuple(views)
 
     def all_stages(self) -> list[LayeredModule]:
-        """Everything that runs on this rank: encoders' stages first, the generator's last."""
+        """Return all stages of this rank: encoders first, the generator last."""
         return [stage for stages in self.stages.values() for stage in stages]
 
     def train(self, mode: bool = True) -> MultimodalModel:
-        """Also sets the stages, which nn.Module does not know and whose mode is separate."""
+        """Set the training mode, also of the stages, which are not registered submodules."""
         super().train(mode)
         for stage in self.all_stages():
             stage.train(mode)
         return self
 
     def modality_modules(self) -> list[LayeredModule]:
-        """Encoders in the recipe's order, then the LLM, then the generator."""
+        """Return the encoders in recipe order, then the LLM, then the generator."""
         return [module for _, module in self.named_modality_modules()]
 
     def named_modality_modules(self) -> list[tuple[str, LayeredModule]]:
-        """The modules with their prefixes in this module's parameter names."""
+        """Return the modules with the prefixes of their parameter names."""
         named: list[tuple[str, LayeredModule]] = []
         named += ((f"encoders.{e.name}", e) for e in self.encoder_modules())
         named.append(("llm", self.llm))
@@ -116,14 +122,14 @@ class MultimodalModel(nn.Module):
         return named
 
     def encoder_modules(self) -> list[EncoderModule]:
-        """Encoders in the recipe's order."""
+        """Return the encoders in recipe order."""
         return [e for e in self.encoders.values() if isinstance(e, EncoderModule)]
 
     def encode(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """Outputs of every encoder, (K, D) by name.
+        """Return the outputs (K, D) of the encoders by name.
 
-        An encoder without images in the microbatch runs on a dummy image, so that every rank
-        joins its collectives; the LLM multiplies that output by zero.
+        An encoder without images in the microbatch runs on a dummy image, so that every rank joins
+        the collectives of the encoder. The LLM multiplies this output by zero.
         """
         device = microbatch.input_ids_T.device
         shown = microbatch.values().encoders
@@ -132,25 +138,26 @@ class MultimodalModel(nn.Module):
         }
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """float32 scalar: sum of the cross entropies of all targets."""
+        """Return a float32 scalar, the sum of the cross entropies of all targets."""
         return self.losses(microbatch)["llm"]
 
     def losses(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """float32 scalars by module: "llm", the sum of the cross entropies of all targets, and
-        "generator", the sum over images of their mean squared errors.
+        """Return the losses as float32 scalars by module.
 
-        A generator without images in the microbatch runs on a dummy image, which does not count.
+        "llm" is the sum of the cross entropies of all targets. "generator" is the sum of the mean
+        squared errors of all images. Without images to generate in the microbatch, the generator
+        runs on a dummy image with zero loss.
         """
         output = self.llm(microbatch, self.encode(microbatch))
         if self.generator is None:
             return {"llm": output}
         loss, context_KD = output
-        drawn = microbatch.values().generator
-        inputs = drawn or self.generator.dummy_inputs(context_KD.device)
+        images = microbatch.values().generator
+        inputs = images or self.generator.dummy_inputs(context_KD.device)
         return {"llm": loss, "generator": self.generator(inputs, context_KD)}
 
     def tied_copies(self) -> dict[str, str]:
-        """Names of parameters of which another rank has the original: {name: its name}."""
+        """Return tied parameters whose original is on a different rank: {name: original name}."""
         return {
             f"{prefix}.{copy}": f"{prefix}.{original}"
             for prefix, module in self.named_modality_modules()
@@ -158,12 +165,14 @@ class MultimodalModel(nn.Module):
         }
 
     def tied_copy_parameters(self) -> set[nn.Parameter]:
-        """The parameters `tied_copies` names: not counted again in norms and sums."""
+        """Return the parameters of `tied_copies`, which norms and sums must skip."""
         return {self.get_parameter(name) for name in self.tied_copies()}
 
     def layer_matrices(self) -> set[nn.Parameter]:
-        """Weights of layers that are a matrix, or one for each expert; what experts have besides
-        are stacked biases."""
+        """Return the weight matrices of all layers, including stacked expert weights.
+
+        Stacked biases of experts are also two-dimensional, but are not included.
+        """
         layers = [layer for stage in self.all_stages() for layer in stage.layers]
         parts = list(expert_parts(layers))
         flat = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
@@ -171,7 +180,7 @@ class MultimodalModel(nn.Module):
         return flat.union(*map(stacked_weights, parts))
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
-        """Parameters by module name: (all, trainable)."""
+        """Return {module name: (number of parameters, number of trainable parameters)}."""
         counts: dict[str, tuple[int, int]] = {}
         for name, parameter in self.named_parameters():
             module = module_of(name)
@@ -181,10 +190,10 @@ class MultimodalModel(nn.Module):
         return counts
 
     def sample_specs(self, tokenizer: PreTrainedTokenizerBase) -> SampleSpecs:
-        """How data has to prepare samples, as `open_samples` and `build_loader` take it.
+        """Return the sample settings for `open_samples` and `build_loader`.
 
         Raises:
-            ConfigError: as `text_spec`.
+            ConfigError: As `text_spec`.
         """
         return SampleSpecs(
             text_spec=self.text_spec(tokenizer),
@@ -194,18 +203,18 @@ class MultimodalModel(nn.Module):
         )
 
     def image_specs(self) -> dict[str, ImageSpec]:
-        """By encoder name: how data has to prepare images."""
+        """Return the image preparation settings by encoder name."""
         return {e.name: e.image_spec() for e in self.encoder_modules()}
 
     def generator_spec(self) -> GeneratorSpec | None:
-        """Return how data prepares images to generate, or None without a generator."""
+        """Return the preparation settings of images to generate, or None without a generator."""
         return self.generator.images if self.generator else None
 
     def text_spec(self, tokenizer: PreTrainedTokenizerBase) -> TextSpec:
-        """How data has to prepare text.
+        """Return the text preparation settings.
 
         Raises:
-            ConfigError: the tokenizer does not fit the LLM or lacks the placeholder.
+            ConfigError: The tokenizer does not fit the LLM or lacks the placeholder.
         """
         vocab_size = self.llm.text_config.vocab_size
         problems = []
@@ -252,10 +261,10 @@ class MultimodalModel(nn.Module):
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Id of the placeholder; None without encoders.
+        """Return the id of the placeholder token, or None without encoders.
 
         Raises:
-            ConfigError: the tokenizer does not know the token.
+            ConfigError: The token is not in the tokenizer.
         """
         token = self.text.image_token
         if not self.encoders:
@@ -284,9 +293,9 @@ def _marks(written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]
 
 
 def module_of(fqn: str) -> str:
-    """Module name of a parameter of `MultimodalModel`: "llm", "NAME" or "NAME.connector".
+    """Return the module of a parameter of `MultimodalModel`: "llm", "NAME" or "NAME.connector".
 
-    NAME is that of an encoder, or "generator".
+    NAME is the name of an encoder, or "generator".
     """
     first, _, rest = fqn.partition(".")
     if first == "llm":
@@ -297,7 +306,7 @@ def module_of(fqn: str) -> str:
 
 
 def materialize(model: MultimodalModel, device: torch.device | str) -> None:
-    """Allocate memory for a model on the meta device, without values; restores ties."""
+    """Allocate uninitialized memory for a model on the meta device, and restore tied weights."""
     model.to_empty(device=device)
     for module in model.modality_modules():
         module.tie_parameters()

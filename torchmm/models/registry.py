@@ -1,12 +1,12 @@
-"""From the recipe's `[model]`, `[freeze]` and `[adapters]` to a model on the meta device.
+"""Build a model on the meta device from the recipe tables `[model]`, `[freeze]` and `[adapters]`.
 
 Extensions add models with entries of these tables:
 
 - "generators": "module" is a function of the section `[model.generator]`, the hidden size of the
   LLM and the dtype of parameters. It returns a `GeneratorModule` on the current default device.
-- "model_fallbacks": "llm" and "encoder" return the family of a model type that no table lists, from
-  its config, the names in its weight files and, for encoders, the settings of the image processor.
-  They raise `ConfigError` if the model does not have a supported form.
+- "model_fallbacks": "llm" and "encoder" return the family of a model type that is not registered,
+  from its config, the names in its weight files and, for encoders, the settings of the image
+  processor. They raise `ConfigError` if the structure of the model is not supported.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def build_model(
     """Build the model of a recipe on the meta device, add adapters and freeze modules.
 
     Args:
+        config: `[model]` of the recipe.
+        freeze: `[freeze]` of the recipe.
         dtype: dtype of the parameters.
         adapters: Adapters by name.
 
@@ -104,7 +106,7 @@ def build_model(
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     hf_config = load_config("model", config.place, config.config)
-    # Of an Omni model what speaks (its talker) is left out: the thinker is trained and exported.
+    # torchmm trains and exports the thinker of Omni models, without the talker (speech output).
     hf_config = getattr(hf_config, "thinker_config", hf_config)
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
@@ -137,7 +139,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
     encoders = {}
     for name, part in parts.encoders.items():
-        # [model.processor] sets that of images.
+        # [model.processor] configures the image processor.
         settings = config.processor if part.family.modality == "image" else {}
         with _collected(problems):
             processor = _load_processor(
@@ -170,26 +172,32 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
 
 
 def _is_of_pair(source: str | None) -> bool:
-    """Whether a composite's files are those of an encoder and an LLM from separate sources: their
-    processor, whatever the class, writes placeholders alone and knows no tiles."""
+    """Return True if the files are an export of an encoder and an LLM from separate sources.
+
+    The processor of such an export inserts only placeholders and does not support tiles.
+    """
     if source is None:
         return False
     name, revision = split_place(source)
     try:
         settings, _ = ProcessorMixin.get_processor_dict(name, revision=revision)
-    except (OSError, ValueError):  # none; `load_config` has checked local files
+    except (OSError, ValueError):  # no processor; `load_config` has checked local files
         return False
     return settings.get("processor_class") == PAIR_PROCESSOR
 
 
 def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
-    """Families of a composite's parts that no table lists, if proofs find them to be some."""
+    """Return verified families of the unregistered encoder and LLM of a multimodal model.
+
+    Raises:
+        ConfigError: The verification of a component fails.
+    """
     tower = hf_config.vision_config
     llm = hf_config.text_config
     of_tower = None
     of_llm = None
     problems: list[str] = []
-    # Their files are the composite's, whose names say nothing of theirs.
+    # Names in the files are those of the multimodal model, so they cannot be verified.
     if tower.model_type not in ENCODER_FAMILIES:
         section = EncoderConfig(
             processor={**_read_settings(config.place), **(config.processor or {})}
@@ -209,8 +217,8 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
         raise ConfigError("[model] requires `llm`, or `source` or `config` of a multimodal model")
     problems: list[str] = []
     llm, encoders, generator = None, {}, None
-    # Stands in for the LLM's if that cannot be built: encoders and generator are then built only to
-    # report their problems together with the LLM's, for which any size will do.
+    # Fallback if the LLM cannot be built: encoders and generator are then built only to report all
+    # problems at once, for which any hidden size works.
     hidden_size = 4
     with _collected(problems):
         draws = config.generator is not None
@@ -257,7 +265,7 @@ def _build_llm(
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
-    """Return the family of a causal LM that the table does not list.
+    """Return the family of a causal LM that is not registered.
 
     Raises:
         ConfigError: The extension for such models rejects it or is not installed.
@@ -313,7 +321,7 @@ def _build_encoder(
         raise ConfigError(f"[{key}] {name!r} is not a valid encoder name; use another name")
     config = load_config(key, section.place, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
-    # A tower that nobody has tried may lack the sizes that are checked here, and is refused first.
+    # An unverified encoder may lack the sizes checked below, so it is rejected first.
     family = (family or _unlisted_encoder(key, section, config)).variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
@@ -344,7 +352,7 @@ def _build_encoder(
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
-    """Return the family of an encoder that the table does not list.
+    """Return the family of an encoder that is not registered.
 
     Raises:
         ConfigError: The extension for such models rejects it or is not installed.
@@ -401,7 +409,7 @@ def _connector_problems(
 
 
 def _read_settings(source: str | None) -> dict[str, Any]:
-    """Return the settings of the image processor file, or {} without one: the defaults hold.
+    """Return the settings of the image processor file, or {} (defaults) without a file.
 
     Raises:
         ConfigError: The file has wrong values.
@@ -437,10 +445,15 @@ def _load_processor(
     override: dict[str, Any] | None,
     composite: Tiling | None = None,
 ) -> _Processor:
-    """Return class name and settings of the image or audio processor, and the tiles of images.
+    """Return class name and settings of the image or audio processor, and the tiling of images.
 
     Args:
-        composite: Tiling of the composite that the encoder is part of.
+        key: Section of the recipe, for messages.
+        family: Family of the encoder.
+        config: Hugging Face config of the encoder.
+        source: Local directory or Hugging Face id with the processor, or None.
+        override: Processor settings of the recipe.
+        composite: Tiling of the multimodal model that contains the encoder.
 
     Raises:
         ConfigError: A setting is wrong or differs from the sizes of the model.
@@ -506,12 +519,12 @@ def _image_processor(
 
 
 def _sides(size: Any) -> Any:
-    """Older files write a square as one number."""
+    """Return a size as a dict. Older files store a square as one number."""
     return {"height": size, "width": size} if isinstance(size, int) else size
 
 
 def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
-    """That a composite's or an encoder's type is not known, and what is nearest to it."""
+    """Return the message for an unsupported model type, with the most similar types."""
     model_type = config.model_type
     known: dict[str, Collection[str]] = {
         "model.llm": LLM_FAMILIES,
@@ -537,7 +550,7 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
             if parts
             else ""
         )
-        + f"; supported: {', '.join(supported)}"
+        + f"; registered model types: {', '.join(supported)}"
     )
 
 

@@ -1,12 +1,11 @@
-"""Activation checkpointing of a layered module: what backward recomputes instead of keeping.
+"""Activation checkpointing of the layers of a module.
 
-The layer's `forward` is replaced on the instance, so parameter names stay and FSDP's hooks stay
-outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames every parameter.
+The `forward` of a layer is replaced on the instance. Parameter names do not change, and hooks of
+FSDP remain outside of the recomputed region. `checkpoint_wrapper` would rename all parameters.
 
-A layer in mode "offload" is recomputed as a whole, from an input that waits in the host's memory
-(`host_inputs`). Rejected: moving all that a layer keeps, as `torch.autograd.graph.save_on_cpu`
-around a layer does: weights too, and tensors as often as they are saved, which takes longer than to
-compute them again (docs/concepts/layer_tuning.md).
+A layer in mode "offload" is fully recomputed from an input in host memory (`host_inputs`).
+Offloading all saved tensors, as `torch.autograd.graph.save_on_cpu` does, would include weights and
+duplicates. It takes longer than recomputation (docs/concepts/layer_tuning.md).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchmm.parallel.compilation import Compilation, Forward
 from torchmm.parallel.host_inputs import HostInputs
 
 HOST_INPUTS = "torchmm_host_inputs"
-"""Attribute of modules whose tasks choose: a `HostInputs`."""
+"""Attribute for the `HostInputs` of modules whose tasks have different modes."""
 _KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -42,8 +41,8 @@ _KEPT_OPERATORS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 _KEPT_NAMESPACES = ("torchmm::", "torch_attn::")
-"""Namespaces of packed attention (ours on CPU, torch's varlen kernel on CUDA) and of the linears
-of async tensor parallelism."""
+"""Operator namespaces of packed attention (torchmm on CPU, the varlen kernel of torch on CUDA) and
+of the linears of async tensor parallelism."""
 
 
 def apply_activation_checkpoint(
@@ -72,16 +71,16 @@ def apply_activation_checkpoint(
     compiled = _compilers(module, compilation)
     selective = _compilers(module, compilation if tuned else None, "selective")
     for index, layer in enumerate(module.layers):
-        # Layers of other modules may read trained tensors besides their first argument.
+        # Layers of other modules can read trainable tensors besides their first argument.
         is_frozen = module.kind == "encoder" and not any(
             parameter.requires_grad for parameter in layer.parameters()
         )
         recomputing = partial(_recomputing, is_frozen=is_frozen)
         if tuned:
-            ways = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
+            forwards = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
             if is_eager_on_cuda:
-                ways["selective"] = ways["full"]
-            layer.forward = _choosing(ways, module.layer_modes, index)
+                forwards["selective"] = forwards["full"]
+            layer.forward = _choosing(forwards, module.layer_modes, index)
         elif mode != "none":
             chosen = recomputing(layer.forward, _settings(mode))
             full = recomputing(layer.forward, _settings("full"))
@@ -100,13 +99,13 @@ def _compilers(
 
 
 def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
-    """What the backwards of following forwards run again, by layer of an "auto" module.
+    """Set the recomputation mode of each layer of an "auto" module for later forward passes.
 
-    Dropout stays reproducible: what is run again starts from the random state of the first time,
-    and leaves the present one alone.
+    Dropout is reproducible: recomputation uses the RNG state of the forward pass, and restores the
+    current RNG state.
 
     Raises:
-        ValueError: not one mode for each layer.
+        ValueError: The number of modes is not the number of layers.
     """
     if len(modes) != len(module.layer_modes):
         raise ValueError(
@@ -117,9 +116,9 @@ def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
 
 
 def host_inputs(module: LayeredModule) -> HostInputs | None:
-    """What sends inputs of a module's layers to the host; None: nothing does."""
-    found: HostInputs | None = getattr(module, HOST_INPUTS, None)
-    return found
+    """Return the activation offloading of a module, or None if it has none."""
+    inputs: HostInputs | None = getattr(module, HOST_INPUTS, None)
+    return inputs
 
 
 def _settings(mode: str) -> dict[str, Any]:
@@ -151,9 +150,9 @@ def _ways(
     }
 
 
-def _choosing(ways: dict[str, Forward], modes: list[str], index: int) -> Forward:
+def _choosing(forwards: dict[str, Forward], modes: list[str], index: int) -> Forward:
     def choosing_forward(*args: Any, **kwargs: Any) -> Any:
-        return ways[modes[index]](*args, **kwargs)
+        return forwards[modes[index]](*args, **kwargs)
 
     return choosing_forward
 
@@ -167,10 +166,10 @@ def _recomputing(forward: Forward, settings: dict[str, Any], *, is_frozen: bool)
         is_frozen: Whether the layer needs no backward if its first argument needs none.
     """
 
-    # Not a partial of `checkpoint`: torch.compile starts at functions outside of torch only.
+    # Not a partial of `checkpoint`, because torch.compile does not trace functions of torch.
     def recomputing_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Without a backward there is nothing to recompute. torch 2.13 cannot compile `checkpoint`
-        # around attention there: it rejects operators with random numbers.
+        # Without a backward pass, no recomputation is needed. torch 2.13 cannot compile
+        # `checkpoint` around attention then, because it rejects operators with random numbers.
         has_backward = torch.is_grad_enabled() and (hidden.requires_grad or not is_frozen)
         if not has_backward:
             return forward(hidden, *args, **kwargs)
@@ -181,7 +180,7 @@ def _recomputing(forward: Forward, settings: dict[str, Any], *, is_frozen: bool)
 
 def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
     def offloading_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Other arguments are shared by all layers, so they stay, and stay out of the hooks' sight.
+        # All layers share the remaining arguments, so they are not offloaded by the hooks.
         def forward_of(hidden: Tensor) -> Any:
             return forward(hidden, *args, **kwargs)
 
@@ -192,7 +191,7 @@ def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _KEPT_OPERATORS or str(operator).startswith(
+    is_saved = operator in _KEPT_OPERATORS or str(operator).startswith(
         tuple(name.replace("::", ".") for name in _KEPT_NAMESPACES)
     )
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,15 +1,17 @@
-"""Everything that turns a model on the meta device into this rank's part of it, in order.
+"""Parallelization of a model on the meta device, in place.
 
-The order is the documentation: tensor parallelism first (it defines the local shapes), then
-activation checkpointing inside of compilation, compilation per layer, and FSDP2 or, on one rank,
-mixed precision around it all;
-then memory is allocated and filled, so that no rank ever holds the whole model.
+The steps of each module have this order:
 
-With `mesh.layer_hooks`, layers of encoders call a hook at places where they may stop. The function
-that adds the hook is the entry "pieces" of the table "layer_stops" of extensions.
+1. Tensor parallelism, which defines local shapes.
+2. Activation checkpointing, inside of compilation.
+3. Compilation of each layer.
+4. FSDP2 or, on one rank, mixed precision.
 
-In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each
-of the rank's stages, as if it were a module of its own.
+Memory is allocated and loaded afterwards, so no rank ever stores the complete model.
+
+With `mesh.layer_hooks`, layers of encoders call a hook where they can yield. The function that adds
+the hook is the entry "pieces" of the extension table "layer_stops". In a pipeline, the model has
+been split before (`MultimodalModel.cut`), and all steps apply to each stage of the rank.
 """
 
 from __future__ import annotations
@@ -119,17 +121,21 @@ def parallelize(
     )
     missing = compiler_problem(compile_config, device)
     for module in model.all_stages():
-        own = (meshes or {}).get(module.name, mesh.own)
+        module_mesh = (meshes or {}).get(module.name, mesh.own)
         if mesh.own.sizes.tensor > 1 and module.keeps_slices and module.name not in chosen:
-            chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
+            chosen[module.name] = choose_overlap(
+                module, module_mesh.tensor, parallel, dtype, tokens
+            )
         overlap = chosen.get(module.name)
         hooks = mesh.layer_hooks
         between = None if hooks is None else hooks.between(module.kind)
-        apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap, between)
+        apply_tensor_parallel(
+            module, module_mesh.tensor, parallel.sequence_parallel, overlap, between
+        )
         if between is not None and module.kind == "encoder":
             stop_in_layers = load_entry("layer_stops", "pieces")
-            stop_in_layers(module, between, sends=own.sizes.tensor > 1)
-        expert = own.expert if module.kind == "llm" else None
+            stop_in_layers(module, between, sends=module_mesh.sizes.tensor > 1)
+        expert = module_mesh.expert if module.kind == "llm" else None
         if expert is not None:
             apply_expert_parallel(module, expert)
         bounded = parallel.bounds_encoders and module.kind == "encoder"
@@ -146,7 +152,7 @@ def parallelize(
         )
         compiler = compilation if compiles else None
         apply_activation_checkpoint(module, mode, compiler, is_eager_on_cuda=is_eager_on_cuda)
-        _shard(module, own, expert, parallel, dtype)
+        _shard(module, module_mesh, expert, parallel, dtype)
         graphs_problem = compile_config.reason_against_graphs(
             module.describe(), device, mesh.world_size, compiled=compiles, recompute=mode
         )
@@ -157,14 +163,16 @@ def parallelize(
 
 def _shard(
     module: LayeredModule,
-    own: ModuleMesh,
+    module_mesh: ModuleMesh,
     expert: DeviceMesh | None,
     parallel: ParallelConfig,
     dtype: torch.dtype,
 ) -> None:
     """Apply FSDP2 or, on one rank, mixed precision."""
-    if fsdp.needs_fsdp(own.sizes):
-        expert_mesh = None if expert is None else own.expert_fsdp
-        fsdp.apply_fsdp(module, own.fsdp, dtype, fsdp.reshards_after_forward(parallel), expert_mesh)
+    if fsdp.needs_fsdp(module_mesh.sizes):
+        expert_mesh = None if expert is None else module_mesh.expert_fsdp
+        fsdp.apply_fsdp(
+            module, module_mesh.fsdp, dtype, fsdp.reshards_after_forward(parallel), expert_mesh
+        )
     elif dtype != torch.float32:
         apply_mixed_precision(module, dtype)

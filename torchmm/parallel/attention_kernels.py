@@ -1,9 +1,9 @@
-"""Attention kernels of a process on CUDA: those of torch, or of FlashAttention 3 or 4.
+"""Attention kernels of a process on CUDA: torch, FlashAttention 3 or FlashAttention 4.
 
-Packed attention calls operators of torch, for which `torch.nn.attention` can register the kernels
-of other packages. These packages raise errors for masks, windows and dtypes that they do not
-support. Only the kernels of torch have been run. Encoders with images of one size have a separate
-choice, by card and head width (`torchmm.models.layers.attention.image_kernels`).
+Packed attention calls operators of torch, for which `torch.nn.attention` can register kernels of
+different packages. These packages raise errors for unsupported masks, windows and dtypes. Only the
+kernels of torch have been tested. Encoders with images of one size have a separate setting, by GPU
+and head dimension (`torchmm.models.layers.attention.image_kernels`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torchmm.models.layers.attention import image_kernels
 
 Kernels = Literal["default", "fa3", "fa4"]
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
-"""What torch imports them from."""
+"""Modules that torch imports for each kernel."""
 
 
 def kernel_problems(kernels: Kernels, device: torch.device) -> list[str]:
-    """Why this kind of device cannot use these kernels."""
+    """Return why a device does not support these kernels. Empty if it does."""
     if kernels == "default":
         return []
     key = f'training.attention = "{kernels}"'
@@ -37,13 +37,13 @@ def kernel_problems(kernels: Kernels, device: torch.device) -> list[str]:
 
 
 def use_kernels(kernels: Kernels, device: torch.device) -> str:
-    """Let torch call these kernels from now on; return a line for the log."""
+    """Select the attention kernels of torch, and return a line for the log."""
     if kernels != "default":
         activate: Callable[[str], None] = attention.activate_flash_attention_impl
         activate(kernels.upper())
-    found = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
+    name = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
     images = describe_image_kernels(device)
-    return f"attention kernels: {found}" + (f"; images of one size: {images}" if images else "")
+    return f"attention kernels: {name}" + (f"; images of one size: {images}" if images else "")
 
 
 def describe_image_kernels(device: torch.device) -> str:

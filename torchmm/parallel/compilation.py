@@ -1,17 +1,17 @@
 """torch.compile of layers: graphs, the reasons for recompilation, and the cache of compiled code.
 
 Layers of one kind share their graphs. Microbatches differ in their number of segments, images and
-patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph then serves
-all of them, and a second one a single image, because torch.compile specializes on a size of one.
+patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph is then
+sufficient, plus a second graph for single images, because torch.compile specializes on size 1.
 Training pads every packed sequence, so the number of tokens in the layers of an LLM is constant and
-stays static. `Compilation.new_graphs` counts the graphs and names the guard that failed if there
-are more: the host would compile for minutes in the middle of a run. Rejected: `dynamic=True`, which
-also leaves the number of features open and makes slower code; automatic dynamic shapes, which need
-a graph for each size that changes.
+stays static. `Compilation.new_graphs` counts the graphs. If there are more, it reports the guard
+that failed, because the host would otherwise compile for minutes during training. `dynamic=True`
+would also make the number of features dynamic, with slower code. Automatic dynamic shapes need an
+additional graph for each size that changes.
 
-Compiled code is kept in the user's cache directory (`keep_compiled_code`), so that a run that is
-resumed does not compile again. torch unpickles and executes what it finds there. Rejected: the run
-directory, which people pass on.
+Compiled code is stored in the cache directory of the user (`keep_compiled_code`), so that a resumed
+run does not compile again. The run directory is not suitable: torch unpickles and executes the
+files, and users share run directories.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchmm.recipe.training_section import CompileConfig
 
 Forward = Callable[..., Any]
 MOST_GRAPHS = 2
-"""Of a kind of layer in a run."""
+"""Expected maximum number of graphs per layer kind in a run."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph that was compiled.
+    """A compiled graph.
 
     Attributes:
-        kind: of the layers it is for.
-        number: among the graphs of these, from 1.
-        reason: which guards of earlier graphs failed; empty for the first.
-        compile_ms: what tracing and compiling took.
-        from_cache: whether its code was there already.
+        kind: Layer kind of the graph.
+        number: Index among the graphs of this kind, from 1.
+        reason: Guards of earlier graphs that failed. Empty for the first graph.
+        compile_ms: Time of tracing and compilation.
+        from_cache: Whether the code was loaded from the cache.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Graph:
 
 @dataclass(eq=False)
 class LayerKind:
-    """Layers that share their graphs: they differ in sizes of inputs and values of weights only.
+    """Layers that share their graphs. Only input sizes and weight values differ.
 
     Attributes:
         name: Name in messages.
@@ -86,7 +86,7 @@ class LayerKind:
     _code: CodeType | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
-        """What torch.compile asks a backend for."""
+        """Compile a graph. torch.compile calls this object as its backend."""
         self.compilations.append(torch_private.CompileEvent.current())
         with working(f"compiling {self.name}", len(self.run), "types of layers") as work:
             work.at(sum(bool(kind.compilations) for kind in self.run.values()))
@@ -103,8 +103,8 @@ class LayerKind:
         def layer_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-        # torch.compile looks graphs up by the code that they are made of. Layers of several kinds
-        # may have one class, thus one code: each would look through the graphs of all of them.
+        # torch.compile looks up graphs by code object. Layers of several kinds can have the same
+        # class and code, and would search through the graphs of all kinds.
         if self._code is None:
             self._code = layer_forward.__code__.replace(co_name=self.name)
         layer_forward.__code__ = self._code
@@ -134,7 +134,7 @@ class LayerKind:
 
 
 class Compilation:
-    """The compiled layers of a rank.
+    """Compiled layers of a rank.
 
     Args:
         backend: Backend of torch.compile.
@@ -158,13 +158,14 @@ class Compilation:
         self._told: dict[str, int] = {}
 
     def kinds(self, module: LayeredModule, way: str = "") -> list[LayerKind]:
-        """The kind of each of a module's layers.
+        """Return the kind of each layer of a module.
 
         Args:
-            way: what distinguishes graphs of the same layers, where one run has several.
+            module: Module with the layers.
+            way: Name of a variant, if a run has several graphs of the same layer.
         """
         sizes = module.layer_sizes()
-        found = []
+        kinds = []
         for index, layer in module.indexed_layers():
             key = (module.name, type(layer), sizes[index], way)
             if key not in self._kinds:
@@ -176,28 +177,28 @@ class Compilation:
                     has_constant_tokens=self._has_constant_rows and module.kind == "llm",
                     falls_back=self._falls_back,
                 )
-            found.append(self._kinds[key])
-        return found
+            kinds.append(self._kinds[key])
+        return kinds
 
     def new_graphs(self) -> list[Graph]:
-        """Graphs that were compiled since the last call."""
+        """Return the graphs that were compiled since the last call."""
         graphs = []
         for kind in self._kinds.values():
-            told = self._told.get(kind.name, 0)
-            for number, compilation in enumerate(kind.compilations[told:], told + 1):
+            reported = self._told.get(kind.name, 0)
+            for number, compilation in enumerate(kind.compilations[reported:], reported + 1):
                 graphs.append(Graph(kind.name, number, *compilation.figures()))
             self._told[kind.name] = len(kind.compilations)
         return graphs
 
 
 def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None:
-    """Logs what a step has compiled; warns where a kind of layer has too many graphs."""
+    """Log the graphs of a step. Warn if a kind of layer has too many graphs."""
     if not graphs:
         return
     took_s = sum(graph.compile_ms for graph in graphs) / 1e3
-    kept = sum(graph.from_cache for graph in graphs)
+    cached = sum(graph.from_cache for graph in graphs)
     text = "step %d: %d graphs of layers compiled in %.1f s, %d of them from %s"
-    log.info(text, step, len(graphs), took_s, kept, os.environ.get(CACHE_VARIABLE, "a cache"))
+    log.info(text, step, len(graphs), took_s, cached, os.environ.get(CACHE_VARIABLE, "a cache"))
     for graph in graphs:
         if graph.number > MOST_GRAPHS:
             text = "%s have %d compiled graphs, but %d are expected; recompiled because of: %s"
@@ -242,12 +243,12 @@ def compiler_problem(config: CompileConfig, device: str) -> str:
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep compiled code in a private directory, unless the user has chosen another.
+    """Set a private cache directory for compiled code, unless the user has set one.
 
     The directory is `torchmm/compile` in XDG_CACHE_HOME, or in `~/.cache`. If it cannot be written,
     torch uses its own default, a directory of this user in the temporary directory.
     """
-    # torch itself sets the variable, when it first looks for its own directory.
+    # torch sets the variable itself when it first looks up its cache directory.
     if os.environ.get(CACHE_VARIABLE) not in (None, torch_private.usual_code_cache()):
         return
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

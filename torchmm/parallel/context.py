@@ -1,39 +1,38 @@
-"""Context parallelism: ranks divide the tokens of every packed row, and heads inside attention.
+"""Context parallelism: ranks divide the tokens of each packed sequence, and heads in attention.
 
-`parallel.llm.context` ranks out of the `shard` ranks form a group that works on the same samples.
-Each has a slice of the row (`torchmm.common.row_slices`): norms, linears, experts, embedding, head
-and loss only see its own tokens. Attention needs all tokens, but not all heads. Before it an
-all-to-all turns some tokens of all heads into all tokens of some heads, behind it another one turns
-the result back (DeepSpeed-Ulysses, arXiv 2309.14509):
+`parallel.llm.context` of the `shard` ranks form a group that processes the same samples. Each rank
+has a slice of the packed sequence (`torchmm.common.row_slices`). Norms, linears, experts,
+embedding, head and loss use only local tokens. Attention needs all tokens, but not all heads. An
+all-to-all before attention exchanges local tokens of all heads for all tokens of local heads, and a
+second one after attention does the reverse (DeepSpeed-Ulysses, arXiv 2309.14509):
 
-    context = 2, a row of 8 tokens, 4 heads
+    context = 2, a packed sequence of 8 tokens, 4 heads
                  linears, norms          attention               linears, norms
     rank 0       tokens 0-3, heads 0-3   tokens 0-7, heads 0-1   tokens 0-3, heads 0-3
     rank 1       tokens 4-7, heads 0-3   tokens 0-7, heads 2-3   tokens 4-7, heads 0-3
 
-So attention sees whole rows, as on one rank: packed segments, windows, sinks and blocks that see
-each other both ways need nothing more, and every rank has as many pairs of tokens to compute. Heads
-need not divide among ranks: some then have one more. Ranks get the key and value heads that their
-query heads read, a head twice where two ranks read it.
+Attention processes complete sequences, as on one rank. Packed documents, sliding windows, sinks and
+bidirectional blocks need no special handling, and all ranks have the same number of token pairs. If
+heads are not divisible by the ranks, some ranks have one more. Each rank receives the key and value
+heads that its query heads read. A head that two ranks read is sent to both.
 
-Gated delta nets and short convolutions go through a row token by token, but their heads and
-channels know nothing of each other. So the same exchange stands before their convolution, which a
-rank computes for its channels, and behind the recurrence. In delta nets ranks divide the heads of
-values, which read those of keys and queries.
+Gated delta nets and short convolutions process a sequence token by token, but their heads and
+channels are independent. The same exchange runs before their convolution, which a rank computes for
+its channels, and after the recurrence. In delta nets, ranks divide the value heads, which read key
+and query heads.
 
-Parameters are those of data parallelism: FSDP2 shards them over `shard`, the group included, and
-adds gradients up, which is right because every rank's loss is the sum over its own targets. The
-ranks' encoders read different images, and what they find goes to the ranks with its tokens.
+Parameters are sharded as in data parallelism: FSDP2 shards them over `shard`, including the group,
+and sums gradients. The sum is correct, because the loss of a rank is the sum over its local target
+tokens. Encoders of the ranks process different images, and their outputs are sent to the ranks with
+the corresponding tokens. Parameters do not differ between the ranks of a group, so the mesh needs
+no additional dimension.
 
-What ring attention would add: more ranks than heads (keys and values pass by, heads stay), and
-traffic that attention hides, as it needs one block of keys after the other. It would take an
-attention kernel that gives out its row sums for each block, and an order of tokens in which causal
-masks leave every rank as much to do.
+Ring attention would allow more ranks than heads, and its communication overlaps with attention. It
+would need a kernel that returns the softmax statistics of each block, and a token order with equal
+causal attention work per rank.
 
-Rejected: a dimension of the mesh beside `shard`, for parameters do not differ along it.
-
-Shape legend: T tokens of the row, S of this rank's slice, H heads that the ranks divide, G heads
-that these read, D and E features of a head, K output tokens of an encoder.
+Shape legend: T tokens of the packed sequence, S tokens of the local slice, H heads that ranks
+divide, G heads that these read, D and E features of a head, K output tokens of an encoder.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ from torchmm.parallel.exchange import Counts, FeatureRanks, exchange
 
 
 class ContextRanks(FeatureRanks):
-    """The ranks that share rows (`torchmm.models.layers.shared_rows.RowRanks`).
+    """Context-parallel ranks (`torchmm.models.layers.shared_rows.RowRanks`).
 
     Args:
-        mesh: 1-D.
+        mesh: 1-D mesh of the ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -67,7 +66,7 @@ class ContextRanks(FeatureRanks):
 
     def heads(self, tokens: int) -> ContextHeads:
         return ContextHeads(
-            self.group, self.rank, [len(own) for own in slice_ranges(tokens, self.size)]
+            self.group, self.rank, [len(each) for each in slice_ranges(tokens, self.size)]
         )
 
     def summed(self, values: Tensor) -> Tensor:
@@ -77,11 +76,12 @@ class ContextRanks(FeatureRanks):
 
 
 class ContextHeads:
-    """Their exchange of tokens for heads (`torchmm.models.layers.shared_rows.RowHeads`).
+    """Exchange of tokens for heads (`torchmm.models.layers.shared_rows.RowHeads`).
 
     Args:
-        rank: in the group.
-        tokens: by rank, of its slice.
+        group: Context-parallel group.
+        rank: Rank in the group.
+        tokens: Number of tokens of the slice of each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, tokens: list[int]) -> None:
@@ -94,13 +94,19 @@ class ContextHeads:
         heads = divided_SHD.shape[1]
         owned = slice_ranges(heads, len(self._tokens))
         readers = [heads // x.shape[1] for x in inputs]
-        needed = [[_read(own, count) for count in readers] for own in owned]
-        # One message for all: what a rank needs of the first tensor, then of the second, and so on.
+        needed = [[_read(local_heads, count) for count in readers] for local_heads in owned]
+        # One message per rank with its heads of the first tensor, then of the second tensor, etc.
         messages = [
-            [x[:, own.start : own.stop].flatten() for x, own in zip(inputs, ranges, strict=True)]
+            [
+                x[:, local_heads.start : local_heads.stop].flatten()
+                for x, local_heads in zip(inputs, ranges, strict=True)
+            ]
             for ranges in needed
         ]
-        shapes = [(len(own), x.shape[2]) for x, own in zip(inputs, needed[self._rank], strict=True)]
+        shapes = [
+            (len(local_heads), x.shape[2])
+            for x, local_heads in zip(inputs, needed[self._rank], strict=True)
+        ]
         per_token = sum(heads * features for heads, features in shapes)
         counts = Counts(
             [sum(len(part) for part in message) for message in messages],
@@ -108,16 +114,18 @@ class ContextHeads:
         )
         packed = torch.cat([part for message in messages for part in message])
         arrived = self._unpacked(exchange(packed, counts, self._group), shapes)
-        own = owned[self._rank]
+        local_heads = owned[self._rank]
         return [
-            _for_readers(x, own, count, dim=1) for x, count in zip(arrived, readers, strict=True)
+            _for_readers(x, local_heads, count, dim=1)
+            for x, count in zip(arrived, readers, strict=True)
         ]
 
     def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The tensors of all tokens, from the messages of all ranks.
+        """Return tensors of all tokens from the messages of all ranks.
 
         Args:
-            shapes: heads and features of each tensor.
+            arrived: Received messages, sorted by rank.
+            shapes: (heads, features) of each tensor.
         """
         sizes = [tokens * heads * features for tokens in self._tokens for heads, features in shapes]
         pieces = arrived.split(sizes)
@@ -128,7 +136,7 @@ class ContextHeads:
 
     def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
         tokens = self._tokens[self._rank]
-        shares = [len(own) for own in slice_ranges(heads, len(self._tokens))]
+        shares = [len(each) for each in slice_ranges(heads, len(self._tokens))]
         per_token = out_THE[0].numel()
         counts = Counts(
             [count * per_token for count in self._tokens],
@@ -142,21 +150,23 @@ class ContextHeads:
         return torch.cat(heads_of_ranks, 1)
 
     def own_heads(self, values: Tensor, heads: int) -> Tensor:
-        own = slice_ranges(heads, len(self._tokens))[self._rank]
+        local_heads = slice_ranges(heads, len(self._tokens))[self._rank]
         readers = heads // len(values)
-        read = _read(own, readers)
-        return _for_readers(values[read.start : read.stop], own, readers, dim=0)
+        read = _read(local_heads, readers)
+        return _for_readers(values[read.start : read.stop], local_heads, readers, dim=0)
 
 
-def _read(own: range, readers: int) -> range:
-    """The heads that own heads read, where so many read the same one."""
-    return range(own.start // readers, (own.stop - 1) // readers + 1)
+def _read(local_heads: range, readers: int) -> range:
+    """Return the heads that the local heads read, if `readers` heads read the same head."""
+    return range(local_heads.start // readers, (local_heads.stop - 1) // readers + 1)
 
 
-def _for_readers(x: Tensor, own: range, readers: int, dim: int) -> Tensor:
-    """The heads that own heads read. Attention and delta nets take groups of equal size only: where
-    ranks cut groups, every own head gets one for itself."""
-    groups = Counter(head // readers for head in own).values()
+def _for_readers(x: Tensor, local_heads: range, readers: int, dim: int) -> Tensor:
+    """Return the heads that the local heads read, for attention with groups of equal size.
+
+    If the numbers of readers per head differ, the result has one head for each reader.
+    """
+    groups = Counter(head // readers for head in local_heads).values()
     if len(set(groups)) == 1:
         return x
     repeated = [x.narrow(dim, i, 1) for i, size in enumerate(groups) for _ in range(size)]
@@ -164,7 +174,7 @@ def _for_readers(x: Tensor, own: range, readers: int, dim: int) -> Tensor:
 
 
 def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
-    """Lets the LLM's stages compute slices of rows that the ranks of a 1-D mesh share, in place."""
+    """Set the context-parallel ranks of all LLM stages of a model, in place."""
     ranks = ContextRanks(mesh)
     for stage in (model.llm, *model.all_stages()):
         if isinstance(stage, LlmModule):
@@ -174,10 +184,12 @@ def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
 
 
 def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
-    """Why `ranks` cannot share the rows of an LLM; needs no process group.
+    """Return why ranks cannot divide the sequences of an LLM. Needs no process group.
 
     Args:
-        tensor: tensor-parallel ranks, which have a part of the heads each.
+        llm: LLM on the meta device.
+        ranks: Number of context-parallel ranks.
+        tensor: Number of tensor-parallel ranks, which divide the heads first.
     """
     if ranks == 1:
         return []
@@ -190,16 +202,16 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
         heads = sizes.heads
-        what = "attention heads"
+        unit = "attention heads"
         if isinstance(sizes.mixer, DeltaSizes):
             heads = sizes.mixer.value_heads
-            what = "value heads of delta nets"
+            unit = "value heads of delta nets"
         elif isinstance(sizes.mixer, ConvolutionSizes):
             heads = sizes.hidden_size
-            what = "channels of convolutions"
+            unit = "channels of convolutions"
         if heads // tensor < ranks:
             problems.append(
-                f"{key} is above the {heads // tensor} {what} of {llm.name!r} per "
+                f"{key} is above the {heads // tensor} {unit} of {llm.name!r} per "
                 "tensor-parallel rank, which are split over context ranks; use a smaller "
                 "number"
             )
@@ -207,10 +219,11 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
 
 
 def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:
-    """Why `ranks` cannot share the rows of an LLM that is cut behind these layers.
+    """Return why ranks cannot divide the sequences of an LLM with these stage boundaries.
 
-    A stage hands features that later layers add to the next one. Of a slice, how many there are
-    does not follow from what is known of a row before it is read: where in it images stand.
+    A stage sends features that later layers add to the next stage. The number of these features in
+    a slice depends on the positions of images in the sequence, which are unknown before the
+    samples are read.
     """
     first = min(stops, default=0)
     if ranks == 1 or not stops or not llm.taps or first > max(llm.taps):

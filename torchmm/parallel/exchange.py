@@ -1,4 +1,4 @@
-"""An all-to-all of rows whose backward sends gradients the other way."""
+"""Differentiable all-to-all of rows. The backward pass sends gradients back."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from torchmm.parallel.mesh import ParallelMesh
 
 
 class Counts(NamedTuple):
-    """Rows that this rank and each other one exchange."""
+    """Numbers of rows that this rank sends to and receives from each rank."""
 
     sent: list[int]
     received: list[int]
 
     @property
     def back(self) -> Counts:
-        """Of the way back."""
+        """Counts of the opposite direction."""
         return Counts(self.received, self.sent)
 
 
 def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
-    """What the ranks of a group have for this one; collective, and so is its backward.
+    """Exchange rows among the ranks of a group. Collective, as is the backward pass.
 
     Args:
-        rows: (S, ...), first what is for rank 0, then for rank 1, and so on.
+        rows: (S, ...), sorted by destination rank.
+        counts: Numbers of rows per rank.
+        group: Process group.
 
     Returns:
-        (R, ...): first what comes from rank 0, then from rank 1, and so on.
+        (R, ...), sorted by source rank.
     """
     return _Exchange.apply(rows, counts, group)
 
 
 class FeatureRanks:
-    """Ranks that encode and generate images of each other."""
+    """Ranks that exchange features of images: the rank of an image can differ from its sequence."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -55,10 +57,10 @@ class FeatureRanks:
         return exchange(rows.index_select(0, route.rows_K), counts, self.group)
 
     def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
-        """Return the features (K, D) of this rank's tokens by encoder.
+        """Return the features (K, D) of the local tokens, by encoder.
 
-        One all-to-all exchanges the features of all encoders. Another one returns the gradients in
-        the backward pass.
+        One all-to-all exchanges the features of all encoders. In the backward pass, a second one
+        returns the gradients.
 
         Args:
             found: Features (K, D) of the images that this rank encodes, by encoder. Rows that the
@@ -87,14 +89,14 @@ class FeatureRanks:
 
 def data_parallel_exchange(mesh: ParallelMesh) -> FeatureRanks:
     """Return the data-parallel ranks with the same tensor-parallel rank. Collective."""
-    # FSDP2 gathers parameters in its own groups meanwhile.
+    # Separate groups, because FSDP2 all-gathers in its own groups at the same time.
     groups = [[*ranks] for ranks in zip(*(share[0] for share in mesh.shares), strict=True)]
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    return FeatureRanks(own)
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return FeatureRanks(group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks they are for; their gradients go back."""
+    """All-to-all of rows, whose gradients are sent back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,9 @@
-"""Expert parallelism: each rank of an expert group has some of the experts, and tokens travel.
+"""Expert parallelism: each rank of an expert group has some experts, and tokens are exchanged.
 
-`parallel.expert` ranks out of the `shard` ranks form a group. Every rank routes its own tokens,
-sends each to the ranks that have its experts, computes what it receives with its own experts, and
-sends the results back. Weights of experts stay where they are: FSDP2 gathers only the 1 / `expert`
-part that a rank computes with, over the ranks that have the same experts, instead of all of them
-over all shards.
+`parallel.expert` of the `shard` ranks form a group. Each rank routes its local tokens, sends each
+token to the ranks of its experts, computes the received tokens, and returns the results. FSDP2
+all-gathers only the 1 / `expert` of the expert weights that a rank uses, over the ranks with the
+same experts.
 
     shard = 4, expert = 2:   ranks       0      1      2      3
                              experts     0-3    4-7    0-3    4-7
@@ -12,15 +11,16 @@ over all shards.
                              weights     0 <---------> 2             all-gather and reduce-scatter
                                                 1 <---------> 3
 
-All ranks of a group have to run the same forwards and backwards of the LLM in the same order, so
-schedules that follow each replica's own data are refused (`torchmm.recipe.check_parallel`).
+Invariant: all ranks of a group run the same forward and backward passes of the LLM in the same
+order. `torchmm.recipe.check_parallel` therefore rejects schedules that depend on the data of each
+replica.
 
-Rejected: a capacity per expert, which drops tokens, so that layouts would give other losses; one
-all-gather of all tokens (what tensor parallelism does with experts, `ExpertsOfRanks`), whose
-traffic does not fall with the share of tokens that an expert gets.
+Experts have an unlimited capacity. A limit would drop tokens, so losses would depend on the
+parallelism degrees. The alternative of one all-gather of all tokens (`ExpertsOfRanks` in tensor
+parallelism) has traffic that does not decrease with the fraction of tokens per expert.
 
-Shape legend: T tokens of this rank, K experts per token, S = T x K rows that are sent, R rows that
-arrive, D features.
+Shape legend: T tokens of this rank, K experts per token, S = T x K rows to send, R received rows, D
+features.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from torchmm.parallel.tensor.styles import own_experts
 
 
 def apply_expert_parallel(module: LayeredModule, mesh: DeviceMesh) -> None:
-    """Divides the experts of `module` among the ranks of the 1-D `mesh`, in place, on any device.
+    """Divide the experts of a module among the ranks of a 1-D mesh, in place, on any device.
 
-    Their number has to be a multiple of the ranks (`expert_problems`).
+    The number of experts must be a multiple of the number of ranks (`expert_problems`).
     """
     for experts in expert_parts(module.layers):
         _divide(experts, mesh)
 
 
 def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
-    """Why the experts of a module cannot be divided among `ranks`; needs no process group."""
+    """Return why the experts of a module cannot be divided. Needs no process group."""
     if ranks == 1:
         return []
     counts = {sizes.experts for sizes in module.layer_sizes()} - {0}
@@ -78,50 +78,53 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
 
 def _divide(experts: Any, mesh: DeviceMesh) -> None:
     compute = own_experts(experts, mesh, some_elsewhere=False)
-    own = experts.num_experts // mesh.size()
+    local_experts = experts.num_experts // mesh.size()
     group = mesh.get_group()
 
     def compute_own(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
-        weights_R1 = rows_RD.new_ones(len(rows_RD), 1)  # those of the routing wait for the results
+        weights_R1 = rows_RD.new_ones(len(rows_RD), 1)  # routing weights are applied to the results
         out_RD = compute(rows_RD, expert_R[:, None], weights_R1)
         if len(rows_RD):
             return out_RD
-        # Nobody's tokens: the backward has to come by all the same, as other ranks wait for this
-        # rank in the exchange, and for the gradients of its weights in FSDP's reduction.
+        # Without tokens, the backward pass must still run: other ranks wait for this rank in the
+        # exchange, and in the gradient reduction of FSDP.
         weights = (p.to_local().sum() for p in experts.parameters(recurse=False))
         return out_RD + 0.0 * (rows_RD.sum() + sum(weights))
 
     def forward(rows_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         expert_S, order_S = index_TK.flatten().sort(stable=True)
-        counts, arriving_R = _announce(expert_S, own, group)
+        counts, arriving_R = _announce(expert_S, local_experts, group)
         tokens_S = order_S // index_TK.shape[1]
         arrived_RD = exchange(rows_TD[tokens_S], counts, group)
         results_RD = compute_own(arrived_RD, arriving_R)
         results_SD = exchange(results_RD, counts.back, group)
-        # In the order of the tokens again, rather than added to rows in any order: the same bits.
+        # Summing in token order is deterministic, unlike adding rows in arbitrary order.
         results_TKD = results_SD[order_S.argsort()].view(*index_TK.shape, -1)
         return (results_TKD * weights_TK[..., None]).sum(1).to(rows_TD.dtype)
 
     experts.forward = forward
 
 
-def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[Counts, Tensor]:
-    """How many rows go where, and which of its own experts every row is for that arrives here.
+def _announce(
+    expert_S: Tensor, local_experts: int, group: dist.ProcessGroup
+) -> tuple[Counts, Tensor]:
+    """Exchange row counts, and return them with the local expert index of each received row.
 
-    Lengths of messages have to be known to the host: this waits for the device, once per layer and
-    forward.
+    The host needs the message sizes, so this synchronizes with the device once per layer and
+    forward pass.
 
     Args:
-        expert_S: by row, in ascending order.
-        own: experts of a rank.
+        expert_S: Expert of each row to send, in ascending order.
+        local_experts: Number of experts per rank.
+        group: Expert-parallel group.
     """
     ranks = group.size()
     ones_S = torch.ones_like(expert_S)
-    sent_E = expert_S.new_zeros(ranks * own).index_add(0, expert_S, ones_S)
-    received_E = torch.empty_like(sent_E)  # by sender, then by own expert
+    sent_E = expert_S.new_zeros(ranks * local_experts).index_add(0, expert_S, ones_S)
+    received_E = torch.empty_like(sent_E)  # sorted by sender, then by local expert
     dist.all_to_all_single(received_E, sent_E, group=group)
-    both = torch.stack([sent_E, received_E]).view(2, ranks, own).sum(-1)
+    both = torch.stack([sent_E, received_E]).view(2, ranks, local_experts).sum(-1)
     sent, received = both.tolist()
-    own_experts_E = torch.arange(own, device=expert_S.device).repeat(ranks)
+    own_experts_E = torch.arange(local_experts, device=expert_S.device).repeat(ranks)
     arriving_R = own_experts_E.repeat_interleave(received_E, output_size=sum(received))
     return Counts(sent, received), arriving_R

@@ -1,25 +1,25 @@
-"""FSDP2 of a multimodal model: every modality module is a root of its own.
+"""FSDP2 of a multimodal model. Each modality module is a separate root.
 
-Separate roots let encoder and LLM run their backward passes one after the other (and later, on
-meshes and in orders of their own). Every layer is one communication unit; embeddings, norms and
-heads belong to the root's unit.
+With separate roots, encoders and LLM can have different meshes, and plans can choose the order of
+their backward passes. Each layer is one communication unit. Embeddings, norms and heads belong to
+the unit of the root.
 
-Gradients are added up over the ranks that share a module, never averaged: every loss is divided by
-the targets of the whole global batch before its backward, so the sum is the gradient. Rejected:
-FSDP's average, undone by a factor in the losses. Modules with sizes of their own would each need
-another factor, and torch applies a given divisor twice where the shard dimension has one rank.
+Gradients are summed over the ranks that share a module, not averaged. Each loss is divided by the
+number of target tokens of the global batch before the backward pass, so the sum is the gradient. An
+average would need a correction factor per module, and torch applies a divide factor twice if the
+shard dimension has one rank.
 
-A stage that is on one rank only has no FSDP2 (`needs_fsdp`). It computes in the same precision with
+A stage on a single rank has no FSDP2 (`needs_fsdp`). It computes in the same precision with
 `torchmm.parallel.precision`.
 
-Without a pipeline, FSDP gathers layer by layer and reduces in the last backward of the step or in
-every backward (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas
-run plans of their own, with other numbers of forwards or none at all. FSDP's automatic collectives
-would then differ in number and order, so `StepSharding` gathers once before all computation and
-reduces once after a stage's last backward, at the turn that the plan says
-(`torchmm.pipelining.plan.reductions`). Rejected: gathering per forward (as many collectives as
-forwards, which replicas do not agree on), and FSDP's own reductions in a stage's last backward
-(which is the last differs between replicas).
+    no pipeline (`LayerSharding`)    all-gather per layer in each forward and backward pass,
+                                     reduce in the last or in each backward pass
+    pipeline (`StepSharding`)        all-gather once before all computation,
+                                     reduce once after the last backward pass of the stage
+
+In a pipeline, data-parallel replicas run different plans, with different numbers of forward passes
+per stage, or none. Automatic collectives of FSDP would differ in number and order between replicas.
+The plan therefore defines the position of each reduction (`torchmm.pipelining.plan.reductions`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from torchmm.recipe.sizes import MeshSizes
 def needs_fsdp(sizes: MeshSizes) -> bool:
     """Return True if several ranks share a stage of the module.
 
-    Tensor-parallel ranks count, too: the optimizer and checkpoints expect their parameters on the
-    mesh of FSDP2.
+    Tensor-parallel ranks are included, because the optimizer and checkpoints require their
+    parameters on the mesh of FSDP2.
 
     Args:
-        sizes: parallelism degrees of the module.
+        sizes: Parallelism degrees of the module.
     """
     return sizes.ranks > sizes.pipeline
 
@@ -64,24 +64,27 @@ def apply_fsdp(
     reshard_after_forward: bool = True,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shards `module` in place over a 1-D mesh, or 2-D (replicate, shard) for HSDP.
+    """Shard `module` in place over a 1-D mesh, or over a 2-D mesh (replicate, shard) for HSDP.
 
-    Parameters, gradients and reductions stay float32; computing is done in `dtype`. Gradients are
-    summed over the ranks of `mesh`.
+    Parameters, gradients and reductions are float32. Computation uses `dtype`. Gradients are summed
+    over the ranks of `mesh`.
 
     Args:
-        reshard_after_forward: whether gathered layers are freed after each forward and gathered
-            again for backward; False for stages that `StepSharding` drives.
-        expert_mesh: the same of the ranks that have the same experts, if those are divided
-            (`torchmm.parallel.expert`): experts are communication units of their own.
+        module: Stage to shard.
+        mesh: Mesh of the ranks that share the stage.
+        dtype: Compute dtype.
+        reshard_after_forward: Whether unsharded layers are freed after each forward pass and
+            all-gathered again for the backward pass. Must be False for `StepSharding`.
+        expert_mesh: Mesh of the ranks with the same experts, for expert parallelism
+            (`torchmm.parallel.expert`). Experts are then separate communication units.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    reshard = None if reshard_after_forward else False  # None: all but the root
+    reshard = None if reshard_after_forward else False  # None: all units except the root
     units = [*module.layers, module]
     if expert_mesh is not None:
         experts = expert_parts(module.layers)
         placement = partial(_placement_of_experts, expert_mesh)
-        for part in experts:  # first: a layer's unit takes what no other has
+        for part in experts:  # before layers, whose units contain all remaining parameters
             fully_shard(
                 part,
                 mesh=expert_mesh,
@@ -95,13 +98,13 @@ def apply_fsdp(
     for unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # or NCCL would multiply by 1 on its way
+        unit.set_force_sum_reduction_for_comms(True)  # otherwise NCCL multiplies by 1
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
 
 
 def _placement_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
-    """Over features where a rank would otherwise have less than an expert, if they divide."""
+    """Return the shard dimension: features if a rank would have less than one expert."""
     assert isinstance(parameter, DTensor)
     shards = mesh.size(-1)
     few = len(parameter.to_local()) < shards
@@ -109,15 +112,15 @@ def _placement_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
 
 
 class StepSharding:
-    """Drives the FSDP2 of one stage: one all-gather and one reduction per unit and step.
+    """FSDP2 of one stage, with one all-gather and one reduction per unit and step.
 
-    `unshard` comes before the step's first forward of the stage and `start_reducing` (or, without
-    gradients, `reshard`) after its last action. All data-parallel replicas of a stage must call
-    them in the same order among their stages, whether they ran the stage or not. On CUDA what
-    comes after runs beside the reduction; gradients may be used after `finish_reducing`.
+    Call `unshard` before the first forward pass of the stage in a step, and `start_reducing` (or
+    `reshard` without gradients) after its last action. All data-parallel replicas of a stage must
+    call them in the same order relative to their other stages, even if they did not run the stage.
+    On CUDA, later work overlaps with the reduction. Gradients are valid after `finish_reducing`.
 
     Args:
-        module: a root of FSDP2 (see `apply_fsdp`), whose memory may still be unallocated.
+        module: Root of FSDP2 (see `apply_fsdp`). Its memory can still be unallocated.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -127,51 +130,51 @@ class StepSharding:
         self._prepared = False
         self._pending: list = []
         self._reducing: list | None = None
-        """What a reduction that runs has in use."""
+        """Buffers of a reduction in progress."""
 
     def unshard(self) -> None:
-        """Start gathering all parameters. The first forward of each unit waits for its own."""
+        """Start all all-gathers. The first forward pass of each unit waits for its all-gather."""
         if not self._prepared:
             self._prepare()
-        # All at once: FSDP's own prefetching follows the order of forwards, which plans choose.
+        # Prefetching of FSDP follows the order of forward passes, which depends on the plan.
         handles = (unit.unshard(async_op=True) for unit in self._units)
         self._pending = [handle for handle in handles if handle is not None]
 
     def accumulate_gradients(self) -> None:
-        """Adds what `stage_backward_weight` left on the gathered parameters to the step's sums."""
+        """Add the gradients of `stage_backward_weight` to the sums of the step."""
         torch_private.accumulate_gradients(self._root)
 
     def start_reducing(self) -> torch.cuda.Event | None:
-        """Begins to add gradients up over the data-parallel ranks; frees the gathered parameters.
+        """Start the gradient reduction over data-parallel ranks, and free unsharded parameters.
 
-        Parameters that no backward has reached count as zeros.
+        Missing gradients are zeros.
 
         Returns:
-            On CUDA, an event at the end of it, with a time.
+            Event with a time at the end of the reduction, or None without CUDA.
         """
         self._wait()
-        # A replica without a task for this stage has to take part in the reduction all the same.
+        # Replicas without a task for this stage must join the reduction.
         torch_private.fill_missing_gradients(self._root)
         self._set_reducing(True)
         self._reducing = torch_private.start_reducing(self._root)
         return torch_private.end_of_reducing(self._root)
 
     def finish_reducing(self) -> None:
-        """Lets what comes after wait for the reduction, if there is one."""
+        """Make later work wait for the reduction, if one is in progress."""
         if self._reducing is not None:
             torch_private.finish_reducing(self._root, self._reducing)
             self._set_reducing(False)
             self._reducing = None
 
     def reshard(self) -> None:
-        """Frees the gathered parameters without a reduction."""
+        """Free the unsharded parameters without a reduction."""
         self._wait()
         for unit in self._units:
             unit.reshard()
         torch_private.clear_forward_order(self._root)
 
     def _prepare(self) -> None:
-        # Here and not on construction: FSDP's state settles once parameters have memory.
+        # Not in the constructor: the FSDP state is final only after parameters have memory.
         torch_private.initialize_fsdp(self._root)
         self._root.set_reshard_after_forward(False)
         self._set_reducing(False)
@@ -190,17 +193,17 @@ class StepSharding:
 
 
 class LayerSharding:
-    """Lets FSDP2 gather and free the layers of a stage as they run, in forward and backward.
+    """FSDP2 of a stage that all-gathers and frees its layers in each forward and backward pass.
 
-    Gradients are reduced during backward, either in the last backward of the step or in every
-    backward. All data-parallel replicas must run the same forwards and backwards. Only one layer is
-    gathered at a time, and every microbatch gathers every layer twice.
+    Gradients are reduced during backward, in the last backward pass of the step or in each backward
+    pass. All data-parallel replicas must run the same forward and backward passes. Only one layer
+    is unsharded at a time, and each microbatch all-gathers each layer twice.
 
     Args:
         module: Root of FSDP2 (see `apply_fsdp`).
-        reduces_each: Whether every backward reduce-scatters its gradients into sharded float32
-            sums. Replicas (HSDP) all-reduce these sums in the last backward only. If False, float32
-            sums of unsharded gradients are reduced once, in the last backward.
+        reduces_each: Whether each backward pass reduce-scatters its gradients into sharded float32
+            sums. Replicas (HSDP) all-reduce these sums only in the last backward pass. If False,
+            float32 sums of unsharded gradients are reduced once, in the last backward pass.
     """
 
     def __init__(self, module: torch.nn.Module, reduces_each: bool = False) -> None:
@@ -238,19 +241,19 @@ class LayerSharding:
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP2 units of a module, so that switches need not visit all submodules."""
+    """Return the FSDP2 units of a module, so that settings need not iterate over all submodules."""
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
 Sharding = StepSharding | LayerSharding | MixedPrecision
-"""How the parameters of a stage are gathered and its gradients reduced, or, on one rank, cast."""
+"""Sharding of the parameters and gradients of a stage, or mixed precision on one rank."""
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:
-    """Return True if FSDP2 frees gathered parameters after each forward.
+    """Return True if FSDP2 frees unsharded parameters after each forward pass.
 
-    By default it does, except in a pipeline, where every microbatch would gather them again, and
-    with disaggregated modules, whose replicas run different tasks.
+    This is the default, with two exceptions. In a pipeline, each microbatch would all-gather them
+    again. Replicas of disaggregated modules run different tasks.
     """
     if parallel.reshard_after_forward == "default":
         has_pipeline = parallel.pipeline * parallel.mirrors > 1

@@ -1,4 +1,4 @@
-"""Small values of all ranks on all ranks: numbers and texts of the host."""
+"""All-gather of small host values: numbers and strings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch.distributed as dist
 
 
 def exchange_device() -> torch.device:
-    """Where numbers of the host have to lie to be sent to all ranks: on the CPU if the process
-    group can send from there, so that nobody waits for a device."""
+    """Return the device for collectives of host values.
+
+    It is the CPU if the process group supports it, so that the host does not wait for the GPU.
+    """
     return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """The values of all ranks, by rank, in one collective.
+    """Return the values of all ranks, by rank. Collective.
 
-    One call per step can carry everything the ranks must agree on: loss, gradient norm, wishes to
-    stop (`preempt`), failed background saves.
+    One call per step exchanges all values that ranks must agree on: loss, gradient norm, stop
+    requests (`preempt`) and failed background saves.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(values)]
@@ -31,23 +33,23 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks, by rank; collective."""
+    """Return the strings of all ranks, by rank. Collective."""
     data = text.encode()
     sizes = [int(size) for [size] in gather_floats([len(data)])]
     if len(sizes) == 1:
         return [text]
     device = exchange_device()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    local = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    every = mine.new_empty(len(sizes) * len(mine))
-    dist.all_gather_into_tensor(every, mine)
-    rows = every.view(len(sizes), -1).cpu().numpy()
+        local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    gathered = local.new_empty(len(sizes) * len(local))
+    dist.all_gather_into_tensor(gathered, local)
+    rows = gathered.view(len(sizes), -1).cpu().numpy()
     return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
 
 
 def ranks_of_machine() -> list[int]:
-    """Ranks on this rank's machine, or of its launcher where several share one; collective."""
+    """Return the ranks on this machine, or of this launcher if several share it. Collective."""
     machines = gather_texts(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return [other for other, machine in enumerate(machines) if machine == machines[rank]]

@@ -1,28 +1,25 @@
-"""Inputs of layers that wait in the host's memory until backward runs the layers again.
+"""Activation offloading: layer inputs are stored in host memory until recomputation needs them.
 
-On CUDA, nothing but the link is in the way: copies have streams of their own, one each way.
+On CUDA, copies use two separate streams, one per direction, so they overlap with computation:
 
-    forward    layer i runs   | its input goes | layer i+1 waits until that has gone, so that the
-                                                 device never holds more than what a layer reads
-    backward   layer i again  | the input of the layer before comes meanwhile
+    forward    compute   layer 0     | layer 1     | layer 2        layer i + 1 waits until
+               to host   input 0     | input 1     | input 2        input i is on the host
+    backward   compute   layer 2     | layer 1     | layer 0        recomputation and gradients
+               to GPU    input 1     | input 0     |                one input is prefetched
 
-The first input of a backward comes while the action before it runs, of a backward behind its last
-input: the plan says which backward is next, and `StepState` tells. So a device holds at most one
-input ahead of its use; tuning counts that one (`torchmm.balance.pipeweaver.recomputation.costs`).
-The host waits for nothing.
+The first input of a backward pass is prefetched during the preceding action. `StepState` gets this
+action from the plan. The device has at most one prefetched input, which memory estimates include
+(`torchmm.balance.pipeweaver.recomputation.costs`). The host does not block.
 
-Memory of the device is that of the stream that computes, for both ways: an input is let go of once
-that stream has waited for the copy, and the place of one that comes is allocated there, behind
-whatever used it before. So what is in use at a time follows from the order of actions alone, as
-elsewhere. Buffers of the host are page-locked and come from torch's cache of them, which hands a
-buffer out again when copies from and to it are over.
+Invariant: memory use depends only on the order of actions. The caching allocator assigns device
+memory of both directions to the compute stream. An offloaded input is released after this stream
+has waited for its copy, and the buffer of a prefetched input is allocated on this stream. With
+`record_stream`, the release would depend on how far the host is ahead. Host buffers are pinned, and
+come from the host cache of torch, which reuses a buffer when its copies are complete.
 
-On a CPU there is no other memory: the input stays what it is.
-
-Rejected: `torch.autograd.graph.save_on_cpu`, whose copies stand between the kernels, in order;
-`record_stream`, with which memory is free at a time that depends on how far the host has run ahead;
-a fixed number of places on the device, as for optimizer states: inputs differ in size from task to
-task.
+On a CPU device, inputs are not copied. `torch.autograd.graph.save_on_cpu` is not used, because its
+copies run between kernels on the compute stream. Unlike optimizer states, inputs differ in size
+between tasks, so device buffers are not fixed.
 """
 
 from __future__ import annotations
@@ -36,15 +33,15 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Guest:
-    """An input in the host's memory.
+    """A layer input in host memory.
 
     Attributes:
-        host: its copy there, page-locked.
-        device: where it came from.
-        home: the stream that computes with it.
-        gone: when it is complete on the host.
-        copy: its copy on the device, from when it begins to come until it is used.
-        arrived: when that is complete.
+        host: Copy in pinned host memory.
+        device: Device of the input.
+        home: Stream that computes with the input.
+        gone: Event at the end of the copy to the host.
+        copy: Copy on the device, from the start of the prefetch until its use.
+        arrived: Event at the end of the copy to the device.
     """
 
     host: Tensor
@@ -56,14 +53,14 @@ class Guest:
 
 
 class InputStreams:
-    """Where inputs are copied, and what waits for what."""
+    """Copy streams of a device, and synchronization with the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._going = torch.cuda.Stream(device)
         self._coming = torch.cuda.Stream(device)
 
     def send(self, tensor: Tensor) -> Guest:
-        """To the host, once it is computed."""
+        """Copy an input to the host after it has been computed."""
         home = torch.cuda.current_stream(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._going.wait_stream(home)
@@ -72,11 +69,11 @@ class InputStreams:
         return Guest(host, tensor.device, home, self._going.record_event())
 
     def let_go(self, guest: Guest) -> None:
-        """Before the memory of what was sent is used for something else."""
+        """Make the compute stream wait for the copy, so that device memory can be reused."""
         guest.home.wait_event(guest.gone)
 
     def bring(self, guest: Guest) -> None:
-        """Back, once it is there and there is room."""
+        """Start the copy to the device, into a buffer of the compute stream."""
         with torch.cuda.stream(guest.home):
             guest.copy = torch.empty_like(guest.host, device=guest.device)
         self._coming.wait_stream(guest.home)
@@ -86,21 +83,21 @@ class InputStreams:
         guest.arrived = self._coming.record_event()
 
     def await_arrival(self, guest: Guest) -> None:
-        """Before computing with it."""
+        """Make the compute stream wait for the copy to the device."""
         assert guest.arrived is not None
         guest.home.wait_event(guest.arrived)
 
 
 def streams_of(device: torch.device) -> InputStreams | None:
-    """Of a device with memory of its own."""
+    """Return the copy streams of a CUDA device, or None for a CPU."""
     return InputStreams(device) if device.type == "cuda" else None
 
 
 class Waiting:
-    """The inputs of one task that wait for its backward, in the order of its layers.
+    """Offloaded inputs of one task until its backward pass, in layer order.
 
     Attributes:
-        following: those that the next backward needs; None: not known, or there are none.
+        following: Inputs of the next backward pass. None if unknown or not offloaded.
     """
 
     def __init__(self) -> None:
@@ -109,36 +106,36 @@ class Waiting:
         self._streams: InputStreams | None = None
 
     def add(self, guest: Guest, streams: InputStreams) -> int:
-        """Its number."""
+        """Add an input and return its index."""
         self._streams = streams
         self._guests.append(guest)
         return len(self._guests) - 1
 
     def bring(self, index: int = -1) -> None:
-        """Lets one begin to come, unless it has: the last, which backward needs first."""
+        """Start to prefetch an input, if not started. The last input is needed first."""
         if self._guests and self._guests[index].copy is None:
             assert self._streams is not None
             self._streams.bring(self._guests[index])
 
     def take(self, index: int) -> Tensor:
-        """An input, with which its stream may compute; the next one begins to come."""
+        """Return an input for computation on its stream, and start to prefetch the next input."""
         self.bring(index)
         guest = self._guests[index]
-        found, guest.copy = guest.copy, None
-        assert self._streams is not None and found is not None
+        tensor, guest.copy = guest.copy, None
+        assert self._streams is not None and tensor is not None
         self._streams.await_arrival(guest)
         if index > 0:
             self.bring(index - 1)
         elif self.following is not None:
             self.following.bring()
-        return found
+        return tensor
 
 
 class HostInputs:
-    """Sends the inputs of a module's layers to the host, and gets them back.
+    """Saved-tensor hooks that offload the inputs of the layers of a module.
 
     Args:
-        streams: makes those of a device; None: an input stays what it is there.
+        streams: Returns the streams of a device. None disables offloading on this device.
     """
 
     def __init__(self, streams: Callable[[torch.device], InputStreams | None] = streams_of) -> None:
@@ -148,19 +145,19 @@ class HostInputs:
         self._sent: list[tuple[Tensor, Guest]] = []
 
     def begin(self) -> Waiting:
-        """A task's forward begins; what will wait for its backward."""
+        """Start the forward pass of a task, and return its offloaded inputs."""
         self._waiting = Waiting()
         return self._waiting
 
     def settle(self) -> None:
-        """Lets go of what was sent: whoever computes next waits until it has gone."""
+        """Release the device memory of offloaded inputs. Later computation waits for the copies."""
         for _, guest in self._sent:
             assert self._streams is not None
             self._streams.let_go(guest)
         self._sent.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[Waiting, int]:
-        """What stands for an input until backward."""
+        """Offload an input, and return its handle, or the input itself without offloading."""
         self._streams = self._streams or self._make_streams(tensor.device)
         if self._streams is None:
             return tensor
@@ -170,7 +167,7 @@ class HostInputs:
         return self._waiting, self._waiting.add(guest, self._streams)
 
     def unpack(self, packed: Tensor | tuple[Waiting, int]) -> Tensor:
-        """The input again."""
+        """Return the input of a handle."""
         if isinstance(packed, Tensor):
             return packed
         waiting, index = packed

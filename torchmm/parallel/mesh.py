@@ -1,24 +1,43 @@
-"""The device mesh of a run: which ranks hold which part of the model and of the batch.
+"""Device meshes of a run: the model and data shards of each rank.
 
 One mesh with the dimensions (pipeline, replicate, shard, tensor) covers all ranks. Ranks that
-differ only in `pipeline` or `tensor` work on the same samples; `replicate` x `shard` together are
-the data-parallel ranks. FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over
-`replicate` (HSDP). Groups of shards may share rows of the LLM (`torchmm.parallel.context`); these
-ranks work on the same samples, too. `pipeline` is the outermost dimension, because its ranks talk
-least: they are the ones to be on different machines. Scalars are summed over the whole world and
-divided by the number of ranks that pass the same, which avoids a flattened mesh and its extra
-process group.
+differ only in `pipeline` or `tensor` process the same samples. `replicate` x `shard` are the
+data-parallel ranks: FSDP2 shards over `shard`, and all-reduces over `replicate` (HSDP). For
+context parallelism, groups of `shard` ranks divide packed sequences, so they also process the same
+samples (`torchmm.parallel.context`).
 
-Modules may have ranks of their own (DistTrain §4.1, §7). Encoders, LLM and generator are then
-*units*: consecutive blocks of the world's ranks, each with a mesh of its own, in which FSDP2 and
-tensor parallelism work as if it were the whole world. What joins units is the plan of a replica
-group (`torchmm.pipelining.schedules.disaggregated`): its ranks are, module by module and replica by
-replica, the pipeline ranks of all units; all of them read the same samples.
+    pipeline = 2, shard = 2, tensor = 2 on two nodes
 
-A unit's replicas divide the microbatches of a group unevenly, which does no harm because gradients
-are added up, not averaged (`torchmm.parallel.fsdp`). Rejected: one mesh with a dimension for the
-modules, as their sizes differ; and process groups across units, because nothing but the plan's
-tensors and a few scalars per step, which go over the whole world, has to cross.
+    node 0   pipeline 0   shard 0:  ranks 0 1     shard 1:  ranks 2 3
+    node 1   pipeline 1   shard 0:  ranks 4 5     shard 1:  ranks 6 7
+
+    tensor group {0 1}   FSDP2 group {0 2}   pipeline {0 4}
+    samples of data-parallel rank 0: ranks {0 1 4 5}, which execute one plan with 2 plan ranks
+    shares = [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]     shares[data-parallel rank][plan rank]
+
+Invariants:
+
+- Ranks increase along each dimension. Process groups sort their ranks, so DTensor shards would
+  otherwise be assigned to wrong ranks.
+- `pipeline` is the outermost dimension, because it has the least communication. Its ranks can be on
+  different nodes. `tensor` is the innermost dimension.
+- All ranks of a plan rank execute the same actions. They are tensor-parallel or context-parallel.
+- Scalars are summed over all ranks and divided by the number of ranks with equal values. A
+  flattened mesh would need an additional process group.
+
+Disaggregated modules (DistTrain, sections 4.1 and 7) have separate ranks. Encoders, LLM and
+generator are *units*: consecutive blocks of ranks, each with a separate mesh, in which FSDP2 and
+tensor parallelism work as usual. The plan of a replica group connects the units
+(`torchmm.pipelining.schedules.disaggregated`). Its plan ranks are the pipeline ranks of all units,
+sorted by module and replica. They all read the same samples.
+
+    encoder: shard = 2              LLM: pipeline = 2, shard = 1, tensor = 2
+    ranks 0, 1                      ranks 2 3 (stage 0), 4 5 (stage 1)
+    one replica group:              shares = [[[0], [1], [2, 3], [4, 5]]]
+
+Replicas of a unit can have different numbers of microbatches, because gradients are summed and not
+averaged (`torchmm.parallel.fsdp`). Process groups span several units only for P2P transfers
+of the plan and for collectives over all ranks.
 """
 
 from __future__ import annotations
@@ -53,28 +72,28 @@ EXPERT = "expert"
 CONTEXT_SHARD = "context_shard"
 CONTEXT = "context"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with settings of the CUDA allocator; the second is the older name."""
+"""Environment variables with settings of the CUDA allocator. The second is the older name."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 STORE_GRACE_S = 5.0
-"""So much later than its own time limit torch's store may say that it met nobody."""
+"""Additional seconds after which the store of torch must have reported its own timeout."""
 
 
 @dataclass(frozen=True)
 class ModuleMesh:
-    """The ranks that have one module, or all modules that are of the same sizes."""
+    """Ranks of one module, or of all modules with the same parallelism degrees."""
 
     mesh: DeviceMesh
-    """Its dimensions are `AXES`."""
+    """Mesh with the dimensions `AXES`."""
     experts: DeviceMesh | None = None
-    """The same ranks with `shard` divided into `EXPERT_SHARD` and `EXPERT`, if groups of them
-    divide experts among themselves (`torchmm.parallel.expert`)."""
+    """The same ranks with `shard` divided into `EXPERT_SHARD` and `EXPERT`. None without expert
+    parallelism (`torchmm.parallel.expert`)."""
     contexts: DeviceMesh | None = None
-    """The same ranks with `shard` divided into `CONTEXT_SHARD` and `CONTEXT`, if groups of them
-    share the LLM's rows (`torchmm.parallel.context`)."""
+    """The same ranks with `shard` divided into `CONTEXT_SHARD` and `CONTEXT`. None without context
+    parallelism (`torchmm.parallel.context`)."""
 
     def __post_init__(self) -> None:
-        # Process groups sort their ranks, a mesh does not: with ranks in any other order, what a
-        # DTensor takes for its rows would be those of another rank.
+        # Process groups sort their ranks, but a mesh does not. If ranks are in a different order,
+        # DTensors assign shards to the wrong ranks.
         for dim, name in enumerate(AXES):
             steps = self.mesh.mesh.diff(dim=dim)
             assert (steps > 0).all(), (
@@ -83,12 +102,12 @@ class ModuleMesh:
 
     @property
     def sizes(self) -> MeshSizes:
-        """Sizes by dimension."""
+        """Parallelism degree of each dimension."""
         return MeshSizes(*self.mesh.shape)
 
     @property
     def pipeline(self) -> DeviceMesh:
-        """1-D mesh of the ranks of this rank's pipeline."""
+        """1-D mesh of the pipeline of this rank."""
         return self.mesh[PIPELINE]
 
     @property
@@ -103,17 +122,17 @@ class ModuleMesh:
 
     @property
     def expert(self) -> DeviceMesh | None:
-        """1-D mesh of the ranks among which experts are divided; None: they are not."""
+        """1-D mesh of the ranks among which experts are divided, or None."""
         return None if self.experts is None else self.experts[EXPERT]
 
     @property
     def context(self) -> DeviceMesh | None:
-        """1-D mesh of the ranks that share the LLM's rows; None: none do."""
+        """1-D mesh of the context-parallel ranks, or None."""
         return None if self.contexts is None else self.contexts[CONTEXT]
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
-        """As `fsdp`, of the ranks that have the same experts."""
+        """Mesh for `fully_shard` of experts: the ranks with the same experts, or None."""
         if self.experts is None:
             return None
         if self.sizes.replicate > 1:
@@ -121,21 +140,20 @@ class ModuleMesh:
         return self.experts[EXPERT_SHARD]
 
     def colocated(self, sizes: MeshSizes) -> ModuleMesh:
-        """The mesh of a module on the same ranks, with a shorter pipeline or split over fewer ranks
-        (Optimus §4.1).
+        """Return the mesh of a module on the same ranks with a smaller pipeline or tensor degree.
 
-        Blocks of consecutive pipeline ranks have the module each, and so do groups of the
-        tensor-parallel ranks; ranks at the same place of their block and group have the same
-        stages, and share them like data-parallel ranks. Collective.
+        The module is replicated: each block of consecutive pipeline ranks has it, and each group of
+        tensor-parallel ranks (Optimus, section 4.1). Ranks with the same index in their block and
+        group have the same stage, and are data-parallel ranks. Collective.
 
         Args:
-            sizes: of the module, which fit (`encoder_mesh_sizes`).
+            sizes: Valid parallelism degrees of the module (`encoder_mesh_sizes`).
         """
         if sizes == self.sizes:
             return self
-        # Block, stage, replicate, shard, group, tensor: blocks and groups divide the data like
-        # other ranks do. All of them together stay in the order of their ranks, so that shards are
-        # next to each other, and copies far apart.
+        # Dimensions: block, stage, replicate, shard, group, tensor. Blocks and groups are
+        # additional data-parallel dimensions. Merging them in rank order places shards on adjacent
+        # ranks, and replicas on distant ranks.
         ranks = self.mesh.mesh.unflatten(0, (-1, sizes.pipeline)).unflatten(-1, (-1, sizes.tensor))
         ranks = ranks.transpose(0, 1).reshape(sizes).contiguous()
         mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=AXES)
@@ -144,16 +162,16 @@ class ModuleMesh:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """All ranks of a run: the mesh of this rank's module, and this rank's place in plans."""
+    """Ranks of a run: the mesh of the module of this rank, and the ranks of plans."""
 
     device: torch.device
     own: ModuleMesh
-    """Of this rank's module; without modules on ranks of their own, of all of them."""
+    """Mesh of the module of this rank, or of all modules if they are not disaggregated."""
     shares: Sequence[Sequence[Sequence[int]]]
-    """By share of the global batch and rank of the plan that works on it: global ranks. They are
-    tensor-parallel or share rows: what all of them do is one rank's work in the plan."""
+    """Global ranks, by data-parallel rank (share of the global batch) and plan rank. The ranks of a
+    plan rank execute the same actions: they are tensor-parallel or context-parallel."""
     units: Mapping[str, MeshSizes] = field(default_factory=dict)
-    """Sizes by module, in the order of their ranks, where modules have ranks of their own."""
+    """Parallelism degrees of disaggregated modules, in the order of their ranks."""
     layer_hooks: LayerHooks | None = None
     """Hooks of layers that stop during collectives of the LLM. If None, layers do not stop."""
 
@@ -164,84 +182,86 @@ class ParallelMesh:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks of the run."""
         return dist.get_world_size()
 
     @cached_property
     def _place(self) -> tuple[int, int]:
-        """Share of the batch and rank of the plan."""
+        """(share of the global batch, plan rank) of this rank."""
         return next(
-            (share, place)
-            for share, ranks in enumerate(self.shares)
-            for place, alike in enumerate(ranks)
-            if self.rank in alike
+            (share, plan_rank)
+            for share, plan_ranks in enumerate(self.shares)
+            for plan_rank, ranks in enumerate(plan_ranks)
+            if self.rank in ranks
         )
 
     @property
     def pipeline_size(self) -> int:
-        """Ranks of a plan."""
+        """Number of ranks of a plan."""
         return len(self.shares[0])
 
     @property
     def pipeline_rank(self) -> int:
-        """Which of these ranks this is: its rank in a plan."""
+        """Rank in the plan."""
         return self._place[1]
 
     @property
     def plan_ranks(self) -> Sequence[Sequence[int]]:
-        """By rank of this rank's plan: global ranks."""
+        """Global ranks of the plan of this rank, by plan rank."""
         return self.shares[self._place[0]]
 
     @property
     def mirrors(self) -> int:
-        """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in
-        it."""
-        alike = len(self.plan_ranks[self.pipeline_rank])
-        return self.own.sizes.tensor * self.context_size // alike
+        """Number of plan ranks that form one tensor-parallel group of the LLM.
+
+        It is the number of tensor-parallel groups that encoders have within this group.
+        """
+        group_size = len(self.plan_ranks[self.pipeline_rank])
+        return self.own.sizes.tensor * self.context_size // group_size
 
     @property
     def context_size(self) -> int:
-        """Ranks that share a row of the LLM."""
+        """Number of context-parallel ranks."""
         return 1 if self.own.context is None else self.own.context.size()
 
     @property
     def context_rank(self) -> int:
-        """Which of these ranks this is."""
+        """Context-parallel rank."""
         return 0 if self.own.context is None else self.own.context.get_local_rank()
 
     @property
     def samples_ranks(self) -> int:
-        """Ranks that work on the same samples."""
-        return sum(len(alike) for alike in self.plan_ranks)
+        """Number of ranks that process the same samples."""
+        return sum(len(ranks) for ranks in self.plan_ranks)
 
     @property
     def is_first_of_samples(self) -> bool:
-        """Whether this rank is the first of them."""
+        """True on the first of the ranks that process the same samples."""
         return self.rank == self.plan_ranks[0][0]
 
     @property
     def data_parallel_size(self) -> int:
-        """Shares of the global batch."""
+        """Number of data-parallel ranks: the number of shares of the global batch."""
         return len(self.shares)
 
     @property
     def data_parallel_rank(self) -> int:
-        """The share that this rank works on."""
+        """Data-parallel rank: the index of the share of the global batch."""
         return self._place[0]
 
     @cached_property
     def _sum_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Process groups such that sums over each of them in turn are sums over all ranks."""
+        """Process groups of which a sequence of sums is a sum over all ranks."""
         if self.units:
             assert dist.group.WORLD is not None
             return [dist.group.WORLD]
         return [self.own.mesh.get_group(a) for a in AXES if self.own.mesh[a].size() > 1]
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of `values` over all ranks, bitwise equal on all ranks; collective.
+        """Return the sums of `values` over all ranks, bitwise identical on all ranks. Collective.
 
-        Values stay on their device, for which the host does not wait. All-gathers are used instead
-        of all-reduces, whose order of additions may differ between groups.
+        Values stay on their device, without a synchronization of the host. All-gathers are used
+        because the order of additions in all-reduces can differ between groups.
         """
         for group in self._sum_groups:
             gathered = values.new_empty(group.size(), values.numel())
@@ -251,7 +271,7 @@ class ParallelMesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by dimension, or by module and dimension, as a checkpoint records them."""
+        """Parallelism degrees by dimension, or by module and dimension, for checkpoints."""
         if not self.units:
             return {**self.own.sizes._asdict(), CONTEXT: self.context_size}
         return {
@@ -261,14 +281,14 @@ class ParallelMesh:
         }
 
     def global_rank(self, pipeline: int) -> int:
-        """The first global rank at a place in the first share's plan."""
+        """Return the first global rank of a plan rank, in the plan of data-parallel rank 0."""
         return self.shares[0][pipeline][0]
 
     def sum_over_data(self, values: list[float]) -> list[float]:
-        """Sums over the data-parallel ranks, in float64; every rank must call it.
+        """Return sums over the data-parallel ranks, in float64. Collective over all ranks.
 
-        Ranks of one pipeline, like those of one tensor-parallel group, must pass the same values;
-        what only one of them has (a loss) the others must have been sent first.
+        All ranks that process the same samples must pass the same values. Send values of a single
+        rank, such as a loss, to the remaining ranks first.
         """
         if self.world_size == 1:
             return list(values)
@@ -278,23 +298,23 @@ class ParallelMesh:
 
 
 def select_device(device: str) -> torch.device:
-    """The device of this process: "auto" takes CUDA where there is a device, one per local rank.
+    """Return the device of this process. "auto" selects the CUDA device of the local rank, if any.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is requested, but not available.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('training.device = "cuda": no CUDA device is available; use "auto"')
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    # float32's precision, as products have: TF32 put gradients of sound towers 3e-4 off on an H200.
+    # Matmuls use full float32, too. With TF32, audio encoder gradients were off by 3e-4 on an H200.
     torch.backends.cudnn.allow_tf32 = False
     index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
     return torch.device("cuda", index)
 
 
 def use_expandable_segments(device: torch.device, config: ParallelConfig) -> None:
-    """Let the CUDA allocator extend its segments, unless the environment configures the allocator.
+    """Enable expandable segments of the CUDA allocator, unless the environment configures it.
 
     Microbatches differ in their numbers of patches. Without expandable segments, freed blocks are
     often too small for the next request, and reserved memory remains unused.
@@ -317,11 +337,11 @@ def use_expandable_segments(device: torch.device, config: ParallelConfig) -> Non
 
 @working("connecting to the other ranks")
 def start_process_group(config: ParallelConfig, device: torch.device) -> None:
-    """Joins the process group of torchrun's environment; a lone process forms a group of one.
+    """Join the process group of torchrun. Without torchrun, the process is a group of one rank.
 
     Raises:
-        ConfigError: torchrun would restart ranks, which could not find each other then; the backend
-            does not carry tensors of the device.
+        ConfigError: The backend does not support tensors of the device, or torchrun would restart
+            ranks that could not connect to each other.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -347,17 +367,18 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
     )
-    if alone:  # nobody else waits for it, at the end of programs that leave it open
+    if alone:  # no other rank waits for it if a program exits with an open group
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def _look_for_store(timeout_s: float) -> None:
-    """Nothing, where torch's store is at the address at which ranks meet, or is still to come.
+    """Check that the store of torch is at the rendezvous address, or is not started yet.
 
-    A client of the store waits without end for what accepts connections and says nothing.
+    A store client waits without a timeout for a server that accepts connections and does not
+    respond.
 
     Raises:
-        PeerError: another program has the port.
+        PeerError: A different program uses the port.
     """
     environment = os.environ
     if environment["WORLD_SIZE"] == "1" or environment["RANK"] == "0":
@@ -388,14 +409,15 @@ def _look_for_store(timeout_s: float) -> None:
 
 
 def _meeting_place(timeout: timedelta) -> dist.Store | None:
-    """Where ranks leave their addresses; None: where torch does by itself.
+    """Return the store for the addresses of ranks, or None for the default of torch.
 
-    torchrun keeps one store for all attempts: unless told otherwise, restarted ranks would read the
-    addresses of those that died. So every attempt gets keys of its own. Their number is only known
-    to be the same on all ranks where one torchrun starts all of them: nodes count for themselves.
+    torchrun has one store for all attempts. By default, restarted ranks would read the addresses of
+    exited ranks, so each attempt uses a separate key prefix. The prefix is the restart count, which
+    is equal on all ranks only if a single torchrun process starts them: each node counts its own
+    restarts.
 
     Raises:
-        ConfigError: several nodes share such a store, and torchrun would restart their ranks.
+        ConfigError: Several nodes share such a store, and torchrun would restart their ranks.
     """
     environment = os.environ
     if environment["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in environment:
@@ -418,54 +440,57 @@ def _meeting_place(timeout: timedelta) -> dist.Store | None:
 def encoder_meshes(
     config: ParallelConfig, mesh: ParallelMesh, encoders: Iterable[str]
 ) -> dict[str, ModuleMesh]:
-    """Meshes of colocated encoders by name, one for those of the same sizes; none where all modules
-    are interleaved. Collective.
+    """Return the meshes of colocated encoders, by name. Collective.
+
+    Encoders with equal parallelism degrees share a mesh. Other placements have no encoder meshes.
 
     Raises:
-        ConfigError: sizes do not fit.
+        ConfigError: Parallelism degrees of an encoder are invalid.
     """
     if config.placement != "colocated":
         return {}
-    made: dict[MeshSizes, ModuleMesh] = {}
-    found = {}
+    mesh_of_sizes: dict[MeshSizes, ModuleMesh] = {}
+    meshes = {}
     for name in encoders:
         sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
-        if sizes not in made:
-            made[sizes] = mesh.own.colocated(sizes)
-        found[name] = made[sizes]
-    return found
+        if sizes not in mesh_of_sizes:
+            mesh_of_sizes[sizes] = mesh.own.colocated(sizes)
+        meshes[name] = mesh_of_sizes[sizes]
+    return meshes
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
-    """The mesh of `config` over all ranks of the started process group.
+    """Return the mesh of `config` over all ranks of the process group. Collective.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of ranks.
+        ConfigError: The product of the parallelism degrees is not the number of ranks.
     """
     sizes = resolve_sizes(config, dist.get_world_size())
     layer_hooks = LayerHooks() if config.tp_comm_fraction else None
     options: dict[int | str, Any] = {}
     if layer_hooks is not None and device.type == "cuda":
-        # A piece that is launched after the start of a collective must not delay its kernel.
+        # A kernel that is launched after the start of a collective must not delay the collective.
         options[TENSOR] = torch_private.high_priority(timedelta(seconds=config.timeout_s))
     mesh = init_device_mesh(
         device.type, tuple(sizes), mesh_dim_names=AXES, backend_override=options or None
     )
     experts = _divide_shards(mesh, config.expert, (EXPERT_SHARD, EXPERT))
     contexts = _divide_shards(mesh, config.context, (CONTEXT_SHARD, CONTEXT))
-    # Groups that share rows are neighbouring shards, so shares follow each other in their ranks.
+    # Context-parallel ranks are adjacent shards, so shares are in the order of ranks.
     ranks = _by_share(mesh.mesh).unflatten(0, (-1, config.context)).transpose(1, 2)
     group_size = config.context * sizes.tensor // config.mirrors
     shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
-    own = ModuleMesh(mesh, experts, contexts)
-    return ParallelMesh(device, own, shares.tolist(), layer_hooks=layer_hooks)
+    module_mesh = ModuleMesh(mesh, experts, contexts)
+    return ParallelMesh(device, module_mesh, shares.tolist(), layer_hooks=layer_hooks)
 
 
 def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh | None:
-    """Groups of so many neighbouring shards. Collective if there are any.
+    """Divide the shard dimension into groups of `size` adjacent shards. Collective if `size` > 1.
 
     Args:
-        names: of the dimension along groups, and of the one within.
+        mesh: Mesh with the dimensions `AXES`.
+        size: Shards per group. If 1, the result is None.
+        names: Names of the dimensions across groups and within a group.
     """
     if size == 1:
         return None
@@ -474,45 +499,46 @@ def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> Devic
 
 
 def _by_share(ranks: torch.Tensor) -> torch.Tensor:
-    """A mesh's ranks by data-parallel, pipeline and tensor rank."""
+    """Return the ranks of a mesh by data-parallel, pipeline and tensor rank."""
     return ranks.flatten(1, 2).transpose(0, 1)
 
 
 def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> ParallelMesh:
-    """This rank's unit; collective over the started process group.
+    """Build the meshes of disaggregated modules, and return the mesh of this rank. Collective.
 
     Args:
-        units: by module, in the order in which they take ranks.
+        units: Parallelism degrees of each module, in the order of their ranks.
+        device: Device of this rank.
 
     Raises:
-        ConfigError: the units have another number of ranks together than there are.
+        ConfigError: The number of ranks of all units is not the world size.
     """
-    wanted = sum(unit.ranks for unit in units.values())
+    required = sum(unit.ranks for unit in units.values())
     world_size = dist.get_world_size()
-    if wanted != world_size:
+    if required != world_size:
         sizes = ", ".join(f"{name} {unit.ranks}" for name, unit in units.items())
         raise ConfigError(
-            f"disaggregated modules: {sizes} require {wanted} ranks, not {world_size}"
+            f"disaggregated modules: {sizes} require {required} ranks, not {world_size}"
         )
-    found = None
+    module_mesh = None
     for ranks in _unit_ranks(units).values():
-        # All ranks take part in making the groups of all units.
+        # Creating the groups of a unit is collective over all ranks.
         mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
         if dist.get_rank() in ranks.flatten().tolist():
-            found = ModuleMesh(mesh)
-    assert found is not None
-    # By replica group and rank of its plan: the global ranks that are tensor-parallel.
+            module_mesh = ModuleMesh(mesh)
+    assert module_mesh is not None
+    # Global ranks by replica group and plan rank.
     groups = replica_groups(units)
     shares: list[list[list[int]]] = [[] for _ in range(groups)]
     for name, ranks in _unit_ranks(units).items():
         by_group = _by_share(ranks).unflatten(0, (groups, units[name].data_parallel // groups))
-        for group, own in enumerate(by_group):
-            shares[group] += own.flatten(0, 1).tolist()
-    return ParallelMesh(device, found, shares, units)
+        for group, replicas in enumerate(by_group):
+            shares[group] += replicas.flatten(0, 1).tolist()
+    return ParallelMesh(device, module_mesh, shares, units)
 
 
 def _unit_ranks(units: Mapping[str, MeshSizes]) -> dict[str, torch.Tensor]:
-    """Global ranks of every module, by pipeline, replicate, shard and tensor rank."""
+    """Return the global ranks of each module, by pipeline, replicate, shard and tensor rank."""
     ranks = {}
     first = 0
     for name, unit in units.items():

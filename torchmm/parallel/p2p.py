@@ -1,26 +1,30 @@
-"""Sending tensors between the ranks of a pipeline, without deadlock on gloo and NCCL alike.
+"""Point-to-point transfers between pipeline ranks, without deadlocks on gloo and NCCL.
 
-A *channel* is an ordered pair of ranks; what is sent through it arrives in the order of sending.
-All channels from lower to higher ranks use one process group, all others a second one: NCCL gives
-a pair of ranks one communicator and stream per group, in which a receive that waits for its
-sender would block what goes the other way. Operations are posted one by one, never batched, for
-a batch is one operation to NCCL. Nothing but sends and receives runs in these groups.
+A *channel* is an ordered pair of ranks. Tensors arrive in the order in which they were sent:
 
-The receiver allocates what the plan says, and the sender checks that it sends just that: gloo
-takes a shorter message without a word and aborts the process on a longer one. Rejected: sending
-shapes along (one more round trip per tensor), and `Work.is_completed`, which gloo never sets.
+    group "p2p_up"      0 -> 1   0 -> 2   1 -> 2     channels to higher ranks
+    group "p2p_down"    1 -> 0   2 -> 0   2 -> 1     channels to lower ranks
 
-On CUDA, receives are posted ahead, each a kernel that waits on a stream of its own for what a peer
-sends. That takes two things:
-- A communicator for each pair of ranks, as NCCL makes them when a pair first meets. A group that is
-  bound to a device (`init_process_group(device_id=...)`) has one for all its pairs, in which a
-  receive would wait for those of other peers: so no group here is.
-- A hardware queue for each stream. Streams that share one run in the order of launching, and what
-  stands behind a waiting kernel waits too: perhaps what the peer needs first. So
-  `reserve_hardware_queues` asks CUDA for all 32, and fewer than there are streams are refused. What
-  Megatron's users set, one queue, stops every pipeline here. Rejected: to post every receive at the
-  place of its send in one order of all ranks, which runs with one queue, but makes receivers hold
-  what encoders send ahead.
+Two groups are needed, because NCCL has one communicator and stream per group and pair of ranks. A
+pending receive would block transfers in the opposite direction. Operations are posted separately,
+because NCCL executes a batch as one operation. No collectives run in these groups.
+
+The receiver allocates buffers from the specs of the plan. The sender checks its tensors against the
+specs, because gloo accepts shorter messages silently, and aborts the process for longer ones.
+Sending shapes would need an additional round trip per tensor.
+
+On CUDA, receives are posted early. Each is a kernel that waits for its peer on a separate stream.
+This has two requirements:
+
+- One communicator per pair of ranks. NCCL creates them at the first transfer of a pair. A group
+  that is bound to a device (`init_process_group(device_id=...)`) has one communicator for all
+  pairs, in which a receive would wait for receives of different peers. No group is bound.
+- One hardware queue per stream. Streams that share a queue run in launch order, so a waiting kernel
+  would block the kernels behind it, possibly those that its peer needs. `reserve_hardware_queues`
+  requests all 32 queues, and `check_hardware_queues` rejects fewer queues than streams. The usual
+  setting of Megatron, CUDA_DEVICE_MAX_CONNECTIONS=1, would block every pipeline. Posting receives
+  at the position of their sends in a global order would work with one queue, but the receiver would
+  have to store early encoder outputs.
 """
 
 from __future__ import annotations
@@ -41,42 +45,44 @@ from torchmm.common.errors import ConfigError, PeerError
 from torchmm.parallel.health.peers import is_peer_trouble
 
 HARDWARE_QUEUES = 32
-"""As many as CUDA has."""
+"""Number of hardware queues of CUDA."""
 _OTHER_STREAMS = 8
-"""Of a rank, besides those of its channels: computing, FSDP2's, other communicators."""
+"""Streams of a rank besides channels: computation, FSDP2, other communicators."""
 _QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def reserve_hardware_queues() -> None:
-    """Asks CUDA for all its hardware queues, unless the environment says how many; to be called
-    before CUDA starts."""
+    """Request all hardware queues of CUDA, unless the environment sets their number.
+
+    Call before CUDA is initialized.
+    """
     os.environ.setdefault(_QUEUES_VARIABLE, str(HARDWARE_QUEUES))
 
 
 def check_hardware_queues(channels: Collection[tuple[int, int]]) -> None:
-    """Whether the streams of every rank have queues of their own.
+    """Check that each stream of a rank can have a separate hardware queue.
 
     Args:
-        channels: of a plan, as (source, destination), each as often as a rank has peers in it.
+        channels: (source, destination) pairs of a plan, one per stream (`channel_streams`).
 
     Raises:
-        ConfigError: the environment allows fewer.
+        ConfigError: The environment sets too few queues.
     """
     if not channels:
         return
-    own = Counter(rank for channel in channels for rank in channel)
-    needed = min(HARDWARE_QUEUES, max(own.values()) + _OTHER_STREAMS)
-    given = os.environ.get(_QUEUES_VARIABLE, "")
-    if given.isdigit() and int(given) < needed:
+    streams = Counter(rank for channel in channels for rank in channel)
+    needed = min(HARDWARE_QUEUES, max(streams.values()) + _OTHER_STREAMS)
+    value = os.environ.get(_QUEUES_VARIABLE, "")
+    if value.isdigit() and int(value) < needed:
         raise ConfigError(
-            f"{_QUEUES_VARIABLE} = {given} in the environment: point-to-point communication "
+            f"{_QUEUES_VARIABLE} = {value} in the environment: point-to-point communication "
             f"requires {needed} hardware queues, otherwise pending receives block all other "
             f"work; unset the variable to use {HARDWARE_QUEUES}"
         )
 
 
 class ShapeAndDtype(Protocol):
-    """What a receiver has to know of a tensor."""
+    """Shape and dtype that a receiver needs to allocate a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -86,12 +92,12 @@ class ShapeAndDtype(Protocol):
 
 
 Cut = tuple[int, int]
-"""Into how many slices the ranks of a source and of a destination cut a tensor's first dimension;
-both 1: all of them have all of it."""
+"""(source, destination): numbers of slices along the first dimension. Each rank of the source group
+and of the destination group has one slice. If both are 1, all ranks have the full tensor."""
 
 
 class PendingTransfer:
-    """Tensors on their way; holds them until `wait`."""
+    """Tensors in flight. It references them until `wait`."""
 
     def __init__(
         self, tensors: tuple[Tensor, ...], works: list[tuple[int, dist.Work]], rank: int
@@ -101,14 +107,13 @@ class PendingTransfer:
         self._rank = rank
 
     def wait(self, action: object) -> tuple[Tensor, ...]:
-        """Blocks until all tensors are through and returns them (on CUDA: the current stream
-        waits, not the process).
+        """Wait for all transfers, and return the tensors. On CUDA, only the current stream waits.
 
         Args:
-            action: what waits, for errors.
+            action: Waiting action, for error messages.
 
         Raises:
-            PeerError: the peer was lost, or did not answer in time.
+            PeerError: The peer was lost, or did not respond in time.
         """
         for peer, work in self._works:
             try:
@@ -121,21 +126,24 @@ class PendingTransfer:
 
 
 class P2PChannels:
-    """The channels of one rank. Creating them is collective over all ranks of the world.
+    """Channels of one rank. The constructor is collective over all ranks.
 
-    A rank of the plan may be a group of tensor-parallel ranks, which all have the same tensors, or
-    each a slice of them. In a transfer between groups of different sizes, consecutive ranks of the
-    larger one belong to one of the smaller: whole tensors each rank receives once, from its own;
-    of slices every rank gets what its slice has in common with others'. So no row and no gradient
-    arrives twice, and there is nothing to add up afterwards.
+    A rank of the plan can be a group of tensor-parallel ranks. All of them have the full tensors,
+    or each rank has a slice. If the groups of a transfer differ in size, consecutive ranks of the
+    larger group belong to one rank of the smaller group:
+
+    - Full tensors: each rank receives one copy, from the rank it belongs to.
+    - Slices: each pair of ranks transfers the intersection of their slices.
+
+    No row and no gradient arrives twice, so no reduction is needed.
 
     Args:
-        device: where tensors are sent from and received into.
-        ranks: global rank, or ranks, of each rank of the plan. Data-parallel replicas and, where
-            all tensor-parallel groups are alike, tensor-parallel ranks have plans, or copies of
-            one, among ranks of their own.
-        timeout_s: how long gloo waits for a peer. NCCL waits on the device and its watchdog ends
-            the process after this time.
+        device: Device of the tensors.
+        ranks: Global rank, or ranks, of each rank of the plan. Data-parallel replicas have separate
+            plans. If all tensor-parallel groups have the same size, tensor-parallel ranks can have
+            separate copies of a plan.
+        timeout_s: Timeout of gloo. NCCL waits on the device, and its watchdog aborts the process
+            after this time.
     """
 
     def __init__(
@@ -155,31 +163,31 @@ class P2PChannels:
 
     @property
     def plan_rank(self) -> int:
-        """This rank, counted within the plan."""
+        """Rank within the plan."""
         return self._plan_rank
 
     def warm_up(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Uses each of these channels once, in an order that all ranks share.
+        """Use each channel once, in an order that all ranks share.
 
-        The first use creates the connection and blocks until both ends are there, so it must not
-        happen in the middle of a step.
+        The first use of a channel creates the connection and blocks until both ends have joined. It
+        must not happen during a step.
 
         Args:
-            pairs: (source, destination) in ranks of the plan, the same on all of them.
+            pairs: (source, destination) ranks of the plan, equal on all ranks.
 
         Raises:
-            PeerError: a rank did not take part.
+            PeerError: A rank did not join.
         """
-        own = self.plan_rank
+        rank = self.plan_rank
         for source, destination in sorted(set(pairs)):
             sizes = len(self._ranks[source]), len(self._ranks[destination])
-            # Whole tensors and slices go different ways between groups of different sizes.
+            # Full tensors and slices use different pairs of ranks if group sizes differ.
             for cut in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
-                rows = lcm(sizes[0], sizes[1]) // cut[source != own]
+                rows = lcm(sizes[0], sizes[1]) // cut[source != rank]
                 probe = torch.zeros(rows, device=self.device)
-                if source == own:
+                if source == rank:
                     self.send((probe,), (probe,), destination, "warm-up", [cut]).wait("warm-up")
-                elif destination == own:
+                elif destination == rank:
                     self.receive((probe,), source, "warm-up", [cut]).wait("warm-up")
 
     def send(
@@ -190,17 +198,18 @@ class P2PChannels:
         action: object,
         cuts: Sequence[Cut] = (),
     ) -> PendingTransfer:
-        """Posts sends.
+        """Post the sends of the tensors of an action.
 
         Args:
-            specs: what this rank is to send: where slices are of different sizes, its own one.
-            peer: rank of the plan.
-            action: what to call this in errors.
-            cuts: one for each tensor; none: all are whole.
+            tensors: Tensors on this rank.
+            specs: Specs of these tensors on this rank, from the plan.
+            peer: Destination rank of the plan.
+            action: Name of the action in error messages.
+            cuts: One per tensor. By default, all ranks have full tensors.
 
         Raises:
-            ValueError: the tensors are not what the plan says.
-            PeerError: the peer is gone.
+            ValueError: The tensors do not match the specs.
+            PeerError: The peer was lost.
         """
         _check(tensors, specs, action)
         sent = tuple(t.detach().contiguous() for t in tensors)
@@ -218,10 +227,10 @@ class P2PChannels:
         action: object,
         cuts: Sequence[Cut] = (),
     ) -> PendingTransfer:
-        """Allocates memory and posts receives; arguments as in `send`.
+        """Allocate buffers and post receives. See `send` for the arguments.
 
         Raises:
-            PeerError: the peer is gone.
+            PeerError: The peer was lost.
         """
         buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
         parts = [
@@ -234,19 +243,25 @@ class P2PChannels:
     def _parts(
         self, tensor: Tensor, cut: Cut, peers: Sequence[int], *, sends: bool
     ) -> list[tuple[Tensor, int]]:
-        """Which part of a tensor goes to, or comes from, which rank of the other group."""
-        own = len(self._ranks[self._plan_rank])
-        others = len(peers)
+        """Return (part of the tensor, global rank of the peer) for each transfer."""
+        group_size = len(self._ranks[self._plan_rank])
+        peer_count = len(peers)
         if cut[0] == cut[1]:
             if not sends:
-                return [(tensor, peers[self._place * others // own])]
-            here = (place for place in range(others) if place * own // others == self._place)
+                return [(tensor, peers[self._place * peer_count // group_size])]
+            here = (
+                place
+                for place in range(peer_count)
+                if place * group_size // peer_count == self._place
+            )
             return [(tensor, peers[place]) for place in here]
-        assert cut == ((own, others) if sends else (others, own)), "slices of other ranks"
+        assert cut == ((group_size, peer_count) if sends else (peer_count, group_size)), (
+            "slices of other ranks"
+        )
         assert tensor.ndim <= 2, "rows of other ranks are not next to each other"
         rows = len(tensor)
         first = self._place * rows
-        size = rows * own // others  # rows of a peer's slice
+        size = rows * group_size // peer_count  # rows of a peer's slice
         parts = []
         for place, peer in enumerate(peers):
             begin = max(first, place * size)
@@ -265,8 +280,8 @@ class P2PChannels:
         works: list[tuple[int, dist.Work]] = []
         for part, rank in parts:
             if not part.numel():
-                continue  # both ends know which are empty; there is nothing to send
-            # The direction is that of the message: what a lower rank receives goes downwards.
+                continue  # both ends skip empty parts
+            # The message defines the direction: receives from a higher rank use the "down" group.
             upwards = (self._rank < rank) == (operation is dist.isend)
             group = self._up if upwards else self._down
             try:
@@ -281,7 +296,8 @@ class P2PChannels:
 
 
 def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
-    reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]  # where in gloo's source
+    # Without the source location in gloo.
+    reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]
     return PeerError(
         f"rank {rank} lost rank {peer} in action {action}: {reason}. Rank {peer} exited, "
         "hangs, or waits for another rank; see its log. parallel.timeout_s sets the timeout"
@@ -293,9 +309,9 @@ def _check(tensors: Sequence[Tensor], specs: Sequence[ShapeAndDtype], action: ob
         t.shape == s.shape and t.dtype == s.dtype for t, s in zip(tensors, specs, strict=True)
     ):
         return
-    found = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+    actual = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
     planned = [f"{tuple(s.shape)} {s.dtype}" for s in specs]
     raise ValueError(
-        f"action {action} would send {found}, but the plan requires {planned}; compute the "
+        f"action {action} would send {actual}, but the plan requires {planned}; compute the "
         "specs of the plan from the metadata of the same microbatches"
     )

@@ -1,7 +1,7 @@
-"""Mixed precision of a stage whose parameters are whole on one rank, without FSDP2.
+"""Mixed precision of a stage whose parameters are unsharded on one rank, without FSDP2.
 
-On a mesh of one rank FSDP2 communicates nothing, but casts and copies every parameter before each
-forward and backward pass, and copies every gradient. `MixedPrecision` computes the same values:
+On a mesh of one rank FSDP2 does not communicate, but casts and copies each parameter before each
+forward and backward pass, and copies each gradient. `MixedPrecision` computes the same values:
 
 - Modules compute with copies of the parameters in the compute dtype, made once per step.
   Parameters that have the compute dtype already are used as they are.
@@ -11,9 +11,9 @@ forward and backward pass, and copies every gradient. `MixedPrecision` computes 
   gradient is added as soon as autograd has it, so that its memory is free early. Small ones are
   added together after the pass, with few kernels.
 
-Between steps the modules have their own parameters, so that optimizers, checkpoints and exports are
-independent of this file. Rejected: `torch.autocast`, which casts weights in every forward pass and
-chooses other dtypes for norms and losses; a parametrization of each weight, which renames it.
+Between steps the modules have their original parameters, so optimizers, checkpoints and exports are
+independent of this file. `torch.autocast` is not used, because it casts weights in every forward
+pass, and selects different dtypes for norms and losses. A parametrization would rename weights.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torchmm.models.layered import LayeredModule
 _ATTRIBUTE = "torchmm_mixed_precision"
 
 SMALL = 2**18
-"""Elements of the largest gradient that is kept until the end of the backward pass.
+"""Maximum number of elements of gradients that are kept until the end of the backward pass.
 
-Arithmetic for 2.7 TB/s: adding 2**18 elements moves 2.6 MB in 1 us, less than a kernel launch.
+Estimate for 2.7 TB/s: adding 2**18 elements moves 2.6 MB in 1 us, less than a kernel launch.
 """
 TOGETHER = 2**24
-"""Elements of the gradients that are added together; they have float32 copies meanwhile."""
+"""Number of elements of gradients that are added together, with temporary float32 copies."""
 
 
 def apply_mixed_precision(module: LayeredModule, dtype: torch.dtype) -> None:
-    """Let a stage compute in `dtype`, in place; its memory may still be unallocated."""
+    """Set the compute dtype of a stage, in place. Its memory can still be unallocated."""
     setattr(module, _ATTRIBUTE, MixedPrecision(module, dtype))
 
     def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -54,8 +54,8 @@ def apply_mixed_precision(module: LayeredModule, dtype: torch.dtype) -> None:
 
 def mixed_precision(module: nn.Module) -> MixedPrecision | None:
     """Return the mixed precision of a stage, or None if it has none."""
-    found: MixedPrecision | None = getattr(module, _ATTRIBUTE, None)
-    return found
+    precision: MixedPrecision | None = getattr(module, _ATTRIBUTE, None)
+    return precision
 
 
 class MixedPrecision:
@@ -64,8 +64,8 @@ class MixedPrecision:
     Between `begin_step` and `end_step` the parameters of the module are the compute copies.
 
     Args:
-        module: the stage.
-        dtype: the compute dtype.
+        module: Stage.
+        dtype: Compute dtype.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -79,7 +79,7 @@ class MixedPrecision:
         """Replace the parameters of the module by compute copies with their current values.
 
         Args:
-            backwards: the number of backward passes of the stage in this step.
+            backwards: Number of backward passes of the stage in this step.
         """
         if not self._weights:
             self._weights = self._list_weights()
@@ -89,16 +89,16 @@ class MixedPrecision:
             if weight.needs_copy():
                 copied.setdefault(weight.master.dtype, []).append(weight)
         with torch.no_grad():
-            for alike in copied.values():
-                copies: list[Tensor] = [weight.compute for weight in alike]
-                masters: list[Tensor] = [weight.master for weight in alike]
+            for weights in copied.values():
+                copies: list[Tensor] = [weight.compute for weight in weights]
+                masters: list[Tensor] = [weight.master for weight in weights]
                 torch._foreach_copy_(copies, masters)
         for weight in self._weights:
             weight.begin_step(sums=backwards > 1)
         self._active = True
 
     def accumulate_gradients(self) -> None:
-        """Move gradients into the float32 sums; call it after each backward pass."""
+        """Move gradients into the float32 sums. Call after each backward pass."""
         small: list[_Weight] = []
         elements = 0
         for weight in self._trained:
@@ -114,7 +114,7 @@ class MixedPrecision:
             _accumulate_together(small)
 
     def end_step(self) -> None:
-        """Put the parameters back into the module, with their gradients; idempotent."""
+        """Restore the original parameters of the module, with their gradients. Idempotent."""
         if not self._active:
             return
         self._active = False
@@ -128,21 +128,21 @@ class MixedPrecision:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owners.setdefault(parameter, []).append((owner, name))
-        return [_Weight(parameter, own, self._dtype) for parameter, own in owners.items()]
+        return [_Weight(parameter, places, self._dtype) for parameter, places in owners.items()]
 
 
 class _Weight:
     """Compute copy and gradient sum of one parameter.
 
     Args:
-        master: the parameter, which the optimizer updates.
-        owners: the modules that have it, with its names; several if it is tied.
-        dtype: the compute dtype.
+            master: Parameter that the optimizer updates.
+            owners: (module, parameter name) pairs. A tied parameter has several.
+            dtype: Compute dtype.
 
-    Attributes:
-        compute: the parameter that modules compute with; the master itself if dtypes are equal.
-        is_small: whether gradients are kept until the end of the backward pass.
-        sum: the float32 sum of the gradients of the step so far.
+        Attributes:
+            compute: Parameter that modules compute with. The master itself if dtypes are equal.
+            is_small: Whether gradients are kept until the end of the backward pass.
+            sum: Float32 sum of the gradients of the step.
     """
 
     __slots__ = ("_owners", "_sums", "_version", "compute", "is_small", "master", "sum")
@@ -155,7 +155,7 @@ class _Weight:
         self._owners = owners
         self._version = -1
         self._sums = False
-        """Whether gradients are summed in float32 at present."""
+        """Whether gradients are currently summed in float32."""
         self.sum: Tensor | None = None
         if master.dtype != dtype:
             copy = torch.empty_like(master, dtype=dtype)
@@ -167,8 +167,8 @@ class _Weight:
     def needs_copy(self) -> bool:
         """Return True if the compute copy may differ from the master.
 
-        Fused optimizers do not count their changes of a parameter, so that only parameters that are
-        not trained have a version to rely on.
+        Fused optimizers do not increment the version of a parameter. The version is therefore
+        reliable only for frozen parameters.
         """
         if self.compute is self.master:
             return False
@@ -179,19 +179,19 @@ class _Weight:
         """Put the compute copy into the modules.
 
         Args:
-            sums: whether the step has several gradients of the parameter.
+            sums: Whether the parameter has several gradients in the step.
         """
         if self.compute is not self.master:
             for owner, name in self._owners:
                 assert owner._parameters[name] is self.master, name
                 owner._parameters[name] = self.compute
-        # One gradient is its own sum.
+        # A single gradient needs no sum.
         self._sums = sums or self.compute is not self.master or self.master.grad is not None
         if self._sums and self.master.grad is not None:
             self.sum, self.master.grad = self.master.grad.float(), None
 
     def has_new_gradient(self) -> bool:
-        """Return True if a gradient has to be moved into the float32 sum."""
+        """Return True if a gradient must be moved into the float32 sum."""
         return self._sums and self.compute.grad is not None
 
     def accumulate_gradient(self) -> None:
@@ -239,10 +239,11 @@ def _accumulate_together(weights: list[_Weight]) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with all floating-point tensors in it in `dtype`, itself if all are.
+    """Cast all floating-point tensors in `value`. Return `value` itself if no cast is needed.
 
     Args:
-        value: tensors in lists, tuples, mappings and dataclasses, as in inputs of modules.
+        value: Tensors, or nested lists, tuples, dicts and dataclasses of tensors.
+        dtype: Target dtype.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -255,19 +256,19 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
-        own = {part.name: getattr(value, part.name) for part in fields(value)}
-        cast = cast_floats(own, dtype)
-        return value if cast is own else replace(value, **cast)
+        values = {part.name: getattr(value, part.name) for part in fields(value)}
+        cast = cast_floats(values, dtype)
+        return value if cast is values else replace(value, **cast)
     return value
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Return True if both have the same objects."""
+    """Return True if both iterables contain the same objects."""
     return all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
 def _casting(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a method with the inputs cast, which hooks do for `forward` only."""
+    """Return a method that casts its inputs. Hooks cast only the inputs of `forward`."""
 
     @wraps(method)
     def casting(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,19 @@
-"""The private parts of torch that pipelining needs, in one place, for torch 2.11 to 2.14.
+"""Private APIs of torch that torchmm uses, for torch 2.11 to 2.14.
 
-- `torch.distributed.pipelining._backward`: backward of a stage, whole or split into the gradients
-  of its inputs and those of its weights. Up to 2.12 the split may be wrong for a weight that is
-  used twice; `supports_weight_split` finds out by trying.
-- FSDP2's state: gathering and reducing at moments of our own needs the state to be initialised
-  before the first forward, the groups of parameters, and the callback that ends a backward.
-- DTensors of tensors that are not on their mesh's device; local tensors without the view that
-  `to_local` makes of a parameter.
-- Functional collectives and symmetric memory: operators that start a collective and return; a
-  custom operator can name a process group by a string only, so it has to be looked up.
+- `torch.distributed.pipelining._backward`: full backward pass of a stage, or split into gradients
+  of inputs and of weights. Up to 2.12, the split can be wrong for a weight that is used twice, so
+  `supports_weight_split` tests it.
+- State of FSDP2: collectives at times that the plan chooses need an initialized state before the
+  first forward pass, the parameter groups, and the callback at the end of a backward pass.
+- DTensors of tensors that are not on the device of their mesh, and local tensors without the view
+  that `to_local` creates.
+- Functional collectives and symmetric memory: operators that start a collective and return. A
+  custom operator can reference a process group only by its name.
+- Timeouts of a process group, which can be changed after the group has connected.
+- torch.compile: errors, metrics of compilations, cache directory.
 
-- How long members of a group wait for each other, which can be changed once they have met.
-
-Everything else uses public functions. Rejected: torch's `PipelineStage`, which has one number of
-microbatches for all stages, shapes that never change, and was rewritten between 2.11 and 2.13.
+All remaining code uses public functions. `PipelineStage` of torch is not used: it needs equal
+microbatch counts for all stages and constant shapes, and was rewritten between 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 @cache
 def supports_weight_split() -> bool:
-    """Whether a backward split in two is right also for a weight that is used twice."""
+    """Return True if a split backward pass is correct for a weight that is used twice."""
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     x = torch.tensor([2.0], requires_grad=True)
     with torch.enable_grad():
@@ -100,31 +100,34 @@ def supports_weight_split() -> bool:
 def stage_backward_weight(
     weights: Iterator[torch.nn.Parameter], groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> None:
-    """torch's function of this name, with the weights of a group in an order all ranks share.
+    """Run `stage_backward_weight` of torch with the same order of weights on all ranks.
 
-    Adding up gradients of a DTensor may communicate, and torch goes through a set of graph nodes,
-    whose order is that of memory addresses: tensor-parallel ranks would mix up a norm's weight and
-    bias.
+    Accumulating the gradient of a DTensor can communicate. torch iterates over a set of graph
+    nodes, in the order of memory addresses. Tensor-parallel ranks could exchange gradients of
+    different weights, such as the weight and the bias of a norm.
     """
-    known = list(weights)
-    position = {_get_grad_fn_or_grad_acc(weight): index for index, weight in enumerate(known)}
+    ordered = list(weights)
+    position = {_get_grad_fn_or_grad_acc(weight): index for index, weight in enumerate(ordered)}
     for group in groups:
         group["params"] = sorted(group["params"], key=position.__getitem__)
     groups.sort(key=lambda group: position[group["params"][0]])
-    _backward_weight(iter(known), groups, retain_graph=retain_graph)
+    _backward_weight(iter(ordered), groups, retain_graph=retain_graph)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd counts `tensor` as a view, which cannot be detached in place."""
+    """Return True if autograd treats `tensor` as a view, which cannot be detached in place."""
     return tensor._is_view()
 
 
 def placed_like(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
-    """A DTensor of this rank's part, where it is: `DTensor.from_local` would move it to the mesh.
+    """Return a DTensor of a local tensor on its current device.
+
+    `DTensor.from_local` would move the tensor to the device of the mesh.
 
     Args:
-        like: with the same mesh and placements.
-        shape: of the whole.
+        local: Local shard.
+        like: DTensor with the same mesh and placements.
+        shape: Shape of the full tensor.
     """
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(shape, stride, local.dtype)
@@ -138,14 +141,14 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def initialize_fsdp(module: FSDPModule) -> None:
-    """Makes `module` a root, as its first forward would."""
+    """Initialize `module` as an FSDP root, as in its first forward pass."""
     module._get_fsdp_state()._lazy_init()
 
 
 def accumulate_gradients(module: FSDPModule) -> None:
-    """Moves gradients in the compute dtype into sums in the dtype of the reduction.
+    """Move gradients in the compute dtype into sums in the reduction dtype.
 
-    A backward through FSDP's hooks does so by itself; `stage_backward_weight` bypasses them.
+    Backward hooks of FSDP do this automatically, but `stage_backward_weight` bypasses them.
     """
     for group in _groups(module):
         for parameter in group.fsdp_params:
@@ -155,109 +158,107 @@ def accumulate_gradients(module: FSDPModule) -> None:
 
 
 def fill_missing_gradients(module: FSDPModule) -> None:
-    """Gives zeros to gathered parameters without a gradient, so that all ranks reduce alike.
+    """Set missing gradients of unsharded parameters to zero, so that all ranks reduce the same.
 
-    2.13's `set_reduce_scatter_unused_params` is not used: 2.11 has no such setting, and its zeros
-    are in the compute dtype, which a group that has accumulated in another one rejects.
+    `set_reduce_scatter_unused_params` of 2.13 is not used. torch 2.11 does not have it, and its
+    zeros have the compute dtype, which a group with sums in a different dtype rejects.
     """
     accumulate_gradients(module)
     for group in _groups(module):
         for parameter in group.fsdp_params:
-            whole = parameter.unsharded_param
-            if not parameter.sharded_param.requires_grad or whole.grad is not None:
+            unsharded = parameter.unsharded_param
+            if not parameter.sharded_param.requires_grad or unsharded.grad is not None:
                 continue
-            if parameter.reduce_dtype in (None, whole.dtype):
-                whole.grad = torch.zeros_like(whole)
+            if parameter.reduce_dtype in (None, unsharded.dtype):
+                unsharded.grad = torch.zeros_like(unsharded)
             elif parameter.unsharded_accumulated_grad is None:
-                zeros = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+                zeros = torch.zeros_like(unsharded, dtype=parameter.reduce_dtype)
                 parameter.unsharded_accumulated_grad = zeros
 
 
 def start_reducing(module: FSDPModule) -> list[Any]:
-    """Starts the reduction of all groups' gradients: FSDP's own sequence, but the current stream
-    waits for none of it.
+    """Start the gradient reduction of all groups, without blocking the current stream.
 
-    FSDP lets each group's reduction wait for the one before, to have one buffer at a time; the
-    buffers of all take no more than the gradients did that they come from.
+    FSDP delays the reduction of each group until the previous one is complete, to have one buffer
+    at a time. Here, the buffers use at most the memory of the gradients they come from.
 
     Returns:
-        What to hand to `finish_reducing`.
+        State for `finish_reducing`.
     """
     communication: Any = module._get_fsdp_state()._comm_ctx
-    held: list[Any] = []
+    states: list[Any] = []
     for group in _groups(module):
         group.post_backward()
-        # A list since 2.13; before, one state or none.
+        # A list since 2.13. Before, one state or None.
         if hasattr(communication, "reduce_scatter_states"):
-            held += communication.reduce_scatter_states
+            states += communication.reduce_scatter_states
             communication.reduce_scatter_states.clear()
         else:
-            held.append(communication.reduce_scatter_state)
+            states.append(communication.reduce_scatter_state)
             communication.reduce_scatter_state = None
-    return held
+    return states
 
 
 def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
-    """Lets the current stream wait for all reductions of `start_reducing`; ends the backward."""
+    """Make the current stream wait for the reductions, and end the backward pass."""
     module._get_fsdp_state()._root_post_backward_final_callback()
-    held.clear()  # what this stream allocates from here on is written after the reductions
+    held.clear()  # later allocations of this stream are written after the reductions
 
 
 def release_reduced(module: FSDPModule) -> None:
-    """Let the current stream wait for reduce-scatters that read buffers, and free the buffers.
+    """Make the current stream wait for reduce-scatters, and free their buffers.
 
-    FSDP does so at the end of the last backward, and in other backward passes before a layer is
-    reduced. Until then, the buffer of the last unit occupies memory.
+    FSDP does this at the end of the last backward pass, and in other backward passes before a layer
+    is reduced. Until then, the buffer of the last unit uses memory.
     """
     communication: Any = module._get_fsdp_state()._comm_ctx
-    # A list since 2.13; before, one state or none.
-    held = getattr(communication, "reduce_scatter_states", None)
-    if held is None:
-        own = communication.reduce_scatter_state
-        held = [] if own is None else [own]
+    # A list since 2.13. Before, one state or None.
+    states = getattr(communication, "reduce_scatter_states", None)
+    if states is None:
+        state_of_scatter = communication.reduce_scatter_state
+        states = [] if state_of_scatter is None else [state_of_scatter]
         communication.reduce_scatter_state = None
-    for state in held:
+    for state in states:
         if state.event is not None:
             communication.device_handle.current_stream().wait_event(state.event)
-    held.clear()
+    states.clear()
 
 
 def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:
-    """On CUDA: when all reductions are complete that were started last; with a time."""
+    """Return an event with a time at the end of the last reductions, or None without CUDA."""
     communication = module._get_fsdp_state()._comm_ctx
     scatters = communication.reduce_scatter_stream
     sums = communication.all_reduce_stream
     if not isinstance(scatters, torch.cuda.Stream):
         return None
-    sums.wait_stream(scatters)  # sums over replicas come after, if there are any
+    sums.wait_stream(scatters)  # all-reduces of replicas follow, if any
     end = torch.cuda.Event(enable_timing=True)
     end.record(sums)
     return end
 
 
 class CompileEvent(NamedTuple):
-    """What torch.compile did at a moment."""
+    """A compilation of torch.compile."""
 
     number: str
     during_us: float
-    """By the clock of the day, some time in it."""
+    """Wall-clock time during the compilation, in microseconds."""
 
     @classmethod
     def current(cls) -> CompileEvent:
-        """What it is doing now."""
+        """Return the compilation that is in progress."""
         return cls(str(CompileContext.current_compile_id()), time.time_ns() / 1e3)
 
     def figures(self) -> tuple[str, float, bool]:
-        """Which guards of other graphs had failed, how many milliseconds it took, whether a cache
-        had the code."""
-        parts = [  # forward and backward; numbers begin anew where everything is forgotten
+        """Return (failed guards of other graphs, duration in ms, whether a cache had the code)."""
+        metrics = [  # forward and backward; a reset of torch.compile restarts the numbers
             part
             for part in get_compilation_metrics()
             if str(part.compile_id) == self.number and (part.end_time_us or 0) >= self.during_us
         ]
-        reason = next((part.recompile_reason for part in parts if part.recompile_reason), "")
-        took_ms = sum((part.duration_us or 0) / 1e3 for part in parts)
-        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in parts)
+        reason = next((part.recompile_reason for part in metrics if part.recompile_reason), "")
+        took_ms = sum((part.duration_us or 0) / 1e3 for part in metrics)
+        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in metrics)
         return reason, took_ms, hits > 0
 
 
@@ -267,7 +268,7 @@ def has_dynamic_sizes(tensor: Tensor) -> bool:
 
 
 def compiler_named(backend: str) -> Callable[..., Any]:
-    """A backend of torch.compile, which gets a graph and example inputs."""
+    """Return a backend of torch.compile: a function of a graph and example inputs."""
     return lookup_backend(backend)
 
 
@@ -277,21 +278,21 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def usual_code_cache() -> str:
-    """Where torch.compile keeps code if nobody has said otherwise."""
+    """Return the default cache directory of torch.compile."""
     return default_cache_dir()
 
 
 def clear_forward_order(module: FSDPModule) -> None:
-    """Forgets the order of forwards, which otherwise only the end of a backward does."""
+    """Clear the recorded order of forward passes. FSDP clears it only at the end of a backward."""
     module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
     for group in _groups(module):
         group._post_forward_indices.clear()
 
 
 def _groups(module: FSDPModule) -> Iterator[Any]:
-    """FSDP's groups of parameters in `module`, which must be initialised."""
+    """Yield the parameter groups of FSDP in `module`, which must be initialized."""
     for state in module._get_fsdp_state()._state_ctx.all_states:
-        # A list since 2.13; before, a state has one group or none.
+        # A list since 2.13. Before, a state has one group or None.
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
@@ -299,8 +300,11 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
 
 
 def new_patient_group(timeout: timedelta) -> ProcessGroup:
-    """A gloo group of all ranks who wait that long for each other once they have met; until then
-    no longer than in the group of all, so that a rank that dies at the start is noticed."""
+    """Return a gloo group of all ranks with a timeout that applies after it has connected.
+
+    The timeout for connecting is at most that of the default group, so that a rank that exits
+    during the start is detected.
+    """
     device = torch.device("cpu")
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -313,62 +317,62 @@ def new_patient_group(timeout: timedelta) -> ProcessGroup:
 
 
 def high_priority(timeout: timedelta) -> Any:
-    """Return NCCL options of groups whose kernels are scheduled before others that are ready."""
+    """Return NCCL options of groups whose kernels have priority over other ready kernels."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     return options
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The process group of that name."""
+    """Return the process group with a name."""
     return _resolve_process_group(GroupName(name))
 
 
 def start_all_gather(x_SD: Tensor, group: ProcessGroup) -> Tensor:
-    """(ranks x S, D); to be read after `wait` only."""
+    """Start an all-gather. The result (ranks x S, D) is valid after `wait`."""
     operators = torch.ops._c10d_functional
     return operators.all_gather_into_tensor(x_SD, group.size(), group.group_name)
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum; to be read after `wait` only."""
+    """Start an all-reduce. The sum is valid after `wait`."""
     return torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
 
 
 def start_reduce_scatter(x_ND: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's (N / ranks, D) of the sum; to be read after `wait` only."""
+    """Start a reduce-scatter. The local result (N / ranks, D) is valid after `wait`."""
     operators = torch.ops._c10d_functional
     return operators.reduce_scatter_tensor(x_ND, "sum", group.size(), group.group_name)
 
 
 def start_copy_engine_gather(x_SD: Tensor, group: ProcessGroup) -> Tensor:
-    """`start_all_gather` through symmetric memory: on CUDA, without the multiprocessors.
+    """Start an all-gather in symmetric memory. On CUDA, copy engines run it instead of SMs.
 
-    No other operation on symmetric memory may be started in this group before `wait`: all use the
-    group's one workspace.
+    No other symmetric memory operation of this group may start before `wait`, because all of them
+    use the workspace of the group.
     """
     return torch.ops.symm_mem._low_contention_all_gather(x_SD, group.group_name)
 
 
 def start_copy_engine_scatter(x_ND: Tensor, group: ProcessGroup) -> Tensor:
-    """`start_reduce_scatter` through symmetric memory; only the sum takes multiprocessors."""
+    """Start a reduce-scatter in symmetric memory. Only the sum uses SMs."""
     return torch.ops.symm_mem._low_contention_reduce_scatter(x_ND, "sum", group.group_name)
 
 
 def wait(started: Tensor) -> Tensor:
-    """The result of one of the operations above, complete."""
+    """Return the complete result of an operation that was started."""
     return torch.ops._c10d_functional.wait_tensor(started)
 
 
 def fused_gather_matmul(
     x_SD: Tensor, matrices: list[Tensor], group: ProcessGroup, keep: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """All ranks' rows, if they are to be kept, and their products with `matrices` (D, F)."""
+    """Return the rows of all ranks, or None, and their matmuls with `matrices` (D, F)."""
     fused = torch.ops.symm_mem.fused_all_gather_matmul
     return fused(x_SD, matrices, 0, group.group_name, return_A=keep)
 
 
 def fused_matmul_scatter(x_NF: Tensor, matrix_FD: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's (N / ranks, D) of the sum over ranks of x @ matrix."""
+    """Return the local (N / ranks, D) of the sum over ranks of x @ matrix."""
     fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
     return fused(x_NF, matrix_FD, "sum", 0, group.group_name)

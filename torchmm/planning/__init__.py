@@ -1,1 +1,1 @@
-"""From a recipe to sizes, stage layouts and plans, without process groups."""
+"""Parallelism degrees, stage layouts and plans of a recipe, without process groups."""

@@ -1,7 +1,7 @@
-"""Values that a recipe leaves open, chosen before ranks meet.
+"""Automatic values of a recipe, chosen before the process group starts.
 
-All ranks choose alike: from the recipe, the number of ranks and the first step of the data. Each
-choice is an entry of the table "recipe_choices" (`torchmm.common.extensions`):
+All ranks choose the same values, from the recipe, the number of ranks and the first step of the
+data. Each choice is an entry of the table "recipe_choices" (`torchmm.common.extensions`):
 
     sizes          (recipe, world_size) -> Recipe                    `parallel.auto_sizes`
     arrangement    (run, model) -> Resolved                          "auto" in [data]
@@ -25,10 +25,10 @@ from torchmm.recipe.recipe import Recipe
 
 
 def choose_sizes(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe with parallel sizes for `parallel.auto_sizes`.
+    """Return the recipe with parallelism degrees for `parallel.auto_sizes`.
 
     Raises:
-        ConfigError: No sizes fit the ranks or the memory of the devices.
+        ConfigError: No degrees are valid for the number of ranks and the memory of the devices.
     """
     if not recipe.parallel.auto_sizes:
         return recipe
@@ -42,7 +42,7 @@ def choose_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
     The value is "none" if no installed extension chooses.
 
     Args:
-        run: Recipe with resolved sizes.
+        run: Recipe with resolved parallelism degrees.
         model: Model of the recipe on the meta device.
 
     Raises:
@@ -71,7 +71,7 @@ def choose_segments(
     """Return [parallel] with stages per module for a schedule that chooses them.
 
     Args:
-        run: Recipe with resolved sizes.
+        run: Recipe with resolved parallelism degrees.
         model: Model of the recipe on the meta device.
         tokenizer: Tokenizer of the model.
         shares: Microbatches of the first step, by share of the global batch.

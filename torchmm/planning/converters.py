@@ -1,4 +1,4 @@
-"""The interface of model converters, which replace parts of a model before it is parallelized.
+"""Interface of model converters, which replace submodules of a model before parallelization.
 
 Extensions add converters with entries of the table "model_converters"
 (`torchmm.common.extensions`). A target is a subclass of `ModelConverter`. The argument of `is_used`
@@ -19,7 +19,7 @@ from torchmm.recipe.recipe import Recipe
 
 
 class ModelConverter(ABC):
-    """Replacement of parts of a model, such as linears by float8 linears.
+    """Replacement of submodules of a model, such as linears by float8 linears.
 
     Args:
         recipe: Recipe of the run.

@@ -1,7 +1,7 @@
-"""Execution of each module in a run: ranks that split and shard it, and what it recomputes.
+"""Execution of each module in a run: parallelism, recomputation and optimizer states.
 
-A run, its forecast, the choice of segments, reordering and layer tuning all use these functions, so
-that they compute the costs of the same step.
+Training, simulation, the choice of segments, reordering and layer tuning all use these functions,
+so they compute the costs of the same step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str
 def module_executions(
     run: Resolved, modules: Sequence[ModuleDescription], device: str
 ) -> dict[str, Execution]:
-    """Return how every module of a run is executed.
+    """Return the execution of each module of a run.
 
     Args:
         run: Recipe with resolved sizes.
@@ -61,21 +61,21 @@ def module_executions(
         device: Type of the device that runs the modules, "cuda" or "cpu".
 
     Raises:
-        ConfigError: own sizes of encoders do not fit.
+        ConfigError: Parallelism degrees of an encoder are invalid.
     """
     parallel = run.recipe.parallel
-    found = {}
+    executions = {}
     for module in modules:
-        own = run.units.get(module.name, run.llm)
+        sizes = run.units.get(module.name, run.llm)
         if parallel.placement == "colocated" and module.kind == "encoder":
-            own = encoder_mesh_sizes(parallel, module.name, own)
+            sizes = encoder_mesh_sizes(parallel, module.name, sizes)
         recompute = recompute_mode(run.recipe, module, device)
-        found[module.name] = Execution(
-            tensor=own.tensor,
+        executions[module.name] = Execution(
+            tensor=sizes.tensor,
             sequence_parallel=parallel.sequence_parallel,
             async_tensor=parallel.async_tensor_parallel,
-            shard=own.shard,
-            replicate=own.replicate,
+            shard=sizes.shard,
+            replicate=sizes.replicate,
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
             recompute=recompute,
@@ -84,15 +84,15 @@ def module_executions(
             states=parameter_states(run.recipe),
             reduces_each=parallel.gradient_reduction == "microbatch",
         )
-    return found
+    return executions
 
 
 def parameter_states(recipe: Recipe) -> States:
-    """What training holds of parameters, as [optimizer] and [training] say.
+    """Return the bytes of parameters and optimizer states in training.
 
-    8 bits are counted as if all parameters were matrices with full blocks; vectors are few. What
-    updates read and write, and what they need meanwhile, was counted in
-    `torchmm/training/optimizers`, call by call.
+    8-bit states are estimated as if all parameters were matrices with complete blocks, because
+    vectors are few. Memory traffic and temporary memory of updates were counted per operator in
+    `torchmm/training/optimizers`.
     """
     optimizer = recipe.optimizer
     narrow = recipe.training.parameter_dtype == "bfloat16"
@@ -101,25 +101,25 @@ def parameter_states(recipe: Recipe) -> States:
     muon = optimizer.name == "muon"
     updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
     average = 0.0 if recipe.training.ema_decay is None else 4.0
-    if average:  # read and written with the parameter, narrow ones twice
+    if average:  # read and written with the parameter, twice for narrow parameters
         updated += 18 if narrow else 12
     weight = 2.0 if narrow else 4.0
-    # Parameter, moments and average once each way, and the gradient.
+    # Read and write of parameter, moments and average, and read of the gradient.
     fused = 2 * (weight + 2 * moment + average) + 4
     if optimizer.state_dtype == "float32" and not narrow:
-        fused += 4  # torch's kernel writes the clipped gradient
-    held = 0.0 if optimizer.offload else moment
+        fused += 4  # the fused kernel of torch writes the clipped gradient
+    device_moment = 0.0 if optimizer.offload else moment
     rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
     packed = optimizer.state_dtype != "float32"
     in_place = not (narrow or muon or optimizer.offload or packed)
     return States(
         weight=weight,
-        moments=2 * held,
-        layer_moments=(1 if muon else 2) * held,
+        moments=2 * device_moment,
+        layer_moments=(1 if muon else 2) * device_moment,
         average=average,
         updated=updated,
         fused=updated if muon else fused,
-        visiting=(1 if muon else 2) * (moment - held),
+        visiting=(1 if muon else 2) * (moment - device_moment),
         orthogonal=muon,
         portion=0 if in_place else UPDATE_PORTION,
         copy=4.0 * narrow,

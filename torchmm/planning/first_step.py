@@ -1,4 +1,4 @@
-"""Sizes of the samples of the first step, and passes over the data. Nothing is decoded."""
+"""Sample sizes of the first step, and passes over the data. No sample is decoded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def first_step(
     recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
 ) -> list[list[MicrobatchMeta]]:
-    """Return the sizes of the samples of the first step by share of the global batch.
+    """Return the sample sizes of the first step, by share of the global batch.
 
-    Without training data, these are samples of the validation data. The result is empty if a
-    streamed source does not provide sizes.
+    Without training data, the samples come from the validation data. The result is empty if a
+    streamed source has no sizes.
     """
-    # Late: the libraries of data take seconds to load, and statistics do without them.
+    # Imported late, because data libraries take seconds to load, and statistics do not need them.
     from torchmm.data.build import build_loader  # noqa: PLC0415
 
     sources = recipe.data.sources or recipe.data.validation
@@ -40,11 +40,11 @@ def first_step(
 def training_samples(
     recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
 ) -> SampleSet | None:
-    """Return the training data, or None if their number of samples is unknown to this process.
+    """Return the training data, or None if this process cannot count their samples.
 
-    It is unknown for streams, and if producers open the data.
+    The number is unknown for streams, and if remote producers open the data.
     """
-    # Late: see `first_step`.
+    # Imported late, see `first_step`.
     from torchmm.data.samples import find_samples  # noqa: PLC0415
 
     sources = recipe.data.sources
@@ -56,17 +56,16 @@ def training_samples(
 def plan_passes(
     samples: SampleSet, recipe: Recipe, epochs: float, max_steps: int
 ) -> tuple[int, float]:
-    """Plan steps until the data have been read `epochs` times; return their number and the passes.
+    """Plan steps until the data have been read `epochs` times. Return steps and passes.
 
-    Passes are those of the source with the fewest passes, as in the metric `epoch`.
-
+    The number of passes is that of the source with the fewest passes, as in the metric `epoch`.
     Args:
         samples: Training data with random access.
         recipe: Batch sizes, sequence length and packing.
         epochs: Passes to plan.
         max_steps: Number of steps after which planning stops.
     """
-    # Late: see `first_step`.
+    # Imported late, see `first_step`.
     from torchmm.data.steps.step_packs import Position  # noqa: PLC0415
 
     sequence = samples.sequence(recipe.data, one_by_one(recipe).training, Position())

@@ -1,4 +1,4 @@
-"""An encoded plan with the metrics of planning it, as it is sent between processes."""
+"""Encoded plan of a step with planning metrics, as sent between processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The encoded plan of a step.
+    """Encoded plan of a step.
 
     Attributes:
-        step: number of the step.
-        numbers: plan from `encode_plan`.
-        statistics: metrics of planning the step, see `StepPlan`.
+        step: Number of the step.
+        numbers: Plan from `encode_plan`.
+        statistics: Planning metrics, see `StepPlan`.
         finished: Whether the search was finished.
     """
 

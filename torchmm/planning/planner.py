@@ -1,4 +1,4 @@
-"""The interface between the training loop and planning: `Planner`."""
+"""Interface between the training loop and planning: `Planner`."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ Upcoming = Callable[[], Metas | None]
 
 
 class StepPlan(NamedTuple):
-    """The plan of a step."""
+    """Plan of a step."""
 
     plan: PipelinePlan
     statistics: Mapping[str, Any] = MappingProxyType({})
-    """Metrics of planning the step by their names in `torchmm.training.metrics`.
-
-    Only the rank that planned the step has them.
-    """
+    """Planning metrics by their names in `torchmm.training.metrics`. Empty on ranks that did not
+    plan the step."""
 
 
 class Planner:
-    """Plans the steps of a run. All ranks have a planner of the same class.
+    """Planner of the steps of a run. All ranks have a planner of the same class.
 
-    The methods other than `plan` do nothing by default: plans do not depend on measured times, and
-    nothing runs in the background.
+    By default, all methods except `plan` do nothing. Plans then do not depend on measured times,
+    and no background process runs.
     """
 
     def plan(self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming) -> StepPlan:
-        """Return the plan of the step that begins. Collective over all ranks.
+        """Return the plan of the next step. Collective over all ranks.
 
         Args:
-            step: number of the step.
-            microbatches: microbatches of this data-parallel rank.
-            upcoming: function that returns the metadata of the next step.
+            step: Number of the step.
+            microbatches: Microbatches of this data-parallel rank.
+            upcoming: Function that returns the metadata of the next step.
 
         Raises:
             PlanError: The schedule does not support the microbatches, they do not fit into memory,
@@ -53,7 +51,7 @@ class Planner:
         """Plan the next step while the device computes. Not collective.
 
         Args:
-            upcoming: function that returns the metadata of the next step.
+            upcoming: Function that returns the metadata of the next step.
         """
 
     def learn(
@@ -67,11 +65,11 @@ class Planner:
         """Use the measured times of a finished step to plan later steps. Collective over all ranks.
 
         Args:
-            step: number of the step.
-            planned: return value of `plan` for this step.
-            result: result of running the plan, with records.
-            microbatches: microbatches of this data-parallel rank.
-            step_ms: duration of the step.
+            step: Number of the step.
+            planned: Return value of `plan` for this step.
+            result: Result of running the plan, with records.
+            microbatches: Microbatches of this data-parallel rank.
+            step_ms: Duration of the step in ms.
         """
 
     def close(self) -> None:

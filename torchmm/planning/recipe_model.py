@@ -1,4 +1,4 @@
-"""The model that a recipe describes, on the meta device."""
+"""Model of a recipe on the meta device."""
 
 from __future__ import annotations
 

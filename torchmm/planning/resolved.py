@@ -1,10 +1,10 @@
-"""A recipe on a number of devices: open sizes replaced by numbers, once.
+"""A recipe on a number of devices, with resolved parallelism degrees.
 
     run = resolve(recipe, world_size)
     run.llm, run.units, run.shares
 
-How large a mesh is, how many shares a global batch has and whether modules have ranks of their own
-is answered here; nothing computes it from the recipe again.
+Only this module derives mesh sizes, shares of the global batch and disaggregated modules from a
+recipe.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe and the sizes that follow from it.
+    """A recipe and the parallelism degrees that follow from it.
 
     Attributes:
-        world_size: devices of the run.
-        llm: mesh sizes of the LLM; without modules on ranks of their own, those of the whole run.
-        units: mesh sizes by module, where modules have ranks of their own (disaggregated); empty
-            otherwise.
-        choices: Values chosen for "auto" with the reason, as text by key (`choose_arrangement`).
+        recipe: Recipe of the run.
+        world_size: Number of devices of the run.
+        llm: Parallelism degrees of the LLM. Without disaggregated modules, those of all ranks.
+        units: Parallelism degrees of each disaggregated module, or empty.
+        choices: Automatic values and their reasons, as text by key (`choose_arrangement`).
     """
 
     recipe: Recipe
@@ -39,20 +39,23 @@ class Resolved:
 
     @property
     def shares(self) -> int:
-        """Shares of a global batch: data-parallel ranks, in groups that share rows of the LLM; or
-        replica groups of modules apart."""
+        """Number of shares of the global batch.
+
+        It is the number of replica groups of disaggregated modules. Otherwise, it is the number of
+        data-parallel ranks, divided by the context-parallel degree.
+        """
         if self.units:
             return replica_groups(self.units)
         return self.llm.data_parallel // self.recipe.parallel.context
 
     @property
     def is_cut(self) -> bool:
-        """Whether the model is cut into stages on several ranks of a plan."""
+        """True if the model is split into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
 
     @property
     def gathers_by_layer(self) -> bool:
-        """Whether FSDP2 gathers parameters layer by layer in every forward and backward."""
+        """True if FSDP2 all-gathers parameters per layer in each forward and backward pass."""
         return not self.is_cut and self.recipe.parallel.reshard_after_forward != "never"
 
     @property
@@ -60,7 +63,8 @@ class Resolved:
         """Number of consecutive shares of the global batch whose ranks run layers in lockstep.
 
         The ranks of a shard group wait for each other in the all-gather of every layer, and
-        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 gathers once per step.
+        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 all-gathers once per
+        step.
         """
         if self.units:
             return 1
@@ -69,15 +73,15 @@ class Resolved:
         return -(-ranks // parallel.context)
 
     def with_parallel(self, parallel: ParallelConfig) -> Resolved:
-        """The same sizes with another section, whose LLM has as many ranks."""
+        """Return the same degrees with a different section. The LLM must have as many ranks."""
         return self.with_recipe(self.recipe.model_copy(update={"parallel": parallel}))
 
     def with_recipe(self, recipe: Recipe) -> Resolved:
-        """Return the same sizes with another recipe."""
+        """Return the same degrees with a different recipe."""
         return replace(self, recipe=recipe)
 
     def encoder(self, name: str) -> MeshSizes:
-        """Mesh sizes of an encoder: its own, wherever it has any."""
+        """Return the parallelism degrees of an encoder. The default is those of the LLM."""
         if self.units:
             return self.units[name]
         if self.recipe.parallel.placement == "colocated":
@@ -86,10 +90,10 @@ class Resolved:
 
 
 def resolve(recipe: Recipe, world_size: int) -> Resolved:
-    """Sizes of a recipe on `world_size` devices.
+    """Resolve the parallelism degrees of a recipe on `world_size` devices.
 
     Raises:
-        ConfigError: the sizes cannot make up `world_size`.
+        ConfigError: The degrees do not match `world_size`.
     """
     units = units_of(recipe, world_size)
     llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)

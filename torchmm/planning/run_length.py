@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torchmm.data.sources.sample_set import SampleSet
 
 EXACT_STEPS = 1000
-"""Steps that are planned to count the steps of `training.epochs`; more are extrapolated."""
+"""Number of steps that are planned to count the steps of `training.epochs` exactly."""
 ESTIMATED_STEPS = 100
-"""Steps that are planned to estimate the steps of a pass for a log line."""
+"""Number of steps that are planned to estimate the steps of an epoch for the log."""
 MANY_PASSES = 100
-"""Passes over the data from which a run warns."""
+"""Number of passes over the data above which a run warns."""
 LONG_RUN_HOURS = 1.0
-"""Duration from which a run without checkpoints warns."""
+"""Duration in hours above which a run without checkpoints warns."""
 
 
 def with_steps_of_epochs(
@@ -32,11 +32,11 @@ def with_steps_of_epochs(
 ) -> Recipe:
     """Return the recipe with `training.steps` instead of `training.epochs`.
 
-    The number of steps depends on the recipe and the data only, so it is the same on all ranks and
-    in a resumed run.
+    The number of steps depends only on the recipe and the data, so it is equal on all ranks and in
+    a resumed run.
 
     Raises:
-        ConfigError: The number of samples is unknown, or other keys do not fit the steps.
+        ConfigError: The number of samples is unknown, or other keys do not match the steps.
         DataError: The data cannot be read.
     """
     epochs = recipe.training.epochs
@@ -65,8 +65,8 @@ def estimate_pass_steps(samples: SampleSet, recipe: Recipe) -> float | None:
     """Return the estimated steps of one pass over the data.
 
     Returns:
-        None if a pass is too long to tell, or if `data.mixture_schedule` changes the order during
-        the run.
+        The number of steps. None if a pass has too many steps to estimate, or if
+        `data.mixture_schedule` changes the mixture during the run.
     """
     if recipe.data.mixture_schedule:
         return None
@@ -75,7 +75,7 @@ def estimate_pass_steps(samples: SampleSet, recipe: Recipe) -> float | None:
 
 
 def checkpoint_bytes(recipe: Recipe, model: MultimodalModel) -> float:
-    """Return the size of a checkpoint: all parameters, and optimizer states of the trained ones.
+    """Return the size of a checkpoint: all parameters, and optimizer states of trainable ones.
 
     Args:
         recipe: Data types of parameters and states.
@@ -100,8 +100,8 @@ def length_lines(
     Args:
         recipe: Recipe with `training.steps`.
         model: Complete model on the meta device.
-        pass_steps: Steps of one pass over the data; None if unknown.
-        step_s: Simulated duration of a step in seconds; None if unknown.
+        pass_steps: Number of steps of one pass over the data, or None if unknown.
+        step_s: Simulated duration of a step in seconds, or None if unknown.
     """
     steps = recipe.training.steps
     length = f"{steps:,} steps"
@@ -136,7 +136,7 @@ def length_lines(
 
 
 def describe_passes(recipe: Recipe, pass_steps: float) -> str:
-    """Return the steps of a pass and the passes of the run in words."""
+    """Return a sentence with the steps of an epoch and the epochs of the run."""
     passes = recipe.training.steps / pass_steps
     return (
         f"one epoch of the training data is about {_short_number(pass_steps)} steps; this run "

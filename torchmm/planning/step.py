@@ -1,4 +1,4 @@
-"""The plan of a step: from the sizes of microbatches to validated actions.
+"""Planning of a step: from the sizes of microbatches to validated actions.
 
     layout = plan_layout(recipe.parallel, descriptions, metas)      once per run
     plan = plan_step(layout, recipe.parallel, descriptions, metas)  every step
@@ -47,7 +47,7 @@ from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 Purpose = Literal["training", "losses", "text", "drawing"]
-"""Purpose of a step. All except "training" have forward passes only. The generator does not run for
+"""Purpose of a step. All except "training" have only forward passes. The generator does not run for
 "text", and processes each microbatch in one task for "drawing"."""
 
 
@@ -57,11 +57,11 @@ class PlannedSchedule(NamedTuple):
     layout: Callable[[ParallelConfig, Sequence[ModuleLayers]], StageLayout]
     """Function that splits the modules into stages."""
     plan: Callable[[ParallelConfig, StageGraph, Durations], tuple[StageGraph, ComputeOrder]]
-    """Function that returns the graph with replicas chosen, and the order of every rank."""
+    """Function that returns the graph with assigned replicas, and the compute order."""
 
 
 def find_planned_schedule(config: ParallelConfig) -> PlannedSchedule | None:
-    """Return the functions of the recipe's schedule. None if it is a schedule of the core.
+    """Return the functions of the schedule of a recipe, or None for a schedule of the core.
 
     Entries of the table "schedules" have the names of schedules with `Schedule.planned`, and their
     targets are of type `PlannedSchedule`.
@@ -77,16 +77,17 @@ def plan_layout(
     units: Mapping[str, MeshSizes] | None = None,
     layers: Sequence[ModuleLayers] | None = None,
 ) -> StageLayout:
-    """How the recipe's schedule cuts the modules.
+    """Split the modules into stages for the schedule of the recipe.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        microbatches: typical ones, from which costs follow.
-        units: sizes by module, where modules have ranks of their own.
-        layers: what `module_layers` makes of modules and microbatches, if it has been made before.
+        config: Parallelism of the recipe.
+        modules: Complete encoders, LLM and generator.
+        microbatches: Typical microbatches, which define the costs.
+        units: Parallelism degrees of disaggregated modules, or None.
+        layers: Result of `module_layers` for modules and microbatches, if already computed.
 
     Raises:
-        ConfigError: the modules cannot be cut like this.
+        ConfigError: The modules cannot be split for this schedule.
     """
     layers = module_layers(modules, microbatches) if layers is None else layers
     if config.pipeline * config.mirrors == 1 and units is None:
@@ -107,30 +108,31 @@ def _tensor_ranks(
     modules: Sequence[ModuleDescription],
     units: Mapping[str, MeshSizes] | None,
 ) -> dict[str, TensorRanks]:
-    """By module."""
+    """Return the tensor parallelism of each module."""
     sliced = config.sequence_parallel
-    found = {}
+    tensor_ranks = {}
     for module in modules:
         size = config.tensor
         if units is not None:
             size = units[module.name].tensor
         elif module.kind == "encoder" and config.placement == "colocated":
             size = config.encoder_tensor(module.name)
-        found[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
-    return found if any(ranks.size > 1 for ranks in found.values()) else {}
+        tensor_ranks[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
+    return tensor_ranks if any(ranks.size > 1 for ranks in tensor_ranks.values()) else {}
 
 
 def cut_modules(
     config: ParallelConfig, layers: Sequence[ModuleLayers], units: Mapping[str, UnitSize] | None
 ) -> StageLayout:
-    """The layout of a schedule, for modules whose costs are known.
+    """Return the stage layout of a schedule for modules with known costs.
 
     Args:
-        layers: encoders, LLM and generator.
-        units: by module, where modules have ranks of their own.
+        config: Parallelism of the recipe.
+        layers: Layers of encoders, LLM and generator.
+        units: Sizes of disaggregated modules, or None.
 
     Raises:
-        ValueError: there is no such schedule, or the modules cannot be cut like this.
+        ValueError: The schedule is unknown, or the modules cannot be split for it.
     """
     if units is not None:
         stages = {name: unit_stages(config, name) for name in units}
@@ -154,20 +156,20 @@ def step_graph(
     sharding: Gathering = "step",
     purpose: Purpose = "training",
 ) -> StageGraph:
-    """Tasks of a step: its microbatches, and parts of each by encoder, and of the generator."""
+    """Return the task graph of a step, with sub-microbatches of encoders and generator."""
 
     def parts(module: str, meta: MicrobatchMeta) -> int:
         if module == GENERATOR and purpose in ("text", "drawing"):
-            return int(purpose == "drawing")  # in one piece, as losses add up and velocities do not
+            return int(purpose == "drawing")  # one task, because velocities are not additive
         if meta.balanced:
             return 1  # all data-parallel ranks exchange features and contexts in every microbatch
         if sharding == "layer" and purpose != "text":
-            return 1  # what all replicas do, whatever images they have; text is the same on all
+            return 1  # all replicas run the same tasks, with or without images
         images = meta.images_of(module)
         if config.context > 1:
             images = most_images(meta, module, config.context)
         if layout.rank_count == 1:
-            return min(images, 1)  # groups of images only fill pipelines
+            return min(images, 1)  # groups of images are useful only in pipelines
         size = config.sub_microbatch_images(module) or max(images, 1)
         return ceil(images / size)
 
@@ -191,23 +193,23 @@ def plan_step(  # noqa: PLR0913 - keyword arguments describe the run and the ste
     reduces_early: bool = False,
     order: tuple[StageGraph, ComputeOrder] | None = None,
 ) -> PipelinePlan:
-    """Return the validated plan of a step with these microbatches.
+    """Return the validated plan of a step.
 
     Args:
-        layout: stages from `plan_layout`.
-        config: [parallel] of the recipe.
-        modules: descriptions of the complete encoders, LLM and generator.
-        microbatches: microbatches of the step.
-        targets: number of tokens in the loss by microbatch. If None, all text tokens.
-        specs: function that returns the tensors of the messages of a graph. Plans that are not
-            executed need none.
-        sharding: when parameters are gathered.
-        purpose: purpose of the step.
-        reduces_early: Whether the gradients of a stage are reduced after its last backward, as on
-            CUDA, which computes meanwhile. Over gloo, ranks block in reductions, so that reductions
-            come after all computation.
-        order: graph and order of a training step from the planner of an extension. If None, the
-            recipe's schedule orders the step by FLOPs.
+        layout: Stages from `plan_layout`.
+        config: Section [parallel] of the recipe.
+        modules: Descriptions of the complete encoders, LLM and generator.
+        microbatches: Microbatches of the step.
+        targets: Number of tokens in the loss, by microbatch. If None, all text tokens.
+        specs: Function that returns the message tensors of a graph. Plans that are not executed
+            need none.
+        sharding: Time at which parameters are all-gathered.
+        purpose: Purpose of the step.
+        reduces_early: Whether the gradients of a stage are reduced after its last backward pass. On
+            CUDA, reductions overlap with computation. With gloo, ranks block in reductions, so they
+            follow after all computation.
+        order: Graph and compute order of a training step from the planner of an extension. If None,
+            the schedule of the recipe uses FLOPs as costs.
 
     Raises:
         PlanError: The schedule does not support the microbatches.
@@ -236,13 +238,16 @@ def plan_step(  # noqa: PLR0913 - keyword arguments describe the run and the ste
 def order_step(
     graph: StageGraph, config: ParallelConfig, costs: Durations | None = None
 ) -> tuple[StageGraph, ComputeOrder]:
-    """The graph with replicas chosen, and the order of every rank.
+    """Return the graph with assigned replicas, and the compute order.
 
     Args:
-        costs: None: all tasks take the same, which no planner takes.
+        graph: Task graph of the step.
+        config: Parallelism of the recipe.
+        costs: Durations of tasks. If None, all tasks have the same duration, which schedules that
+            need a cost model do not support.
 
     Raises:
-        ValueError: the schedule is not for this graph.
+        ValueError: The schedule does not support this graph.
     """
     if (planned := find_planned_schedule(config)) is not None:
         assert costs is not None

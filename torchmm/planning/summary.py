@@ -1,6 +1,4 @@
-"""What a run is, in a few lines: sizes of modules, memory, layout; for its start and for
-`--dry-run`.
-"""
+"""Summary of a run for its start and for `--dry-run`: module sizes, memory, parallelism."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
 
 MILLIONS_FROM = 100_000
-"""Parameters that are counted in millions; fewer would be 0.0."""
+"""Minimum number of parameters that is shown in millions."""
 
 
 class StateBytes(NamedTuple):
-    """Bytes on one rank before activations. Temporary buffers and fragmentation are left out."""
+    """Bytes on one rank before activations, without temporary buffers and fragmentation."""
 
     weights: int
-    """Sharded weights, and what FSDP2 gathers in compute dtype: a layer and the next one, or all
-    weights of the rank in a pipeline."""
+    """Sharded weights, and weights that FSDP2 all-gathers in compute dtype: a layer and the next
+    one, or all weights of the rank in a pipeline."""
     gradients: int
     optimizer: int
 
@@ -57,8 +55,8 @@ def _states(
     Args:
         run: Recipe with resolved sizes.
         modules: Modules of the rank.
-        colocated: Sizes of colocated encoders by name.
-        sizes: Sizes of all other modules.
+        colocated: Parallelism degrees of colocated encoders, by name.
+        sizes: Parallelism degrees of all other modules.
     """
     recipe = run.recipe
     training = recipe.training
@@ -70,21 +68,26 @@ def _states(
     reduces_each = recipe.parallel.gradient_reduction == "microbatch"
     weights = gradients = optimizer = 0.0
     for module in modules:
-        own = colocated.get(module.name, sizes)
-        parameters = module.parameters // (tensor * own.pipeline)
-        of_layers = [trained_parameters(module, n, tensor) / own.pipeline for n in module.layers]
+        module_sizes = colocated.get(module.name, sizes)
+        parameters = module.parameters // (tensor * module_sizes.pipeline)
+        of_layers = [
+            trained_parameters(module, n, tensor) / module_sizes.pipeline for n in module.layers
+        ]
         adapted = zip(module.layers, of_layers, strict=True)
         of_adapters = sum(count for layer, count in adapted if layer.adapters)
-        own_parameters = parameters - sum(module.given_parameters) // own.pipeline
+        own_parameters = parameters - sum(module.given_parameters) // module_sizes.pipeline
         trained = own_parameters * module.trainable + of_adapters
         state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         compute_bytes = 2 if training.dtype == "bfloat16" else 4
-        weights += state.weight_bytes // own.shard + (own.shard > 1) * gathered * compute_bytes
+        weights += (
+            state.weight_bytes // module_sizes.shard
+            + (module_sizes.shard > 1) * gathered * compute_bytes
+        )
         # Between the microbatches of a step, gradients are not sharded.
         sharded = (single or reduces_each) and not once_per_step
-        gradients += state.gradient_bytes // (own.shard if sharded else 1)
-        optimizer += state.optimizer_bytes // own.shard
+        gradients += state.gradient_bytes // (module_sizes.shard if sharded else 1)
+        optimizer += state.optimizer_bytes // module_sizes.shard
     return StateBytes(round(weights), round(gradients), round(optimizer))
 
 
@@ -124,7 +127,7 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
 
 
 def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
-    """Return which modules have compiled layers, and why the others have not."""
+    """Return the line on compiled layers, with reasons for modules without them."""
     recipe = run.recipe
     compile_config = recipe.compile
     if compile_config.enabled is False or (compile_config.enabled == "auto" and device != "cuda"):
@@ -144,7 +147,7 @@ def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[s
 
 
 def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
-    """Return which encoders launch their layers as CUDA graphs, and why the others do not."""
+    """Return the line on CUDA graphs of encoders, with reasons for encoders without them."""
     if not run.recipe.compile.cuda_graphs:
         return {}
     encoders = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
@@ -162,15 +165,17 @@ def _memory_line(states: StateBytes) -> str:
 
 
 def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
-    """How ranks share the work."""
+    """Return the lines on the parallelism of the ranks."""
     world_size = run.world_size
     llm = run.llm
     if units := run.units:
-        parts = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
-        each = ", ".join(f"{own.data_parallel // run.shares} of {n}" for n, own in units.items())
+        parts = " + ".join(f"{sizes.ranks} for {name}" for name, sizes in units.items())
+        each = ", ".join(
+            f"{sizes.data_parallel // run.shares} of {n}" for n, sizes in units.items()
+        )
         return {
             "ranks": f"{world_size} = {parts}",
-            **{f"ranks of {name}": show_sizes(own) for name, own in units.items()},
+            **{f"ranks of {name}": show_sizes(sizes) for name, sizes in units.items()},
             "replica groups": f"{run.shares} with replicas: {each}",
         }
     pipeline = f"pipeline {llm.pipeline} x " if llm.pipeline > 1 else ""
@@ -183,11 +188,11 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         lines["context"] = (
             f"{context} of the shard ranks share the tokens of the LLM, and the images"
         )
-    for name, own in _colocated_sizes(run, model).items():
-        pipelines = llm.pipeline // own.pipeline
+    for name, sizes in _colocated_sizes(run, model).items():
+        pipelines = llm.pipeline // sizes.pipeline
         lines[f"ranks of {name}"] = (
-            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x "
-            f"tensor {own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per LLM "
+            f"pipeline {sizes.pipeline} x replicate {sizes.replicate} x shard {sizes.shard} x "
+            f"tensor {sizes.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per LLM "
             "pipeline"
         )
     return lines

@@ -1,8 +1,8 @@
-"""Differences of two recipes, and names of earlier versions.
+"""Compare two recipes, and translate names of earlier versions.
 
-    changes(old, new)             lines that show which values of two tables differ
+    changes(old, new)             lines with the values that differ between two recipes
     with_current_names(tables)    tables of an earlier version with the names of this version
-    reject_renamed_options(...)   options of earlier versions end with an error
+    reject_renamed_options(...)   options of earlier versions exit with an error
 
 Recipes with former names are rejected, with the new name in the error. Runs, checkpoints and
 exports of earlier versions are readable.
@@ -110,7 +110,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def renamed_key(key: str) -> str | None:
-    """Return the present name of a former key, both without indices; None for other keys."""
+    """Return the current name of a former key, both without indices, or None for other keys."""
     pattern = _pattern(key, RENAMED_KEYS)
     if pattern is None:
         return None
@@ -118,7 +118,7 @@ def renamed_key(key: str) -> str | None:
 
 
 def renamed_value(key: str, value: object) -> str | None:
-    """Return the present name of a former value of a key; None for other values."""
+    """Return the current name of a former value of a key, or None for other values."""
     pattern = _pattern(key, RENAMED_VALUES)
     return RENAMED_VALUES[pattern].get(value) if pattern and isinstance(value, str) else None
 
@@ -159,7 +159,7 @@ def _pattern(key: str, patterns: Mapping[str, Any]) -> str | None:
 
 
 def with_former_names(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return values by the keys that the first version of a file format used.
+    """Return values with the keys of the first version of a file format.
 
     Args:
         values: Values by dotted keys.
@@ -184,7 +184,7 @@ class _Renamed(argparse.Action):
 
 
 def reject_renamed_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Let options of earlier versions end with an error.
+    """Reject options of earlier versions with an error that has the new name.
 
     Args:
         parser: Parser that has the new options.

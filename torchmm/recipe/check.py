@@ -1,7 +1,7 @@
-"""Value checks of a recipe: keys against each other, against the disk, against the ranks.
+"""Check the values of a recipe against each other, the disk and the number of ranks.
 
-Only what needs neither torch nor a download. What needs the model itself (layer counts, TP plans)
-is checked when the model is built, still before any weight is loaded.
+These checks require neither torch nor downloads. Checks that require the model itself (layer
+counts, TP plans) run when the model is built, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from torchmm.recipe.training_section import (
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
-    """Return the problems that all value checks find.
+    """Return the problems of all value checks.
 
     Extensions add checks with entries of the table "recipe_checks": functions with the parameters
-    and the return type of this one.
+    and the return type of this function.
 
     Args:
         recipe: Recipe whose keys and types are valid.
-        world_size: Number of ranks. If None, checks that need it are skipped.
+        world_size: Number of ranks. If None, checks that require it are skipped.
     """
     recipe = with_planned_keys_closed(recipe)
     of_extensions = [
@@ -120,7 +120,7 @@ def _check_installed(recipe: Recipe) -> Problems:
 
 
 def module_names(recipe: Recipe) -> list[str]:
-    """Names that [freeze], learning rates and others may use: llm, NAME, NAME.connector."""
+    """Return the module names that sections may use: llm, NAME, NAME.connector."""
     parts = [name for name in recipe.model.modality_modules if name != LLM]
     return [LLM, *(n for name in parts for n in (name, f"{name}.connector"))]
 
@@ -168,7 +168,7 @@ def _check_resume(resume: str) -> Problems:
 
 
 def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
-    """Return the path that a value names, or None and why it names none."""
+    """Return the path in a value, or None and the problems of the value."""
     try:
         return local_path(path), []
     except ValueError as error:
@@ -249,7 +249,7 @@ def _check_epochs(recipe: Recipe) -> Problems:
 
 
 def check_source_paths(recipe: Recipe) -> Problems:
-    """Yield sources whose files do not exist. Sources that producers plan are on their hosts."""
+    """Yield problems of sources whose files do not exist, except sources on producer hosts."""
     data = recipe.data
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         for index, source in enumerate(sources):
@@ -305,7 +305,7 @@ def _check_entry(
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
-    """Keys of sources against each other."""
+    """Yield conflicts between the keys of a source."""
     by_epochs = [source.epochs is not None for source in sources]
     for index, source in enumerate(sources):
         key = f"{section}[{index}]"
@@ -336,11 +336,11 @@ def _check_stages(recipe: Recipe) -> Problems:
         return
     names = unique_names(data.sources)
     for index, (name, source) in enumerate(zip(names, data.sources, strict=True)):
-        own = "weight" if source.weight != 1.0 else "epochs"
+        key_name = "weight" if source.weight != 1.0 else "epochs"
         if source.weight != 1.0 or source.epochs is not None:
             text = "has no effect with data.mixture_schedule, which sets all weights; remove it"
-            key = f"data.sources[{index}].{own}"
-            yield Problem(key, getattr(source, own), text, ("data.mixture_schedule",))
+            key = f"data.sources[{index}].{key_name}"
+            yield Problem(key, getattr(source, key_name), text, ("data.mixture_schedule",))
         if not any(stage.weights.get(name) for stage in data.mixture_schedule):
             text = (
                 f'no stage uses the source "{name}"; add it to the weights of a stage, or '
@@ -357,7 +357,14 @@ def _check_stages(recipe: Recipe) -> Problems:
 
 
 def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | None) -> Problems:
-    """One stage; `before`: the last step of the one before it, None if it is the last of all."""
+    """Yield problems of one phase of the mixture schedule.
+
+    Args:
+        key: Dotted key of the phase.
+        stage: The phase.
+        names: Names of all sources.
+        before: Last step of the preceding phase, or None if this is the last phase.
+    """
     end = stage.until_step
     if before is None and end is not None:
         text = "the last stage must not set until_step; remove the key, or add another stage"

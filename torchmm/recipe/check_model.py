@@ -1,7 +1,6 @@
-"""Value checks of a recipe's model: what its parts are made of, data for its generator, adapters,
-how it is validated.
+"""Check the values of the model, generator, adapters and validation of a recipe.
 
-As in `check`, only what needs neither torch nor a download.
+As in `check`, these checks require neither torch nor downloads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SECTION = f"model.{GENERATOR}"
 
 
 def check_model(recipe: Recipe) -> Problems:
-    """Everything about `[model]` but the generator."""
+    """Yield problems of `[model]` except those of the generator."""
     model = recipe.model
     if not model.is_composite and model.llm is None:
         text = "no model is set; set model.source (multimodal checkpoint) or model.llm.source"
@@ -56,7 +55,7 @@ def check_model(recipe: Recipe) -> Problems:
 
 
 def _check_source(key: str, part: Any) -> Problems:
-    """A module needs weights or sizes: `source`, `config` or both."""
+    """Yield a problem if a module has neither `source` nor `config`."""
     yield from check_revision(f"{key}.revision", part.revision, f"{key}.source", part.source)
     if part.source is None and part.config is None:
         yield Problem(key, NO_VALUE, "neither source nor config is set; set one of the two")
@@ -78,7 +77,7 @@ def check_revision(key: str, revision: str | None, of: str, source: str | None) 
 
 
 def is_path(source: str) -> bool:
-    """Whether a source can only be a path: a hub id has at most one slash inside."""
+    """Return True if a source can only be a path, because a hub id has at most one slash."""
     return source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
@@ -88,9 +87,9 @@ def is_missing_directory(source: str) -> bool:
 
 
 def check_generator(recipe: Recipe) -> Problems:
-    """Yield problems of names and keys that need `[model.generator]`.
+    """Yield problems of names and keys that require `[model.generator]`.
 
-    The extension that has generators checks the section.
+    The extension that implements generators checks the section itself.
     """
     if GENERATOR in recipe.model.encoders:
         text = "is reserved for the image generator; rename the encoder"
@@ -113,7 +112,7 @@ def check_generator(recipe: Recipe) -> Problems:
 
 
 def check_adapters(recipe: Recipe) -> Problems:
-    """Everything about `[adapters]` but the names of linears, which only the model knows."""
+    """Yield problems of `[adapters]`. Names of linear layers are checked with the model."""
     known = [name for name in recipe.model.modality_modules if name != GENERATOR]
     if recipe.model.is_composite:
         known += [f"{name}.connector" for name in known if name != LLM]

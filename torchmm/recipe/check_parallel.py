@@ -1,8 +1,7 @@
-"""Value checks of how a recipe's model is divided: schedule, stages, layers split over tensor
-ranks, and what is incompatible with them.
+"""Check the parallelism of a recipe: schedule, stages, tensor parallelism, and their conflicts.
 
-As in `check`, only what needs neither torch nor a download: layer counts are known if the recipe
-itself contains the config; otherwise they are checked when the model is built.
+As in `check`, these checks require neither torch nor downloads. Layer counts are available if the
+recipe itself has the model config. Otherwise they are checked when the model is built.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CONTEXT = "parallel.llm.context"
 
 
 def check_pipeline(recipe: Recipe) -> Problems:
-    """Everything about `[parallel]` that concerns the pipeline."""
+    """Yield problems of the pipeline settings in `[parallel]`."""
     yield from _check_schedule(recipe)
     yield from _check_modules(recipe)
     yield from _check_layers(recipe)
@@ -116,7 +115,11 @@ def _check_modules(recipe: Recipe) -> Problems:
 
 
 def _check_reduction(recipe: Recipe) -> Problems:
-    """Check that FSDP2 can reduce gradients in every backward: all ranks run the same ones."""
+    """Yield problems of `gradient_reduction = "microbatch"`.
+
+    FSDP2 can reduce gradients in every backward pass only if all ranks run the same backward
+    passes.
+    """
     parallel = recipe.parallel
     key = "parallel.gradient_reduction"
     if parallel.placement != "interleaved":
@@ -136,7 +139,10 @@ def _check_reduction(recipe: Recipe) -> Problems:
 
 
 def _check_experts(recipe: Recipe) -> Problems:
-    """Ranks that exchange tokens have to run the same tasks of the LLM in the same order."""
+    """Yield problems of expert parallelism.
+
+    Ranks that exchange tokens must run the same tasks of the LLM in the same order.
+    """
     parallel = recipe.parallel
     expert = parallel.expert
     if expert == 1:
@@ -166,7 +172,10 @@ def _check_experts(recipe: Recipe) -> Problems:
 
 
 def _check_context(recipe: Recipe) -> Problems:
-    """Ranks that share rows of the LLM are one rank of the plan."""
+    """Yield problems of context parallelism.
+
+    Ranks that share packed sequences of the LLM are one rank of the plan.
+    """
     parallel = recipe.parallel
     for name, module in parallel.modules.items():
         if name != LLM and module.context is not None:
@@ -206,13 +215,13 @@ def _check_context(recipe: Recipe) -> Problems:
 
 
 def _pipeline(parallel: ParallelConfig, module: str) -> int:
-    """Ranks among which a module's layers are divided."""
+    """Return the number of pipeline ranks of a module."""
     apart = parallel.placement == "disaggregated"
     return unit_sizes(parallel, module)["pipeline"] if apart else parallel.pipeline
 
 
 def _check_layers(recipe: Recipe) -> Problems:
-    """Every stage needs a layer."""
+    """Yield a problem for each module with fewer layers than stages."""
     parallel = recipe.parallel
     counts = _layer_counts(recipe)
     if parallel.placement == "disaggregated":
@@ -243,7 +252,7 @@ def _check_layers(recipe: Recipe) -> Problems:
 
 
 def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
-    """Layers by module name; None unless an inline config gives their number."""
+    """Return the number of layers by module name. None if no inline config has the number."""
     model = recipe.model
     if model.is_composite:
         config = model.config or {}
@@ -275,8 +284,10 @@ def _generator_layers(recipe: Recipe) -> dict[str, int | None]:
 
 
 def _layers(config: Any) -> int | None:
-    """Layers of an inline Hugging Face config, whose key is `depth` in Qwen's vision towers and
-    `encoder_layers` in towers for sounds."""
+    """Return the number of layers in an inline Hugging Face config.
+
+    The key is `depth` in vision towers of Qwen and `encoder_layers` in audio towers.
+    """
     if not isinstance(config, dict):
         return None
     keys = ("num_hidden_layers", "depth", "encoder_layers")
@@ -316,7 +327,7 @@ def check_tensor(recipe: Recipe) -> Problems:
 
 
 def tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
-    """Return the key of the number of ranks that divide the linears of a module, and the number."""
+    """Return the key of the tensor-parallel size of a module, and the size."""
     own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
     apart = parallel.placement == "disaggregated" and module != LLM
     key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"

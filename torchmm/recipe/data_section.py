@@ -104,7 +104,7 @@ class LengthFilter(Section):
     """Maximum number of tokens of a sample. If None, there is no limit."""
 
     def keeps(self, tokens: int) -> bool:
-        """Whether a sample of so many tokens takes part."""
+        """Return True if the filter accepts a sample with this number of tokens."""
         return tokens >= self.min_tokens and (self.max_tokens is None or tokens <= self.max_tokens)
 
 
@@ -182,7 +182,7 @@ def is_host_port(address: str, lowest_port: int = 1) -> bool:
 
 
 def is_local(address: str) -> bool:
-    """Whether what is sent to HOST:PORT stays on this machine."""
+    """Return True if HOST:PORT is an address of this machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ip_address(host).is_loopback
@@ -191,17 +191,17 @@ def is_local(address: str) -> bool:
 
 
 def is_address(path: object) -> bool:
-    """Whether it is the address of something elsewhere, not a path on this machine."""
+    """Return True for URLs of other machines, and False for local paths and `file://` URLs."""
     match = _ADDRESS.match(str(path))
     return match is not None and match[1].lower() != "file"
 
 
 def local_path(path: str) -> Path:
-    """Return the path that a path or a `file://` address names, with "~" expanded.
+    """Return the local path of a path or a `file://` URL, with "~" expanded.
 
     Raises:
-        ValueError: The address is on another host, the path looks like an address with one slash
-            too few, or the home directory is unknown.
+        ValueError: The URL names another host, the path looks like a URL with a missing slash, or
+            the home directory is unknown.
     """
     match = _ADDRESS.match(path)
     if match is not None:
@@ -220,7 +220,7 @@ def local_path(path: str) -> Path:
 
 
 def secret_in(address: str) -> str | None:
-    """What in an address is a credential, for messages, without its value; None: nothing."""
+    """Return the kind of credential in a URL without its value, or None without credentials."""
     if not is_address(address):
         return None
     parts = urlsplit(address)
@@ -231,7 +231,7 @@ def secret_in(address: str) -> str | None:
 
 
 def unique_names(configs: Sequence[SourceConfig]) -> list[str]:
-    """One name per source, from the recipe or the path, numbered where they repeat."""
+    """Return one name per source, from the recipe or the path. Repeated names are numbered."""
     names: list[str] = []
     for config in configs:
         path = Path(config.path.partition("://")[2] or config.path)
@@ -336,5 +336,5 @@ class DataConfig(Section):
 
     @property
     def is_reordered(self) -> bool:
-        """Return True if sequences are rearranged. "auto" has to be resolved before."""
+        """True if sequences are reordered. "auto" must be resolved before."""
         return self.reorder not in ("auto", "none")

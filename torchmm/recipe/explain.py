@@ -1,7 +1,7 @@
-"""Questions about the recipe schema: the type at a key, and what a validation error means.
+"""Explain validation errors of recipes: the type of a key, and how to fix a value.
 
-Turns pydantic's errors into lines a user can act on: what is wrong, and a remedy (a close
-spelling, the section a key really belongs to, the allowed values).
+Pydantic errors become lines with the problem and a fix, such as a similar name, the correct section
+of a key, or the allowed values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.section import Section
 
 NO_VALUE = object()
-"""Value of a problem that concerns a whole table or a missing key."""
+"""Value of a problem that applies to a table or a missing key."""
 
 Loc = tuple[int | str, ...]
 
@@ -34,7 +34,14 @@ _MUST_BE = {
 
 
 class Problem(NamedTuple):
-    """One mistake: the dotted key it is reported at, its value, and other keys it depends on."""
+    """Problem with the value of a key.
+
+    Attributes:
+        key: Dotted key.
+        value: Value of the key, or `NO_VALUE`.
+        text: What is wrong, and how to fix it.
+        rests_on: Other keys that can cause the problem.
+    """
 
     key: str
     value: Any
@@ -47,7 +54,7 @@ class Problem(NamedTuple):
         return f"{self.key} = {shorten(self.value)}: {self.text}"
 
     def touches(self, key: str) -> bool:
-        """Whether the finding may follow from a fault at `key`."""
+        """Return True if an error at `key` can be the cause of the problem."""
         return any(
             (own + ".").startswith(key + ".") or (key + ".").startswith(own + ".")
             for own in (without_indices(k) for k in (self.key, *self.rests_on))
@@ -95,7 +102,7 @@ def without_removed_keys(
 
     Args:
         table: Nested tables, which are not changed.
-        only_defaults: Whether to keep removed keys whose values differ from the former default.
+        only_defaults: Whether to retain removed keys whose values differ from the former default.
         above: Dotted key of `table`, with a dot at its end.
     """
     found: dict[str, Any] = {}
@@ -114,7 +121,7 @@ def without_removed_keys(
 
 
 def upgraded(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe of a run or a checkpoint of an earlier version with the keys of this one.
+    """Convert the recipe of a run or checkpoint of an earlier version to the keys of this version.
 
     Args:
         tables: Nested tables, which are not changed.
@@ -123,7 +130,7 @@ def upgraded(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain_error(item: Any) -> Problem:
-    """One entry of `ValidationError.errors()` in the words of a recipe, with a remedy."""
+    """Return the problem and its fix for an entry of `ValidationError.errors()`."""
     loc, kind, value, context = item["loc"], item["type"], item["input"], item.get("ctx", {})
     key = dotted(loc)
     if kind == "extra_forbidden" or (
@@ -147,7 +154,7 @@ def explain_error(item: Any) -> Problem:
 
 
 def _explain_choice(loc: Loc, value: Any) -> str:
-    """Return the remedy for a value that is none of the allowed ones."""
+    """Return the fix for a value that is not an allowed value."""
     if (now := renamed_value(without_indices(dotted(loc)), value)) is not None:
         return f'was renamed to "{now}"'
     choices = [str(c) for c in get_args(_strip_none(type_at(loc)))]
@@ -155,7 +162,7 @@ def _explain_choice(loc: Loc, value: Any) -> str:
 
 
 def _example_of_list(key: str, annotation: Any, value: Any) -> str:
-    """Return what to write for a key whose value has to be a list."""
+    """Return an example value of a key that requires a list."""
     element = type_below(annotation, 0)
     if is_section(_strip_none(element)):
         return f"a list of tables; write each as [[{key}]] with its keys below it"
@@ -165,7 +172,7 @@ def _example_of_list(key: str, annotation: Any, value: Any) -> str:
 
 
 def type_at(loc: Iterable[int | str]) -> Any:
-    """Annotation at a key path; None where the schema has no such key or does not care."""
+    """Return the annotation at a key path, or None if the schema has no such key or type."""
     annotation: Any = Recipe
     for part in loc:
         annotation = type_below(annotation, part)
@@ -173,7 +180,7 @@ def type_at(loc: Iterable[int | str]) -> Any:
 
 
 def type_below(annotation: Any, part: int | str) -> Any:
-    """Annotation of the entry `part` of a section, a dict or a list."""
+    """Return the annotation of the entry `part` of a section, a dict or a list."""
     annotation = _strip_none(annotation)
     if is_section(annotation):
         field = annotation.model_fields.get(part)
@@ -184,12 +191,12 @@ def type_below(annotation: Any, part: int | str) -> Any:
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether the annotation is one of the recipe's tables."""
+    """Return True if the annotation is a section of the recipe."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def holds_names(annotation: Any) -> bool:
-    """Whether the keys below are free names for plain values, as in `optimizer.module_lr`."""
+    """Return True if the keys below are free names for plain values (`optimizer.module_lr`)."""
     annotation = _strip_none(annotation)
     if get_origin(annotation) is not dict:
         return False
@@ -206,7 +213,7 @@ def wants_string(annotation: Any) -> bool:
 
 
 def dotted(loc: Iterable[int | str]) -> str:
-    """("data", "sources", 0, "path") as data.sources[0].path."""
+    """Return a key path as a dotted key: ("data", "sources", 0, "path") is data.sources[0].path."""
     key = ""
     for part in loc:
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
@@ -214,18 +221,18 @@ def dotted(loc: Iterable[int | str]) -> str:
 
 
 def without_indices(key: str) -> str:
-    """data.sources[0].path as data.sources.path."""
+    """Remove the indices of a dotted key: data.sources[0].path is data.sources.path."""
     return ".".join(part.partition("[")[0] for part in key.split("."))
 
 
 def shorten(value: Any) -> str:
-    """A value as it is written in a recipe, cut to 60 characters."""
+    """Return a value as JSON, truncated to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """`; did you mean "..."?`, or nothing when no known name is close."""
+    """Return `; did you mean "..."?`, or "" if no known name is similar."""
     guess = difflib.get_close_matches(str(name), list(known), 1)
     return f'; did you mean "{guess[0]}"?' if guess else ""
 
@@ -252,7 +259,7 @@ def _is_plain_value(text: str) -> bool:
 
 
 def _is_declared(loc: Loc) -> bool:
-    """Whether the schema has the key itself, not only a free name there."""
+    """Return True if the schema has the key itself, not only a free name."""
     section = _strip_none(type_at(loc[:-1]))
     return is_section(section) and loc[-1] in section.model_fields
 

@@ -21,12 +21,12 @@ PARTS_FILE = "torchmm.json"
 
 
 def place_of(source: str | None, revision: str | None) -> str | None:
-    """A source and its revision in one text, NAME@REVISION."""
+    """Return a source and its revision as NAME@REVISION."""
     return source if source is None or revision is None else f"{source}@{revision}"
 
 
 def split_place(place: str) -> tuple[str, str | None]:
-    """Directory or hub id, and revision, of what `place_of` has put together."""
+    """Return the directory or hub id, and the revision, of a result of `place_of`."""
     if "@" not in place or Path(place).exists():
         return place, None
     name, _, revision = place.rpartition("@")
@@ -37,8 +37,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file that may be damaged.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not a regular file, not UTF-8, not JSON, or not an object; the
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a regular file, not UTF-8, not JSON, or not an object. The
             message starts with the path.
         OSError: The file cannot be read.
     """
@@ -83,7 +83,7 @@ class LlmConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The source, with its revision: see `split_place`."""
+        """Source with its revision, see `split_place`."""
         return place_of(self.source, self.revision)
 
 
@@ -121,12 +121,12 @@ class EncoderConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The source, with its revision: see `split_place`."""
+        """Source with its revision, see `split_place`."""
         return place_of(self.source, self.revision)
 
     @property
     def folds(self) -> bool:
-        """Whether the connector folds neighbours."""
+        """True if the connector merges adjacent features."""
         return self.connector != "mlp"
 
 
@@ -183,7 +183,7 @@ class GeneratorConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The source, with its revision: see `split_place`."""
+        """Source with its revision, see `split_place`."""
         return place_of(self.source, self.revision)
 
 
@@ -231,7 +231,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_parts(cls, given: Any) -> Any:
-        """In place of the directory of an export in parts: its parts."""
+        """Replace the directory of an export with separate components by these components."""
         source = given.get("source") if isinstance(given, dict) else None
         if not isinstance(source, str) or {"llm", "encoders"} & given.keys():
             return given
@@ -243,17 +243,17 @@ class ModelConfig(Section):
 
     @property
     def place(self) -> str | None:
-        """The composite's source, with its revision: see `split_place`."""
+        """Source of the multimodal model with its revision, see `split_place`."""
         return place_of(self.source, self.revision)
 
     @property
     def is_composite(self) -> bool:
-        """Whether encoder and LLM are one Hugging Face model."""
+        """True if encoder and LLM are one Hugging Face model."""
         return self.source is not None or self.config is not None
 
     @property
     def encoder_names(self) -> list[str]:
-        """All encoders, in the recipe's order."""
+        """Names of all encoders, in recipe order."""
         if not self.is_composite:
             return list(self.encoders)
         file: dict[str, Any] = {}
@@ -265,20 +265,24 @@ class ModelConfig(Section):
 
     @property
     def modality_modules(self) -> list[str]:
-        """Encoders, LLM and generator, in the order in which they take ranks."""
+        """Encoders, LLM and generator, in the order in which ranks are assigned to them."""
         return [*self.encoder_names, LLM, *([GENERATOR] if self.generator else [])]
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: its own key, else the composite or the LLM; with its
-        revision: see `split_place`."""
+        """Source of the tokenizer with its revision, see `split_place`.
+
+        It is the tokenizer key, or else the source of the multimodal model or the LLM.
+        """
         own = place_of(self.tokenizer, self.tokenizer_revision)
         return own or self.place or (self.llm.place if self.llm else None)
 
 
 def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By module: key in [model.config], and config of the parts that a composite's config spells
-    out. A whole Omni model has them in `thinker_config`, beside those that speak."""
+    """Return the key in [model.config] and the config of each module of a multimodal model config.
+
+    The config of an Omni model has them in `thinker_config`, in addition to the speech modules.
+    """
     prefix = "model.config."
     if isinstance(config.get("thinker_config"), dict):
         prefix = "model.config.thinker_config."
@@ -306,7 +310,7 @@ def _json_file(directory: str | None, name: str) -> dict[str, Any]:
 
 
 def _below(directory: Path, value: Any) -> Any:
-    """A table whose sources and tokenizer are relative to a directory."""
+    """Resolve the sources and the tokenizer of a table relative to a directory."""
     if not isinstance(value, dict):
         return value
     return {

@@ -142,73 +142,81 @@ class ParallelConfig(Section):
 
     @property
     def modules(self) -> dict[str, ModuleParallelConfig]:
-        """The tables [parallel.NAME], by name."""
+        """Tables [parallel.NAME] by name."""
         return dict(self.__pydantic_extra__ or {})
 
     @property
     def leaves_units_open(self) -> bool:
-        """Whether sizes of modules on ranks of their own are still to be planned, whatever is
-        given: they and the schedule are no concern of checks until then."""
+        """True if the planner still has to select the degrees of disaggregated modules.
+
+        Checks ignore these degrees and the schedule until then.
+        """
         return self.auto_sizes and self.placement == "disaggregated"
 
     @property
     def separates_modules(self) -> bool:
-        """Whether the schedule gives every module separate stages on all pipeline ranks."""
+        """True if the schedule assigns every module separate stages on all pipeline ranks."""
         schedule = find_schedule(self.schedule)
         return schedule is not None and schedule.cut == "separated"
 
     @property
     def splits_backward(self) -> bool:
-        """Return True if backward passes compute gradients of inputs and weights separately."""
+        """True if backward passes compute gradients of inputs and weights separately."""
         colocated = self.placement == "colocated"
         schedule = find_schedule(self.llm_schedule if colocated else self.schedule)
         is_cut = self.pipeline > 1 or self.placement == "disaggregated"
         return is_cut and schedule is not None and schedule.splits_backward
 
     def sizes_given(self, name: str) -> dict[str, int]:
-        """Those of `pipeline`, `replicate`, `shard` and `tensor` that are set for a module."""
+        """Return the values of `pipeline`, `replicate`, `shard` and `tensor` that a module sets."""
         module = self.modules.get(name, ModuleParallelConfig())
         return module.model_dump(include=set(AXES), exclude_none=True)
 
     @property
     def context(self) -> int:
-        """Ranks that divide the tokens of a microbatch of the LLM."""
+        """Number of ranks that divide the tokens of a microbatch of the LLM."""
         return self.modules.get(LLM, ModuleParallelConfig()).context or 1
 
     @property
     def mirrors(self) -> int:
-        """Ranks of a plan that are one tensor-parallel group of the LLM: each as many ranks as
-        divide the groups of all colocated encoders."""
+        """Number of ranks of a plan per tensor-parallel group of the LLM.
+
+        One rank of the plan represents as many ranks as the greatest common divisor of the
+        tensor-parallel sizes of the LLM and all colocated encoders.
+        """
         if self.placement != "colocated":
             return 1
         sizes = (module.tensor or self.tensor for module in self.modules.values())
         return self.tensor // gcd(self.tensor, *sizes)
 
     def encoder_tensor(self, name: str) -> int:
-        """Tensor-parallel ranks of a colocated encoder."""
+        """Return the tensor-parallel size of a colocated encoder."""
         return self.sizes_given(name).get("tensor", self.tensor)
 
     def encoder_mirrors(self, name: str) -> int:
-        """Ranks of a plan that are one tensor-parallel group of a colocated encoder."""
+        """Return the number of ranks of a plan per tensor-parallel group of a colocated encoder."""
         if self.placement != "colocated":
             return 1
         return self.encoder_tensor(name) * self.mirrors // self.tensor
 
     @property
     def bounds_encoders(self) -> bool:
-        """Whether encoders recompute in tasks that would not fit into memory otherwise."""
+        """True if encoders recompute in tasks that exceed the memory limit otherwise."""
         return self.schedule == "optimus"
 
     def segments(self, name: str) -> int:
-        """Stages of a module per pipeline rank, under a schedule with separated modules."""
+        """Return the number of stages of a module per pipeline rank, with separated modules."""
         given = self.modules.get(name, ModuleParallelConfig()).segments
         return given or (self.virtual_stages if name == "llm" else 1)
 
     def slices(self, name: str) -> int | None:
-        """Stages of a colocated encoder per rank of its pipelines; None: one for each layer."""
+        """Return the number of stages of a colocated encoder per pipeline rank.
+
+        None is one stage per layer.
+        """
         return self.modules.get(name, ModuleParallelConfig()).segments
 
     def sub_microbatch_images(self, name: str) -> int | None:
-        """Most images an encoder processes together; None: all of a microbatch."""
+        """Return the maximum number of images in an encoder batch, or None without a limit."""
         given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
         return given or (4 if self.separates_modules else None)

@@ -1,16 +1,16 @@
-"""Parallel sizes of every module under each placement, and what is wrong with them.
+"""Parallelism degrees of every module under each placement, and their checks.
 
-Interleaved modules have the sizes of `[parallel]`, resolved for the number of ranks.
+Interleaved modules have the degrees of `[parallel]`, resolved for the number of ranks.
 
-Colocated encoders have separate sizes on the LLM's ranks. The size of an encoder's pipeline divides
-that of the LLM's, and every block of this size among the pipeline ranks holds one copy. The same
-goes for tensor-parallel ranks, if the encoder is split over fewer. All further ranks are data
-parallelism (Optimus section 4.1).
+Colocated encoders have separate degrees on the LLM ranks. The pipeline size of an encoder divides
+that of the LLM, and every block of this size among the pipeline ranks has one replica. The same
+applies to tensor-parallel ranks, if the encoder has a smaller tensor-parallel size. All remaining
+ranks are data-parallel (Optimus section 4.1).
 
-Disaggregated modules have separate ranks. `[parallel]` has the LLM's sizes, `[parallel.NAME]` those
-of other modules (or the LLM's), with a default of 1. Ranks go to encoders in the recipe's order,
-then to the LLM, then to the generator. Together they must use all ranks; one size may be -1, for
-the remaining ranks.
+Disaggregated modules have separate ranks. `[parallel]` has the degrees of the LLM, and
+`[parallel.NAME]` those of other modules (or of the LLM), with a default of 1. Ranks are assigned to
+encoders in recipe order, then to the LLM, then to the generator. Together they must use all ranks.
+One degree may be -1, for the remaining ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from torchmm.recipe.sizes import AXES, MeshSizes
 
 
 def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> MeshSizes:
-    """An encoder's own sizes.
+    """Return the degrees of a colocated encoder.
 
-    If `replicate` and `shard` are both open, there are as many replicas as of the LLM; a single
-    open one takes the remaining ranks.
+    If neither `replicate` nor `shard` is set, the encoder has as many replicas as the LLM. If one
+    of them is not set, it uses the remaining ranks.
 
     Args:
-        name: of the encoder.
-        llm: sizes of the LLM, whose ranks these are.
+        parallel: Section [parallel] of the recipe.
+        name: Name of the encoder.
+        llm: Degrees of the LLM on the same ranks.
 
     Raises:
-        ConfigError: the sizes do not divide the LLM's, or do not make its ranks.
+        ConfigError: The degrees do not divide those of the LLM, or do not match its ranks.
     """
     found = _misfits(parallel, name, llm.pipeline, llm.tensor)
     if problems := [f"{p.key} = {p.value}: {p.text}" for p in found]:
@@ -66,10 +67,12 @@ def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> M
 def check_colocated(
     parallel: ParallelConfig, encoders: list[str], llm: MeshSizes | None
 ) -> Problems:
-    """Everything about the sizes of colocated encoders.
+    """Yield problems of the degrees of colocated encoders.
 
     Args:
-        llm: sizes of the LLM; None: the number of ranks is not known.
+        parallel: Section [parallel] of the recipe.
+        encoders: Names of the encoders.
+        llm: Degrees of the LLM. None if the number of ranks is unknown.
     """
     placement = parallel.placement
     schedule = parallel.schedule
@@ -106,10 +109,11 @@ def check_colocated(
 
 
 def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]) -> Problems:
-    """Every stage of an encoder needs a layer.
+    """Yield a problem for each encoder with fewer layers than stages.
 
     Args:
-        counts: layers by encoder; None if not known.
+        parallel: Section [parallel] of the recipe.
+        counts: Number of layers by encoder. None if unknown.
     """
     for name, layers in counts.items():
         ranks = parallel.sizes_given(name).get("pipeline", 1)
@@ -121,7 +125,14 @@ def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | No
 
 
 def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
-    """What is wrong where stages outnumber layers; `subject` is like "llm has"."""
+    """Return the error message of a module with fewer layers than stages.
+
+    Args:
+        subject: Start of the message, such as "llm has".
+        layers: Number of layers.
+        ranks: Number of pipeline ranks.
+        per_rank: Number of stages per rank.
+    """
     return (
         f"{subject} {layers} layers, but {ranks} pipeline ranks x {per_rank} stages per rank "
         f"= {ranks * per_rank}; use fewer ranks or stages"
@@ -129,7 +140,7 @@ def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
 
 
 def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) -> Problems:
-    """An encoder's sizes that do not divide the LLM's."""
+    """Yield degrees of an encoder that do not divide those of the LLM."""
     given = parallel.sizes_given(name)
     own = given.get("pipeline", 1)
     if pipeline % own:
@@ -144,7 +155,7 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
 
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
-    """A module's sizes by key; -1: the remaining ranks."""
+    """Return the degrees of a module by key. -1 is the remaining ranks."""
     own = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
     return own | parallel.sizes_given(name)
 
@@ -152,13 +163,15 @@ def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
 def resolve_units(
     parallel: ParallelConfig, modules: Sequence[str], world_size: int
 ) -> dict[str, MeshSizes]:
-    """Sizes of every module, with a -1 among them replaced by the remaining ranks.
+    """Return the degrees of every module, with -1 replaced by the remaining ranks.
 
     Args:
-        modules: `ModelConfig.modality_modules`.
+        parallel: Section [parallel] of the recipe.
+        modules: Result of `ModelConfig.modality_modules`.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: the sizes cannot make up `world_size`.
+        ConfigError: The degrees do not match `world_size`.
     """
     sizes = {name: unit_sizes(parallel, name) for name in modules}
     shown = ", ".join(f"{name} {_shown(own)}" for name, own in sizes.items())
@@ -192,10 +205,10 @@ def resolve_units(
 
 
 def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
-    """Sizes of every module of a run; empty unless modules are disaggregated.
+    """Return the degrees of every module of a run, or {} unless modules are disaggregated.
 
     Raises:
-        ConfigError: the sizes cannot make up `world_size`.
+        ConfigError: The degrees do not match `world_size`.
     """
     if recipe.parallel.placement != "disaggregated":
         return {}
@@ -203,7 +216,7 @@ def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
 
 
 def show_sizes(layout: MeshSizes) -> str:
-    """Sizes above 1, for people."""
+    """Return the degrees above 1 as text."""
     return _shown(layout._asdict()).strip("()")
 
 
@@ -218,8 +231,10 @@ def _key(parallel: ParallelConfig, name: str, size: str) -> str:
 
 
 def with_planned_keys_closed(recipe: Recipe) -> Recipe:
-    """The recipe with any legal values in the place of those that planning modules apart will set,
-    so that only what stays is checked."""
+    """Return the recipe with valid values for the keys that planning of disaggregated modules sets.
+
+    The checks then apply only to the remaining keys.
+    """
     if not recipe.parallel.leaves_units_open:
         return recipe
     table = recipe.parallel.model_dump(exclude_unset=True)
@@ -232,7 +247,7 @@ def with_planned_keys_closed(recipe: Recipe) -> Recipe:
 
 
 def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
-    """What is incompatible with disaggregated modules, whatever the number of ranks."""
+    """Yield settings that are not supported with disaggregated modules, for any number of ranks."""
     if parallel.placement != "disaggregated":
         return
     placement = ("parallel.placement",)
@@ -249,7 +264,12 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
 
 
 def check_planned_units(modules: Sequence[str], world_size: int | None) -> Problems:
-    """What planning modules apart needs of the ranks; None: not known."""
+    """Yield a problem if there are too few ranks to plan disaggregated modules.
+
+    Args:
+        modules: Names of the modules.
+        world_size: Number of ranks. None if unknown.
+    """
     if world_size is not None and world_size < len(modules):
         text = (
             f"{len(modules)} disaggregated modules require at least as many ranks, but "
@@ -259,17 +279,18 @@ def check_planned_units(modules: Sequence[str], world_size: int | None) -> Probl
 
 
 def unit_stages(parallel: ParallelConfig, name: str) -> int:
-    """Stages of a module per pipeline rank."""
+    """Return the number of stages of a module per pipeline rank."""
     if parallel.separates_modules:
         return parallel.segments(name)
     return parallel.virtual_stages if name == LLM else 1
 
 
 def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]) -> Problems:
-    """Every stage needs a layer.
+    """Yield a problem for each module with fewer layers than stages.
 
     Args:
-        counts: layers by module; None if not known.
+        parallel: Section [parallel] of the recipe.
+        counts: Number of layers by module. None if unknown.
     """
     for name, layers in counts.items():
         ranks = unit_sizes(parallel, name)["pipeline"]
@@ -281,10 +302,10 @@ def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]
 
 
 def resolve_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
-    """Mesh sizes for `world_size` ranks, with a -1 among them replaced by the remaining ranks.
+    """Return the mesh sizes for `world_size` ranks, with -1 replaced by the remaining ranks.
 
     Raises:
-        ConfigError: the sizes cannot make up `world_size`.
+        ConfigError: The sizes do not match `world_size`.
     """
     sizes: dict[str, int] = {name: getattr(parallel, name) for name in MeshSizes._fields}
     open_keys = [k for k, size in sizes.items() if size == -1]

@@ -1,15 +1,16 @@
-"""Reading recipes: TOML files with inheritance, command-line overrides, checks, all errors at once.
+"""Read recipes: TOML files with inheritance, command-line overrides, and all errors at once.
 
-Mistakes in a recipe are found before any process group exists and reported in one `ConfigError`,
-one line per problem: `file: section.key = value: what is wrong; remedy`. Every value remembers the
-file it came from (or "command line"), so a mistake in a base three files away is reported there.
+Mistakes in a recipe are detected before any process group exists and are reported in one
+`ConfigError`, one line per problem: `file: section.key = value: problem; fix`. The origin of every
+value (a file or "command line") is stored, so that a mistake in a base recipe is reported with the
+path of that base.
 
-Reading goes: TOML files -> merged table + origins -> schema (`torchmm.recipe.recipe`) -> value
-checks. Keys that fail the schema fall back to their defaults, so that the value checks still run on
-the rest; a value check that touches a faulty key is dropped instead of reporting a consequence.
+Steps: TOML files -> merged table + origins -> schema (`torchmm.recipe.recipe`) -> value checks.
+Keys with invalid values are replaced by their defaults, so that the value checks still run on the
+other keys. A problem that can follow from an invalid key is dropped.
 
-Rejected: argparse or dataclass flags for every key (two places of truth), a `base` list (order
-puzzles), deleting inherited keys (keep bases small instead).
+Not supported: argparse flags for every key (a second definition of each key), a list of bases
+(their precedence is hard to follow), and deleting inherited keys (keep bases small instead).
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Read a recipe file, its bases and overrides such as `["--training.steps", "20"]`.
 
-    `path` and bases may be names of recipes that come with torchmm, see `find_recipe`. If
-    `world_size` (number of ranks) is not None, the values are checked too, see `check_recipe`, and
+    `path` and bases may be names of recipes that are included in torchmm, see `find_recipe`. If
+    `world_size` (number of ranks) is not None, the values are also checked, see `check_recipe`, and
     problems of both kinds are reported together.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: The recipe has problems. The error lists all of them.
     """
     table: Table = {}
     origins: dict[str, str] = {}
@@ -110,12 +111,12 @@ def load_recipe(
 
 
 def check_recipe(recipe: Recipe, world_size: int | None) -> list[str]:
-    """Check values against each other, the disk and the number of ranks (None: not known)."""
+    """Check values against each other, the disk and the number of ranks (None if unknown)."""
     return [str(p) for p in find_problems(recipe, world_size)]
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return every key with its value as TOML, without keys that are None; loads back equal."""
+    """Return all keys except None as TOML. Loading the text returns an equal recipe."""
     tables = recipe.model_dump(exclude_none=True)
     if recipe.training.epochs is not None:
         del tables["training"]["steps"]
@@ -123,8 +124,13 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted key: what a recipe, as tables, sets to other values than the defaults; of another
-    version's, which cannot be read any more, all that it has."""
+    """Return the values that differ from the defaults, by dotted key.
+
+    For a recipe of another version that cannot be validated, return all values.
+
+    Args:
+        tables: Recipe as nested tables.
+    """
     try:
         recipe = Recipe.model_validate(upgraded(tables))
     except ValueError:
@@ -133,7 +139,7 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dotted_values(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values of nested tables by their dotted keys."""
+    """Return the values of nested tables by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
         name = f"{above}{key}"
@@ -145,9 +151,9 @@ def dotted_values(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def recipes_directory() -> Path:
-    """Return the directory of the recipes that come with torchmm.
+    """Return the directory of the recipes that are included in torchmm.
 
-    A wheel has them inside of the package, a clone next to it.
+    A wheel has them inside the package, a clone next to the package.
     """
     package = Path(__file__).parents[1]
     packaged = package / "recipes"
@@ -155,10 +161,10 @@ def recipes_directory() -> Path:
 
 
 def find_recipe(name: Path, directory: Path = Path()) -> Path:
-    """Return a file, or the recipe of that name that comes with torchmm.
+    """Return the path of a recipe: a file, or an included recipe of that name.
 
-    `zoo/NAME`, `zoo/NAME.toml` and `recipes/zoo/NAME.toml` name the same packaged recipe. A file
-    has precedence over a packaged recipe. Without either, return the path of the file.
+    `zoo/NAME`, `zoo/NAME.toml` and `recipes/zoo/NAME.toml` name the same included recipe. A file
+    has precedence over an included recipe. If neither exists, return the path of the file.
 
     Args:
         name: File or name.
@@ -182,10 +188,10 @@ def _is_file(path: Path) -> bool:
 
 
 def list_recipes(folder: Path) -> list[tuple[Path, str]]:
-    """Return the recipes below a folder with their descriptions, those of the folder itself first.
+    """Return the recipes below a folder with their descriptions, sorted by depth.
 
-    The description is the comment at the beginning of a file. Files without a description are a
-    user's own recipes, and files without a name are bases of others: both are omitted.
+    The description is the comment at the start of a file. Files without a description (user
+    recipes) and files without a name (bases of other recipes) are omitted.
     """
     found = []
     for file in sorted(folder.rglob("*.toml"), key=lambda file: (len(file.parts), file)):
@@ -198,10 +204,12 @@ def list_recipes(folder: Path) -> list[tuple[Path, str]]:
 
 
 def what_was_trained(recipe: Recipe) -> str:
-    """TOML of what a recipe says of model and training, and not of places, data or trackers."""
-    told = {"model", "freeze", "adapters", "training", "optimizer", "parallel", "float8"}
-    table = recipe.model_dump(mode="json", include=told, exclude_defaults=True, exclude_none=True)
-    # Checkpoints keep recipes as JSON, whose tables have lost the order that a file had.
+    """Return the model and training sections of a recipe as TOML, without paths and data."""
+    sections = {"model", "freeze", "adapters", "training", "optimizer", "parallel", "float8"}
+    table = recipe.model_dump(
+        mode="json", include=sections, exclude_defaults=True, exclude_none=True
+    )
+    # Checkpoints store recipes as JSON, which does not retain the key order of the file.
     return tomli_w.dumps({name: _sorted(section) for name, section in table.items()})
 
 
@@ -215,7 +223,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
-    """The file and its bases with their contents, deepest base first."""
+    """Return the file and its bases with their contents, deepest base first."""
     chain: list[tuple[Path, Table]] = []
     seen: list[Path] = []
     file: Path | None = path
@@ -259,7 +267,7 @@ def _read_toml(file: Path, named_by: Path | None, problems: list[str]) -> Table:
 def _parse_overrides(
     overrides: Sequence[str], problems: list[str]
 ) -> Iterator[tuple[list[str], Any]]:
-    """(key path, value) of `--a.b value` and `--a.b=value` arguments."""
+    """Yield (key path, value) of `--a.b value` and `--a.b=value` arguments."""
     arguments = list(overrides)
     while arguments:
         argument = arguments.pop(0)
@@ -284,7 +292,7 @@ def _parse_overrides(
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """The value as TOML; verbatim if a string is wanted or if it is not TOML."""
+    """Parse a value as TOML. Return the text if a string is required or the text is not TOML."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -294,7 +302,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
 
 
 def _split_key(key: str) -> tuple[list[str], Any]:
-    """Key path and type of a dotted key. Module names such as "vision.connector" stay whole."""
+    """Return key path and type of a dotted key. Names such as "vision.connector" are not split."""
     path: list[str] = []
     annotation: Any = Recipe
     parts = key.split(".")
@@ -309,15 +317,15 @@ def _split_key(key: str) -> tuple[list[str], Any]:
 def _merge_layer(
     target: Table, layer: Table, origin: str, origins: dict[str, str], problems: list[str]
 ) -> None:
-    """Merge a file or the command line, whose `training.steps` replaces `epochs` or vice versa."""
+    """Merge a file or the command line. `training.steps` replaces `epochs` and vice versa."""
     training = layer.get("training")
-    given = {"steps", "epochs"} & set(training if isinstance(training, dict) else ())
-    if len(given) == 2:
+    set_keys = {"steps", "epochs"} & set(training if isinstance(training, dict) else ())
+    if len(set_keys) == 2:
         problems.append(
             f"{origin}: training.steps and training.epochs are both set; remove one of them"
         )
-    if given and isinstance(target.get("training"), dict):
-        for other in {"steps", "epochs"} - given:
+    if set_keys and isinstance(target.get("training"), dict):
+        for other in {"steps", "epochs"} - set_keys:
             target["training"].pop(other, None)
             origins.pop(f"training.{other}", None)
     _merge(target, layer, origin, origins)
@@ -326,7 +334,10 @@ def _merge_layer(
 def _merge(
     target: Table, addition: Table, origin: str, origins: dict[str, str], prefix: str = ""
 ) -> None:
-    """Merge tables; scalars and lists replace. `origins` learns where each leaf comes from."""
+    """Merge tables in place. Scalars and lists are replaced.
+
+    `origins` stores the source of each leaf.
+    """
     for name, value in addition.items():
         key = prefix + name
         if isinstance(value, dict) and value:
@@ -341,7 +352,7 @@ def _merge(
 
 
 def _origin(key: str, origins: dict[str, str], default: str) -> str:
-    """Where a key was set: its own origin, else that of a table around it, else of one inside."""
+    """Return the origin of a key, or else that of an enclosing table, or of a key inside."""
     plain = without_indices(key)
     around = plain
     while around:
@@ -352,7 +363,7 @@ def _origin(key: str, origins: dict[str, str], default: str) -> str:
 
 
 def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
-    """The recipe, with defaults in place of faulty keys, and what was wrong with those."""
+    """Return the recipe, with defaults for invalid keys, and the problems of these keys."""
     problems: list[Problem] = []
     while True:  # removing a faulty value may bring up a missing key, never the same error again
         try:
@@ -364,10 +375,10 @@ def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
 
 
 def _unusable_values(table: Any, key: str = "") -> list[Problem]:
-    """Return problems of integers beyond 64 bits and of names longer than those of files.
+    """Return problems of integers beyond 64 bits and of names that are too long for files.
 
-    Such values raise errors of the operating system wherever they are used. They are removed from
-    the table or replaced.
+    Such values would raise errors of the operating system at any use. They are removed from the
+    table or replaced.
     """
     found: list[Problem] = []
     for name, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
@@ -396,7 +407,7 @@ def _is_file_name(value: str) -> bool:
 
 
 def _remove(table: Any, loc: tuple[int | str, ...]) -> None:
-    """Delete the value at `loc`, or the list that holds it (removing entries shifts the others)."""
+    """Delete the value at `loc`, or the list that contains it, so that no list index changes."""
     for depth, part in enumerate(loc):
         is_list_next = isinstance(table, dict) and isinstance(table.get(part), list)
         if is_list_next or depth == len(loc) - 1 or part not in table:

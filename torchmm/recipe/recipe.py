@@ -52,18 +52,18 @@ class Recipe(Section):
 
     @property
     def adapted_modules(self) -> set[str]:
-        """Return the names of the modules with adapters, whose weights are frozen."""
+        """Names of the modules with adapters, whose weights are frozen."""
         return {module for adapter in self.adapters.values() for module in adapter.modules}
 
     @property
     def describes_samples(self) -> bool:
-        """Return True if a section describes samples, so that data and tokenizer are optional."""
+        """True if a section describes samples, so that data and tokenizer are optional."""
         sections = (value for value in vars(self).values() if isinstance(value, Section))
         return any(section.describes_samples for section in sections)
 
     @property
     def tuned_modules(self) -> frozenset[str]:
-        """Return the names of the modules whose recomputed layers are chosen by plans."""
+        """Names of the modules for which plans select the recomputed layers."""
         bounded = self.model.encoder_names if self.parallel.bounds_encoders else []
         modes = {
             name: self.activation_checkpoint.mode_of(

@@ -1,8 +1,8 @@
-"""The schedules a recipe can name: one table of what each is, and needs.
+"""The schedules of recipes: one table with their properties and requirements.
 
 Pure data, so that recipes are checked without torch. `torchmm.pipelining.schedules.names` has the
-functions of schedules that depend only on the graph of a step. Extensions have the functions of
-schedules that need costs, as entries of the table "schedules" (`torchmm.planning.step`).
+functions of schedules that depend only on the graph of a step. Extensions provide the functions of
+schedules that require costs, as entries of the table "schedules" (`torchmm.planning.step`).
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ LlmSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "searc
 """Schedules that can also order the LLM alone, with encoders in its bubbles."""
 
 CSV_PREFIX = "csv:"
-"""Of the path of a file that has the order."""
+"""Prefix of the path of a CSV file with a schedule."""
 
 
 class Schedule(NamedTuple):
-    """What a name stands for."""
+    """Properties of a named schedule."""
 
     cut: Literal["balanced", "megatron", "separated", "colocated"]
-    """Stages: all layers in one chain of equally costly ones; whole encoders before the LLM's first
-    stage; every module in stages of its own on all pipeline ranks, which keeps the modules apart;
-    encoders in pipelines of their own."""
+    """Partition into stages.
+
+    "balanced" splits the layers of all modules into stages of equal cost. "megatron" places
+    complete encoders before the first LLM stage. "separated" assigns every module separate stages
+    on all pipeline ranks. "colocated" assigns encoders separate pipelines.
+    """
     placements: tuple[Placement, ...] = ("interleaved",)
-    """Values of `parallel.placement` it can be used with."""
+    """Supported values of `parallel.placement`."""
     planned: bool = False
-    """Whether the schedule needs costs, and so an extension with an entry of this name."""
+    """Whether the schedule requires costs, and therefore an extension with this name."""
     one_f_one_b: bool = False
-    """Whether it is 1F1B, interleaved or not, over a chain of virtual stages."""
+    """Whether it is 1F1B or interleaved 1F1B over one pipeline of virtual stages."""
     virtual_stages: bool = True
-    """Whether a rank may have several."""
+    """Whether a rank may have several virtual stages."""
     splits_backward: bool = False
-    """Whether gradients of inputs and of weights are computed apart."""
+    """Whether gradients of inputs and weights are computed in separate actions."""
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -56,17 +59,17 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def find_schedule(name: str) -> Schedule | None:
-    """What a recipe's name, or "csv:PATH", stands for; None: there is no such schedule."""
+    """Return the schedule of a name or "csv:PATH", or None for unknown names."""
     return Schedule("separated") if name.startswith(CSV_PREFIX) else SCHEDULES.get(name)
 
 
 def schedules_for(placement: Placement) -> tuple[str, ...]:
-    """Names that can be used where modules are placed like this, besides "csv:PATH"."""
+    """Return the schedule names for a placement of modules, without "csv:PATH"."""
     return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
 
 
 def registered(functions: Mapping[str, T]) -> dict[str, T]:
-    """Return the functions of all schedules that need no costs, in the order of `SCHEDULES`.
+    """Return the functions of all schedules that require no costs, in the order of `SCHEDULES`.
 
     Raises:
         ValueError: A function is missing, or `SCHEDULES` does not have its name.

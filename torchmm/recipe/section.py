@@ -25,14 +25,14 @@ class Section(BaseModel):
 
     @property
     def describes_samples(self) -> bool:
-        """Return True if the section describes samples, so that data and tokenizer are optional."""
+        """True if the section describes samples, so that data and tokenizer are optional."""
         return False
 
     @classmethod
     def of(cls, parent: Section) -> Self:
         """Return the section of this type that an extension added to `parent`.
 
-        If the extension added its keys to `parent` itself, that is `parent`.
+        If the extension added its keys to the class of `parent`, return `parent`.
         """
         return next(v for v in (parent, *vars(parent).values()) if isinstance(v, cls))
 
@@ -43,9 +43,9 @@ S = TypeVar("S", bound=Section)
 def with_extensions(section: type[S]) -> type[S]:
     """Return the section with the fields that extensions add to it (a class decorator).
 
-    Entries of the table "sections" have names like "Recipe.float8": the class that is extended, and
-    the new key. Their targets are sections, whose docstrings describe the keys. An entry with a
-    name like "MetricsConfig.*" adds the keys of its section to the class itself.
+    Entries of the table "sections" have names like "Recipe.float8": the extended class and the new
+    key. Their targets are sections, whose docstrings describe the keys. An entry with a name like
+    "MetricsConfig.*" adds the keys of its section to the class itself.
     """
     fields: dict[str, Any] = {}
     bases: list[type[Section]] = []

@@ -1,4 +1,4 @@
-"""How many ranks share what: the sizes of a device mesh."""
+"""Sizes of a device mesh: the number of ranks in each parallel dimension."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class MeshSizes(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.replicate * self.shard
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return prod(self)
 
 
@@ -31,6 +31,8 @@ AXES = MeshSizes._fields
 
 
 def replica_groups(units: Mapping[str, MeshSizes]) -> int:
-    """Replica groups of disaggregated modules, which share no samples: the greatest common divisor
-    of the modules' data-parallel sizes."""
+    """Return the number of replica groups of disaggregated modules, which share no samples.
+
+    It is the greatest common divisor of the data-parallel sizes of the modules.
+    """
     return gcd(*(unit.data_parallel for unit in units.values()))

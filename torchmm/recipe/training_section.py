@@ -48,7 +48,7 @@ class ActivationCheckpointConfig(Section):
     Only on devices with separate memory."""
 
     def fixed_mode(self, module: str, *, is_eager_on_cuda: bool) -> FixedMode:
-        """Return the mode of all tasks of a module, or "none" if plans choose the modes.
+        """Return the mode of all tasks of a module, or "none" if plans select the modes.
 
         Args: See `mode_of`.
         """
@@ -56,18 +56,18 @@ class ActivationCheckpointConfig(Section):
         return "none" if mode == "auto" else mode
 
     def tunes(self, module: str) -> bool:
-        """Whether plans choose what the module's layers recompute, and have to fit."""
+        """Return True if plans select the recomputed layers of the module."""
         return self.modules.get(module, self.mode) == "auto"
 
     def mode_of(self, module: str, *, bounded: bool, is_eager_on_cuda: bool) -> Mode:
-        """Return the mode that a module is built for, "auto" if plans choose the modes.
+        """Return the mode that a module is built for, or "auto" if plans select the modes.
 
         Args:
             module: Name of the module.
-            bounded: Whether plans choose the modes of modules with "none", see `mode`.
+            bounded: Whether plans select the modes of modules with "none", see `mode`.
             is_eager_on_cuda: Whether the layers run on CUDA without torch.compile. Eager selective
-                recomputation dispatches every operator in Python, which takes the host more time
-                than recomputing the layer takes the GPU. "selective" is then "full".
+                recomputation dispatches every operator in Python, which takes more host time than
+                the GPU needs to recompute the layer. "selective" is then "full".
         """
         mode = self.modules.get(module, self.mode)
         if mode == "selective" and is_eager_on_cuda:
@@ -76,14 +76,14 @@ class ActivationCheckpointConfig(Section):
 
 
 def limit_bytes(limit: str, device_bytes: float) -> int:
-    """A memory limit in bytes.
+    """Return a memory limit in bytes.
 
     Args:
-        limit: as in the recipe.
-        device_bytes: memory of the device, for limits that are a share of it.
+        limit: Limit in the recipe, a fraction such as "90%" or an amount.
+        device_bytes: Memory of the device, for limits that are a fraction of it.
 
     Raises:
-        ValueError: it is neither a share nor an amount.
+        ValueError: The limit is neither a fraction nor an amount.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|%)\s*", limit)
     number = float(found[1]) if found else 0.0
@@ -255,7 +255,7 @@ class BestConfig(Section):
     """Number of best checkpoints to keep."""
 
     def badness(self, value: float) -> float:
-        """The lower, the better."""
+        """Return a value that is lower for better metrics."""
         return value if self.mode == "min" else -value
 
 
@@ -348,7 +348,7 @@ class CompileConfig(Section):
     shows the reason."""
 
     def forces(self, module: str) -> bool:
-        """Return True if the recipe requires compiled layers for the module of this name."""
+        """Return True if the recipe requires compiled layers for this module."""
         return self.enabled is True and module in (self.modules or [module])
 
     def concerns(self, module: ModuleDescription, device: str, parallel: ParallelConfig) -> bool:
@@ -396,15 +396,15 @@ class CompileConfig(Section):
     ) -> str:
         """Return why the layers of an encoder are not launched as CUDA graphs, or "" if they are.
 
-        A graph has constant addresses, and one forward pass at a time, whose backward pass comes
-        before the next forward pass. This is true for runs on one rank.
+        A graph has constant addresses and supports one forward pass at a time. Its backward pass
+        must precede the next forward pass. This is true for runs on one rank.
 
         Args:
             module: Sizes of the encoder.
             device: Type of the device that runs the module, "cuda" or "cpu".
-            ranks: Ranks of the run.
+            ranks: Number of ranks of the run.
             compiled: Whether torch.compile compiles the layers.
-            recompute: Activation checkpointing of the module.
+            recompute: Activation checkpointing mode of the module.
         """
         reasons = {
             "not enabled by compile.cuda_graphs": not self.cuda_graphs or module.kind != "encoder",

@@ -49,10 +49,10 @@ def agree_on_batch(
     """Return the batch without corrupt samples, and the totals of the step.
 
     Args:
-        parts: components of the run.
-        step: number of the step that begins.
-        batch: batch of this rank; None if this rank received a stop signal and has no data.
-        stop_requested: whether this rank received a stop signal.
+        parts: Components of the run.
+        step: Number of the step that begins.
+        batch: Batch of this rank; None if this rank received a stop signal and has no data.
+        stop_requested: Whether this rank received a stop signal.
 
     Returns:
         The batch is None on all ranks if it is None on one rank.
@@ -136,12 +136,12 @@ def check_losses(
     """Wait for the device and return the metrics of `copy_losses` over all ranks.
 
     Args:
-        step: number of the step.
-        copy: result of `copy_losses`.
-        model: stages of this rank.
-        mesh: mesh of the run.
-        health: heartbeat, which shows that this rank waits for its device.
-        run_again: forward and backward passes of the step, to find the cause of an error.
+        step: Number of the step.
+        copy: Result of `copy_losses`.
+        model: Stages of this rank.
+        mesh: Mesh of the run.
+        health: Heartbeat, which shows that this rank waits for its device.
+        run_again: Forward and backward passes of the step, to find the cause of an error.
 
     Raises:
         NonFiniteError: A loss or the gradient norm is not finite on some rank. The update has

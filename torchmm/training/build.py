@@ -1,7 +1,8 @@
-"""The parts of a run, built in this order: mesh, records, data, model, optimizer, loader, planner.
+"""Build the components of a run: mesh, records, data, model, optimizer, loader and planner.
 
-The order matters: the model is parallelized on the meta device before memory is allocated, and the
-checkpoint decides where the data begin. `torchmm.training.trainer` restores the random state last.
+The components are built in this order. The model is parallelized on the meta device before memory
+is allocated, and the checkpoint determines the position in the data. `torchmm.training.trainer`
+restores the random state last.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def build_run(
     directory: CheckpointDirectory | None = None,
     streams: ReaderAddress | None = None,
 ) -> RunParts:
-    """Build the parts of a run and initialize the model. Collective over all ranks.
+    """Build the components of a run and initialize the model. Collective over all ranks.
 
     Args:
         run: Resolved recipe.
@@ -62,7 +63,7 @@ def build_run(
         streams: Process that reads the streams of this host. If None, every rank reads them.
 
     Raises:
-        ConfigError, DataError, CheckpointError: A part of the run cannot be built.
+        ConfigError, DataError, CheckpointError: A component of the run cannot be built.
     """
     recipe = run.recipe
     console = make_console()
@@ -156,7 +157,7 @@ def open_checkpoints(
 def _step_after(
     restored: Restored | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
 ) -> int:
-    """Return the last finished step, and seed the random numbers after it."""
+    """Return the last finished step, and seed random numbers if the layout changed."""
     if restored is None:
         return 0
     logger.info("resumed from %s", restored.path)
@@ -183,6 +184,6 @@ def _step_after(
             'or change name or set checkpoint.resume = "none" to start a new run',
             steps,
         )
-    if restored.rng is None:  # of another number of ranks
+    if restored.rng is None:  # the checkpoint is from a different number of ranks or layout
         seed_rank(run, mesh, restored.step)
     return restored.step

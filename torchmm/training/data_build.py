@@ -1,8 +1,8 @@
-"""The data of a run: its sources, and the loader of this rank.
+"""Open the data of a run and build the loader of this rank.
 
 Extensions arrange the sequences of a global batch and the images of its microbatches among ranks.
-Their functions are entries of the table "step_arrangements" (`torchmm.common.extensions`) with the
-names "data.reorder" and "data.balance". Parameters: run, modules, parallel, layout, device.
+Their functions are the entries "data.reorder" and "data.balance" of the table "step_arrangements"
+(`torchmm.common.extensions`). Parameters: run, modules, parallel, layout, device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def open_data(
     tokenizer: PreTrainedTokenizerBase,
     streams: ReaderAddress | None = None,
 ) -> tuple[SampleSet, SampleSet | None]:
-    """Open the training and validation samples of the run. Needs no weights.
+    """Open the training and validation samples of the run. Requires no model weights.
 
     Args:
         run: Resolved recipe.
@@ -65,7 +65,7 @@ def open_data(
 def log_data(
     run: Resolved, model: MultimodalModel, samples: SampleSet, logger: logging.Logger
 ) -> None:
-    """Log the sources, passes over the data and disk space, and problems of the run length."""
+    """Log the data sources, passes over the data, disk space, and problems with the run length."""
     logger.info("%s\n%s (`torchmm inspect` shows them)", *samples.digest())
     is_known = isinstance(samples, Samples) and not samples.streamed
     pass_steps = estimate_pass_steps(samples, run.recipe) if is_known else None
@@ -93,7 +93,7 @@ def build_arrangements(
     return reorder, balance
 
 
-def build_data(  # noqa: PLR0913 - what a run consists of
+def build_data(  # noqa: PLR0913 - the components of a run
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -114,12 +114,12 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         model: Model of the run.
         tokenizer: Tokenizer of the model.
         mesh: Mesh of the run.
-        state: Position in the data from which to continue.
+        state: Loader state from which to continue.
         validation: Whether to load validation samples. This process decodes them.
         for_prompts: Whether all ranks load the same samples, one sequence per microbatch.
         reorder, balance: Results of `build_arrangements`.
-        samples: Samples of the same sources, if they are open.
-        reads: Images that this rank decodes. If None, it decodes all images of its share.
+        samples: Samples of the same sources, if they are already open.
+        reads: Images that this rank decodes. If None, it decodes all images of its samples.
     """
     data = run.recipe.data
     training = run.recipe.training

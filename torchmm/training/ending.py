@@ -1,19 +1,20 @@
-"""How a run ends: asked to stop, or with the error that came first; STATUS.json says so.
+"""End of a run: stop signals, the first error, and its record in STATUS.json.
 
-The files of a run directory can stop being writable at any moment (a full disk, a file system that
-became read-only), and the way out of a run writes some of them. None of that may hide why the run
-ended, or make another exit code of it.
+The files of a run directory can become unwritable at any time (full disk, read-only file system).
+The shutdown of a run writes some of these files. Such an error must not replace the original error
+or change the exit code.
 
-A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any moment.
-During training the handler only sets a flag. Ranks agree on it at a step boundary, so that all of
-them save the same step. Rejected: saving, raising or communicating in the handler during training,
-because it runs between any two bytecodes of one rank, with its peers elsewhere.
+A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any time.
+During training the handler only sets a flag. Ranks synchronize it at a step boundary, so that all
+of them save the same step. The handler must not save, raise or communicate during training, because
+it runs between any two bytecodes of one rank.
 
-Before the first step there is no state to save, and no step boundary for hours if data are
-measured. `StopSignal.interrupting` raises `StopRequested` in the main thread during this time.
+Before the first step no state has to be saved, and no step boundary may follow for hours if data
+are measured. `StopSignal.interrupting` raises `StopRequested` in the main thread during this time.
 
-torchrun exits with 1 whatever its workers exit with, therefore `STATUS.json` in the run directory
-has the truth. Data workers must ignore SIGTERM themselves: they inherit no flag worth reading.
+torchrun exits with code 1 for all exit codes of its workers. `STATUS.json` in the run directory
+therefore has the original exit code. Data workers must ignore SIGTERM themselves, because they do
+not share the flag.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class StopSignal:
             os.close(reader)
             return
         # The kernel may deliver the signal to this thread, and the main thread stays in its system
-        # call. It runs the handler only after a signal of its own.
+        # call. The main thread runs the handler only after it receives a signal itself.
         deadline = time.monotonic() + EXIT_GRACE_S
         while self.received is None and time.monotonic() < deadline:
             signal.pthread_kill(threading.main_thread().ident or 0, number[0])
@@ -141,33 +142,36 @@ def _preempted_early(number: signal.Signals) -> Preempted:
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands or ended."""
+    """Status of a run."""
 
     state: State
     step: int
     """Last finished step."""
     rank: int
-    """Who wrote it; for a failure, who failed."""
+    """Rank that wrote the status. For a failure, the rank that failed."""
     exit_code: int | None = None
-    """None while running."""
+    """Exit code of the run. None while it is running."""
     message: str = ""
 
 
 def write_status(run_dir: Path, status: Status) -> bool:
-    """Replaces STATUS.json atomically, unless what stands there says more; whether it did.
+    """Replace STATUS.json atomically, unless it already has a more informative status.
 
-    When one rank fails the others lose a peer, and all of them come here in any order: the first
-    failure stays, and a lost peer never replaces another outcome. Among several reports of a lost
-    peer rank 0's stays: it may know which one.
+    If one rank fails, the other ranks lose a peer and also call this function, in any order. The
+    first failure is retained, and a lost peer never replaces another outcome. Among several reports
+    of a lost peer, the report of rank 0 is retained, because it may identify the peer.
+
+    Returns:
+        Whether the status was written.
 
     Raises:
-        OSError: it cannot be written. One that is not true any more is gone then, if possible.
+        OSError: The file cannot be written. An outdated file is then removed, if possible.
     """
     descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         present = read_status(run_dir)
-        if present is None or not _says_more(present, status):
+        if present is None or not _is_more_informative(present, status):
             _put(run_dir / STATUS_NAME, {**asdict(status), "time": time.time()})
             return True
         return False
@@ -181,22 +185,22 @@ def _put(path: Path, record: dict[str, Any]) -> None:
     except OSError:
         if not path.exists():
             raise
-        # A full disk has no room for a second file, but the last block of this one has.
+        # On a full disk a second file cannot be created, but the last block of this file has space.
         room = allocated_bytes(path)
         while len(data := canonical_json(record) + b"\n") > room and record["message"]:
             record["message"] = record["message"][: len(record["message"]) // 2]
         try:
             overwrite(path, data)
         except OSError:
-            path.unlink()  # says what is not so any more, perhaps in halves
+            path.unlink()  # the status is outdated and may be truncated
             raise
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """The status of a run directory; None if it has none that can be read.
+    """Return the status of a run directory, or None if it has no readable status.
 
-    What an earlier run left, torn by a crash or written by another version, must not keep the next
-    one from starting: nothing hangs on it.
+    A file that is truncated by a crash or written by another version must not prevent the next
+    start.
     """
     try:
         record = json.loads((run_dir / STATUS_NAME).read_bytes())
@@ -215,7 +219,7 @@ def read_status(run_dir: Path) -> Status | None:
     return Status(**known)
 
 
-def _says_more(present: Status, new: Status) -> bool:
+def _is_more_informative(present: Status, new: Status) -> bool:
     lost_peer = PeerError.exit_code
     if present.state == "running":
         return False
@@ -228,13 +232,13 @@ def _says_more(present: Status, new: Status) -> bool:
 
 logger = logging.getLogger("torchmm")
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-_OF_RUST = re.compile(r"\(os error (\d+)\)")
-"""In errors of safetensors and tokenizers, which write the export and have classes of their own."""
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+"""Error codes in messages of safetensors and tokenizers, whose exceptions are not OSError."""
 
 
 @contextmanager
 def starting(run_dir: Path) -> Iterator[None]:
-    """A run directory that cannot be written is a mistake in the recipe: nothing was started."""
+    """Raise ConfigError if the run directory is not writable. Use it before training starts."""
     try:
         yield
     except OSError as error:
@@ -248,7 +252,7 @@ def starting(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def training(run_dir: Path) -> Iterator[None]:
-    """A run directory that can no longer be written ends the run like a save that fails."""
+    """Raise CheckpointError if the run directory is no longer writable, as for a failed save."""
     try:
         yield
     except Exception as error:
@@ -263,13 +267,13 @@ def training(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def closed_after(close: Callable[[], None]) -> Iterator[None]:
-    """Calls `close` at the end; what fails in it is logged where another error came first."""
+    """Call `close` at the end. If another error came first, log the errors of `close`."""
     try:
         yield
     except BaseException:
         try:
             close()
-        except Exception as error:  # the one that came first is raised below
+        except Exception as error:  # the first error is raised below
             logger.error("another error while the failed run was shut down: %r", error)
         raise
     close()
@@ -291,9 +295,9 @@ def stop_message(step: int, *reasons: str) -> str:
 def write_failure(
     run_dir: Path, error: BaseException, step: int, rank: int, directory: CheckpointDirectory
 ) -> None:
-    """STATUS.json of a run that ended early; an error that is known already is marked so.
+    """Write STATUS.json of a run that stopped early, and mark the error if it is already reported.
 
-    Nothing is written where the directory belongs to another run: its status is its own.
+    Nothing is written if another run uses the directory.
     """
     if isinstance(error, InUseError):
         error.reported = rank != 0  # all ranks have it from rank 0
@@ -311,13 +315,13 @@ def write_failure(
 
 
 def _write_problem(error: Exception, run_dir: Path) -> str | None:
-    """File and reason, if the error is that a file of the run directory cannot be written."""
+    """Return file and reason if the error is a file of the run directory that cannot be written."""
     if isinstance(error, OSError):
         if error.errno in _UNWRITABLE or _is_below(error, run_dir):
             return f"{error.filename or f'a file of {run_dir}'}: {error.strerror}"
         return None
-    found = _OF_RUST.search(str(error))
-    return f"a file of {run_dir}: {error}" if found and int(found[1]) in _UNWRITABLE else None
+    match = _RUST_ERROR.search(str(error))
+    return f"a file of {run_dir}: {error}" if match and int(match[1]) in _UNWRITABLE else None
 
 
 def _is_below(error: OSError, run_dir: Path) -> bool:
@@ -326,9 +330,12 @@ def _is_below(error: OSError, run_dir: Path) -> bool:
 
 
 def tell(run_dir: Path, status: Status) -> bool:
-    """`write_status`, also where it cannot be written: whether nobody else has told the same."""
+    """Call `write_status`. Return False if the same outcome has already been reported.
+
+    If the file cannot be written, log the error and return True.
+    """
     try:
         return write_status(run_dir, status)
     except OSError as error:
         logger.error("cannot write %s: %s", run_dir / STATUS_NAME, error)
-        return True  # as far as telling it on the console goes: nobody else has
+        return True  # no other process has reported the outcome

@@ -13,8 +13,8 @@ To add a metric that ranks measure, add an entry with a reduction to `METRICS`, 
 reduction: planners return values in `StepPlan.statistics`, hooks set values in `StepDone.record`.
 metrics.jsonl, the progress line, trackers and the reference page then have the metric.
 
-Times in a record are times of the slowest rank, because it determines the duration of a step.
-Rejected: averages over a logging window, which hide the one slow step in a hundred.
+Times in a record are times of the slowest rank, because it determines the duration of a step. They
+are not averaged over a logging window, which would hide single slow steps.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def metric_value(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the value of a metric or a score of a record by its name. None if it has none."""
+    """Return the value of a metric or score in a record, or None if the record has no value."""
     value: float | None = (record["scores"] or {}).get(name, record.get(name))
     return value
 
@@ -274,7 +274,7 @@ def metric_value(record: Mapping[str, Any], name: str) -> float | None:
 def group_by_panel(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a record by their names in trackers, "GROUP/NAME".
 
-    The step, text and None are omitted. Names of scores are "validation/SOURCE/SCORE".
+    The step, text and None are omitted. Scores have the names "validation/SOURCE/SCORE".
     """
     panels: dict[str, Any] = {}
     for name, value in record.items():
@@ -290,9 +290,9 @@ class StepMeter:
     """Metrics of the steps of one rank.
 
     Args:
-        mesh: mesh of the run.
-        pipeline: pipeline of this rank.
-        peak_tflops: peak of one device in TFLOP/s. If None, it is looked up or measured.
+        mesh: Mesh of the run.
+        pipeline: Pipeline of this rank.
+        peak_tflops: Peak of one device in TFLOP/s. If None, it is looked up or measured.
     """
 
     def __init__(
@@ -307,14 +307,14 @@ class StepMeter:
         self._peak_flops = peak_tflops * 1e12 if peak_tflops else peak_flops(mesh.device, dtype)
 
     def count(self, batch: StepBatch) -> dict[str, float]:
-        """Return the values of the metrics that depend on the batch alone.
+        """Return the values of the metrics that depend only on the batch.
 
-        Needs no results of the device. Call it before the step waits for its device, so that the
-        count overlaps with the computation. Besides metrics, the result has "flops": forward and
-        backward FLOPs of the model, see `torchmm.costs.flops`.
+        Requires no results of the device. Call it before the step waits for its device, so that the
+        count overlaps with the computation. The result also has "flops": forward and backward FLOPs
+        of the model, see `torchmm.costs.flops`.
         """
         # Ranks of one pipeline or tensor-parallel group work on the same samples. Only the first of
-        # them counts these, but every rank decodes and reads its own data.
+        # these ranks counts tokens and samples, but every rank decodes and reads its local data.
         counted = batch.microbatches if self._mesh.is_first_of_samples else []
         metas = [m.meta for m in counted]
         flops = [microbatch_flops(self._modules, m.meta, m.target_count) for m in counted]
@@ -340,12 +340,12 @@ class StepMeter:
         """Return the values of this rank for a step that ends now.
 
         Args:
-            counts: result of `count` for the batch of the step.
-            outcome: result of the forward and backward passes.
-            begin_s: start of the step in `time.perf_counter` seconds.
-            wait_ms: time in which the step waited for data.
-            skipped: number of corrupt samples of the run so far.
-            graphs: graphs that were compiled in the step.
+            counts: Result of `count` for the batch of the step.
+            outcome: Result of the forward and backward passes.
+            begin_s: Start of the step in `time.perf_counter` seconds.
+            wait_ms: Time in which the step waited for data.
+            skipped: Number of corrupt samples of the run so far.
+            graphs: Graphs that were compiled in the step.
         """
         mesh = self._mesh
         llm_ms, generator_ms = (outcome.module_ms.get(name, 0.0) for name in (LLM, GENERATOR))
@@ -367,9 +367,9 @@ class StepMeter:
         """Return the record of a step from the values of all ranks; collective.
 
         Args:
-            local: result of `measure`.
-            batch: batch of this rank.
-            others: metrics that are equal on all ranks, and metrics of planning the step.
+            local: Result of `measure`.
+            batch: Batch of this rank.
+            others: Metrics that are equal on all ranks, and metrics of planning the step.
         """
         ranks = [dict(zip(local, row, strict=True)) for row in gather_floats([*local.values()])]
         record = make_record(
@@ -392,9 +392,9 @@ def make_record(
     """Return a record with the values of all ranks, reduced over ranks.
 
     Args:
-        ranks: values of the metrics with a reduction, and "flops", by rank.
-        peak_flops: peak FLOP/s of one device; None if unknown.
-        others: values of other metrics.
+        ranks: Values of the metrics with a reduction, and "flops", by rank.
+        peak_flops: Peak FLOP/s of one device; None if unknown.
+        others: Values of other metrics.
     """
     record: Record = dict.fromkeys(METRICS)
     per_s = 1e3 / max(rank["step_ms"] for rank in ranks)
@@ -419,18 +419,18 @@ def make_record(
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Highest memory use so far: allocated on the CUDA device, resident in the process on CPU."""
+    """Return the peak memory: CUDA memory of torch, or resident memory of a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float | None:
-    """Peak FLOP/s of one device; None for a GPU that is not in the table.
+    """Return the peak FLOP/s of one device, or None for a GPU without an entry in `BF16_TFLOPS`.
 
-    CUDA: dense bfloat16 of the data sheet, whatever the dtype, so that runs compare. CPU:
-    measured in `dtype` with this process's threads (about 0.3 s), since data sheets of CPUs say
-    little about it.
+    On CUDA, this is the dense bfloat16 peak of the data sheet for all dtypes, so that runs are
+    comparable. On CPU, it is measured in `dtype` with the threads of this process (about 0.3 s),
+    because data sheets of CPUs do not list it.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -439,9 +439,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 
 
 def _measure_matmul_flops(dtype: torch.dtype) -> float:
-    """Best of several square matrix products; bfloat16 is slow on CPUs without support.
+    """Return the best FLOP/s of several square matmuls. bfloat16 is slow on CPUs without support.
 
-    In CPU time, all threads busy: what other programs take is not a lower peak.
+    The time is CPU time with all threads busy, so that load by other processes does not reduce the
+    peak.
     """
     size = 768
     a = torch.ones(size, size, dtype=dtype)

@@ -1,7 +1,8 @@
-"""The model of a run: built on the meta device, split into stages, parallelized, initialized.
+"""Build the model of a run: on the meta device, split into stages, parallelized, initialized.
 
-`build_unfilled_model` and `cut_model` need no process group, so that all problems with the model
-are reported before ranks meet. `fill_model` then allocates only the parameters of this rank.
+`build_unfilled_model` and `cut_model` require no process group, so that all problems with the model
+are reported before the rendezvous of the ranks. `fill_model` then allocates only the parameters of
+this rank.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from torchmm.training.pipeline import Pipeline
 
 
 class ModelCut(NamedTuple):
-    """Stages of a model. They are equal on all ranks."""
+    """Stages of a model, identical on all ranks."""
 
     parallel: ParallelConfig
-    """[parallel] with the segments that the recipe leaves open."""
+    """[parallel] with the segments that the recipe does not set."""
     layout: StageLayout
 
 
 def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
-    """Return the model on the meta device and its tokenizer. Needs no process group.
+    """Return the model on the meta device and its tokenizer. Requires no process group.
 
     Raises:
-        ConfigError: All problems with the model and the tokenizer of the recipe.
+        ConfigError: The model or the tokenizer cannot be built. The error lists all problems.
     """
     _quiet_libraries()
     recipe = run.recipe
@@ -80,12 +81,12 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
         raise ConfigError(problems)
     dtype = DTYPES[recipe.training.parameter_dtype]
     wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != dtype]
-    if wide:  # FSDP2 has one dtype for all trained parameters of a layer
+    if wide:  # FSDP2 requires one dtype for all trained parameters of a layer
         raise ConfigError(
             f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face '
             f'keeps {wide[0]} in float32; freeze the module, or use "float32"'
         )
-    specs = model.sample_specs(tokenizer)  # raises if they do not fit each other
+    specs = model.sample_specs(tokenizer)  # raises if model and tokenizer do not match
     for spec in specs["image_specs"].values():
         open_media(spec, recipe.data.max_image_pixels)
     return model, tokenizer
@@ -100,8 +101,8 @@ def cut_model(
 ) -> ModelCut:
     """Check the model against the parallelism of the recipe and return its stages.
 
-    Needs no process group. `torchmm.recipe.check` has checked the recipe alone. This function
-    checks what depends on the model, such as attention heads, experts and tied weights.
+    Requires no process group. `torchmm.recipe.check` has checked the recipe alone. This function
+    checks model-dependent settings, such as attention heads, experts and tied weights.
 
     Args:
         run: Resolved recipe.
@@ -129,7 +130,7 @@ def cut_model(
         problems += converter.find_problems(modules, device, tensor)
     if problems:
         raise ConfigError(problems)
-    # A resumed run reads the first step too, so that its stages are those of the run before.
+    # A resumed run also reads the samples of step 1, so that it has the same stages as before.
     shares = first_step(recipe, model, tokenizer, run.shares) if run.is_cut else []
     shares = shares or [[MicrobatchMeta((), recipe.training.sequence_length)]]
     parallel = choose_segments(run, model, tokenizer, shares, device)
@@ -182,13 +183,13 @@ def fill_model(
 
 def _quiet_libraries() -> None:
     """Disable harmless messages of libraries that every rank would repeat."""
-    # Nothing is done in place to the result of a module.
+    # torchmm does not modify the result of a module in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Norms over a 2-D mesh are reduced one dimension after the other: one scalar per step.
+    # Norms over a 2-D mesh are reduced one dimension after another. This is one scalar per step.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # The replacement of this collective does not exist in the oldest supported torch.
+    # The replacement of this collective is not available in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor. is deprecated")
     datasets.disable_progress_bars()
-    # Images are prepared by Pillow; torchvision is not needed.
+    # Pillow prepares the images, so torchvision is not required.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -4,13 +4,12 @@ Optimizers (`optimizers/optimizer.py`) read the clip factor and the check for no
 device scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore
 queued before the host reads the gradient norm, and a step with non-finite values changes nothing.
 
-The learning rate is a pure function of the step, so there is no scheduler state to save.
-Parameters are grouped by module, by weight decay, and by device mesh (Muon gathers matrices over
-one mesh).
+The learning rate is a pure function of the step, so no scheduler state is saved. Parameters are
+grouped by module, by weight decay, and by device mesh (Muon gathers matrices over one mesh).
 
-In a pipeline, each rank optimizes its own stages. A tied embedding has a copy in the last stage
-with a separate optimizer state. Copy and original start equal and receive the same gradients and
-settings, so they stay bitwise equal. The gradient norm includes only the original.
+In a pipeline, each rank optimizes its stages. A tied embedding has a replica in the last stage with
+a separate optimizer state. The replica and the original have identical initial values, gradients
+and settings, so they stay bitwise identical. The gradient norm includes only the original.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ def build_optimizer(
     """Return the optimizer of the trainable parameters of `model`, of which a rank may have none.
 
     Args:
-        module_of: function from parameter names to module names ("llm", "NAME",
-            "NAME.connector").
-        copies: copies of the embedding of another rank, without weight decay like the original.
-        matrices: matrices of layers, which Muon updates.
-        dtype: compute dtype of the modules.
+        model: Model with the stages of this rank.
+        module_of: Function from parameter names to module names ("llm", "NAME", "NAME.connector").
+        config: Section [optimizer] of the recipe.
+        copies: Replicas of the embedding of another rank, without weight decay like the original.
+        matrices: Matrices of layers, which Muon updates.
+        dtype: Compute dtype of the modules.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     matrix_ids = {id(matrix) for matrix in matrices}
@@ -77,11 +77,11 @@ def build_optimizer(
             },
         )
         group["params"].append(parameter)
-    nothing = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
-    found = list(groups.values()) or [nothing]
-    is_narrow = any(p.dtype != torch.float32 for group in found for p in group["params"])
+    empty_group = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
+    param_groups = list(groups.values()) or [empty_group]
+    is_narrow = any(p.dtype != torch.float32 for group in param_groups for p in group["params"])
     make: Callable[..., RunOptimizer] = find_optimizer(config, is_narrow=is_narrow)
-    return make(found, config, parameter_names(model), dtype)
+    return make(param_groups, config, parameter_names(model), dtype)
 
 
 class Updates:
@@ -91,8 +91,8 @@ class Updates:
     it. Call `finish` after the host has checked the numbers of the step.
 
     Args:
-        steps: number of steps of the run.
-        average: moving average of the weights, or None.
+        steps: Number of steps of the run.
+        average: Moving average of the weights, or None.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Updates:
         update changes nothing on all ranks.
 
         Args:
-            losses: scalars of this rank that must be finite.
+            losses: Scalars of this rank that must be finite.
         """
         # Zero times a non-finite number is NaN, and so is every sum with NaN.
         zero = torch.stack([*losses]).mul(0).sum()
@@ -128,7 +128,7 @@ class Updates:
         return rounded
 
     def apply(self, step: int) -> float:
-        """Queue the update of `step` (1-based) and return its learning rate."""
+        """Apply the update of `step` (1-based) asynchronously and return its learning rate."""
         factor = lr_factor(step, self._steps, self._config)
         set_learning_rate(self._optimizer, factor)
         self._optimizer.step()
@@ -142,7 +142,7 @@ class Updates:
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of optimizer step `step` (1-based) of `steps`, relative to the peak."""
+    """Return the learning rate of step `step` (1-based) of `steps`, relative to the peak."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.lr_schedule == "constant":
@@ -158,15 +158,16 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
 def describe_schedule_change(
     step: int, saved_steps: int, steps: int, config: OptimizerConfig
 ) -> str | None:
-    """Return how another `training.steps` changes the learning rate of a resumed run.
+    """Return how a changed `training.steps` affects the learning rate of a resumed run.
 
     Args:
-        step: last finished step.
+        step: Last finished step.
         saved_steps: `training.steps` of the run that saved the checkpoint.
         steps: `training.steps` of this run.
+        config: Section [optimizer] of the recipe.
 
     Returns:
-        None if the next step has the learning rate that it would have had.
+        A message, or None if the learning rate of the next step does not change.
     """
     planned, changed = (lr_factor(step + 1, total, config) for total in (saved_steps, steps))
     if step >= steps or math.isclose(planned, changed, rel_tol=1e-9):
@@ -182,21 +183,21 @@ def describe_schedule_change(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets every group to `factor` times its peak."""
+    """Set the learning rate of every group to `factor` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
 
 
 Replicas = Mapping[int, Sequence[nn.Parameter]]
-"""Parameters by the number of ranks that store the same elements."""
+"""Maps the number of ranks that store the same elements to parameters."""
 
 
 def global_grad_norm(groups: Replicas, mesh: ParallelMesh | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients of all ranks, a float32 scalar; collective.
 
     Args:
-        groups: parameters of this rank, see `group_by_replicas`.
-        mesh: all ranks, or None if this process has all parameters.
+        groups: Parameters of this rank, see `group_by_replicas`.
+        mesh: All ranks, or None if this process has all parameters.
     """
     zero = torch.zeros((), device=None if mesh is None else mesh.device)
     square = squared_norm(groups, zero)
@@ -204,25 +205,25 @@ def global_grad_norm(groups: Replicas, mesh: ParallelMesh | None = None) -> Tens
 
 
 def group_by_replicas(model: MultimodalModel) -> dict[int, list[nn.Parameter]]:
-    """Group trainable parameters by the number of ranks that store the same elements; collective.
+    """Group trainable parameters by the number of ranks that store the same elements. Collective.
 
-    Copies of tied parameters of another rank are omitted, because that rank counts them.
+    Replicas of tied parameters of another rank are omitted, because that rank counts them.
     """
     names = parameter_names(model)
     counted = {id(p) for p in model.parameters() if p.requires_grad}
     counted -= {id(copy) for copy in model.tied_copy_parameters()}
     stages: dict[str, list[nn.Parameter]] = {}
     for stage in model.all_stages():
-        own = [p for p in stage.parameters() if id(p) in counted]
-        counted -= {id(p) for p in own}
-        if own:
-            stages[names[id(own[0])]] = own
+        local = [p for p in stage.parameters() if id(p) in counted]
+        counted -= {id(p) for p in local}
+        if local:
+            stages[names[id(local[0])]] = local
     assert not counted, "a trainable parameter is not in any stage"
     # A stage is on all ranks that have its first parameter, as a shard or as a replica.
     ranks = Counter(name for text in gather_texts("\n".join(stages)) for name in text.split("\n"))
     groups: dict[int, list[nn.Parameter]] = {}
-    for name, own in stages.items():
-        for parameter in own:
+    for name, local in stages.items():
+        for parameter in local:
             groups.setdefault(ranks[name] // _shards(parameter), []).append(parameter)
     return groups
 
@@ -239,8 +240,8 @@ def squared_norm(groups: Replicas, zero: Tensor) -> Tensor:
     """Return the contribution of this rank to the squared global gradient norm, a float64 scalar.
 
     Args:
-        groups: parameters of this rank. Each replica contributes an equal part.
-        zero: a scalar on the device of this rank.
+        groups: Parameters of this rank. Each replica contributes an equal part.
+        zero: A scalar on the device of this rank.
     """
     total = zero.double()
     for replicas, parameters in groups.items():
@@ -258,8 +259,8 @@ def _squares(gradients: list[Tensor]) -> Tensor:
     if gradients[0].device.type == "cuda":
         norms = torch._foreach_norm(gradients, dtype=torch.float32)
         return torch.stack(norms).double().square()
-    # On the CPU, norms add numbers in sequence: in float32, the norm of a 4096 x 48 matrix is off
-    # by 4e-5. Sums add numbers in pairs.
+    # On the CPU, norms accumulate sequentially: in float32, the norm of a 4096 x 48 matrix has a
+    # relative error of 4e-5. Sums are pairwise and therefore more accurate.
     return torch.stack([g.float().square().sum() for g in gradients]).double()
 
 

@@ -1,14 +1,15 @@
-"""The pipeline of a run: its model, cut into stages, and what runs plans of steps on them.
+"""Pipeline of a run: the model, split into stages, and the runtimes that execute plans of steps.
 
-    layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is cut
+    layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is split
     pipeline = Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
     planned = planner.plan(step, microbatches, ...)                every step, see `planners`
     result = pipeline.run(planned.plan, microbatches, loss_scale=...)
 
-A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
-gather and free layer by layer instead of once per step (`reshard_after_forward`). All data-parallel
-ranks must then run the same forwards and backwards, so an encoder or generator runs once per
-microbatch, on a dummy image if there is none.
+A run without pipeline parallelism also has plans. They have one rank and run the microbatches
+sequentially. In such runs, FSDP2 may all-gather and free parameters layer by layer instead of once
+per step (`reshard_after_forward`). All data-parallel ranks must then run the same forward and
+backward passes. An encoder or generator therefore runs once per microbatch, with a dummy image if
+the microbatch has no image.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 
 def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
-    """The pipeline of a model that is not split over pipeline ranks."""
+    """Return the pipeline of a model that is not split over pipeline ranks."""
     config = ParallelConfig()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [MicrobatchMeta((), 1)])
@@ -80,18 +81,18 @@ def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtyp
 
 
 class Pipeline:
-    """Plans and runs the steps of one rank.
+    """Planning and execution of the steps of one rank. Construction is collective over all ranks.
 
     Args:
-        model: cut to this rank's stages and parallelized.
-        modules: what runs on this rank, by stage index (from `cut_for_rank`).
-        layout: of all ranks.
-        descriptions: of the modules, whole.
-        dtype: in which modules compute.
-        feature_ranks: data-parallel ranks that encode the images of each other; None: each encodes
-            its own.
-
-    Collective over all ranks.
+        model: Model with the stages of this rank, parallelized.
+        modules: Maps a stage index to the module that runs on this rank (from `cut_for_rank`).
+        layout: Stages of all ranks.
+        descriptions: Descriptions of the complete modules.
+        config: Section [parallel] of the recipe.
+        mesh: Mesh of the run.
+        dtype: Compute dtype of the modules.
+        feature_ranks: Data-parallel ranks that encode images for each other. If None, each rank
+            encodes the images of its samples.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class Pipeline:
         self.device = mesh.device
         self._row_ranks: RowRanks | None = model.llm.row_ranks
         self._slice = mesh.context_rank, mesh.context_size
-        """Which part of a microbatch this rank has, of how many."""
+        """Index of the token slice of this rank, and the number of slices per packed sequence."""
         self._pixels = PixelRanks(layout, mesh)
         self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
         self.sharding: Gathering = "none"
-        """When FSDP2 gathers parameters."""
+        """When FSDP2 all-gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self.sharding = "layer" if reshards_after_forward(config) else "step"
         self._feature_ranks = feature_ranks
@@ -127,12 +128,12 @@ class Pipeline:
             if isinstance(stage, LlmStage):
                 stage.feature_ranks = feature_ranks
         self._reading = {m for m, own in reading_stages(layout).items() if set(own) & set(modules)}
-        """Modules whose pixels this rank's stages read."""
+        """Modules whose pixels the stages of this rank read."""
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())
             assert trained == layout.stages[index].trainable, layout.stages[index]
         self.router_balance: RouterBalance | None = getattr(model.llm, "balance", None)
-        """What adds the losses that keep the experts' loads equal."""
+        """Router that adds the load-balancing losses of experts."""
         channels = None
         if mesh.pipeline_size > 1:
             channels = P2PChannels(mesh.device, mesh.plan_ranks, config.timeout_s)
@@ -141,8 +142,11 @@ class Pipeline:
             PipelineRuntime, mesh.pipeline_rank, channels=channels, device=mesh.device
         )
         self.caches_tokens = model.llm.family.listed and config.context == 1
-        """Whether its stages can keep what they need of earlier tokens. Families that are not
-        listed, and ranks that share rows, were not compared with a cache."""
+        """Whether LLM stages can cache keys and values of earlier tokens.
+
+        No cache is used for model types that are not registered, or if ranks share packed
+        sequences, because tests do not cover these cases.
+        """
         self.rotary_limits = model.llm.rotary_limits
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
         interleave = None
@@ -155,7 +159,7 @@ class Pipeline:
 
     @property
     def reads(self) -> Reads:
-        """What of the microbatches this rank is to decode."""
+        """Content of the microbatches that this rank decodes."""
         return self._pixels.reads
 
     def _sharding_of(self, module: LayeredModule) -> Sharding | None:
@@ -189,13 +193,15 @@ class Pipeline:
         and not on the number of targets.
 
         Raises:
-            PlanError: see `plan`.
+            PlanError: See `plan`.
         """
         return self.plan([m.task_meta for m in microbatches])
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
-        """The plan of a training step that another process has encoded (`encode_plan`), with the
-        tensors that this rank sends and receives."""
+        """Return the training plan that another process has encoded (`encode_plan`).
+
+        The result has the specs of the tensors that this rank sends and receives.
+        """
         graph = step_graph(self.layout, self.config, metas, self.sharding)
         plan = decode_plan(numbers, graph, lambda graph: {})
         tasks = own_tasks(plan, self._runtime.plan_rank)
@@ -215,18 +221,19 @@ class Pipeline:
         loss_scale: float | Mapping[str, float] = 1.0,
         annotate: bool = False,
     ) -> StepResult:
-        """A training step: gradients into the parameters; every action is timed.
+        """Run a training step, which accumulates gradients and records the time of each action.
 
         Args:
-            plan: of these microbatches, the same on all its ranks.
-            microbatches: of this data-parallel rank, the same on all ranks of the plan, on any
-                device: those that this rank has tasks of are moved.
-            loss_scale: factor of the summed losses in backward, or one for each module.
-            annotate: name each action in profiles.
+            plan: Plan of these microbatches, identical on all of its ranks.
+            microbatches: Microbatches of this data-parallel rank, identical on all ranks of the
+                plan, on any device. Only microbatches with tasks on this rank are copied to its
+                device.
+            loss_scale: Factor of the summed losses in backward passes, or one factor per module.
+            annotate: Whether to name each action in profiles.
         """
-        own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
+        used = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
-            read_by(self._reading, m).to(self.device) if i in own else m
+            read_by(self._reading, m).to(self.device) if i in used else m
             for i, m in enumerate(self._own_parts(plan, microbatches))
         ]
         return self._runtime.step(
@@ -236,7 +243,7 @@ class Pipeline:
     def _own_parts(
         self, plan: PipelinePlan, microbatches: Sequence[Microbatch]
     ) -> list[Microbatch]:
-        """This rank's parts, with the pixels that its tasks read."""
+        """Return the slices of this rank, with the pixels that its tasks read."""
         return self._pixels.deliver(plan.graph, [self._own_part(m) for m in microbatches])
 
     def _own_part(self, microbatch: Microbatch) -> Microbatch:
@@ -245,9 +252,9 @@ class Pipeline:
             part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size, self._widths)
         else:
             part = slice_row(microbatch, *self._slice, self._widths)
-        # Views of page-locked memory are so too; what slicing has made is not yet.
-        sliced = part is not microbatch and self.device.type == "cuda"
-        return part.pin_memory() if sliced else part
+        # Views of pinned memory are pinned. Tensors that slicing has allocated are not.
+        is_copied = part is not microbatch and self.device.type == "cuda"
+        return part.pin_memory() if is_copied else part
 
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
         """Return summed losses without gradients, by module ("llm", "generator") and microbatch.
@@ -261,15 +268,18 @@ class Pipeline:
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
         moved = [part.to(self.device) for part in self._own_parts(plan, microbatches)]
         result = self._runtime.step(plan, moved)
-        found: dict[str, list[torch.Tensor]] = {}
+        by_module: dict[str, list[torch.Tensor]] = {}
         for (module, _), loss in sorted(result.module_losses.items()):
-            found.setdefault(module, []).append(loss)
-        return found
+            by_module.setdefault(module, []).append(loss)
+        return by_module
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let LLM stages cache tokens, if they can (`caches_tokens`): the first packed sequence
-        has full prompts, later ones have the next token of each prompt."""
+        """Enable token caches of the LLM stages, if they are supported (`caches_tokens`).
+
+        The first packed sequence has full prompts. Later sequences have the next token of each
+        prompt.
+        """
         self.renew_caches()
         try:
             yield
@@ -278,7 +288,7 @@ class Pipeline:
                 stage.cache = None
 
     def renew_caches(self) -> None:
-        """Start with empty caches: the next packed sequence has full prompts."""
+        """Reset the caches. The next packed sequence has full prompts."""
         for stage in self._text_stages():
             stage.cache = stage.module.new_cache() if self.caches_tokens else None
 
@@ -293,7 +303,7 @@ class Pipeline:
         meta = microbatch.meta
         if self._text_plan is None or self._text_plan[0] != meta:
             self._text_plan = meta, self.plan([meta], purpose="text")
-        plan = self._text_plan[1]  # that of one more token for each prompt is always the same
+        plan = self._text_plan[1]  # all sequences with one token per prompt have the same plan
         moved = [part.to(self.device) for part in self._own_parts(plan, [microbatch])]
         result = self._writer.step(plan, moved)
         logits_BV = result.losses_of("llm").get(0)
@@ -301,53 +311,58 @@ class Pipeline:
             return logits_BV
         # Each rank has the logits of the prompts whose last token is in its slice.
         rank, ranks = self._slice
-        own = slice_ranges(len(microbatch.input_ids_T), ranks)[rank]
+        positions = slice_ranges(len(microbatch.input_ids_T), ranks)[rank]
         stops = microbatch.cu_seqlens[1:]
-        local = [number for number, stop in enumerate(stops) if stop - 1 in own]
+        local = [number for number, stop in enumerate(stops) if stop - 1 in positions]
         all_BV = logits_BV.new_zeros(len(stops), logits_BV.shape[1])
         all_BV[torch.tensor(local, dtype=torch.int64)] = logits_BV
         return self._row_ranks.summed(all_BV)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;
-        None on ranks without the generator's last stage."""
+        """Return the velocities of the pixels of the images to generate, (P, V), float32.
+
+        A velocity is the direction in which a pixel moves with increasing noise. Returns None on
+        ranks without the last stage of the generator.
+        """
         plan = self.plan([microbatch.meta], purpose="drawing")
         return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
     def finished(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """float32 (P, X): pixels of the images whose latents are drawn, after their last step; None
-        on ranks without the generator's last stage."""
+        """Return the pixels of images from their denoised latents, (P, X), float32.
+
+        Returns None on ranks without the last stage of the generator.
+        """
         plan = self.plan([microbatch.meta], purpose="drawing")
         return self._finisher.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
     def last_rank(self, module: str) -> int:
-        """Rank of the plan with a module's last stage, where its losses are."""
+        """Return the rank of the plan with the last stage of a module."""
         return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
 
 
 def own_tasks(plan: PipelinePlan, rank: int) -> list[Task]:
-    """Tasks whose outputs a rank has or gets."""
+    """Return the tasks whose outputs a rank computes or receives."""
     graph = plan.graph
-    own = [action.task for action in plan.actions[rank] if action.type is ActionType.F]
-    found = dict.fromkeys(own)
-    found |= dict.fromkeys(graph.producer(m) for task in own for m in graph.incoming(task))
-    return list(found)
+    local = [action.task for action in plan.actions[rank] if action.type is ActionType.F]
+    tasks = dict.fromkeys(local)
+    tasks |= dict.fromkeys(graph.producer(m) for task in local for m in graph.incoming(task))
+    return list(tasks)
 
 
 def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
-    """The microbatch without the pixels that only other modules read: these need not be moved."""
+    """Return the microbatch without the pixels that only other modules read."""
     encoders = {
         name: inputs if name in modules else inputs.without_pixels()
         for name, inputs in microbatch.encoders.items()
     }
-    drawn = microbatch.generator
-    if drawn is not None and GENERATOR not in modules:
-        drawn = drawn.without_pixels()
-    return replace(microbatch, encoders=encoders, generator=drawn)
+    generator = microbatch.generator
+    if generator is not None and GENERATOR not in modules:
+        generator = generator.without_pixels()
+    return replace(microbatch, encoders=encoders, generator=generator)
 
 
 def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but those of the LLM for text (`TextStage`)."""
+    """Return the stages with `TextStage` in place of the LLM stages."""
     return {
         index: TextStage(stage.module, stage.sharding)
         if isinstance(stage.module, LlmModule)
@@ -359,7 +374,7 @@ def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineSt
 def _drawing_stages(
     stages: Mapping[int, PipelineStage], kind: type[VelocityStage] | type[FinishingStage]
 ) -> dict[int, PipelineStage]:
-    """The same stages, but the last of the generator is of another kind, without a loss."""
+    """Return the stages with a last generator stage of type `kind`, which has no loss."""
     return {
         index: kind(stage.module, stage.sharding)
         if isinstance(stage.module, GeneratorModule) and stage.module.is_last

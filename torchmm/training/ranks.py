@@ -1,4 +1,4 @@
-"""Preparation of ranks before a run computes anything: measurements, kernels and random numbers."""
+"""Preparation of ranks before training: measurements, kernels and random numbers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> 
 def seed_rank(run: Resolved, mesh: ParallelMesh, *step: int) -> None:
     """Seed the random numbers of this rank, optionally for the steps after a checkpoint.
 
-    Ranks of one tensor-parallel group have equal samples and an equal place in the pipeline. They
-    have equal random numbers, because they must share dropout masks.
+    Ranks of one tensor-parallel group have the same samples and pipeline position. They use
+    identical random numbers, because they must have identical dropout masks.
     """
     stream = [mesh.data_parallel_rank]
     if mesh.pipeline_size > 1:
@@ -47,10 +47,10 @@ def seed_rank(run: Resolved, mesh: ParallelMesh, *step: int) -> None:
 
 
 def compare_choices(run: Resolved, logger: logging.Logger) -> None:
-    """Log the values that were chosen for "auto". Collective.
+    """Log the values that were selected for "auto". Collective.
 
     Raises:
-        ConfigError: Ranks chose different values.
+        ConfigError: Ranks selected different values.
     """
     data = run.recipe.data
     of_ranks = gather_texts(f'data.reorder = "{data.reorder}", data.balance = "{data.balance}"')

@@ -1,4 +1,4 @@
-"""What a user sees of a run: the table at its start, the progress line, the loss picture."""
+"""Console output of a run: the summary at the start, the progress line, and the loss plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchmm.training.metrics import METRICS, Record
 
 
 def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> None:
-    """Print label and value of each line as a table."""
+    """Print the label and value of each line as a table."""
     table = Table(title=title, title_justify="left", show_header=False, box=None)
     for label, value in lines.items():
         table.add_row(label, value, style=None)
@@ -25,10 +25,10 @@ def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> Non
 
 
 class ProgressLine:
-    """Shows each step: a bar with the figures below it on a terminal, plain lines elsewhere."""
+    """Progress of a run: a bar with metrics below it on a terminal, one line per step otherwise."""
 
     def __init__(self, console: Console, steps: int, start_step: int) -> None:
-        """`steps` of the whole run, `start_step` of which are already done."""
+        """Start the progress line of a run of `steps` steps, `start_step` of which are finished."""
         self._console = console
         self._steps = steps
         self._emitted = 0
@@ -38,10 +38,11 @@ class ProgressLine:
             self._bar = _Bar(console, steps, start_step)
 
     def emit(self, record: Record) -> None:
-        """Show one step."""
+        """Show the metrics of one step."""
         step_ms = record["step_ms"]
         self._emitted += 1
-        # The first step of a run is slow (compilation, waking workers) and says nothing.
+        # The first step includes compilation and worker startup, so it is not used for the
+        # estimate.
         remember = 0.8 if self._emitted > 2 else 0.0
         self._mean_step_ms = remember * self._mean_step_ms + (1 - remember) * step_ms
         eta_s = (self._steps - record["step"]) * self._mean_step_ms / 1e3
@@ -52,13 +53,13 @@ class ProgressLine:
             self._console.out(f"step {record['step']}/{self._steps} | {line}", highlight=False)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the bar. The last state remains on the screen."""
         if self._bar is not None:
             self._bar.stop()
 
 
 class _Bar(Progress):
-    """A progress bar with a line of text below it."""
+    """Progress bar with a line of text below it."""
 
     def __init__(self, console: Console, steps: int, start_step: int) -> None:
         self._line = Text("")
@@ -91,7 +92,7 @@ def describe_step(record: Record, eta_s: float) -> str:
 
 
 def make_figure(width_in: float, height_in: float) -> Any:
-    """Return an empty matplotlib figure that draws without a display or global state."""
+    """Return an empty matplotlib figure that requires no display and no global state."""
     # Imported on first use: the import takes 0.3 s of CPU time, and most ranks plot nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -102,7 +103,7 @@ def make_figure(width_in: float, height_in: float) -> Any:
 
 
 def plot_loss(metrics_file: Path, picture: Path) -> None:
-    """Draw training and held-out loss over the steps in `metrics_file` as a PNG."""
+    """Plot the training and held-out loss over the steps in `metrics_file` to a PNG file."""
     records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
     figure = make_figure(7, 4)
     axes = figure.add_subplot()

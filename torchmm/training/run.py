@@ -1,8 +1,8 @@
-"""A whole run, from a recipe to its results: what happens before the loop, and how it ends.
+"""Run a recipe from start to exit: checks, process group, components, and training loop.
 
-Everything that can be refused is refused before ranks meet: sizes, the model, how it is cut. Then
-the process group starts, the parts of the run are built (`build`), and the loop runs (`trainer`).
-STATUS.json says how it ended (`ending`).
+All unsupported settings (parallelism degrees, model, stages) are rejected before the rendezvous of
+the ranks. Then the process group starts, `build` builds the components of the run, and `trainer`
+runs the training loop. `ending` writes the final state to STATUS.json.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from torchmm.training.trainer import Trainer
 
 
 def train(recipe: Recipe) -> int:
-    """Runs a whole recipe on this rank; the exit code. STATUS.json says how it ended.
+    """Run a recipe on this rank and return the exit code. STATUS.json has the final state.
 
     Raises:
-        TorchmmError: the run ended early; the status is written.
+        TorchmmError: The run stopped early. STATUS.json is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
     rank = launched().rank
@@ -97,17 +97,17 @@ def train(recipe: Recipe) -> int:
 
 
 def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) -> RunParts:
-    """Build everything that the first step requires; collective from the process group on.
+    """Build all components that the first step requires. Collective from the process group on.
 
     Args:
         recipe: Recipe of the run.
         directory: Checkpoints of the run.
-        ends: Closes, when the run ends, what is started here.
+        ends: Exit stack that closes the started services at the end of the run.
     """
     run_dir = directory.path.parent
     rank, world_size = launched()
-    make_writable_directory(run_dir)  # every rank checks it, so that no rank waits for another
-    # Nothing is written into the directory of a run that is alive.
+    make_writable_directory(run_dir)  # every rank checks, so that no rank waits for a failed rank
+    # No file is written into the directory of another active run.
     if rank == 0 and directory.try_claim():
         clear_unfinished(run_dir)
         write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
@@ -142,7 +142,7 @@ def _before_ranks_meet(
 
 
 def _leave(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
-    """Call the entries of "run_ends" on rank 0, then let other runs claim the run directory.
+    """Call the entries of "run_ends" on rank 0, then release the run directory.
 
     STATUS.json has the final state. The argument of `is_used` is the recipe, and that of the target
     is the run directory. A target must not fail, because the run may have failed already.
@@ -156,25 +156,28 @@ def _leave(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
 
 @contextmanager
 def shared_reader(recipe: Recipe, specs: SampleSpecs) -> Iterator[ReaderAddress | None]:
-    """Where the process is asked that reads streams for all ranks of this machine, which its first
-    rank starts; None: there are no streams, or one rank. Entered by all ranks together.
+    """Yield the address of the process that reads streams for all ranks of this host.
+
+    The first rank of each host starts this process. Yields None without streams, or with one rank
+    on the host. All ranks enter this context manager together.
 
     Args:
-        specs: what samples are opened with besides (`open_samples`).
+        recipe: Recipe of the run.
+        specs: Further arguments of `open_samples`.
 
     Raises:
-        DataError: it cannot be started.
+        DataError: The process cannot be started.
     """
     if not shares_reader(recipe.data):
         yield None
         return
-    here = ranks_of_machine()
+    local_ranks = ranks_of_machine()
     started = None
-    if len(here) > 1 and here[0] == dist.get_rank():
+    if len(local_ranks) > 1 and local_ranks[0] == dist.get_rank():
         started = SharedReader(recipe.data, recipe.training, specs, secrets.token_hex())
-    told = gather_texts(json.dumps(started.address if started else None))[here[0]]
+    message = gather_texts(json.dumps(started.address if started else None))[local_ranks[0]]
     try:
-        address = json.loads(told)
+        address = json.loads(message)
         yield address and ReaderAddress(*address)
     finally:
         if started is not None:

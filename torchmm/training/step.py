@@ -1,8 +1,8 @@
-"""Forward and backward of one optimizer step on one rank, as a plan, and what it took.
+"""Forward and backward passes of one optimizer step on one rank.
 
-The text loss is the *sum* over targets divided by the number of targets of the whole global batch,
-the image loss the sum over images divided by their number, so neither the number of ranks nor that
-of microbatches or stages changes them. What is trained on is their weighted sum.
+The text loss is the sum over target tokens divided by the number of targets of the global batch.
+The image loss is the sum over generated images divided by their number. Both are independent of the
+number of ranks, microbatches and stages. The training loss is their weighted sum.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from torchmm.training.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step of one rank.
+    """Result of the forward and backward passes of one step on one rank.
 
     Attributes:
-        losses: float32 scalars by module ("llm", "generator"): this rank's sum of losses / number
-            of targets or images in the global batch; 0 on ranks without the module's last stage.
-        loss: their weighted sum.
-        plan: what was run.
-        result: losses and records.
+        losses: Maps a module ("llm", "generator") to the sum of losses on this rank divided by the
+            number of targets or images in the global batch. Scalars, float32. 0 on ranks without
+            the last stage of the module.
+        loss: Weighted sum of `losses`, a float32 scalar.
+        plan: Plan of the step.
+        result: Losses and timing records of the runtime.
     """
 
     losses: dict[str, Tensor]
@@ -45,7 +46,7 @@ class StepOutcome:
 
     @cached_property
     def module_ms(self) -> dict[str, float]:
-        """Time in forwards and backwards by module name; on CUDA, waits for the step's end."""
+        """Time in forward and backward passes by module. On CUDA, waits for the end of the step."""
         times_ms: dict[str, float] = {}
         for record in self.result.records or ():
             if record.action.type in COMPUTE:
@@ -55,17 +56,17 @@ class StepOutcome:
 
     @property
     def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The weighted sum, the text's and the drawn images' loss."""
+        """Weighted sum, text loss and image loss."""
         return self.loss, self.losses[LLM], self.losses[GENERATOR]
 
     @property
     def compute_ms(self) -> float:
-        """Time in forwards and backwards."""
+        """Time in forward and backward passes of all modules."""
         return sum(self.module_ms.values())
 
 
 def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
-    """Factors of the losses, by module; none where there is only one."""
+    """Return the coefficient of the loss of each module, or an empty dict without a generator."""
     if generator is None:
         return {}
     return {LLM: generator.text_loss_weight, GENERATOR: generator.loss_weight}
@@ -74,27 +75,30 @@ def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
 def gather_corrupt_samples(
     own: Mapping[str, str], mesh: ParallelMesh, *, of_all_ranks: bool = False
 ) -> dict[str, str]:
-    """Return the samples that could not be decoded, with reasons; collective over all ranks.
+    """Return the samples that could not be decoded, with reasons. Collective over all ranks.
 
     Args:
-        own: reasons by "source[index]" of samples that this rank could not decode.
+        own: Maps "source[index]" of samples that this rank could not decode to reasons.
+        mesh: Mesh of the run.
         of_all_ranks: Whether to return the samples of all ranks of the run, instead of the ranks
             with the same samples.
     """
     texts = gather_texts(json.dumps(own))
-    found: dict[str, str] = {}
-    alike = sorted(rank for ranks in mesh.plan_ranks for rank in ranks)
-    for rank in range(mesh.world_size) if of_all_ranks else alike:
-        found = {**json.loads(texts[rank]), **found}
-    return dict(sorted(found.items()))
+    reasons: dict[str, str] = {}
+    peers = sorted(rank for ranks in mesh.plan_ranks for rank in ranks)
+    for rank in range(mesh.world_size) if of_all_ranks else peers:
+        reasons = {**json.loads(texts[rank]), **reasons}
+    return dict(sorted(reasons.items()))
 
 
 @dataclass
 class TrainStep:
-    """Runs the microbatches of a step and leaves gradients of the global mean loss.
+    """Forward and backward passes of a step, which accumulate gradients of the global mean loss.
 
     Args:
-        loss_weights: factor of each module's loss, by name; 1 where none is given.
+        pipeline: Pipeline of this rank.
+        mesh: Mesh of the run.
+        loss_weights: Loss coefficients by module name. Defaults to 1.
     """
 
     pipeline: Pipeline
@@ -110,14 +114,14 @@ class TrainStep:
         *,
         annotate: bool = False,
     ) -> StepOutcome:
-        """Accumulates gradients.
+        """Accumulate the gradients of a step.
 
         Args:
-            plan: of these microbatches.
-            microbatches: this data-parallel rank's share, on the CPU.
-            global_targets: targets in the whole global batch, over all ranks.
-            global_images: generated images that count, in the whole global batch.
-            annotate: name each action in profiles.
+            plan: Plan of these microbatches.
+            microbatches: Microbatches of this data-parallel rank, on the CPU.
+            global_targets: Target tokens in the global batch, over all ranks.
+            global_images: Generated images in the global batch that are included in the loss.
+            annotate: Whether to name each action in profiles.
         """
         counts = {LLM: max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
         weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
@@ -129,10 +133,10 @@ class TrainStep:
             tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
             self.pipeline.router_balance.scale = weights[LLM] / max(tokens, 1)
         result = self.pipeline.run(plan, microbatches, loss_scale=scales, annotate=annotate)
-        nothing = torch.zeros((), device=self.mesh.device)
+        zero = torch.zeros((), device=self.mesh.device)
         losses = {
-            name: torch.stack([nothing, *result.losses_of(name).values()]).sum() / count
+            name: torch.stack([zero, *result.losses_of(name).values()]).sum() / count
             for name, count in counts.items()
         }
-        loss = sum((weights[name] * losses[name] for name in counts), nothing)
+        loss = sum((weights[name] * losses[name] for name in counts), zero)
         return StepOutcome(losses, loss, plan, result)

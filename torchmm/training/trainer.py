@@ -34,9 +34,9 @@ class Trainer:
     """The training loop of one rank. Construction is collective.
 
     Args:
-        parts: components of the run.
-        stop: stop signal of this process.
-        on_lost: function that ends the process if a lost peer raises no error, see `Health`.
+        parts: Components of the run.
+        stop: Stop signal of this process.
+        on_lost: Function that ends the process if a lost peer raises no error, see `Health`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Losses on held-out samples, from forward plans that run like those of training steps."""
+"""Losses on held-out samples, computed by forward-only plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmm.training.pipeline import Pipeline
 def held_out_losses(
     pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh
 ) -> dict[str, float]:
-    """Return mean losses over all held-out batches and ranks.
+    """Return the mean losses over all held-out batches and ranks.
 
     The loss of "llm" is the mean over target tokens, that of "generator" the mean over images.
     """
@@ -34,5 +34,5 @@ def held_out_losses(
     # the losses of a module.
     share = mesh.samples_ranks / mesh.own.sizes.tensor
     local = [*(loss.item() * share for loss in sums.values()), targets, images]
-    text, drawn, all_targets, all_images = mesh.sum_over_data(local)
-    return {"llm": text / max(1.0, all_targets), GENERATOR: drawn / max(1.0, all_images)}
+    text, image, all_targets, all_images = mesh.sum_over_data(local)
+    return {"llm": text / max(1.0, all_targets), GENERATOR: image / max(1.0, all_images)}

@@ -107,7 +107,10 @@ REJECTED = {
         vision_of("qwen2_5_vl", fullatt_block_indexes=[1, 7]),
         r"\[model\] fullatt_block_indexes = \[1, 7\]: layer 7 does not exist with depth = 3",
     ),
-    "deepstack": (vision_of("qwen3_vl", deepstack_visual_indexes=[0, 8]), "no layer 8|rising"),
+    "deepstack": (
+        vision_of("qwen3_vl", deepstack_visual_indexes=[0, 8]),
+        r"deepstack_visual_indexes = \[0, 8\] must be increasing indices",
+    ),
     "dense layers": (
         llm_of("qwen3_moe", mlp_only_layers=[9]),
         r"mlp_only_layers = \[9\]: layer 9 does not exist with num_hidden_layers = 3",

@@ -156,7 +156,11 @@ def test_modality_and_family_have_to_agree() -> None:
 
 def test_adapters_of_wav2vec2_and_dropout_of_sounds_are_refused() -> None:
     for name, change, message in (
-        ("wav2vec2_stable", {"adapter_attn_dim": 4}, "adapter_attn_dim = 4: adapters .* not impl"),
+        (
+            "wav2vec2_stable",
+            {"adapter_attn_dim": 4},
+            "adapter_attn_dim = 4: adapter layers .* not supp",
+        ),
         ("wav2vec2_stable", {"layerdrop": 0.1}, r"layerdrop = 0\.1 is not supported; override"),
         ("whisper", {"dropout": 0.1}, r"dropout = 0\.1 is not supported; override"),
         ("whisper", {"encoder_layerdrop": 0.1}, r"encoder_layerdrop = 0\.1 is not supported"),

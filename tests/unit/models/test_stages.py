@@ -230,7 +230,7 @@ def test_descriptions_of_ranks_add_up() -> None:
             r"eye: layers \[0, 4\) are out of range \(it has 3\)",
         ),
         ({"llm": [StageRange(0, 2, True, False), StageRange(1, 3, False, True)]}, "another stage"),
-        ({"ear": [StageRange(0, 1, True, True)]}, r"no modules \['ear'\].*'eye', 'llm'"),
+        ({"ear": [StageRange(0, 1, True, True)]}, r"unknown modules \['ear'\].*'eye', 'llm'"),
         (
             {"llm": [StageRange(0, 1, True, False), StageRange(2, 3, False, True)]},
             "different ranks, or merge them",

@@ -1,12 +1,12 @@
-"""From measurements to a device profile, and from recorded steps to better ones.
+"""Calibration: fit device profiles to measurements, and correct them with recorded steps.
 
-`scripts/calibrate.py` times single operators of many sizes, and tiny whole layers, which are all
-overhead. `fit_profile` turns that into efficiencies by class and size of operator and overheads per
-call. What is left, because caches, allocators and neighbours differ inside of a step, `learn` takes
-from recorded steps of training: one factor per module and type of action.
+1. `scripts/calibrate.py` times operators of many sizes, and tiny layers whose time is overhead.
+2. `fit_profile` computes efficiencies by operator class and size, and overheads per call.
+3. `learn` computes one factor per module and action type from recorded training steps. It corrects
+   effects of caches, allocators and adjacent operators in a step.
 
-Rejected: fitting all efficiencies to steps at once; a step has fewer kinds of actions than there
-are unknowns, and a profile so fitted says nothing about another model.
+Efficiencies are not fitted to steps. A step has fewer action types than unknowns, so the profile
+would not transfer to other models.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.records import StepContent
 
 POINTS_PER_DECADE = 2
+"""Number of points of an efficiency curve per factor of 10 in size."""
 OUTLIER = 3.0
-"""Actions that took this many times longer than is usual for their kind were interrupted."""
+"""Maximum ratio of the time of an action to the median. Slower actions were interrupted."""
 
 
 class Measured(NamedTuple):
-    """An operator and how long it took, per run of all its calls."""
+    """Operator, and its measured time for all of its calls, in seconds."""
 
     operator: Operator
     seconds: float
 
 
 class WorkingLayers(NamedTuple):
-    """Layers that compute, and how long they take."""
+    """Operators of layers of realistic size, and their measured times in seconds."""
 
     forward_operators: Sequence[Operator]
     backward_operators: Sequence[Operator]
@@ -63,30 +64,32 @@ class WorkingLayers(NamedTuple):
 
 
 class SplitLayers(NamedTuple):
-    """Layers on several ranks, and how long forward and backward take; on devices that only queue
-    work, layers too small to compute anything."""
+    """Operators of layers on several ranks, and their measured time of forward and backward passes.
+
+    On GPUs, the layers have negligible computation, so that the time is host time.
+    """
 
     operators: Sequence[Operator]
-    """Of a rank, with collectives and what Python does for them."""
+    """Operators of one rank, including collectives and their host work."""
     seconds: float
+    """Time of a forward and a backward pass."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured on one device.
+    """Measurements of one device.
 
     Attributes:
-        operators: of all sizes that matter.
-        tiny: by class: seconds of a call that does next to nothing; of the host, if it only queues.
-        layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
-        compiled: operators and seconds of compiled layers that are all overhead. None if nothing
-            compiles for the device.
-        working: of layers that do something: what is left of their time is the overhead of calls
-            whose code other calls have driven out of caches.
-        split: by how layers are on several ranks ("whole", "tensor", "sequence", "shard"); empty:
-            there is one.
-        tiny_device: Seconds on the device of a call that does next to nothing, by class, if the
-            host only queues calls.
+        operators: Measured operators of all relevant sizes.
+        tiny: Time of a call with negligible work in seconds, by class. Host time on GPUs.
+        layers: (calls, seconds) of forward and backward passes of layers with negligible work.
+        working: Layers of realistic size. The difference to the sum of operator times is the
+            overhead of calls without warm caches.
+        split: Layers on several ranks, by parallelism: "whole", "tensor", "sequence" or "shard".
+            Empty for one rank.
+        compiled: Operators and time of compiled layers with negligible work. None if the device
+            does not support compilation.
+        tiny_device: Device time of a call with negligible work in seconds, by class, on GPUs.
     """
 
     operators: Sequence[Measured]
@@ -101,33 +104,34 @@ class Measurements:
 def fit_profile(
     found: Measurements, base: Profile, dtype: str, measured_on: str, *, own_peaks: bool
 ) -> Profile:
-    """The profile of the measured device.
+    """Fit a profile to the measurements of a device.
 
     Args:
-        base: gives the data sheet, and the efficiencies of classes that were not measured.
-        dtype: of the matrix products.
-        measured_on: where and how.
-        own_peaks: replace the data sheet's peaks by the best rates measured (CPUs, which have no
-            useful data sheet).
+        found: Measurements of the device.
+        base: Profile with the data sheet, and with efficiencies of classes without measurements.
+        dtype: Dtype of the matmuls.
+        measured_on: Host and method of the measurement.
+        own_peaks: Whether to replace peaks of the data sheet by the maximum measured rates. Used
+            for CPUs, which have no suitable data sheet.
 
     Raises:
-        ValueError: a class that a cost model cannot do without was not measured.
+        ValueError: Measurements of class "matmul" or "copy" are missing.
     """
     kinds = {m.operator.kind for m in found.operators}
     if missing := {"matmul", "copy"} - kinds:
         raise ValueError(f"no measurements of {', '.join(sorted(missing))}")
     tiny_us: dict[Kind, float] = {kind: seconds * 1e6 for kind, seconds in found.tiny.items()}
     host_us: dict[Kind, float] = {}
-    if base.device.asynchronous:  # a call that does nothing shows what the host takes to queue it
+    if base.device.asynchronous:  # the time of a call without work is the queueing time
         host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
         own_us = {kind: seconds * 1e6 for kind, seconds in found.tiny_device.items()}
         tiny_us |= {kind: own_us.get(kind, base.call_us.get(kind, 0.0)) for kind in host_us}
     rates = [_Rate.of(m, tiny_us) for m in found.operators]
     device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
     measured = {
-        kind: _curve(own, _peak(device, kind, dtype))
+        kind: _curve(of_kind, _peak(device, kind, dtype))
         for kind in kinds
-        if (own := [r for r in rates if r.kind == kind and not r.between])
+        if (of_kind := [r for r in rates if r.kind == kind and not r.between])
     }
     curves = {**base.efficiency, **measured}
     between = [r for r in rates if r.between]
@@ -139,7 +143,7 @@ def fit_profile(
         if device.asynchronous:
             launch_us = per_call_us
         else:
-            # Inside layers, calls come with views, modules and autograd's bookkeeping.
+            # Calls inside layers include views, modules and autograd bookkeeping.
             alone = Profile(device, curves)
             if found.working:
                 forward_us = median(
@@ -162,7 +166,7 @@ def fit_profile(
 
 
 def _compiled_call_us(layers: SplitLayers, profile: Profile, dtype: str) -> float:
-    """Return the host time to enter a compiled layer: the time that its kernels leave."""
+    """Return the host time to enter a compiled layer: measured time minus time of its kernels."""
     call_us = {**profile.call_us, "compiled_call": 0.0}
     work = Work.of(layers.operators, replace(profile, call_us=call_us), dtype, 1, compiled=True)
     calls = sum(float(np.sum(o.calls)) for o in layers.operators if o.kind == "compiled_call")
@@ -174,21 +178,21 @@ SPLIT_KINDS: dict[str, Kind] = {
     "sequence": "sequence_exchange",
     "shard": "shard_unit",
 }
-"""By how layers are split: what Python takes for it, in the order in which it is found."""
+"""Host work of each parallelism of `Measurements.split`, in the order of fitting."""
 
 
 def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> dict[Kind, float]:
-    """What layers of several ranks take beyond their operators and collectives, by call."""
+    """Return the host time in us per call of layers on several ranks, by operator class."""
     calls_us = {**profile.call_us, **dict.fromkeys(SPLIT_KINDS.values(), 0.0)}
 
     def predicted_ms(layers: SplitLayers) -> tuple[float, float]:
-        """On a rank by itself, and of collectives."""
+        """Return the time of operators and of collectives in ms."""
         work = Work.of(layers.operators, replace(profile, call_us=calls_us), dtype, 1)
-        if profile.device.asynchronous:  # layers were too small for anything but queueing
+        if profile.device.asynchronous:  # the time of small layers is queueing time
             return float(work.host_ms[0]), 0.0
         return float(work.compute_ms[0]), float(work.network_ms[0])
 
-    # By how much operators are mispredicted at this size is nothing that splitting them costs.
+    # Correct the prediction error of operators at this size with the unsharded layers.
     slower = 1e3 * split["whole"].seconds / predicted_ms(split["whole"])[0]
     for name, kind in SPLIT_KINDS.items():
         operators, seconds = split[name]
@@ -199,36 +203,42 @@ def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> 
 
 
 def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str) -> float:
-    """Per call: what operators took beyond their work."""
+    """Return the measured time per call beyond the predicted time of operators, in us."""
     work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
 
 
 class _Rate(NamedTuple):
-    """Work per second of calls of one size, without their overhead."""
+    """Measured rate of calls of one size, without call overhead."""
 
     kind: Kind
     size: float
     per_s: float
     between: bool
-    """Whether bytes are those that pass the network between nodes, per device."""
+    """Whether the size is bytes per device between nodes."""
 
     @classmethod
     def of(cls, measured: Measured, overhead_us: Mapping[Kind, float]) -> _Rate:
+        """Return the rate of a measured operator.
+
+        Args:
+            measured: Operator and time.
+            overhead_us: Overhead per call, by class.
+        """
         operator, seconds = measured
         calls = float(operator.calls)
         between = stage_shares(operator.kind, operator.link)[1]
         amount = float(main_quantity(operator)) * (between or 1.0)
         overhead = overhead_us.get(operator.kind, 0.0) * 1e-6 * calls
-        # Never more than half: where overhead is nearly all, what is left is noise.
-        own = max(seconds - overhead, seconds / 2)
-        return cls(operator.kind, amount / calls, amount / own, between > 0)
+        # At most half of the time is overhead, because the difference is noise otherwise.
+        work_s = max(seconds - overhead, seconds / 2)
+        return cls(operator.kind, amount / calls, amount / work_s, between > 0)
 
 
 def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
-    """A device whose peaks are the best rates that were measured."""
+    """Return a device whose peaks are the maximum measured rates."""
     products = max(r.per_s for r in rates if r.kind == "matmul")
-    # Of the largest copies, which no cache holds.
+    # The largest copies do not fit in caches.
     copies = sorted((r for r in rates if r.kind == "copy"), key=lambda r: r.size)
     node = [r.per_s for r in rates if r.kind in NETWORK_KINDS and not r.between]
     network = [r.per_s for r in rates if r.between]
@@ -249,21 +259,21 @@ def _peak(device: Device, kind: Kind, dtype: str) -> float:
 
 
 def _curve(rates: Sequence[_Rate], peak: float) -> Curve:
-    """Efficiency by size: of sizes that are near each other, the median."""
+    """Return the efficiency by size: the median rate of each bin of sizes."""
     bins: dict[int, list[_Rate]] = {}
     for rate in rates:
         bins.setdefault(floor(log10(rate.size) * POINTS_PER_DECADE), []).append(rate)
     points = []
     for index in sorted(bins):
-        own = bins[index]
-        size = exp(sum(log(r.size) for r in own) / len(own))
-        points.append((size, median(r.per_s / peak for r in own)))
+        in_bin = bins[index]
+        size = exp(sum(log(r.size) for r in in_bin) / len(in_bin))
+        points.append((size, median(r.per_s / peak for r in in_bin)))
     sizes, values = zip(*points, strict=True)
     return Curve(sizes, values)
 
 
 class RecordedStep(NamedTuple):
-    """A step of training as its file gives it."""
+    """Training step that was read from a file of recorded actions."""
 
     records: Sequence[ActionRecord]
     graph: StageGraph
@@ -271,7 +281,7 @@ class RecordedStep(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """An action that ran."""
+    """Predicted and measured time of an action."""
 
     module: str
     action_type: str
@@ -282,15 +292,20 @@ class Observed(NamedTuple):
 def observe(
     step: RecordedStep, modules: Sequence[ModuleDescription], model: CostModel
 ) -> list[Observed]:
-    """Predicted and measured time of every F, B, I and W of a recorded step.
+    """Return the predicted and measured time of every F, B, I and W of a recorded step.
+
+    Args:
+        step: Recorded step.
+        modules: Complete descriptions of the modules of the recorded run.
+        model: Cost model for the predictions.
 
     Raises:
-        ValueError: what `plan_costs` raises, or the step has actions that the model has no costs
-            of: it was recorded with other modules.
+        ValueError: `plan_costs` raises, or the step has actions without costs, because it was
+            recorded with different modules.
     """
     content = step.content
     costs = plan_costs(step.graph, modules, content.microbatches, model, targets=content.targets)
-    found = []
+    observed = []
     for record in step.records:
         action = record.action
         if action.type not in COMPUTE:
@@ -303,27 +318,27 @@ def observe(
         stage = step.graph.layout.stages[action.stage]
         took_ms = record.end_ms - record.start_ms
         predicted_ms = costs.compute_ms[action]
-        found.append(Observed(stage.module, action.type.value, predicted_ms, took_ms))
-    return found
+        observed.append(Observed(stage.module, action.type.value, predicted_ms, took_ms))
+    return observed
 
 
 def learn(profile: Profile, observed: Iterable[Observed]) -> Profile:
-    """A profile whose factors make predictions add up to what was measured.
+    """Return a profile with factors that make the sums of predicted and measured times equal.
 
-    Actions without a predicted time teach nothing, and those that took far longer than is usual
-    for their kind were interrupted.
+    Actions without a predicted time, and interrupted actions (`OUTLIER`), are ignored.
 
     Args:
-        profile: with which `observed` was predicted.
+        profile: Profile that predicted `observed`.
+        observed: Predicted and measured times of actions.
     """
     groups: dict[tuple[str, str], list[Observed]] = {}
     for each in observed:
         if each.predicted_ms > 0 and each.measured_ms > 0:
             groups.setdefault((each.module, each.action_type), []).append(each)
-    factors = {module: dict(own) for module, own in profile.factors.items()}
-    for (module, kind), own in groups.items():
-        usual = median(o.measured_ms / o.predicted_ms for o in own)
-        kept = [o for o in own if o.measured_ms <= OUTLIER * usual * o.predicted_ms]
-        correction = sum(o.measured_ms for o in kept) / sum(o.predicted_ms for o in kept)
+    factors = {module: dict(of_module) for module, of_module in profile.factors.items()}
+    for (module, kind), actions in groups.items():
+        usual = median(o.measured_ms / o.predicted_ms for o in actions)
+        regular = [o for o in actions if o.measured_ms <= OUTLIER * usual * o.predicted_ms]
+        correction = sum(o.measured_ms for o in regular) / sum(o.predicted_ms for o in regular)
         factors.setdefault(module, {})[kind] = profile.factor(module, kind) * correction
     return replace(profile, factors=factors)

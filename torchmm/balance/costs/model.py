@@ -1,12 +1,37 @@
-"""What stages cost: time, memory, communication, from sizes alone.
+"""Cost model of stages: time, memory and communication, computed from sizes.
 
-A `CostModel` is a device profile and how each module is run on such devices. From a module's
-description (its Hugging Face config, no weights) and what microbatches contain it gives, for each
-stage, how long F, B, I and W take, what they keep, and what sharding and transfers cost. It covers
-tensor parallelism with and without sequence parallelism, FSDP2 (HSDP), activation checkpointing
-(which adds time but no model FLOPs) and frozen blocks. PipeWeaver §4: operators, then a graph.
+A `CostModel` combines a device profile with the parallelism and options of each module. Its inputs
+are module descriptions (from Hugging Face configs, without weights) and sizes of tasks. It returns
+the times of F, B, I and W of each stage, saved bytes, and the times of sharding and transfers.
 
-Rejected: one measured time per layer, which says nothing about other sizes, dtypes or devices.
+    stage = blocks      before, equal layers x count, after     torchmm.costs.blocks
+    block -> operators  per pass: forward, inputs, weights, again
+    operators -> Work   compute_ms, matmul_ms, network_ms, host_ms  (arrays over tasks)
+    Work -> Times       device_ms = compute_ms + network_ms - overlapped communication
+
+The passes of the blocks add up to the times of actions:
+
+    action   with recomputation       without recomputation
+    F        forward                  forward
+    B        inputs + weights + again inputs + weights + again
+    I        inputs + weights + again inputs + again
+    W        0                        weights
+
+    time of an action = factor * max(device_ms, host_ms)
+
+`again` contains recomputed operators. `factor` is the measured correction of the profile. With
+FSDP2 per layer, `StageCosts.sharded` adds the communication that computation does not hide.
+
+The model supports tensor parallelism with and without sequence parallelism, FSDP2 and HSDP,
+activation checkpointing (adds time but no model FLOPs), and frozen blocks. See PipeWeaver, section
+4: operators first, then a graph. A measured time per layer would not transfer to other sizes,
+dtypes or devices.
+
+Invariants:
+
+- Arrays have one value per task. With several ranks in lockstep, values are listed rank by rank
+  until `StageCosts.slowest` reduces them.
+- Memory between F and B is `kept_bytes`. Memory while a task runs is larger by `workspace_bytes`.
 """
 
 from __future__ import annotations
@@ -52,6 +77,7 @@ from torchmm.costs.operators import (
 from torchmm.costs.sizes import Array, TaskSizes
 
 ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+"""Bytes of an element, by dtype name."""
 
 
 CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
@@ -59,14 +85,17 @@ CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
     "full": (27, 55),
     "selective": (119, 180),
 }
-"""What activation checkpointing itself takes per layer, in forward and in backward, besides running
-operators again: hooks for every tensor that is kept and, where only some results are, every call
-through Python. In calls of an operator, as measured on layers too small to compute anything."""
+"""Overhead of activation checkpointing per layer in (forward, backward), in operator calls.
+
+The overhead consists of hooks for every saved tensor. With "selective", every call also passes
+through Python. The values were measured on layers with negligible computation. They do not include
+the recomputed operators."""
 
 
 UPDATE_CALLS = 0.4
-"""Host time of a fused update and its norm, in launches of an eager operator for each parameter:
-135 parameters took 0.95 ms of CPU time where an operator takes 19 us."""
+"""Host time of a fused update and its norm, in eager operator launches per parameter tensor.
+
+Measured: 0.95 ms of CPU time for 135 tensors, at 19 us per operator launch."""
 
 
 COLLECTIVE_SHARE = 20 / 132
@@ -75,7 +104,7 @@ H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 
 
 class BlockWork(NamedTuple):
-    """Work of one of equal blocks, by pass."""
+    """Work of one block, by pass."""
 
     forward: Work
     inputs: Work
@@ -84,7 +113,7 @@ class BlockWork(NamedTuple):
 
 
 BlockCache = dict[Block, BlockWork]
-"""Of one module's blocks, for tasks of the same sizes."""
+"""Cache of the work of the blocks of one module, for tasks of the same sizes."""
 
 
 class StageCosts(NamedTuple):
@@ -93,13 +122,14 @@ class StageCosts(NamedTuple):
     forward: Times
     backward: Times
     inputs: Times
-    """I; the whole backward where layers are recomputed, which cannot be split."""
+    """Times of I. Recomputed layers cannot split the backward pass, so these are the times of B."""
     weights: Times
     kept_bytes: Array
     kept_for_weights_bytes: Array
     workspace_bytes: Array
-    """Largest temporary, see `torchmm.costs.layers`; with it, activations of a
-    layer that is recomputed or has no backward."""
+    """Largest temporaries, see `torchmm.costs.layers`.
+
+    They include the activations of a layer that is recomputed or has no backward pass."""
     flops: PassFlops
 
     def slowest(self, ranks: int) -> StageCosts:
@@ -111,108 +141,124 @@ class StageCosts(NamedTuple):
         if ranks == 1:
             return self
 
-        def most(own: Array) -> Array:
-            return own.reshape(ranks, -1).max(0)
+        def maximum(values: Array) -> Array:
+            return values.reshape(ranks, -1).max(0)
 
         return StageCosts(
             _slowest(self.forward, ranks),
             _slowest(self.backward, ranks),
             _slowest(self.inputs, ranks),
             _slowest(self.weights, ranks),
-            most(self.kept_bytes),
-            most(self.kept_for_weights_bytes),
-            most(self.workspace_bytes),
+            maximum(self.kept_bytes),
+            maximum(self.kept_for_weights_bytes),
+            maximum(self.workspace_bytes),
             self.flops,
         )
 
     def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
-        """Return the costs with FSDP2 that gathers parameters in every forward and backward.
+        """Return the costs with FSDP2 communication of parameters in every pass.
 
-        Casts and copies of parameters and gradients add to the time of the device, and hooks to
-        that of the host. Communication overlaps with computing, except for the first piece to be
-        gathered, the last to be reduced, and the excess over the computing time.
+        Casts and copies of parameters and gradients add device time, and hooks add host time.
+        Communication overlaps with computation, except for the first FSDP unit to be gathered, the
+        last to be reduced, and the excess over the computing time. With n units of stage time c
+        and communication time t:
+
+            exposed = t / n
+            device = max(c + COLLECTIVE_SHARE * min(c, t - exposed), t - exposed) + exposed
 
         Args:
-            gather: Work to gather the parameters of the stage.
-            reduce_N: Work to reduce the gradients, by task; 0 in backwards that do not.
-            pieces: Number of pieces in which the stage is gathered.
-            hides: Whether communication overlaps with computing.
+            gather: Work to all-gather the parameters of the stage.
+            reduce_N: Work to reduce the gradients, by task. 0 in backward passes that do not
+                reduce.
+            pieces: Number of FSDP units of the stage.
+            hides: Whether communication overlaps with computation.
         """
 
-        def longer(times: Times, own: Work) -> Times:
-            alone_ms = own.network_ms / pieces if hides else own.network_ms
-            device_ms = times.device_ms + own.compute_ms
-            overlapped_ms = np.minimum(device_ms, own.network_ms - alone_ms)
+        def with_work(times: Times, work: Work) -> Times:
+            exposed_ms = work.network_ms / pieces if hides else work.network_ms
+            device_ms = times.device_ms + work.compute_ms
+            # Overlapped collectives occupy multiprocessors, which slows computation down.
+            overlapped_ms = np.minimum(device_ms, work.network_ms - exposed_ms)
             device_ms = device_ms + COLLECTIVE_SHARE * overlapped_ms
-            device_ms = np.maximum(device_ms, own.network_ms - alone_ms) + alone_ms
+            device_ms = np.maximum(device_ms, work.network_ms - exposed_ms) + exposed_ms
             runs = times.total_ms > 0
             return times._replace(
-                device_ms=runs * device_ms, host_ms=runs * (times.host_ms + own.host_ms)
+                device_ms=runs * device_ms, host_ms=runs * (times.host_ms + work.host_ms)
             )
 
-        backward = longer(self.backward, gather.plus(reduce_N))
-        return self._replace(forward=longer(self.forward, gather), backward=backward)
+        backward = with_work(self.backward, gather.plus(reduce_N))
+        return self._replace(forward=with_work(self.forward, gather), backward=backward)
 
 
 def _beside_layers(
     module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
 ) -> Array:
-    """What the layers of a stage keep together, by task."""
+    """Return the bytes that the layers of a stage save in common, by task."""
     if module.kind == "generator":
         return around_generator_bytes(module, start, stop, sizes, setting)
     return shared_bytes(module, sizes, setting.element_bytes)
 
 
 def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
-    """The most that a task needs beyond all that is kept of it.
+    """Return the maximum memory of a task beyond its total kept bytes.
+
+    While block i runs, later blocks have not saved anything yet, or have already freed it:
+
+        memory(i) = kept(0) + ... + kept(i) + temporary(i)
+                  = kept(all) + temporary(i) - (kept(i + 1) + ...)
 
     Args:
-        held: by block, in the order of forward: temporaries, and what the block keeps until its
-            backward (not until W). While a block runs, those behind it have kept nothing yet, or
-            let go of it.
+        held: Temporaries of each block, and its saved bytes until its backward pass (not until W),
+            in the order of the forward pass.
     """
     later_N: Array | float = 0.0
-    most_N: Array | float = 0.0
+    peak_N: Array | float = 0.0
     for temporary_N, kept_N in reversed(held):
-        most_N = np.maximum(most_N, temporary_N - later_N)
+        peak_N = np.maximum(peak_N, temporary_N - later_N)
         later_N = later_N + kept_N
-    return np.asarray(most_N)
+    return np.asarray(peak_N)
 
 
 def _slowest(times: Times, ranks: int) -> Times:
     """Return the times of the slowest of `ranks` ranks, by task."""
-    device_RN, tensor_RN, host_RN = (own.reshape(ranks, -1) for own in times)
+    device_RN, tensor_RN, host_RN = (values.reshape(ranks, -1) for values in times)
     slowest_N = device_RN.argmax(0)
     tasks = np.arange(device_RN.shape[1])
     return Times(device_RN[slowest_N, tasks], tensor_RN[slowest_N, tasks], host_RN.max(0))
 
 
 class UpdateBytes(NamedTuple):
-    """While the optimizer updates a stage: what is held, and what it needs for a moment."""
+    """Bytes in use while the optimizer updates a stage."""
 
     held: int
+    """Bytes of weights, optimizer states and gradients."""
     room: int
+    """Bytes of temporaries."""
 
 
 class _Moved(NamedTuple):
-    """Parameters of a stage on one rank, as FSDP2 moves them."""
+    """Parameters of a stage on one rank that FSDP2 communicates."""
 
     whole: Parameters
-    """Gathered."""
+    """Unsharded parameters."""
     sharded: Parameters
-    """What the rank keeps of them."""
+    """Shard of the rank."""
     sent: Parameters
-    """What it sends to the others, or receives gradients of."""
+    """Parameters that an all-gather receives from other ranks, and whose gradients are sent."""
     units: int
-    """In how many pieces."""
+    """Number of FSDP units."""
     expert_sent: float
     """Parameters of `sent` that belong to experts, if ranks divide the experts."""
     expert_units: int
-    """Number of pieces with experts, if ranks divide the experts."""
+    """Number of FSDP units with experts, if ranks divide the experts."""
 
 
 def _moved(module: ModuleDescription, start: int, stop: int, execution: Execution) -> _Moved:
-    """Of layers [start, stop): experts, where ranks divide them, are gathered over fewer ranks."""
+    """Return the communicated parameters of layers [start, stop).
+
+    With expert parallelism, experts are gathered over shard / expert ranks, all other parameters
+    over all shard ranks.
+    """
     shards = execution.shard
     expert = execution.expert
     states = execution.states
@@ -225,6 +271,8 @@ def _moved(module: ModuleDescription, start: int, stop: int, execution: Executio
     layers = module.layers[start:stop]
     experts, with_experts = 0.0, 0
     if expert > 1:
+        # The difference is (1 - 1 / expert) of the experts. A rank has 1 / expert of the experts
+        # after the all-gather, of which its shard is 1 / shards.
         experts = (every.all - whole.all) / (1 - 1 / expert) * (1 / expert - 1 / shards)
         with_experts = sum(bool(layer.experts) for layer in layers)
     return _Moved(whole, kept, sent, len(layers) + 1 + with_experts, experts, with_experts)
@@ -235,17 +283,17 @@ def _collective(kind: Kind, sent: float, moved: _Moved, links: ShardLinks) -> li
 
     Args:
         kind: "all_gather" or "reduce_scatter".
-        sent: Bytes that a rank sends, of experts too.
+        sent: Bytes that a rank sends, including those of experts.
         moved: Parameters that are communicated.
         links: Placement of the ranks.
     """
     of_experts = sent * moved.expert_sent / moved.sent.all if moved.sent.all else 0.0
     units = moved.units - moved.expert_units
-    found = [Operator(kind, network_bytes=sent - of_experts, calls=units, link=links.shard)]
+    operators = [Operator(kind, network_bytes=sent - of_experts, calls=units, link=links.shard)]
     if of_experts:
-        own = Operator(kind, network_bytes=of_experts, calls=moved.expert_units, link=links.expert)
-        found.append(own)
-    return found
+        calls = moved.expert_units
+        operators.append(Operator(kind, network_bytes=of_experts, calls=calls, link=links.expert))
+    return operators
 
 
 class ShardLinks(NamedTuple):
@@ -253,7 +301,7 @@ class ShardLinks(NamedTuple):
 
     shard: Link
     expert: Link = NODE
-    """Ranks that have the same experts."""
+    """Placement of the ranks that have the same experts."""
 
 
 def gather_operators(
@@ -267,11 +315,19 @@ def gather_operators(
     """Return the operators that gather the parameters of layers [start, stop).
 
     The embedding and the head of the module are included if the stage has them.
+
+    Args:
+        module: Complete module.
+        start: First layer.
+        stop: Layer after the last layer.
+        execution: Parallelism and options of the module.
+        element_bytes: Bytes of an element in the compute dtype.
+        links: Placement of the ranks.
     """
     moved = _moved(module, start, stop, execution)
     calls = moved.units
     sent = element_bytes * moved.sent.all
-    # Casting the shard, and copies into and out of the collective's buffer.
+    # The shard is cast, then copied into and out of the buffer of the collective.
     copied = 4 * moved.sharded.all + 3 * element_bytes * moved.whole.all
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
@@ -285,12 +341,12 @@ class CostModel:
     """Costs of modules on a device.
 
     Attributes:
-        profile: the device and what operators reach on it.
-        dtype: in which modules compute; parameters, gradients and their sums are float32.
-        executions: by module name; `Execution()` where missing.
+        profile: Device, and the efficiencies of operators on it.
+        dtype: Compute dtype. Parameters and accumulated gradients are float32.
+        executions: Parallelism and options by module name. Missing modules use `Execution()`.
 
     Raises:
-        ValueError: the dtype is unknown, or the device has no peak for it.
+        ValueError: The dtype is unknown, or the device has no peak FLOP/s for it.
     """
 
     profile: Profile
@@ -312,11 +368,11 @@ class CostModel:
         return ELEMENT_BYTES[self.dtype]
 
     def execution(self, module: str) -> Execution:
-        """How a module is run."""
+        """Return the parallelism and options of a module."""
         return self.executions.get(module, Execution())
 
     def execution_of(self, module: ModuleDescription) -> Execution:
-        """How a module is run; the communication of generators does not overlap with products."""
+        """Return the parallelism and options of a module, without async TP for generators."""
         execution = self.execution(module.name)
         if module.kind == "generator" and execution.async_tensor:
             return replace(execution, async_tensor=False)
@@ -339,13 +395,15 @@ class CostModel:
             module: Complete module.
             sizes: Sizes of the tasks of the stage, as computed. With several ranks, those of each
                 rank, rank by rank.
-            arrives: Whether a gradient goes back to the preceding stage; an array has one flag for
-                each task.
-            useful: Sizes without padding, for FLOPs, of the first rank. Required with several
-                ranks; by default, there is no padding.
+            start: First layer.
+            stop: Layer after the last layer.
+            arrives: Whether the stage sends a gradient to the preceding stage. An array has one
+                flag per task.
+            useful: Sizes without padding of the first rank, for FLOPs. Required with several
+                ranks. By default, tasks have no padding.
             cache: Cache for other stages of the module with the same sizes.
             ranks: Number of ranks that run the layers in lockstep. Costs are those of the slowest
-                rank in each task, FLOPs those of the first rank.
+                rank in each task. FLOPs are those of the first rank.
         """
         setting = self.setting(module, sizes.tasks // ranks)
         if setting.execution.tensor > 1 and not module.loss_rows:
@@ -360,28 +418,28 @@ class CostModel:
         held: list[tuple[Array, Array]] = []
         first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
         for block, needs_inputs, needs_weights in gradients(blocks, arrives):
-            own = self._block_work(block, sizes, setting, {} if cache is None else cache)
+            work = self._block_work(block, sizes, setting, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
-            forward = forward.plus(own.forward, block.count)
+            forward = forward.plus(work.forward, block.count)
             if block.backward_in_forward:
-                forward = forward.plus(own.inputs, block.count * back_N)
-                forward = forward.plus(own.weights, float(block.count * needs_weights))
+                forward = forward.plus(work.inputs, block.count * back_N)
+                forward = forward.plus(work.weights, float(block.count * needs_weights))
             else:
-                inputs = inputs.plus(own.inputs, block.count * back_N)
-                weights = weights.plus(own.weights, float(block.count * needs_weights))
-            again = again.plus(own.again, block.count * has_backward)
-            found_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
-            kept_N += found_N
+                inputs = inputs.plus(work.inputs, block.count * back_N)
+                weights = weights.plus(work.weights, float(block.count * needs_weights))
+            again = again.plus(work.again, block.count * has_backward)
+            saved_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
+            kept_N += saved_N
             if block is first_layers:
-                beside_N = _beside_layers(module, start, stop, sizes, setting)
+                shared_N = _beside_layers(module, start, stop, sizes, setting)
                 if block is blocks[0]:
-                    beside_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
-                kept_N += has_backward * beside_N
+                    shared_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
+                kept_N += has_backward * shared_N
             if needs_weights:
-                waiting_N += found_N + block.count * block.gradients_bytes(sizes, setting)
-            own_N = block.temporary_bytes(sizes, setting, has_backward)
-            held.append((own_N, found_N * (not (split and needs_weights))))
+                waiting_N += saved_N + block.count * block.gradients_bytes(sizes, setting)
+            temporary_N = block.temporary_bytes(sizes, setting, has_backward)
+            held.append((temporary_N, saved_N * (not (split and needs_weights))))
         backward = inputs.plus(weights).plus(again)
         return StageCosts(
             forward=self._times(module, "F", forward),
@@ -399,26 +457,31 @@ class CostModel:
     ) -> BlockWork:
         key = replace(block, count=1)
         if key not in cache:
-            found = block.operators(sizes, setting)
+            passes = block.operators(sizes, setting)
             compiled = setting.execution.compiled and isinstance(block, Layers)
-            for own in (found.forward, found.again) if not compiled else ():
-                made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
-                own.append(Operator("forward_call", calls=made))
+            for of_pass in (passes.forward, passes.again) if not compiled else ():
+                made = sum(o.calls for o in of_pass if o.kind not in HOST_KINDS)
+                of_pass.append(Operator("forward_call", calls=made))
             if isinstance(block, Layers) and not compiled:
-                # After the above: these calls are all that they take.
+                # Added after `forward_call`, so that these calls have no Python overhead.
                 calls = CHECKPOINT_CALLS[setting.execution.recompute]
-                for own, count in zip((found.forward, found.again), calls, strict=True):
-                    own.append(Operator("elementwise", calls=count))
+                for of_pass, count in zip((passes.forward, passes.again), calls, strict=True):
+                    of_pass.append(Operator("elementwise", calls=count))
             cache[key] = BlockWork(
                 *(
-                    Work.of(own, self.profile, self.dtype, sizes.tasks, compiled=compiled)
-                    for own in found
+                    Work.of(of_pass, self.profile, self.dtype, sizes.tasks, compiled=compiled)
+                    for of_pass in passes
                 )
             )
         return cache[key]
 
     def setting(self, module: ModuleDescription, tasks: int) -> Setting:
-        """What a module's operators depend on besides sizes."""
+        """Return the inputs of operator counts other than sizes.
+
+        Args:
+            module: Complete module.
+            tasks: Number of tasks of a step on one rank.
+        """
         execution = self.execution_of(module)
         return Setting(
             execution,
@@ -434,15 +497,15 @@ class CostModel:
         execution = self.execution_of(module)
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
-        found = work.times(self.profile, hidden)
-        return Times(*(factor * own_ms for own_ms in found))
+        times = work.times(self.profile, hidden)
+        return Times(*(factor * own_ms for own_ms in times))
 
     def group_link(self, ranks: int, stride: int = 1) -> Link:
         """Return the placement of a group of ranks on nodes.
 
         Args:
             ranks: Number of ranks of the group.
-            stride: Distance between neighbors of the group, in global ranks.
+            stride: Distance between adjacent ranks of the group, in global ranks.
         """
         local = max(1, min(ranks, self.profile.device.devices_per_node // stride))
         return Link(-(-ranks // local), local)
@@ -450,8 +513,8 @@ class CostModel:
     def _shard_links(self, execution: Execution) -> ShardLinks:
         """Return the placement of the ranks that share parameters."""
         expert = execution.expert
-        own = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
-        return ShardLinks(self.group_link(execution.shard, execution.tensor), own)
+        expert_link = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
+        return ShardLinks(self.group_link(execution.shard, execution.tensor), expert_link)
 
     def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
@@ -462,11 +525,11 @@ class CostModel:
         )
 
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """Return the time of `gather_work` if nothing hides it."""
+        """Return the time of `gather_work` in ms without overlap."""
         return self._alone_ms(self.gather_work(module, start, stop))
 
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """Return the time of `reduce_work` if nothing hides it."""
+        """Return the time of `reduce_work` in ms without overlap."""
         return self._alone_ms(self.reduce_work(module, start, stop))
 
     def reduce_work(
@@ -475,6 +538,9 @@ class CostModel:
         """Return the work to sum float32 gradients over data-parallel ranks (REDUCE_GRAD).
 
         Args:
+            module: Complete module.
+            start: First layer.
+            stop: Layer after the last layer.
             replicas: Whether to include the all-reduce over the replicas of the shards (HSDP).
         """
         execution = self.execution_of(module)
@@ -487,9 +553,11 @@ class CostModel:
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
-        own = moved.sharded.gradient_bytes
-        summed = all_reduce_bytes(own, copies) if replicas else 0.0
-        added = 3 * own if execution.reduces_each else 0.0  # to the sharded sums
+        shard_bytes = moved.sharded.gradient_bytes
+        summed = all_reduce_bytes(shard_bytes, copies) if replicas else 0.0
+        added = (
+            3 * shard_bytes if execution.reduces_each else 0.0
+        )  # accumulation of gradient shards
         return self._work(
             Operator("copy", memory_bytes=3 * whole + added, calls=calls),
             *_collective("reduce_scatter", scattered, moved, self._shard_links(execution)),
@@ -498,78 +566,85 @@ class CostModel:
         )
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """Return the time of the optimizer for a stage: norm of the gradients, clipping, update.
+        """Return the time of the optimizer step of a stage in ms.
 
-        GPUs read gradients once for the norm; the kernel that updates also clips and, without
-        FSDP2, writes the copies of the parameters that are computed with. On CPUs squares are
-        written and summed, and clipping reads and writes gradients.
+        The step consists of gradient norm, clipping and update. GPUs read gradients once for the
+        norm. The fused update kernel also clips gradients and,
+        without FSDP2, writes copies of the parameters in the compute dtype. CPUs write and sum
+        squares, and clipping reads and writes gradients.
         """
         execution = self.execution_of(module)
         states = execution.states
-        own = _moved(module, start, stop, execution).sharded
+        shard = _moved(module, start, stop, execution).sharded
         fused = self.profile.device.asynchronous
         copied = 0.0
         if fused and not execution.uses_fsdp and self.element_bytes < states.weight:
             copied = states.weight + self.element_bytes
         calls = UPDATE_CALLS * module_tensors(module, start, stop) if fused else 1.0
         before_ms = self._sum_ms(
-            Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * own.trained)
+            Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * shard.trained)
         )
         updated = (states.fused if fused else states.updated) + copied
-        update = Operator("elementwise", memory_bytes=updated * own.trained, calls=calls)
-        update_ms = self._sum_ms(update, *self._orthogonal(module, own, start, stop))
-        # States that are on the host come and go meanwhile, both ways at a time.
+        update = Operator("elementwise", memory_bytes=updated * shard.trained, calls=calls)
+        update_ms = self._sum_ms(update, *self._orthogonal(module, shard, start, stop))
+        # Offloaded states are copied in both directions at the same time, overlapped with updates.
         link = self.profile.device.host_bytes_per_s
-        copied_ms = 1e3 * states.visiting * own.trained / link if link else 0.0
+        copied_ms = 1e3 * states.visiting * shard.trained / link if link else 0.0
         return before_ms + max(update_ms, copied_ms)
 
     def update_bytes(self, module: ModuleDescription, start: int, stop: int) -> UpdateBytes:
-        """Of a stage on one rank, once activations are gone and gradients are reduced."""
+        """Return the bytes of a stage on one rank during the update, when activations are freed."""
         execution = self.execution_of(module)
         states = execution.states
-        own = _moved(module, start, stop, execution).sharded
-        room = states.room_bytes(own.trained)
+        shard = _moved(module, start, stop, execution).sharded
+        room = states.room_bytes(shard.trained)
         if states.orthogonal:
             ranks = execution.sharing
             for together in matrix_rounds(module, start, stop, ranks, execution.expert):
                 needed = states.room_of_matrices_bytes(together, ranks, self.element_bytes)
                 room = max(room, needed)
-        gradient_bytes = states.weight * own.trained  # sums are float32, what is handed over is not
-        held = own.weight_bytes + own.optimizer_bytes + gradient_bytes
+        # Accumulated gradients are float32. The optimizer receives them in the weight dtype.
+        gradient_bytes = states.weight * shard.trained
+        held = shard.weight_bytes + shard.optimizer_bytes + gradient_bytes
         return UpdateBytes(round(held), round(room))
 
     def _orthogonal(
-        self, module: ModuleDescription, own: Parameters, start: int, stop: int
+        self, module: ModuleDescription, shard: Parameters, start: int, stop: int
     ) -> list[Operator]:
-        """Of Muon: matrices are gathered, ranks take turns, and results are summed."""
+        """Return the operators of Muon: all-gather, orthogonalization per rank, all-reduce."""
         execution = self.execution_of(module)
         ranks = execution.sharing
-        if not execution.states.orthogonal or not own.in_layers:
+        if not execution.states.orthogonal or not shard.in_layers:
             return []
         rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
-        flops = sum(own.orthogonal_flops for together in rounds for own in together)
-        sent = self.element_bytes * own.in_layers * execution.shard * (1 - 1 / ranks)
+        flops = sum(matrix.orthogonal_flops for together in rounds for matrix in together)
+        sent = self.element_bytes * shard.in_layers * execution.shard * (1 - 1 / ranks)
         link = self.group_link(ranks)
         return [
-            Operator("matmul", flops=flops / ranks, memory_bytes=own.in_layers),
+            Operator("matmul", flops=flops / ranks, memory_bytes=shard.in_layers),
             Operator("all_gather", network_bytes=sent, link=link),
             Operator("all_reduce", network_bytes=2 * sent, link=link),
         ]
 
     def pipeline_link(self, source: int, destination: int) -> Link:
-        """What connects two ranks of a plan."""
+        """Return the link between two ranks of a plan."""
         stride = self._pipeline_stride
         size = self.profile.device.devices_per_node
         return NODE if source * stride // size == destination * stride // size else NETWORK
 
     @cached_property
     def _pipeline_stride(self) -> int:
-        """Ranks of one place in the pipeline, which neighbours of a plan are apart."""
+        """Number of global ranks between adjacent ranks of a plan."""
         groups = (e.tensor * e.shard * e.replicate for e in self.executions.values())
         return max(groups, default=1)
 
     def transfers_ms(self, message_bytes: Sequence[float], links: Sequence[Link]) -> list[float]:
-        """Times of messages on the wire."""
+        """Return the times of messages in ms.
+
+        Args:
+            message_bytes: Bytes of each message.
+            links: Link of each message.
+        """
         times_N = np.zeros(len(links))
         for link in set(links):
             chosen = [i for i, found in enumerate(links) if found == link]
@@ -579,13 +654,18 @@ class CostModel:
         return times_N.tolist()
 
     def gather_rows_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
-        """Times of gathering slices over tensor-parallel ranks."""
+        """Return the times in ms of all-gathering tensors over tensor-parallel ranks.
+
+        Args:
+            whole_bytes: Bytes of each gathered tensor.
+            ranks: Tensor-parallel size.
+        """
         sent_N = np.array(whole_bytes) * (ranks - 1) / ranks
         operator = Operator("all_gather", network_bytes=sent_N, link=self.group_link(ranks))
         return operator_ms(operator, self.profile, self.dtype).tolist()
 
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:
-        """Exchanging the gradient of a module's table of embeddings, and adding it."""
+        """Return the time in ms of exchanging and adding the gradient of a tied embedding."""
         execution = self.execution_of(module)
         whole = 4 * module.pre_parameters / (execution.tensor * execution.shard)
         return self._sum_ms(
@@ -594,11 +674,11 @@ class CostModel:
         )
 
     def _sum_ms(self, *operators: Operator) -> float:
-        """Return the time of operators if nothing hides it."""
+        """Return the time of operators in ms without overlap."""
         return self._alone_ms(self._work(*operators))
 
     def _work(self, *operators: Operator) -> Work:
-        """Return the work of operators; collectives without anything to send are not made."""
+        """Return the work of operators without those that transfer no bytes."""
         made = [
             o
             for o in operators
@@ -607,7 +687,7 @@ class CostModel:
         return Work.of(made, self.profile, self.dtype, 1)
 
     def _alone_ms(self, work: Work) -> float:
-        """Return the time of work that runs alone: of the device or, if longer, of the host."""
+        """Return the time of work in ms without overlap: the longer of device and host time."""
         return float(work.times(self.profile).total_ms[0])
 
     def gradient_bytes(
@@ -615,9 +695,15 @@ class CostModel:
     ) -> int:
         """Return the bytes of gradients in `static_bytes`.
 
-        If every backward reduces them: the sharded sums, the gradients of a layer, the float32
-        buffer of the reduce-scatter of the preceding layer, and the gradients of the parameters
+        If every backward pass reduces gradients, these are the gradient shards, the gradients of a
+        layer, the float32 buffer of the reduce-scatter of the preceding layer, and the gradients
         outside of the layers, which FSDP2 reduces at the end of the backward pass.
+
+        Args:
+            module: Complete module.
+            start: First layer.
+            stop: Layer after the last layer.
+            layerwise: Whether FSDP2 shards each layer.
         """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
@@ -631,13 +717,16 @@ class CostModel:
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
     ) -> int:
-        """Weights, gradients and optimizer state of a stage on one rank, while it computes.
+        """Return the bytes of weights, gradients and optimizer states of a stage on one rank.
 
-        Weights and moments as `States` defines them, gradients (`gradient_bytes`) and, if
-        parameters are sharded or computing is not in float32, the gathered parameters.
+        They are the weights and moments (`States`), the gradients (`gradient_bytes`) and, if
+        parameters are sharded or the compute dtype is not float32, the unsharded parameters.
 
         Args:
-            layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
+            module: Complete module.
+            start: First layer.
+            stop: Layer after the last layer.
+            layerwise: Whether FSDP2 shards each layer. Two layers are then unsharded at a time.
         """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
@@ -645,7 +734,7 @@ class CostModel:
         if execution.uses_fsdp and (execution.shard > 1 or self.element_bytes < 4):
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
             gathered = moved.whole.all * self.element_bytes * share
-        elif self.element_bytes < execution.states.weight:  # copies that are computed with
+        elif self.element_bytes < execution.states.weight:  # copies in the compute dtype
             gathered = moved.whole.all * self.element_bytes
         state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
         gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)

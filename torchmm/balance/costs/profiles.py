@@ -1,9 +1,9 @@
-"""Device profiles by name or from a file: assumed, measured by scripts/calibrate.py, or your own.
+"""Device profiles: assumed values by device name, or a profile file from scripts/calibrate.py.
 
 A profile file is JSON or TOML:
 
-    base = "h100"                     # start from this device or file; needed unless all is given
-    [device]                          # fields of `Device` that differ
+    base = "h100"                     # default values; required unless all keys are set
+    [device]                          # fields of `Device` that differ from the base
     memory_bytes = 94e9
     [efficiency]                      # by operator class: a number, or [[size, value], ...]
     matmul = 0.7
@@ -11,18 +11,23 @@ A profile file is JSON or TOML:
     [host_us]                         # host time of a call by compiled code, by operator class
     attention = 120.0
     network = [[1e6, 0.4], [1e8, 0.94]]  # of the network bandwidth, by bytes per device and call
-    [factors.llm]                     # corrections learned from steps, by module and action type
+    [factors.llm]                     # measured over predicted time, by module and action type
     F = 1.04
 
-What is assumed for GPUs: large matmuls reach 0.68 of the data sheet on Hopper (0.66 to 0.70
-measured on an H200, benchmarks/results/gpu_check_h200.md) and 0.85 on Ampere;
-FlashAttention-2, which torch's varlen attention is, reaches up to 0.73 forward and 0.63 backward
-on A100 (arXiv 2307.08691), and 0.35 to 0.40 on H100 (arXiv 2407.08608); streams reach 0.9 of
-memory bandwidth, collectives of 100 MB 0.65 of NVLink (Calculon's A100 system file,
-github.com/calculon-ai/calculon) and of 1 GB 0.82: 370 of 450 GB/s on H100, where all-reduces inside
-the NVLink switches reach 480 (github.com/NVIDIA/nccl-tests/issues/212). Network cards reach 46 to
-48 of 50 GB/s (github.com/NVIDIA/nccl-tests/issues/290).
-How fast small calls fall off, and overheads, are guesses. Calibrate before you trust milliseconds.
+Assumed efficiencies of GPUs:
+
+- Large matmuls: 0.68 of the data sheet on Hopper (0.66 to 0.70 measured on an H200,
+  benchmarks/results/gpu_check_h200.md), and 0.85 on Ampere.
+- FlashAttention-2, which is the varlen attention of torch: up to 0.73 forward and 0.63 backward on
+  A100 (arXiv 2307.08691), and 0.35 to 0.40 on H100 (arXiv 2407.08608).
+- Element-wise operators: 0.9 of the memory bandwidth.
+- Collectives: 0.65 of NVLink for 100 MB (A100 system file of github.com/calculon-ai/calculon), and
+  0.82 for 1 GB (370 of 450 GB/s on H100). All-reduces inside NVLink switches achieve 480 GB/s
+  (github.com/NVIDIA/nccl-tests/issues/212).
+- Network cards: 46 to 48 of 50 GB/s (github.com/NVIDIA/nccl-tests/issues/290).
+
+Efficiencies of small calls and overheads are guesses. Calibrate the device before you rely on
+predicted times.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from torchmm.costs.operators import (
 )
 
 FORMAT = "torchmm device profile 1"
+"""Format name and version of profile files."""
 _KEYS = (
     "format",
     "base",
@@ -61,26 +67,29 @@ _KEYS = (
 )
 _ACTION_TYPES = ("F", "B", "I", "W")
 SWITCH_REDUCES = ("h100", "h200", "h100_grand_teton")
-"""Devices whose NVLink switches add (NVLink SHARP)."""
+"""Devices whose NVLink switches compute reductions (NVLink SHARP)."""
 NETWORK_CURVE = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 47 / 50))
-"""Fraction of the network bandwidth; small sizes are assumed to fall off like NVLink."""
+"""Assumed fraction of the network bandwidth. Small sizes have the efficiencies of NVLink."""
 HOST_US: dict[Kind, float] = {
     "tensor_linear": 300.0,
     "sequence_exchange": 300.0,
     "shard_unit": 800.0,
 }
-"""What Python takes while CPUs compute, as measured (torch 2.13). Assumed GPUs have none: the
-papers' systems know no DTensors, and how fast a host is, only calibration tells."""
+"""Host time of Python on CPUs in us, measured with torch 2.13.
+
+Assumed GPU profiles have no such time, because the systems of the papers do not use DTensor. The
+speed of a host requires calibration."""
 
 
 def load_profile(name: str | Path) -> Profile:
-    """The profile of a device of the table, or of a file.
+    """Load the profile of a known device, or a profile file.
 
     Args:
-        name: as in `DEVICES`, or the path of a .json or .toml file.
+        name: Key of `DEVICES`, or path of a .json or .toml file.
 
     Raises:
-        ValueError: no such device or file, or everything that is wrong with the file.
+        ValueError: The device or file does not exist, or the file is invalid. The error message
+            lists all problems of the file.
     """
     if str(name) in DEVICES:
         return assumed_profile(DEVICES[str(name)])
@@ -99,7 +108,7 @@ def load_profile(name: str | Path) -> Profile:
 
 
 def save_profile(path: Path, profile: Profile) -> None:
-    """Writes a profile as JSON; an existing file is replaced in one go."""
+    """Write a profile as JSON. An existing file is replaced atomically."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "device": asdict(profile.device),
@@ -110,7 +119,7 @@ def save_profile(path: Path, profile: Profile) -> None:
         "call_us": dict(profile.call_us),
         "launch_us": profile.launch_us,
         "host_us": dict(profile.host_us),
-        "factors": {name: dict(own) for name, own in profile.factors.items()},
+        "factors": {name: dict(of_module) for name, of_module in profile.factors.items()},
         "measured_on": profile.measured_on,
     }
     if profile.network is not None:
@@ -120,14 +129,14 @@ def save_profile(path: Path, profile: Profile) -> None:
 
 
 def assumed_profile(device: Device) -> Profile:
-    """A device that nobody has measured; see the module's docstring."""
+    """Return the assumed profile of a device without measurements, see the module docstring."""
     hopper = device.name.startswith("h")
     ceiling = {"matmul": 0.68, "attention": 0.37, "attention_backward": 0.32}
     if not hopper:
         ceiling = {"matmul": 0.85, "attention": 0.65, "attention_backward": 0.55}
     if not device.asynchronous:
         ceiling = {"matmul": 0.8, "attention": 0.4, "attention_backward": 0.35}
-    # 1 GFLOP has too few tiles for all of a GPU; a CPU core is busy long before.
+    # A matmul of 1 GFLOP has too few tiles for a GPU. A CPU core is busy with fewer FLOPs.
     small, large = (1e8, 3e10) if device.asynchronous else (1e5, 1e7)
     curves: dict[Kind, Curve] = {}
     for kind in KINDS:
@@ -147,7 +156,7 @@ def assumed_profile(device: Device) -> Profile:
             reached = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
             curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *reached))
         else:
-            # Eager norms reached 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
+            # Eager norms achieve 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
             limited = kind == "norm" and hopper
             top = min(0.9, 0.64 * 4800e9 / device.memory_bytes_per_s) if limited else 0.9
             curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, min(top, 0.75), top))
@@ -160,13 +169,14 @@ def assumed_profile(device: Device) -> Profile:
 
 
 def profile_from(content: Mapping[str, Any], where: str) -> Profile:
-    """The profile that a file's content describes.
+    """Parse the content of a profile file.
 
     Args:
-        where: for messages.
+        content: Content of the file.
+        where: Path of the file, for error messages.
 
     Raises:
-        ValueError: everything that is wrong with it.
+        ValueError: The content is invalid. The error message lists all problems.
     """
     problems = [
         f"unknown key {key!r}; use one of: {', '.join(_KEYS)}"
@@ -188,7 +198,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         problems.append(f"no efficiency of {', '.join(lacking)}; set them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
     host_us: dict[Kind, float] = dict(base.host_us) if base else {}
-    for section, known, found in (
+    for section, known, values in (
         ("call_us", (*KINDS, *HOST_KINDS), calls),
         ("host_us", KINDS, host_us),
     ):
@@ -198,7 +208,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
                     f"{section}.{key} = {value!r}: must be a number >= 0 for an operator class"
                 )
             else:
-                found[key] = float(value)
+                values[key] = float(value)
     network = _network(content, base, problems)
     factors = _factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
@@ -218,11 +228,11 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     )
 
 
-def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
+def _device(section: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
     known = {f.name for f in fields(Device)}
     problems += (
         f"device.{key}: unknown field; use one of: {', '.join(sorted(known))}"
-        for key in given
+        for key in section
         if key not in known
     )
     for key in (
@@ -232,29 +242,29 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
         "network_bytes_per_s",
         "devices_per_node",
     ):
-        if key in given and not (_is_number(given[key]) and given[key] > 0):
-            problems.append(f"device.{key} = {given[key]!r}: must be a number > 0")
-    peaks = given.get("peak_flops", {})
+        if key in section and not (_is_number(section[key]) and section[key] > 0):
+            problems.append(f"device.{key} = {section[key]!r}: must be a number > 0")
+    peaks = section.get("peak_flops", {})
     if not isinstance(peaks, Mapping) or not all(_is_number(v) and v > 0 for v in peaks.values()):
         problems.append(f"device.peak_flops = {peaks!r}: must map dtypes to FLOP/s > 0")
     for key in ("host_bytes_per_s", "host_memory_bytes"):
-        if key in given and not (_is_number(given[key]) and given[key] >= 0):
-            problems.append(f"device.{key} = {given[key]!r}: must be a number >= 0")
+        if key in section and not (_is_number(section[key]) and section[key] >= 0):
+            problems.append(f"device.{key} = {section[key]!r}: must be a number >= 0")
     needed = {f.name for f in fields(Device) if f.default is MISSING}
-    if base is None and (missing := needed - set(given)):
+    if base is None and (missing := needed - set(section)):
         problems.append(f"device has no {', '.join(sorted(missing))}; set them or a base")
     if problems:
         return None
-    return replace(base, **given) if base else Device(**given)
+    return replace(base, **section) if base else Device(**section)
 
 
 def _read_curves(
-    given: Mapping[str, Any],
+    section: Mapping[str, Any],
     curves: dict[Any, Curve],
     problems: list[str],
     known: Sequence[str] = KINDS,
 ) -> None:
-    for key, value in given.items():
+    for key, value in section.items():
         if key not in known:
             problems.append(
                 f"efficiency.{key}: unknown operator class; use one of: {', '.join(known)}"
@@ -270,17 +280,19 @@ def _read_curves(
 
 
 def _network(content: Mapping[str, Any], base: Profile | None, problems: list[str]) -> Curve | None:
-    """Return the efficiency of the network of a file, or of its base."""
-    found: dict[str, Curve] = {}
+    """Return the network efficiency of a file, or of its base."""
+    curves: dict[str, Curve] = {}
     if "network" in content:
-        _read_curves({"network": content["network"]}, found, problems, ("network",))
-    return found.get("network", base.network if base else None)
+        _read_curves({"network": content["network"]}, curves, problems, ("network",))
+    return curves.get("network", base.network if base else None)
 
 
-def _factors(given: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
+def _factors(section: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
     factors: dict[str, dict[str, float]] = {}
-    for module, own in given.items():
-        for kind, value in own.items() if isinstance(own, Mapping) else [("", own)]:
+    for module, of_module in section.items():
+        for kind, value in (
+            of_module.items() if isinstance(of_module, Mapping) else [("", of_module)]
+        ):
             if kind not in _ACTION_TYPES or not _is_number(value) or not value > 0:
                 problems.append(
                     f"factors.{module}.{kind} = {value!r}: must map F, B, I or W to a number > 0"

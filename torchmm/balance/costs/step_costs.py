@@ -1,8 +1,34 @@
-"""What a step's plan costs, as data: the one thing a simulator needs besides the plan itself.
+"""Costs of a step as data (`PlanCosts`), the input of simulators in addition to the plan.
 
-Durations, bytes and FLOPs are kept by action, task, stage, message and rank of the plan, so that
-whoever simulates, searches or draws a plan knows nothing of devices or layers, and tests can write
-costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation of a graph of them.
+`plan_costs` evaluates the cost model for all actions that a step can consist of. Durations, bytes
+and FLOPs are stored by action, task, stage, message and rank. Simulators, searches and timelines
+are therefore independent of devices and layers, and tests can use hand-written costs. See
+PipeWeaver, section 4 (SEMU): operator costs first, then the simulation of a graph of operators.
+
+    modules, microbatches                     CostModel
+            |  lockstep_tasks                     |
+            v                                     v
+    ModuleTasks (sizes of tasks) ---------> stage_costs (per stage, arrays over tasks)
+                                                  |  + FSDP2 per layer (_sharded)
+                                                  v
+    PlanCosts  compute_ms[action]      F, B, I, W of each task
+               transfer_ms[message]    messages and gradients between ranks
+               gather_ms, reduce_ms    UNSHARD and REDUCE_GRAD of each stage
+               kept_bytes[task]        from F until B (or I)
+               static_bytes[rank]      weights, gradients, states, inputs, largest workspace
+
+The memory of rank r during a step is
+
+    static_bytes[r] + sum of kept_bytes of the tasks of r between F and B,
+
+plus `kept_for_weights_bytes` of the tasks between I and W.
+
+Invariants:
+
+- A task without a backward pass has kept_bytes = 0.
+- The input of a stage is counted once, either as a tensor that its first layer saves or by
+  `torchmm.costs.layers.received_bytes`.
+- Times include all tensor-parallel communication. `tensor_ms` is the part that is not overlapped.
 """
 
 from __future__ import annotations
@@ -31,9 +57,9 @@ from torchmm.pipelining.plan.slices import MessageSlices, Slices
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
 
 Peers = Sequence[Sequence[MicrobatchMeta]]
-"""Microbatches of other ranks, rank by rank."""
+"""Microbatches of the other ranks of a group, rank by rank."""
 TOKEN_BYTES = 40
-"""Of a token of a microbatch: id, target, position, places of targets and of images."""
+"""Input bytes per token: ID, target, position, and indices of targets and of images."""
 
 
 def plan_costs(
@@ -49,16 +75,20 @@ def plan_costs(
     """Return the costs of all actions that a step can consist of.
 
     Args:
-        graph, microbatches: of the step.
-        modules: encoders, LLM and generator, complete.
-        model: of the device all stages run on; its memory is the limit.
-        targets: positions that are included in the loss, by microbatch. By default, all text.
-        layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last or every backward; overlapped with computing if devices queue work.
-        peers: microbatches of the other ranks that run the layers in lockstep (`lockstep_tasks`).
+        graph: Task graph of the step.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the step.
+        model: Cost model of the device that all stages run on. Its memory is the memory limit.
+        targets: Number of positions that are included in the loss, by microbatch. By default, all
+            text tokens.
+        layerwise: Whether FSDP2 all-gathers each layer in every forward and backward pass, and
+            reduces gradients in the last or every backward pass. On GPUs, this communication
+            overlaps with computation.
+        peers: Microbatches of the other ranks that run the layers in lockstep (`lockstep_tasks`).
 
     Raises:
-        ValueError: the graph has other microbatches, more parts than images, or a module more.
+        ValueError: The graph has a different number of microbatches, more sub-microbatches than
+            images, or a module without a description.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     layout = _checked(graph.layout, modules)
@@ -72,22 +102,27 @@ def plan_costs(
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     graphs = [0] * layout.rank_count
     for stage in layout.stages:
-        own = tasks[stage.module]
-        span = own.module, stage.start, stage.stop
-        arrives_N = own.gradient_arrives_N(graph, stage.index)
+        of_module = tasks[stage.module]
+        span = of_module.module, stage.start, stage.stop
+        arrives_N = of_module.gradient_arrives_N(graph, stage.index)
         cache = caches[stage.module]
-        found = model.stage_costs(*span, own.of_ranks, arrives_N, own.useful, cache, own.ranks)
-        collected.gather[stage.index] = model.gather_ms(own.module, stage.start, stage.stop)
-        collected.reduce[stage.index] = model.reduce_ms(own.module, stage.start, stage.stop)
-        found = _sharded(found, graph, stage, own, model) if layerwise else found
-        collected.add(graph, stage, own, found, arrives_N)
-        graphs_bytes = _graph_bytes(own, found, model.execution(stage.module), model.element_bytes)
+        costs = model.stage_costs(
+            *span, of_module.of_ranks, arrives_N, of_module.useful, cache, of_module.ranks
+        )
+        collected.gather[stage.index] = model.gather_ms(of_module.module, stage.start, stage.stop)
+        collected.reduce[stage.index] = model.reduce_ms(of_module.module, stage.start, stage.stop)
+        costs = _sharded(costs, graph, stage, of_module, model) if layerwise else costs
+        collected.add(graph, stage, of_module, costs, arrives_N)
+        graphs_bytes = _graph_bytes(
+            of_module, costs, model.execution(stage.module), model.element_bytes
+        )
         for rank in stage.ranks:
-            workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
-            static[rank] += _static_bytes(stage, own, model, layerwise)
+            workspace[rank] = max(workspace[rank], costs.workspace_bytes.max(initial=0.0))
+            static[rank] += _static_bytes(stage, of_module, model, layerwise)
             graphs[rank] += graphs_bytes
-            # Activations of a pass in flight are in the memory of the graphs.
-            static[rank] += max(0, graphs_bytes - round(found.kept_bytes.max(initial=0.0)))
+            # Activations of one pass in flight are in the memory pool of the CUDA graphs, so they
+            # are subtracted from the graph memory.
+            static[rank] += max(0, graphs_bytes - round(costs.kept_bytes.max(initial=0.0)))
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
     _keep_arriving(collected.kept, graph, tasks, microbatches, model.element_bytes)
     sent = _sent(graph, tasks, model)
@@ -127,21 +162,21 @@ def lockstep_tasks(
     slowest rank. In a pipeline, this is only true of the modules with experts.
 
     Args:
-        graph: of the step.
-        module: complete module.
-        microbatches: of the graph.
-        targets: positions that are included in the loss, by microbatch.
-        execution: how the module is run.
-        peers: microbatches of the other ranks of the group, rank by rank.
+        graph: Task graph of the step.
+        module: Complete module.
+        microbatches: Metadata of the microbatches of the graph.
+        targets: Number of positions that are included in the loss, by microbatch.
+        execution: Parallelism and options of the module.
+        peers: Microbatches of the other ranks of the group, rank by rank.
     """
-    own = module_tasks(graph, module, microbatches, targets)
+    local = module_tasks(graph, module, microbatches, targets)
     if graph.layout.rank_count > 1 and execution.expert == 1:
-        return own
+        return local
     others = tuple(
         module_tasks(graph, module, metas, [text_tokens(meta) for meta in metas]).sizes
         for metas in peers
     )
-    return replace(own, others=others)
+    return replace(local, others=others)
 
 
 def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
@@ -151,33 +186,39 @@ def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> Stage
 
 
 def _pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
-    """Of encoders' layers."""
+    """Return the sub-layer chunks of the encoder layers, by module name."""
     return {
-        name: layer_pieces(own.module.layers[0], own.sizes, model.execution(name))
-        for name, own in tasks.items()
-        if own.module.kind == "encoder"
+        name: layer_pieces(of_module.module.layers[0], of_module.sizes, model.execution(name))
+        for name, of_module in tasks.items()
+        if of_module.module.kind == "encoder"
     }
 
 
 def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerwise: bool) -> int:
-    """Of a stage. Shards of gradients of a step's only backward come in the place of activations:
-    when there are all of them, in the update, nothing is kept."""
+    """Return the static bytes of a stage.
+
+    If a step has only one backward pass, gradient shards replace activations as layers finish, so
+    gradients are not counted. All gradients exist in the update only, without activations.
+    """
     module = tasks.module
-    found = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
+    static_bytes = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
     if not layerwise or tasks.sizes.tasks > 1:
-        return found
-    return found - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
+        return static_bytes
+    return static_bytes - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
 
 
 def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
     """Return the memory of the CUDA graphs of a stage, see `torchmm.models.encoder_graphs`.
 
     This is a count of the tensors of that module: activations, with those of padded images,
-    temporaries, two copies of the gradients of all trained parameters (in the graph, and on their
-    way to the sums), and, for each number of images, four copies of hidden states (input and
-    output, and their gradients).
+    temporaries, two copies of the gradients of all trained parameters (in the graph, and for the
+    accumulation), and, for each number of images, four copies of hidden states (input and output,
+    and their gradients).
 
     Args:
+        tasks: Tasks of the module.
+        costs: Costs of the stage.
+        execution: Parallelism and options of the module.
         element: Bytes of a value of the compute dtype.
     """
     images_N = np.maximum(1, tasks.sizes.images_N)
@@ -197,25 +238,27 @@ def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, el
 def _update_bytes(
     layout: StageLayout, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> tuple[int, ...]:
-    """By rank: in use while the optimizer updates one stage after the other."""
+    """Return the bytes in use on each rank while the optimizer updates the stages sequentially."""
     inputs = sum(map(_input_bytes, tasks.values()))
     held = [inputs] * layout.rank_count
-    room = [0] * layout.rank_count
+    transient = [0] * layout.rank_count
     for stage in layout.stages:
-        found = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
+        update = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
         for rank in stage.ranks:
-            held[rank] += found.held
-            room[rank] = max(room[rank], found.room)
-    return tuple(map(sum, zip(held, room, strict=True)))
+            held[rank] += update.held
+            transient[rank] = max(transient[rank], update.room)
+    return tuple(map(sum, zip(held, transient, strict=True)))
 
 
 def slowest_update_ms(
     layout: StageLayout, modules: Sequence[ModuleDescription], model: CostModel
 ) -> float:
-    """The optimizer's time after a plan, on the rank where it takes longest.
+    """Return the time of the optimizer step on the slowest rank, in ms.
 
     Args:
-        modules: of the layout, whole.
+        layout: Stages of the run.
+        modules: Complete descriptions of the modules of the layout.
+        model: Cost model of the device.
     """
     by_name = {module.name: module for module in modules}
     times_ms = [0.0] * layout.rank_count
@@ -229,19 +272,23 @@ def slowest_update_ms(
 def _sharded(
     costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
 ) -> StageCosts:
-    """A stage's costs with the communication of FSDP2 layer by layer in them."""
+    """Return the costs of a stage with the FSDP2 communication of each layer.
+
+    Only the last backward pass reduces over replicas (HSDP). If `reduces_each` is set, all other
+    backward passes reduce-scatter over shards.
+    """
     execution = model.execution(stage.module)
     if not execution.uses_fsdp:
         return costs
     gather = Work.none(1)
     if execution.shard > 1 or model.element_bytes < execution.states.weight:
         gather = model.gather_work(tasks.module, stage.start, stage.stop)
-    last_N, others_N = np.zeros((2, len(tasks.keys)))
+    last_N, earlier_N = np.zeros((2, len(tasks.keys)))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
     last_N[back[-1:]] = 1.0
-    others_N[back[:-1]] = float(execution.reduces_each)
+    earlier_N[back[:-1]] = float(execution.reduces_each)
     reduce = Work.none(1)
-    for replicas, times_N in ((True, last_N), (False, others_N)):
+    for replicas, times_N in ((True, last_N), (False, earlier_N)):
         work = model.reduce_work(tasks.module, stage.start, stage.stop, replicas=replicas)
         reduce = reduce.plus(work, times_N)
     hides = model.profile.device.asynchronous
@@ -251,7 +298,7 @@ def _sharded(
 
 @dataclass
 class _Collected:
-    """Costs of stages, put together by action and task."""
+    """Costs of all stages, by action and task."""
 
     compute_ms: dict[Action, float] = field(default_factory=dict)
     tensor_ms: dict[Action, float] = field(default_factory=dict)
@@ -259,8 +306,9 @@ class _Collected:
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
     gather: dict[int, float] = field(default_factory=dict)
-    """By stage, as `reduce`."""
+    """Time of UNSHARD in ms, by stage."""
     reduce: dict[int, float] = field(default_factory=dict)
+    """Time of REDUCE_GRAD in ms, by stage."""
 
     def add(
         self,
@@ -270,7 +318,11 @@ class _Collected:
         costs: StageCosts,
         arrives_N: np.ndarray,
     ) -> None:
-        """Adds a stage's tasks: F of all, B of those with a backward, I and W where it splits."""
+        """Add the costs of the tasks of a stage.
+
+        All tasks have F. Tasks with a backward pass have B. Tasks whose gradient is sent to the
+        preceding stage also have I and, if the stage is trainable, W.
+        """
         index = stage.index
         keys = [Task(index, *key) for key in tasks.keys]
         needs = [graph.needs_backward(index, i) for i in range(graph.microbatches)]
@@ -305,8 +357,13 @@ class _Collected:
 def _keep_features(
     kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
 ) -> None:
-    """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
-    several sub-microbatches are also kept as one tensor; and what travels beside hidden states."""
+    """Add tensors that are sent between stages to the kept bytes of the receiving tasks.
+
+    - Encoder outputs that the LLM receives. They are autograd leaves. Outputs of several
+      sub-microbatches are also saved as one concatenated tensor, which doubles the bytes.
+    - Values that are sent in addition to hidden states within a module (`_beside`).
+    - The context of a generator (`_keep_context`).
+    """
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
         module = tasks[stages[source].module].module
@@ -323,10 +380,10 @@ def _keep_features(
             _keep_context(kept, graph, (source, destination), tasks, element_bytes)
         if module.kind != "encoder":
             continue
-        own = tasks[module.name]
+        of_module = tasks[module.name]
         width = tasks[stages[destination].module].module.layers[0].hidden_size
         width *= 1 + len(module.taps)
-        for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
+        for key, tokens in zip(of_module.keys, of_module.sizes.outputs_N.tolist(), strict=True):
             message = Message(source, destination, *key)
             if graph.differentiates(message):
                 copies = _held(graph.slices(message).others)
@@ -343,10 +400,11 @@ def _keep_arriving(
     microbatches: Sequence[MicrobatchMeta],
     element_bytes: int,
 ) -> None:
-    """Add the features that other ranks send, if images are balanced, to what the LLM saves.
+    """Add the encoder features from other ranks to the kept bytes of the LLM.
 
-    `index_copy` saves its source for the backward pass. Without balancing, the source is the
-    encoder output, which is counted already. The bytes are tokens x width x bytes of an element.
+    This applies if images are balanced over ranks. `index_copy` saves its source for the backward
+    pass. Without balancing, the source is the encoder output, which is already counted. The number
+    of bytes is tokens * width * element_bytes.
     """
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
@@ -363,8 +421,13 @@ def _keep_arriving(
 
 
 def _held(cut: Slices | None) -> float:
-    """What a rank keeps of a tensor that it was sent, in shares of all of it: that, or its slice,
-    and what it has gathered."""
+    """Return the saved bytes of a received tensor, as a fraction of the tensor.
+
+    A rank saves the full tensor, or its slice and, if it gathers slices, the full tensor.
+
+    Args:
+        cut: Slices of the tensor per tensor-parallel rank. If None, ranks receive the full tensor.
+    """
     if cut is None:
         return 1.0
     return cut.gathered + 1 / cut.destination
@@ -377,12 +440,15 @@ def _keep_context(
     tasks: Mapping[str, ModuleTasks],
     element_bytes: int,
 ) -> None:
-    """Adds what a generator's first stage gets from the LLM, where no linear keeps it."""
-    own = tasks[graph.layout.stages[edge[1]].module]
-    if own.module.connector_trainable:
+    """Add the context from the LLM to the kept bytes of the first stage of a generator.
+
+    A trained connector already counts the context as input of its linear layer.
+    """
+    of_module = tasks[graph.layout.stages[edge[1]].module]
+    if of_module.module.connector_trainable:
         return
     width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
-    for key, tokens in zip(own.keys, own.sizes.given_N.tolist(), strict=True):
+    for key, tokens in zip(of_module.keys, of_module.sizes.given_N.tolist(), strict=True):
         message = Message(*edge, *key)
         if graph.differentiates(message):
             task = Task(edge[1], *key)
@@ -391,7 +457,7 @@ def _keep_context(
 
 
 def _input_bytes(tasks: ModuleTasks) -> int:
-    """What a step's microbatches take on a rank: ids, targets and positions, or pixels."""
+    """Return the input bytes of a step per rank: IDs, targets and positions, or pixels."""
     module = tasks.module
     if module.kind == "llm":
         return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
@@ -406,9 +472,15 @@ def _input_bytes(tasks: ModuleTasks) -> int:
 def _transfers(
     graph: StageGraph, sent: Mapping[tuple[int, int], _Sent], model: CostModel
 ) -> dict[tuple[Message, bool], float]:
-    """Times of all messages and gradients that leave their rank, or may where it is still open
-    which replica runs a task."""
-    found: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    """Return the times in ms of all messages and gradients between ranks.
+
+    If replicas are not assigned to tasks yet, all messages between replicas that can be on
+    different ranks are included, with the slowest link.
+
+    Returns:
+        Times by (message, whether it is the gradient).
+    """
+    sent_over: dict[tuple[Message, bool], tuple[float, Link]] = {}
     slowest = {edge: _slowest_link(graph, edge, model) for edge in graph.layout.edges}
     for transfer in transfers(graph):
         message = transfer.message
@@ -418,21 +490,25 @@ def _transfers(
             if transfer.source == transfer.destination:
                 continue
             link = model.pipeline_link(transfer.source, transfer.destination)
-        found[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
-    times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
-    return dict(zip(found, times_ms, strict=True))
+        sent_over[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
+    times_ms = model.transfers_ms(
+        [n for n, _ in sent_over.values()], [k for _, k in sent_over.values()]
+    )
+    return dict(zip(sent_over, times_ms, strict=True))
 
 
 def _add_gathers(
-    found: _Collected,
+    collected: _Collected,
     graph: StageGraph,
     sent: Mapping[tuple[int, int], _Sent],
     model: CostModel,
 ) -> None:
-    """Adds what gathering the slices of messages takes: forwards to the consumer, of gradients to
-    the producer."""
+    """Add the times of all-gathering message slices over tensor-parallel ranks.
+
+    The consumer gathers in F. The producer gathers gradients in B or I.
+    """
     gathers: list[tuple[tuple[Action, ...], int, float]] = []
-    slices = [cut for own in sent.values() for cut in own.slices]
+    slices = [cut for of_edge in sent.values() for cut in of_edge.slices]
     if not any(cut is not None and cut.gathered for cut in slices):
         return
     layout = graph.layout
@@ -449,7 +525,7 @@ def _add_gathers(
         if graph.carries_gradient(message):
             producer = graph.producer(message)
             backward = Action(ActionType.B, *producer), Action(ActionType.I, *producer)
-            # Each of the mirrors that the rows were handed to brings its part of them.
+            # Each destination mirror returns the gradient of its tokens only.
             share = 1 / layout.mirrors_handed(*edge) if graph.parts_mirrors(message) else 1.0
             gathers.append((backward, source, share * cut_bytes))
     for size in {size for _, size, _ in gathers if size > 1}:
@@ -457,26 +533,28 @@ def _add_gathers(
         times_ms = model.gather_rows_ms([n for _, n in chosen], size)
         for (actions, _), ms in zip(chosen, times_ms, strict=True):
             for action in actions:
-                if action in found.compute_ms:
-                    found.compute_ms[action] += ms
-                    found.tensor_ms[action] = found.tensor_ms.get(action, 0.0) + ms
+                if action in collected.compute_ms:
+                    collected.compute_ms[action] += ms
+                    collected.tensor_ms[action] = collected.tensor_ms.get(action, 0.0) + ms
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """Bytes of the messages over an edge, whole, by (microbatch, sub-microbatch)."""
+    """Bytes of the unsliced messages over an edge, by (microbatch, sub-microbatch)."""
 
     slices: MessageSlices
-    """Of one that leaves its rank."""
+    """Slices of a message between two ranks."""
     sizes: tuple[int, int]
-    """Tensor-parallel ranks of source and destination."""
+    """Tensor-parallel sizes of source and destination."""
     groups: tuple[int, int]
-    """Those of a rank of the plan."""
+    """Tensor-parallel ranks per rank of the plan, of source and destination."""
     hidden: Mapping[tuple[int, int], float]
+    """Bytes of hidden states."""
     others: Mapping[tuple[int, int], float]
+    """Bytes of all other tensors of the message."""
 
     def on_wire(self, message: Message, backward: bool) -> float:
-        """What passes the busiest rank of a message or its gradient."""
+        """Return the bytes of a message, or of its gradient, on the most loaded rank."""
         key = message[2:]
         parts = (self.hidden, self.slices.hidden), (self.others, self.slices.others)
         return sum(n[key] * self._share(cut, backward) for n, cut in parts if key in n)
@@ -485,10 +563,10 @@ class _Sent:
         if cut is not None:
             return 1 / min(cut[:2])
         source, destination = self.groups[::-1] if backward else self.groups
-        return max(1, -(-destination // source))  # copies, where more ranks want all of it
+        return max(1, -(-destination // source))  # copies if more ranks receive the full tensor
 
     def cut_bytes(self, message: Message, cuts: MessageSlices) -> float:
-        """What the ranks of its consumer gather of a message."""
+        """Return the bytes of a message that the ranks of its consumer all-gather."""
         key = message[2:]
         parts = (self.hidden, cuts.hidden), (self.others, cuts.others)
         return sum(n[key] for n, cut in parts if cut is not None and cut.gathered and key in n)
@@ -497,36 +575,42 @@ class _Sent:
 def _sent(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> dict[tuple[int, int], _Sent]:
-    """By edge."""
+    """Return the message bytes of each edge."""
     layout = graph.layout
-    found = {}
+    by_edge = {}
     for edge in layout.edges:
         source, destination = edge
-        # The messages are as large as the tasks of the module with more parts.
+        # The module with sub-microbatches defines the sizes of messages.
         divided = layout.has_parts(destination) and not layout.has_parts(source)
-        own = tasks[layout.stages[destination if divided else source].module]
-        hidden = dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
+        of_module = tasks[layout.stages[destination if divided else source].module]
+        hidden = dict(
+            zip(of_module.keys, _message_bytes(layout, edge, of_module, model), strict=True)
+        )
         beside = _beside(layout, edge, tasks).items()
         others = {key: model.element_bytes * values for key, values in beside}
-        if own.module.kind == "encoder":  # what connectors read of earlier layers is sliced alike
+        # Intermediate features for DeepStack connectors have the slices of hidden states.
+        if of_module.module.kind == "encoder":
             hidden = {key: n + others.get(key, 0.0) for key, n in hidden.items()}
             others = {}
         sizes = layout.tensor_ranks(source).size, layout.tensor_ranks(destination).size
         groups = layout.group_size(source), layout.group_size(destination)
         cuts = layout.slices(*edge, stays=False)
-        found[edge] = _Sent(cuts, sizes, groups, hidden, others)
-    return found
+        by_edge[edge] = _Sent(cuts, sizes, groups, hidden, others)
+    return by_edge
 
 
 def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> Link | None:
-    """Of those that a message over an edge may take, where replicas are still to be chosen; None
-    where its ranks are known, or none ever leaves one."""
+    """Return the slowest link between the replicas of an edge.
+
+    Returns:
+        None if replicas are already assigned to tasks, or if no message leaves its rank.
+    """
     ends = [graph.layout.stages[stage] for stage in edge]
     if graph.replica or all(len(end.ranks) == 1 for end in ends):
         return None
     ranks = [end.ranks for end in ends]
-    alike = ends[0].module == ends[1].module  # a pipeline hands on to itself
-    pairs = zip(*ranks, strict=True) if alike else product(*ranks)
+    same = ends[0].module == ends[1].module  # replica i sends to replica i
+    pairs = zip(*ranks, strict=True) if same else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
     return (NETWORK if NETWORK in links else NODE) if links else None
 
@@ -534,38 +618,46 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
 def _beside(
     layout: StageLayout, edge: tuple[int, int], tasks: Mapping[str, ModuleTasks]
 ) -> dict[tuple[int, int], float]:
-    """Values that travel beside hidden states over an edge within a module, by task: the outputs of
-    tapped layers, what later layers add to the hidden states, a generator's context and times."""
+    """Return the number of values that are sent in addition to hidden states, by task.
+
+    This applies to edges within a module:
+
+    - Encoders send the intermediate features of DeepStack layers before the edge.
+    - The LLM sends the features that its layers after the edge add to hidden states.
+    - Generators send their context, time embeddings and latents.
+    """
     source, destination = (layout.stages[i] for i in edge)
     module = tasks[source.module].module
     if source.module != destination.module:
         return {}
     hidden = module.layers[0].hidden_size
     if module.kind == "generator":
-        own = tasks[source.module]
-        values_N = (own.sizes.given_N + TIME_WIDTH * own.sizes.images_N) * hidden
+        of_module = tasks[source.module]
+        values_N = (of_module.sizes.given_N + TIME_WIDTH * of_module.sizes.images_N) * hidden
         if module.latents is not None:
-            values_N = values_N + module.latents.values * own.sizes.drawn_N
-        return dict(zip(own.keys, values_N.tolist(), strict=True))
+            values_N = values_N + module.latents.values * of_module.sizes.drawn_N
+        return dict(zip(of_module.keys, values_N.tolist(), strict=True))
     if not module.taps:
         return {}
     if module.kind == "encoder":
         tapped = sum(tap < source.stop for tap in module.taps)
-        own = tasks[source.module]
-        return dict(zip(own.keys, (tapped * hidden * own.sizes.units_N).tolist(), strict=True))
-    left = sum(tap >= source.stop for tap in module.taps)
-    found: dict[tuple[int, int], float] = {}
-    seen = tasks[VISION]
-    for (microbatch, _), tokens in zip(seen.keys, seen.sizes.outputs_N.tolist(), strict=True):
+        of_module = tasks[source.module]
+        return dict(
+            zip(of_module.keys, (tapped * hidden * of_module.sizes.units_N).tolist(), strict=True)
+        )
+    remaining = sum(tap >= source.stop for tap in module.taps)
+    values: dict[tuple[int, int], float] = {}
+    vision = tasks[VISION]
+    for (microbatch, _), tokens in zip(vision.keys, vision.sizes.outputs_N.tolist(), strict=True):
         key = microbatch, 0
-        found[key] = found.get(key, 0.0) + left * hidden * tokens
-    return found
+        values[key] = values.get(key, 0.0) + remaining * hidden * tokens
+    return values
 
 
 def _message_bytes(
     layout: StageLayout, edge: tuple[int, int], tasks: ModuleTasks, model: CostModel
 ) -> list[float]:
-    """Bytes of the messages over an edge, by task of the module that sizes them."""
+    """Return the bytes of hidden states over an edge, by task of the module in `tasks`."""
     source, destination = (layout.stages[i] for i in edge)
     module = tasks.module
     sizes = tasks.sizes
@@ -583,11 +675,11 @@ def _message_bytes(
 def _tied(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> dict[int, float]:
-    """Times of exchanging the gradients of weights that two stages hold."""
-    found: dict[int, float] = {}
+    """Return the times in ms of REDUCE_TIED for weights on two stages, by stage."""
+    times_ms: dict[int, float] = {}
     for pair in tied_stages(graph):
         ranks = [graph.layout.stages[stage].ranks[0] for stage in pair]
         module = tasks[graph.layout.stages[pair[0]].module].module
         time_ms = model.tied_ms(module, model.pipeline_link(*ranks))
-        found |= dict.fromkeys(pair, time_ms)
-    return found
+        times_ms |= dict.fromkeys(pair, time_ms)
+    return times_ms

@@ -1,11 +1,13 @@
-"""Small models of a few layers, for measuring what a call costs among others.
+"""Small models with a few layers, for measuring the overhead of calls inside layers.
 
-Operators measured alone find their code and the framework's in caches. In a layer every call
-follows another one, with views, modules and autograd's bookkeeping between them. Layers that are
-split over ranks, or whose parameters are, have more of that: DTensors are dispatched in Python, and
-so are FSDP2's hooks. What such layers take beyond their operators and collectives is that, and
-ranks that wait for each other. On CPUs this is measured on layers that compute: those that do
-nothing, one after the other, keep Python's code in caches and ranks in step.
+Operators that run alone have their code, and that of the framework, in caches. Calls in a layer
+also have views, modules and autograd bookkeeping between them. Layers with sharded activations or
+parameters have more overhead, because Python dispatches DTensors and FSDP2 hooks.
+
+    overhead of a layer = time of the layer - time of its operators - time of its collectives
+
+It includes the time in which ranks wait for each other. On CPUs, layers of realistic size are
+measured. Layers without computation would leave Python code in caches and ranks synchronized.
 """
 
 from __future__ import annotations
@@ -42,47 +44,50 @@ from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 DEPTHS = (2, 6)
+"""Numbers of layers of measured models."""
 Split = Literal["whole", "tensor", "sequence", "shard"]
-"""How layers are on several ranks: whole on each, tensor-parallel without or with sequence
-parallelism, or gathered by FSDP2 layer by layer."""
+"""Parallelism of layers: replicated, TP, TP with sequence parallelism, or FSDP2."""
 SPLITS: tuple[Split, ...] = ("whole", "tensor", "sequence", "shard")
 SPLIT_DEPTH, SPLIT_RUNS = 4, 3
 SPLIT_HEADS, SPLIT_TOKENS = 4, 512
-"""At least as many heads, of `HEAD_SIZE`."""
+"""Minimum number of heads of size `HEAD_SIZE`, and number of tokens."""
 TINY_HEAD, TINY_TOKENS = 8, 8
+"""Head size and number of tokens of layers with negligible computation."""
 WORKING = ((320, 448), (192, 640))
-"""Width and tokens of layers that drive what calls need out of caches, as real ones do."""
+"""(width, tokens) of layers that are large enough to evict code of calls from caches."""
 HEAD_SIZE = 64
 WORKING_RUNS = 2
 
 
 class LayerCase(NamedTuple):
-    """A model, by what runs in it."""
+    """Model and the operators that it runs."""
 
     forward_operators: list[Operator]
     backward_operators: list[Operator]
     forward: Callable[[], Tensor]
-    """Of one microbatch; the loss."""
+    """Forward pass of one microbatch, which returns the loss."""
 
     @property
     def calls(self) -> float:
-        """Of all operators."""
+        """Number of calls of all operators."""
         every = (*self.forward_operators, *self.backward_operators)
         return sum(float(np.sum(operator.calls)) for operator in every)
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run a forward and a backward pass."""
         self.forward().backward()
 
 
 def working_layers(device: torch.device, rounds: int, *, quick: bool) -> list[WorkingLayers]:
-    """Layers that compute, with the time of their forward and backward. CPUs only, float32.
+    """Measure forward and backward passes of layers of realistic size (CPUs only, float32).
 
-    On several ranks all measure at the same time, and the time that passes counts, as in training:
-    threads of the process groups take some of it. On one, other programs do, and CPU time counts.
+    Several ranks measure wall-clock time at the same time as in training, because threads of
+    process groups use CPU time. A single rank measures CPU time, to exclude other programs.
 
     Args:
-        quick: smaller.
+        device: Device to measure.
+        rounds: Number of rounds. Results are medians over rounds.
+        quick: Whether to use smaller layers.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     clock = time.perf_counter if several else time.process_time
@@ -96,16 +101,16 @@ def working_layers(device: torch.device, rounds: int, *, quick: bool) -> list[Wo
         if several:
             dist.barrier()
         measured.append([_forward_and_backward(case, clock) for case in cases])
-    found = []
+    results = []
     for case, *times in zip(cases, *measured, strict=True):
-        forward_s, backward_s = (median(own) for own in zip(*times, strict=True))
+        forward_s, backward_s = (median(seconds) for seconds in zip(*times, strict=True))
         operators = case.forward_operators, case.backward_operators
-        found.append(WorkingLayers(*operators, forward_s, backward_s))
-    return found
+        results.append(WorkingLayers(*operators, forward_s, backward_s))
+    return results
 
 
 def _forward_and_backward(case: LayerCase, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of both, means over a few runs after one that does not count."""
+    """Return mean forward and backward times in seconds, after a warm-up run."""
     case.run()
     forward_s = backward_s = 0.0
     for _ in range(WORKING_RUNS):
@@ -119,11 +124,12 @@ def _forward_and_backward(case: LayerCase, clock: Callable[[], float]) -> tuple[
 
 
 def layer_cases(device: torch.device, width: int, tokens: int) -> list[LayerCase]:
-    """Llamas of few layers, float32.
+    """Return float32 Llama models with a few layers.
 
     Args:
-        width: of the layers.
-        tokens: in their microbatch.
+        device: Device to measure.
+        width: Hidden size.
+        tokens: Number of tokens of the microbatch.
     """
     return [_case(device, width, tokens, depth) for depth in DEPTHS]
 
@@ -140,14 +146,16 @@ def compiled_case(device: torch.device, width: int, tokens: int) -> LayerCase:
 
 
 def split_layers(device: torch.device, rounds: int, *, quick: bool) -> dict[str, SplitLayers]:
-    """Layers split over all ranks, with the time of forward and backward; collective.
+    """Measure forward and backward passes of layers on all ranks (collective).
 
-    On CPUs they compute as real ones do: Python's code for DTensors and FSDP2 is driven out of
-    caches then, and ranks wait for each other. Elsewhere they are too small for anything but
-    queueing.
+    On CPUs, layers have a realistic size, so that code of DTensor and FSDP2 is evicted from caches,
+    and ranks wait for each other. On GPUs, layers have negligible computation, so that the time is
+    queueing time.
 
     Args:
-        quick: too small to compute anything.
+        device: Device to measure.
+        rounds: Number of rounds. Results are medians over rounds.
+        quick: Whether to use layers with negligible computation.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     link = world_link()
@@ -164,7 +172,7 @@ def split_layers(device: torch.device, rounds: int, *, quick: bool) -> dict[str,
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Mean time of a run, as many on every rank."""
+    """Return the mean time of a run in seconds, with the same number of runs on each rank."""
     run()
     dist.barrier()
     begin_s = time.perf_counter()
@@ -176,7 +184,7 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def _build(width: int, heads: int, depth: int) -> MultimodalModel:
-    """A Llama on the meta device."""
+    """Return a Llama model on the meta device."""
     config = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width,
         "num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": heads,
@@ -194,11 +202,16 @@ def _microbatch(tokens: int, device: torch.device) -> Microbatch:
 def _split_case(
     device: torch.device, split: Split, mesh: DeviceMesh, link: Link, *, tiny: bool
 ) -> tuple[list[Operator], Callable[[], None]]:
-    """A model's operators on a rank, and its forward and backward; gradients stay where they are.
+    """Return the operators of a model on one rank, and a function for forward and backward.
+
+    The function accumulates gradients without reducing them.
 
     Args:
-        link: between all ranks.
-        tiny: whether it is too small to compute anything.
+        device: Device to measure.
+        split: Parallelism of the layers.
+        mesh: Mesh of all ranks.
+        link: Placement of all ranks.
+        tiny: Whether computation is negligible.
     """
     ranks = mesh.size()
     heads = ranks * ceil(SPLIT_HEADS / ranks)
@@ -213,7 +226,7 @@ def _split_case(
     forward, backward = _operators(module, microbatch.meta, setting)
     calls = sum(float(np.sum(o.calls)) for o in forward if o.kind not in HOST_KINDS)
     operators = [*forward, Operator("forward_call", calls=calls), *backward]
-    if split == "shard":  # gathered for both
+    if split == "shard":  # all-gather in forward and backward
         links = ShardLinks(link)
         operators += 2 * gather_operators(module, 0, SPLIT_DEPTH, execution, 4, links)
         apply_fsdp(model.llm, mesh, torch.float32)
@@ -225,7 +238,7 @@ def _split_case(
 
     def run() -> None:
         if sharding is not None:
-            sharding.begin_step(2)  # the last of two would reduce
+            sharding.begin_step(2)  # only the second backward pass would reduce
         loss = model(microbatch)
         if sharding is not None:
             sharding.before_backward()
@@ -237,14 +250,16 @@ def _split_case(
 def _operators(
     module: ModuleDescription, meta: MicrobatchMeta, setting: Setting
 ) -> tuple[list[Operator], list[Operator]]:
-    """Of a whole model's forward, and of its backward."""
+    """Return the operators of the forward and of the backward pass of a model."""
     sizes = llm_sizes([meta], [meta.tokens], padding=True)
     forward: list[Operator] = []
     backward: list[Operator] = []
     for block in stage_blocks(module, 0, len(module.layers)):
         passes = block.operators(sizes, setting)
-        if not isinstance(block, Layers):  # nor compiled
-            passes = Operators(*([o._replace(in_layer=False) for o in own] for own in passes))
+        if not isinstance(block, Layers):  # not compiled
+            passes = Operators(
+                *([o._replace(in_layer=False) for o in of_pass] for of_pass in passes)
+            )
         forward += passes.forward * block.count
         backward += [*passes.inputs, *passes.weights] * block.count
     return forward, backward

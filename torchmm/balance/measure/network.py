@@ -1,11 +1,12 @@
-"""Times collectives and messages as they are met in a step: between what ranks compute.
+"""Measurement of collectives and P2P messages between computations, as in a training step.
 
-Called one after the other with nothing between them, collectives find buffers in caches, threads
-awake and other ranks at the same place, none of which is so in training: on two ranks of a CPU with
-gloo, small ones took 0.2 ms so, and 0.8 to 1.2 ms between what the ranks compute. So each rank
-computes before each collective, writes what is sent, and only the collective itself is timed, with
-the wait for a rank that comes later. On GPUs, whose links work while the cores do and whose work
-is queued, they are timed one after the other.
+Collectives in a tight loop have warm caches, running threads and synchronized ranks, which is not
+the case in training. Small collectives on two CPU ranks with gloo took 0.2 ms in a loop, and 0.8 to
+1.2 ms between computations. Each rank therefore computes and writes the sent buffer before each
+collective. Only the collective is timed, including the wait for the last rank.
+
+On GPUs, links and cores work at the same time, and work is queued. Collectives are therefore timed
+in a loop.
 """
 
 from __future__ import annotations
@@ -25,40 +26,46 @@ from torchmm.costs.devices import NETWORK, NODE, Link
 from torchmm.costs.operators import Kind, Operator, all_reduce_bytes
 
 RUNS = 7
-"""Of each collective, in each round."""
+"""Number of runs of each collective per round."""
 ELEMENTS = (1, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
-"""Of each rank's share; the first is the overhead of a call."""
+"""Numbers of elements of the shard of a rank. The first one measures the overhead of a call."""
 PRODUCT = (128, 512)
-"""Rows and width of the product before each collective: half a millisecond on a CPU."""
+"""Rows and width of the matmul before each collective, which takes 0.5 ms on a CPU."""
 
 
 class NetworkCase(NamedTuple):
-    """A collective, or a message there and back."""
+    """Collective, or a message in both directions."""
 
     operator: Operator
     run: Callable[[], object]
     buffer: Tensor
-    """What is sent: written anew before each run."""
+    """Sent buffer, which is written before each run."""
     tiny: bool
+    """Whether the time is only the overhead of a call."""
 
 
 def measure_network(
     device: torch.device, rounds: int, *, quick: bool
 ) -> list[tuple[NetworkCase, float]]:
-    """Seconds of every collective and message, the mean over ranks; collective.
+    """Measure collectives and messages (collective).
 
     Args:
-        quick: few and small.
+        device: Device to measure.
+        rounds: Number of rounds. Results are medians over rounds.
+        quick: Whether to measure only a few small sizes.
+
+    Returns:
+        Each case with its time in seconds, as a mean over ranks.
     """
     cases = list(_cases(device, quick))
-    found = [[_seconds(case, device) for case in cases] for _ in range(rounds)]
-    found_C = torch.tensor([median(times) for times in zip(*found, strict=True)]).to(device)
-    dist.all_reduce(found_C)
-    return list(zip(cases, (found_C / dist.get_world_size()).tolist(), strict=True))
+    times = [[_seconds(case, device) for case in cases] for _ in range(rounds)]
+    times_C = torch.tensor([median(of_case) for of_case in zip(*times, strict=True)]).to(device)
+    dist.all_reduce(times_C)
+    return list(zip(cases, (times_C / dist.get_world_size()).tolist(), strict=True))
 
 
 def world_link() -> Link:
-    """Return the placement of all ranks on hosts; collective."""
+    """Return the placement of all ranks on hosts (collective)."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     nodes = len(set(hosts))
@@ -66,7 +73,7 @@ def world_link() -> Link:
 
 
 def _seconds(case: NetworkCase, device: torch.device) -> float:
-    """Mean time of a run."""
+    """Return the mean time of a run in seconds."""
     rows, width = PRODUCT
     x, weight = (torch.ones(n, width, device=device) for n in (rows, width))
     case.run()
@@ -89,7 +96,7 @@ def _seconds(case: NetworkCase, device: torch.device) -> float:
 
 
 def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
-    """Collectives over all ranks, and a message there and back between the first two."""
+    """Yield collectives over all ranks, and a message from rank 0 to 1 and back."""
     ranks = dist.get_world_size()
     rank = dist.get_rank()
     world = dist.group.WORLD
@@ -109,9 +116,9 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
             dist.reduce_scatter_tensor(share, whole)
 
         def reduce(whole: Tensor = whole) -> None:
-            # As DTensors do: into a copy.
-            found = functional_collectives.all_reduce(whole, "sum", world)
-            functional_collectives.wait_tensor(found)
+            # DTensor also reduces into a copy.
+            reduced = functional_collectives.all_reduce(whole, "sum", world)
+            functional_collectives.wait_tensor(reduced)
 
         def message(whole: Tensor = whole) -> None:
             if rank < 2:

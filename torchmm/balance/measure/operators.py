@@ -1,9 +1,9 @@
-"""Times operators and tiny layers on the device at hand, for `torchmm.balance.costs.calibration`.
+"""Measurement of operators and tiny layers on the local device, for `calibration`.
 
-Inputs rotate through more memory than caches hold and results are new tensors, as in training.
-Cases are timed in several rounds, so that a slow minute of the machine hits all of them alike, and
-the median over rounds counts. In a process group all ranks measure at the same time, because in
-training they compete for memory too, and collectives and transfers are measured as well.
+As in training, inputs rotate through more memory than fits in caches, and results are new tensors.
+Cases are timed in several rounds, so that temporary slowdowns of the host affect all cases. Results
+are medians over rounds. In a process group, all ranks measure at the same time, because they also
+compete for memory bandwidth in training. Collectives and messages are then also measured.
 """
 
 from __future__ import annotations
@@ -40,32 +40,38 @@ from torchmm.costs.operators import Kind, Operator, norm_operators
 from torchmm.models.layers.attention import Segments, attention
 
 ROUNDS = 5
+"""Default number of rounds."""
 LONGEST_S = 80.0
-"""After which no further round is begun: calibration is to take less than two minutes."""
+"""Time after which no further round starts, so that calibration takes less than two minutes."""
 MOST_TURNS = 64
+"""Maximum number of input sets of a case."""
 MOST_QUEUED = 100
-"""Runs in the queue of a GPU, which has room for 1024 kernels."""
+"""Maximum number of runs in the queue of a GPU, which has space for 1024 kernels."""
 DELAY_WIDTH = 8192
-"""Width of float32 matmuls that keep a GPU busy: 1.1 TFLOP, some 20 ms on an H100."""
+"""Width of float32 matmuls that delay a GPU: 1.1 TFLOP, about 20 ms on an H100."""
 SMALL_HEADS = (8, 8, 64)
-"""Heads of queries and of keys, and features of a head."""
+"""Number of query heads, number of key heads, and head size."""
 LARGE_HEADS = (32, 8, 128)
-"""The same of large LLMs. On GPUs, `PACKED_TOKENS` of them are measured too."""
+"""The same for large LLMs. Measured only on GPUs, with `PACKED_TOKENS` tokens."""
 PACKED_TOKENS = 8192
+"""Number of tokens of a packed sequence."""
 TINY_ELEMENTS = 64
+"""Number of elements of operators that measure the overhead of a call."""
 TINY_LAYER = (16, 8)
-"""Width and tokens: calls cost more than what they do."""
+"""Width and number of tokens of layers whose time is overhead of calls."""
 
 
 class _Sizes(NamedTuple):
-    """What is measured: products of rows with square and longer matrices, and so on."""
+    """Sizes of measured operators."""
 
     rows: tuple[int, ...]
+    """Rows of matmuls."""
     widths: tuple[int, ...]
+    """Inputs and outputs of matmuls."""
     lengths: tuple[int, ...]
-    """Of attention segments."""
+    """Lengths of attention segments."""
     elements: tuple[int, ...]
-    """Of tensors that are only read and written."""
+    """Numbers of elements of element-wise operators."""
 
 
 CPU_SIZES = _Sizes(
@@ -84,12 +90,12 @@ GPU_SIZES = _Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """Something to be timed: an operator and what runs it."""
+    """Operator to be timed, and the function that runs it."""
 
     operator: Operator
     run: Callable[[], object]
     tiny: bool = False
-    """Whether it does next to nothing: its time is the overhead of a call."""
+    """Whether the work is negligible, so that the time is the overhead of a call."""
 
 
 def measure(
@@ -100,12 +106,14 @@ def measure(
     rounds: int = ROUNDS,
     quick: bool = False,
 ) -> Measurements:
-    """Measures operators of all classes; collective, if there is a process group.
+    """Measure operators of all classes (collective in a process group).
 
     Args:
-        seconds: about how long it may take.
-        rounds: of everything.
-        quick: only small sizes, once: whether it works, not what is true.
+        device: Device to measure.
+        dtype: Dtype of inputs.
+        seconds: Approximate time for operators.
+        rounds: Number of rounds. Results are medians over rounds.
+        quick: Whether to run small sizes once, as a functional test with inaccurate results.
     """
     rounds = 1 if quick else rounds
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -122,8 +130,10 @@ def measure(
             tiny_device[case.operator.kind] = took.device_s / float(case.operator.calls)
         else:
             operators.append(Measured(case.operator, took.device_s))
-    for found in (tiny, tiny_device):
-        found["norm"] = found["elementwise"]  # of which an RMSNorm consists
+    for times_of_kind in (tiny, tiny_device):
+        times_of_kind["norm"] = times_of_kind[
+            "elementwise"
+        ]  # an RMSNorm consists of element-wise calls
     for sent, seconds_each in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
         if sent.tiny:
             tiny[sent.operator.kind] = seconds_each / float(sent.operator.calls)
@@ -136,8 +146,10 @@ def measure(
     layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
     compiled = None
     if device.type == "cuda":
-        own = compiled_case(device, *TINY_LAYER)
-        compiled = SplitLayers((*own.forward_operators, *own.backward_operators), best_s(own))
+        tiny_case = compiled_case(device, *TINY_LAYER)
+        compiled = SplitLayers(
+            (*tiny_case.forward_operators, *tiny_case.backward_operators), best_s(tiny_case)
+        )
     working = []
     if device.type == "cpu" and dtype == torch.float32:
         working = working_layers(device, rounds, quick=quick)
@@ -147,7 +159,7 @@ def measure(
 
 
 def machine(device: torch.device) -> str:
-    """Where this was measured, in words."""
+    """Return a description of device, host and software version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -157,11 +169,16 @@ def machine(device: torch.device) -> str:
 
 
 def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Mean time of a run within about `budget_s`, after one that does not count.
+    """Return the mean time of a run in seconds, after a warm-up run.
 
-    For a CPU with one thread and one rank it is CPU time, which leaves other programs' turns
-    out. Several ranks may fill the machine: then the time that passes counts, as in training, for
-    whatever else runs, such as threads of process groups, takes some of it.
+    For a CPU with one thread and one rank, this is CPU time, which excludes other programs. With
+    several ranks, this is wall-clock time, because threads of process groups use CPU time as in
+    training.
+
+    Args:
+        run: Function to time.
+        device: Device of the function.
+        budget_s: Approximate time to spend.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not several
@@ -175,7 +192,7 @@ def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: f
 def _timed(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float], runs: int
 ) -> float:
-    """Mean time of `runs` runs."""
+    """Return the mean time of `runs` runs in seconds."""
     _wait(device)
     begin = clock()
     for _ in range(runs):
@@ -190,7 +207,7 @@ def _wait(device: torch.device) -> None:
 
 
 class CallTimes(NamedTuple):
-    """Seconds of a run on the device, and of the host to queue it; on CPUs both are the same."""
+    """Device time and host time of a run in seconds, which are equal on CPUs."""
 
     device_s: float
     host_s: float
@@ -207,9 +224,12 @@ def queued_times(
 ) -> CallTimes:
     """Return the device time and the host time of a run on a device that executes a queue.
 
-    The device is busy with `delay` until the host has queued all runs, so that they follow each
-    other without gaps. Otherwise the time of a small kernel is that of the host that queues it, and
-    a slow host looks like a slow device.
+    The device runs `delay` until the host has queued all runs, so that they run without gaps:
+
+        host     | queue delays | queue run 1..n |
+        device                  | delay | delay  | run 1 | run 2 | ... | run n |
+
+    Otherwise, the measured time of a small kernel would be its queueing time.
 
     Args:
         run: Queues the work to time.
@@ -264,7 +284,13 @@ def _time_all(
 ) -> list[CallTimes]:
     """Return the median times of each case over rounds, as means over ranks.
 
-    On a machine that others use, where rounds take longer than they should, there are fewer.
+    On a shared host, rounds take longer, and the number of rounds is lower (`LONGEST_S`).
+
+    Args:
+        cases: Operators to time.
+        device: Device to measure.
+        seconds: Approximate time for all rounds.
+        repeats: Maximum number of rounds.
     """
     budget_s = seconds / (len(cases) * repeats)
     square = torch.ones(DELAY_WIDTH if device.type == "cuda" else 1, device=device).diag()
@@ -280,7 +306,9 @@ def _time_all(
             times.append(_call_times(case.run, device, budget_s, lambda: square @ square))
         rounds.append(times)
     medians = [
-        median(own) for times in zip(*rounds, strict=True) for own in zip(*times, strict=True)
+        median(seconds_of_rounds)
+        for times in zip(*rounds, strict=True)
+        for seconds_of_rounds in zip(*times, strict=True)
     ]
     means = iter(_mean_over_ranks(medians, device))
     return [CallTimes(device_s, next(means)) for device_s in means]
@@ -298,7 +326,7 @@ def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Ite
     pool = _Pool(device, dtype)
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     if quick:
-        sizes = _Sizes(*(own[:2] for own in sizes))
+        sizes = _Sizes(*(values[:2] for values in sizes))
     widths = [*((n, n) for n in sizes.widths), *pairwise(sizes.widths)]
     for rows, (inputs, outputs) in product(sizes.rows, widths):
         if rows * inputs * outputs <= 2.2e9 or device.type == "cuda":
@@ -316,7 +344,7 @@ def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Ite
 
 
 class _Pool:
-    """Random numbers, larger than caches, of which cases take their inputs in turns."""
+    """Random values in more memory than fits in caches, from which cases use rotating inputs."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         nbytes = 2 << 30 if device.type == "cuda" else 96 << 20
@@ -324,7 +352,7 @@ class _Pool:
         self.device, self.dtype = device, dtype
 
     def turns(self, *shapes: tuple[int, int]) -> Callable[[], list[Tensor]]:
-        """What gives tensors of these shapes, others every time as long as there are others."""
+        """Return a function that returns tensors of these shapes, rotating through the pool."""
         sizes = [prod(shape) for shape in shapes]
         count = min(MOST_TURNS, max(1, len(self._values) // sum(sizes)))
         sets = []
@@ -339,19 +367,19 @@ class _Pool:
 def _products(
     pool: _Pool, rows: int, inputs: int, outputs: int, tiny: bool = False
 ) -> Iterator[Case]:
-    """A linear's forward, and the products of both its gradients."""
-    given = pool.turns((rows, inputs), (outputs, inputs), (rows, outputs))
+    """Yield the forward matmul of a linear layer, and the matmuls of both gradients."""
+    next_inputs = pool.turns((rows, inputs), (outputs, inputs), (rows, outputs))
 
     def forward() -> object:
-        x, weight, _ = given()
+        x, weight, _ = next_inputs()
         return functional.linear(x, weight)
 
     def of_inputs() -> object:
-        _, weight, gradient = given()
+        _, weight, gradient = next_inputs()
         return gradient @ weight
 
     def of_weights() -> object:
-        x, _, gradient = given()
+        x, _, gradient = next_inputs()
         return gradient.t() @ x
 
     moved = rows * (inputs + outputs) + inputs * outputs
@@ -369,19 +397,19 @@ def _attention(
     widths: tuple[int, int, int] = SMALL_HEADS,
     tiny: bool = False,
 ) -> Iterator[Case]:
-    """Yield attention within segments of unequal length, and its backward.
+    """Yield attention within segments of different lengths, and its backward pass.
 
     Args:
         length: Positions in a segment.
         segments: Number of segments.
-        causal: Whether positions attend to earlier ones only.
+        causal: Whether attention has a causal mask.
         device: Device to measure.
         dtype: Dtype of queries, keys and values.
-        widths: Heads of queries and of keys, and features of a head.
-        tiny: Whether the call does next to nothing.
+        widths: Number of query heads, number of key heads, and head size.
+        tiny: Whether the work is negligible.
     """
     heads, key_heads, features = widths
-    # Unequal, so that each is a call of its own where kernels take equal lengths.
+    # Adjacent lengths differ, so that kernels for equal lengths need one call per segment.
     lengths = [length + i % 2 for i in range(segments)]
     starts = [sum(lengths[:i]) for i in range(segments + 1)]
     rows = Segments.from_starts(starts, device)
@@ -417,11 +445,11 @@ def _attention(
 
 
 def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
-    """Operators that read and write every element a few times."""
+    """Yield element-wise operators, activations, copies and norms."""
     width = min(elements, 1024)
     size = pool.dtype.itemsize * elements
     norm = LlamaRMSNorm(width).to(pool.device, pool.dtype)
-    given = pool.turns((elements // width, width), (elements // width, width))
+    next_inputs = pool.turns((elements // width, width), (elements // width, width))
     (normed,) = norm_operators(
         "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
     )[0]
@@ -450,7 +478,7 @@ def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
 
         def run(function: Callable[[Tensor, Tensor], object] = function) -> object:
             with torch.no_grad():
-                x, y = given()
+                x, y = next_inputs()
                 return function(x, y)
 
         yield Case(operator, run, tiny)

@@ -1,20 +1,23 @@
-"""The clock of simulator and searches: earliest times of operators on queues, compiled.
+"""Compiled kernels for the times of operators on queues, used by the simulator and searches.
 
-A queue runs its operators in order, so it is a chain of edges, and an operator starts at the end of
-the longest path to it. Operators are numbered along the edges (*topological order*): the operators
-that must have ended before operator n are `sources[pointers[n] : pointers[n + 1]]`, all less than
-n. One walk through memory then times all operators.
+A queue runs its operators in order, so it is a chain of edges. An operator starts at the end of the
+longest path to it. Operators have topological order: the operators that must end before operator n
+are `sources[pointers[n] : pointers[n + 1]]`, all less than n. One pass over the arrays therefore
+computes all times:
 
-    group_edges, sort_topologically   make this form (`operator_graph`)
+    start[n] = max(release[n], max of end[s] over sources s of n)
+    end[n]   = start[n] + duration[n]
+
+    group_edges, sort_topologically   build this form (`operator_graph`)
     time_nodes                        times of operators in picoseconds
-    time_lanes                        ends for many sets of durations side by side
-    defer_nodes                       the latest times of operators that may move
+    time_lanes                        end times for many sets of durations, vectorized
+    defer_nodes                       latest times of movable operators
 
-Times of `time_nodes` are integers. Integer sums do not depend on their order, so a subgraph and a
-graph that contains it agree to the last bit.
+Times of `time_nodes` are integers. Integer sums do not depend on their order, so times of a
+subgraph and of a graph that contains it are bitwise identical.
 
-The dispatcher and the placement of encoder kernels have loops of their own, because they choose the
-next operator by the time at which it can start.
+The dispatcher and the placement of encoder kernels have separate loops, because they select the
+next operator by its earliest start time.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torchmm.balance.compiled import Float64s, Int32s, Int64s, Words, compiled, 
 
 @compiled
 def group_edges(keys: Int32s, values: Int32s, count: int) -> tuple[Int32s, Int32s]:
-    """Return where the values of each key begin (count + 1), and the values sorted by key."""
+    """Return the offsets of the values of each key (count + 1), and the values sorted by key."""
     pointers = np.zeros(count + 1, np.int32)
     for key in keys:
         pointers[key + 1] += 1
@@ -42,15 +45,15 @@ def group_edges(keys: Int32s, values: Int32s, count: int) -> tuple[Int32s, Int32
 
 @compiled
 def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> Int32s:
-    """Return operators in an order in which edges lead forward (Kahn), first come, first served.
+    """Return operators in topological order (algorithm of Kahn with a FIFO queue).
 
     Args:
         pointers: The edges of operator n lead to `targets[pointers[n] : pointers[n + 1]]`.
-        missing: By operator, edges that lead to it. Overwritten, left above 0 on cycles and after
-            them.
+        missing: Number of incoming edges of each operator. Overwritten: values remain above 0 on
+            cycles and after them.
 
     Returns:
-        The sorted operators; fewer than all if there is a cycle.
+        The sorted operators, without those on or after a cycle.
     """
     order = np.empty(len(missing), np.int32)
     count = 0
@@ -78,8 +81,11 @@ def time_nodes(
     """Write the earliest start and end of every operator.
 
     Args:
-        start_ps: No operator starts before its value here. Overwritten.
-        end_ps: Written.
+        duration_ps: Duration of each operator.
+        pointers: Offsets of the sources of each operator.
+        sources: Operators that must end first.
+        start_ps: Minimum start of each operator. Overwritten with its start.
+        end_ps: Overwritten with the end of each operator.
     """
     first = pointers[0]
     for node in range(len(duration_ps)):
@@ -96,7 +102,7 @@ def time_nodes(
 def defer_nodes(
     pointers: Int32s, sources: Int32s, movable: np.ndarray, start_ps: Int64s, end_ps: Int64s
 ) -> None:
-    """Move operators that may move as late as the others, which stay where they are, allow."""
+    """Move movable operators as late as the fixed operators allow, in place."""
     latest = np.full(len(movable), end_ps.max(), np.int64)
     for node in range(len(movable) - 1, -1, -1):
         if movable[node]:
@@ -116,17 +122,21 @@ def time_lanes(
     first: int,
     last: int,
 ) -> None:
-    """Write the ends of operators `first` to `last`, each for G sets of durations.
+    """Write the ends of operators [first, last) for G sets of durations.
 
-    The arithmetic runs in vector registers over the last axis. Two sources for each operator,
-    instead of `pointers`, make searches of orders 13 % faster. Kernels of other files call this
-    function: if it is to do something else, rename it (see `compiled`).
+    The arithmetic is vectorized over the last axis. Two sources per operator instead of `pointers`
+    make schedule searches 13 % faster. Kernels in other files call this function. Rename it if its
+    behavior changes (see `compiled`).
 
     Args:
-        before_N, need_N: The operators before each operator.
+        before_N: First source of each operator.
+        need_N: Second source of each operator.
         place_N: Index of the duration of each operator in `costs_RG`.
-        ends_NG: (N + 1, G): ends of operators before `first`; written from `first` on; then zeros,
-            for operators without an operator before them.
+        costs_RG: Durations for G sets.
+        ends_NG: Shape (N + 1, G). Ends of operators before `first` are read, and ends from `first`
+            are written. The last row has zeros, for operators without a source.
+        first: First operator to time.
+        last: Operator after the last operator to time.
     """
     groups = ends_NG.shape[1]
     for node in range(first, last):

@@ -1,13 +1,20 @@
-"""Effect of launches on the durations of a plan's actions.
+"""Effect of launches on the durations of actions (Optimus, bubbles inside of LLM layers).
 
-Pieces that run during a collective of the LLM no longer take time at the place of their encoder
-action. If they last longer than the collective, the LLM action takes longer by the rest. A
-collective of a split encoder overlaps with the LLM's computation, unless the next piece runs during
-the same collective of the LLM and has to wait for it. On devices that do not compute while they
-communicate (`PlanCosts.runs_beside`), launches save no time.
+A launch runs kernel groups ("pieces") of an encoder action during collectives of an LLM action:
 
-The communication of an LLM action is divided equally among its collectives. This is optimistic,
-because part of it is not at a place where pieces can run.
+    LLM action       | compute |~ collective ~| compute |~ collective ~| compute |
+    encoder pieces             |  1  |  2  |            | 3 |
+    encoder action   | 1 | 2 | 3 | 4 |   becomes   | 4 |
+
+- A piece that runs during a collective reduces the duration of its encoder action.
+- If the pieces take longer than the collective, the LLM action takes longer by the difference.
+- The collective of a tensor-parallel encoder overlaps with LLM computation, unless the next piece
+  runs during the same LLM collective and has to wait for it.
+- On devices that do not compute while they communicate (`PlanCosts.runs_beside`), launches save no
+  time.
+
+The communication of an LLM action is divided equally between its collectives. This is optimistic,
+because pieces cannot run during a part of it.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 
 
 class TimedPiece(NamedTuple):
-    """Piece of an encoder action."""
+    """Piece of an encoder action, and its times."""
 
     action: Action
     compute_ms: float
@@ -34,11 +41,11 @@ class TimedPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchTimes:
-    """Effect of launches.
+    """Effect of launches on actions.
 
     Attributes:
-        shift_ms: by action: change of its duration at its place.
-        covered: by LLM action: fraction of its communication in which pieces run.
+        shift_ms: Change of the duration, by action.
+        covered: Fraction of the communication during which pieces run, by LLM action.
     """
 
     shift_ms: dict[Action, float] = field(default_factory=dict)
@@ -46,7 +53,7 @@ class LaunchTimes:
 
 
 def timed_pieces(action: Action, graph: StageGraph, costs: PlanCosts) -> list[TimedPiece]:
-    """Return the pieces of an encoder action in order; none if the costs do not have them."""
+    """Return the pieces of an encoder action in order, or none if costs do not define pieces."""
     stage = graph.layout.stages[action.stage]
     layer = costs.pieces.get(stage.module)
     layers = stage.stop - stage.start
@@ -57,17 +64,18 @@ def timed_pieces(action: Action, graph: StageGraph, costs: PlanCosts) -> list[Ti
     compute_ms = (costs.compute_ms[action] - tensor_ms) / layers
     sends = sum(piece.sends for piece in pieces)
     send_ms = tensor_ms / (layers * sends) if sends else 0.0
-    own = [TimedPiece(action, share * compute_ms, send_ms * ends) for share, ends in pieces]
-    # Only the end of the action follows the last stop. A backward stops before it begins, when the
-    # gradient of its last output is ready, unless that has to be communicated.
+    timed = [TimedPiece(action, share * compute_ms, send_ms * ends) for share, ends in pieces]
+    # The last piece is empty, because only the end of the action follows its last stop. Backward
+    # passes have an empty first piece instead: they stop before they start, when the gradient of
+    # the last output is ready, unless it has to be communicated.
     rest = [TimedPiece(action, 0.0, 0.0)]
     if action.type is ActionType.F or sends:
-        return own * layers + rest
-    return rest + own * layers
+        return timed * layers + rest
+    return rest + timed * layers
 
 
 def collective_room_ms(action: Action, graph: StageGraph, costs: PlanCosts) -> list[float]:
-    """Return the duration of each collective of an LLM action during which pieces may run."""
+    """Return the duration of each collective of an LLM action, during which pieces can run."""
     stage = graph.layout.stages[action.stage]
     if action.type is ActionType.W or stage.module != LLM:
         return []
@@ -78,13 +86,13 @@ def collective_room_ms(action: Action, graph: StageGraph, costs: PlanCosts) -> l
 
 
 def launch_times(plan: PipelinePlan, costs: PlanCosts) -> LaunchTimes:
-    """Return the effect of a plan's launches; empty if the costs do not have the pieces."""
+    """Return the effect of the launches of a plan, which is empty if costs define no pieces."""
     times = LaunchTimes()
     shift_ms = times.shift_ms
     for program in plan.actions if plan.launches and costs.pieces else ():
         pieces: deque[TimedPiece] = deque()
         for action in program:
-            while pieces and pieces[0].action == action:  # the rest runs here
+            while pieces and pieces[0].action == action:  # remaining pieces run in their action
                 pieces.popleft()
             if (launch := plan.launches.get(action)) is None:
                 continue

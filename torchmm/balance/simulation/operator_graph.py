@@ -1,13 +1,11 @@
-"""Operators on device queues: the core of the simulator.
+"""Graph of operators on device queues, the core of the simulator.
 
-An operator lies on a queue of a device: a compute stream, a copy engine, the channel between two
-ranks (PipeWeaver §4.1). A queue runs its operators one at a time in the order in which they were
-added, as a CUDA stream does. An operator starts when what it depends on has ended and its queue is
+An operator is in a queue of a device: a compute stream, a copy engine, or the channel between two
+ranks (PipeWeaver, section 4.1). A queue runs its operators sequentially in the order in which they
+were added, like a CUDA stream. An operator starts when its dependencies have ended and its queue is
 free.
 
-Rejected: queues that take what is ready first, which streams do not do, and which would make the
-order depend on all times. Rejected: floating-point times, whose sums depend on their order
-(`graph_kernels`).
+Times are integers, because floating-point sums depend on their order (`graph_kernels`).
 """
 
 from __future__ import annotations
@@ -33,21 +31,21 @@ from torchmm.balance.simulation.graph_kernels import (
 
 # [Note: queues as chains]
 #
-# Since queues are in order, a queue is a chain of edges, and an operator starts at the end of the
-# longest path to it. Three queues, operators numbered as they were added:
+# Queues run in order, so a queue is a chain of edges, and an operator starts at the end of the
+# longest path to it. An example with three queues, with operators numbered in the order of `add`:
 #
-#     rank 0     0 --> 2 -----------> 5     waits for 2, which is before it on its queue, and for 4
-#     channel        1                      waits for 0
-#     rank 1             3 --> 4            3 waits for 1
+#     rank 0     0 --> 2 -----------> 5     5 depends on 2 (same queue) and on 4
+#     channel        1                      1 depends on 0
+#     rank 1             3 --> 4            3 depends on 1
 #
-# `compile` numbers operators anew by *place* in a topological order, so that every edge leads from
-# a smaller place to a larger one and times are one walk through memory. Edges are given by what
-# they lead to: O operators, E edges, `pointers` (O + 1), `sources` (E), both by place. What is
-# wrong is found before that, all of it at once; a compiled graph has no circle.
+# `compile` renumbers operators by their place in a topological order. Every edge then leads from a
+# smaller to a larger place, and one pass over the arrays computes all times. Edges are stored by
+# target: O operators, E edges, `pointers` (O + 1) and `sources` (E), both by place. `compile`
+# reports all problems at once. A compiled graph has no cycle.
 
 
 class OperatorGraph:
-    """A graph under construction. Operators are numbered in the order in which they are added."""
+    """Graph under construction. Operators are numbered in the order in which they are added."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -62,16 +60,16 @@ class OperatorGraph:
     def add(
         self, queue: Hashable, duration_ms: float, after: Iterable[int] = (), name: str = ""
     ) -> int:
-        """Puts an operator at the end of a queue.
+        """Append an operator to a queue.
 
         Args:
-            queue: any key; None for an operator that needs no device.
-            duration_ms: how long it occupies the queue.
-            after: operators that must have ended.
-            name: for messages.
+            queue: Key of the queue. None for an operator without a device.
+            duration_ms: Time that the operator occupies the queue.
+            after: Operators that must end first.
+            name: Name for error messages.
 
         Returns:
-            Its number.
+            Number of the operator.
         """
         node = len(self._names)
         self._names.append(name)
@@ -86,7 +84,7 @@ class OperatorGraph:
         return node
 
     def add_edge(self, before: int, after: int) -> None:
-        """Makes an operator wait for another one, added earlier or later."""
+        """Add a dependency: operator `after` starts after operator `before` has ended."""
         self._sources.append(before)
         self._targets.append(after)
 
@@ -95,8 +93,7 @@ class OperatorGraph:
 
         Raises:
             SimulationError: A duration is negative or not a number, an edge names an operator that
-                does not exist, or operators wait for each other in a circle. All problems are
-                listed.
+                does not exist, or the graph has a cycle. The error message lists all problems.
         """
         count = len(self._names)
         edges = np.array([self._sources, self._targets], np.int32)
@@ -138,14 +135,15 @@ class OperatorGraph:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph as arrays in topological order; *place* is the position of an operator in it.
+    """Graph as arrays in topological order. The place of an operator is its index in this order.
 
     Attributes:
-        names: By operator.
-        node_at: By place.
-        place: By operator.
-        duration_ps: By place.
-        pointers, sources: The operator at place p comes after the places
+        names: Name of each operator.
+        node_at: Operator at each place.
+        place: Place of each operator.
+        duration_ps: Duration by place.
+        pointers: Offsets into `sources`, by place.
+        sources: The operator at place p depends on the places
             `sources[pointers[p] : pointers[p + 1]]`.
     """
 
@@ -163,12 +161,13 @@ class CompiledGraph:
         """Sort operators along their edges.
 
         Args:
-            duration_ps: By operator.
-            sources, targets: By edge, the operators at its ends.
-            names: By operator, for messages.
+            duration_ps: Duration of each operator.
+            sources: Operator at the start of each edge.
+            targets: Operator at the end of each edge.
+            names: Name of each operator, for error messages.
 
         Raises:
-            SimulationError: Operators wait for each other in a circle.
+            SimulationError: The graph has a cycle.
         """
         count = len(duration_ps)
         missing = np.bincount(targets, minlength=count).astype(np.int32)
@@ -186,9 +185,9 @@ class CompiledGraph:
         """Return start and end of every operator in picoseconds.
 
         Args:
-            release_ps: Operators that may not start before a time.
-            movable: By operator, whether it runs as late as the operators that are not movable
-                allow. All others run as early as possible.
+            release_ps: Minimum start of operators.
+            movable: Whether each operator runs as late as the other operators allow. All other
+                operators run as early as possible.
         """
         start_ps = np.zeros(len(self.place), np.int64)
         end_ps = np.empty(len(self.place), np.int64)
@@ -207,7 +206,7 @@ def _called(names: Sequence[str], operator: int) -> str:
 
 
 def _circle(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int32s) -> str:
-    """Return a message that names one circle: from an unsorted operator back along others."""
+    """Return an error message with one cycle, which is traced back from an unsorted operator."""
     before = {
         target: source
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True)

@@ -1,21 +1,27 @@
-"""A pipeline plan as a graph of operators: what `PipelineRuntime` does, as queues and edges.
+"""Conversion of a pipeline plan to a graph of operators on queues, as `PipelineRuntime` runs it.
 
-- Every rank has a queue for what its program computes or waits for, in the program's order.
-- Every channel (ordered pair of ranks) is a queue, for the runtime has one communicator for each
-  direction: a transfer starts when its send and its receive are posted and the one before it is
-  through, and never waits for another channel.
-- Gathers of parameters run on a queue of their own; the first action of a stage waits for its
-  gather.
-- A reduction begins when all ranks with its stage have come to it; those of other replicas are
-  taken to come as this plan's do. Where the device can (`PlanCosts.runs_beside`), a rank's
-  reductions have a queue of their own and nothing but the end of the step waits for them; elsewhere
-  the rank waits.
-- Mirrors communicate inside of their actions: these begin when all of them have come to it.
-- What LLM actions launch takes time from encoder actions in their own places (`launched`).
+    queue "rank" 0        | F0 | F1 | WAIT_B0 | B0 |
+    queue "channel" 0->1       |~F0~|                        starts when SEND and RECV are posted
+    queue "rank" 1             | WAIT_F0 | F0 | B0 |
+    queue "channel" 1->0                           |~B0~|
+    queue "gather" 0      |~UNSHARD~|                        first action of the stage waits
+    queue "reduce" 0                               |~REDUCE_GRAD~|
 
-Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
-ends. Rejected: one queue for all transfers of a rank. The order in which they reach the wire
-depends on other ranks, and a fixed one could make a plan that runs wait for ever.
+- Each rank has a queue for computation and waits, in program order.
+- Each channel (ordered pair of ranks) is a queue, because the runtime has one communicator per
+  direction. A transfer starts when its send and receive are posted and the preceding transfer has
+  ended. It never waits for another channel.
+- All-gathers of parameters have a separate queue. The first action of a stage waits for its
+  all-gather.
+- A reduction starts when all ranks of the stage have reached it. Other data-parallel replicas are
+  assumed to have the same times. On GPUs (`PlanCosts.runs_beside`), reductions of a rank have a
+  separate queue, and only the end of the step waits for them. Otherwise, the rank waits.
+- Mirrors communicate in their actions, so an action starts when all mirrors have reached it.
+- Pieces that LLM actions launch shorten their encoder actions (`launched`).
+
+Posting requires no time, so SEND and RECV are not operators. Their time is the end of the preceding
+action. All transfers of a rank in one queue would be wrong: their order depends on other ranks, and
+a constant order could cause a deadlock in a valid plan.
 """
 
 from __future__ import annotations
@@ -34,18 +40,19 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT, WAIT_SEND
 
 NONE = -1
+"""Missing operator, which stands for the start of the step."""
 TransferKey = tuple[Message, bool]
-"""A message, and whether it is its gradient that travels."""
+"""Message, and whether its gradient is transferred instead."""
 
 _POSTS = (*SEND, *RECV)
 _WAITS = (*WAIT, *WAIT_SEND)
 _BACKWARD = (SEND[1], RECV[1], WAIT[1], WAIT_SEND[1])
 _AT_SOURCE = (SEND[0], WAIT_SEND[0], RECV[1], WAIT[1])
-"""Transfers seen from the stage that makes the message, which is where its gradient goes."""
+"""Actions of the stage that produces the message and receives its gradient."""
 
 
 def transfer_key(action: Action) -> TransferKey:
-    """What a SEND, RECV or wait is about."""
+    """Return the message of a SEND, RECV or wait action."""
     ends = (action.stage, action.other)
     source, destination = ends if action.type in _AT_SOURCE else ends[::-1]
     message = Message(source, destination, action.microbatch, action.sub_microbatch)
@@ -53,28 +60,29 @@ def transfer_key(action: Action) -> TransferKey:
 
 
 class PlanAction(NamedTuple):
-    """How the record of an action follows from the times of operators."""
+    """Mapping of an action to the operators that define its start and end."""
 
     rank: int
     action: Action
     node: int
-    """The operator whose end is the action's end; NONE for the begin of the step."""
+    """Operator whose end is the end of the action. NONE is the start of the step."""
     before: int
-    """The operator whose end is the action's start, if it is a post, a wait or a reduction; NONE
-    for the begin of the step. Other actions start with their operator."""
+    """Operator whose end is the start of a post, wait or reduction. NONE is the start of the step.
+
+    Other actions start with their operator."""
     instant: bool
-    """Whether `before` says when it starts."""
+    """Whether `before` defines the start of the action."""
 
 
 @dataclass(frozen=True)
 class PlanGraph:
-    """A plan's operators.
+    """Operators of a plan.
 
     Attributes:
-        graph: the operators.
-        actions: of all ranks, rank by rank in the order of the programs.
-        compute: the operator of each F, B, I and W.
-        transfers: the operator of each transfer.
+        graph: Graph of all operators.
+        actions: Actions of all ranks, rank by rank in program order.
+        compute: Operator of each F, B, I and W.
+        transfers: Operator of each transfer.
     """
 
     graph: CompiledGraph
@@ -84,11 +92,15 @@ class PlanGraph:
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
-    """The graph of a valid plan.
+    """Build the graph of operators of a valid plan.
+
+    Args:
+        plan: Valid plan.
+        costs: Costs of the task graph of the plan.
 
     Raises:
-        SimulationError: a cost is missing, negative or no number, or ranks wait for each other or
-            for what nobody sends. All problems are listed.
+        SimulationError: A cost is missing, negative or not a number, the plan has a deadlock, or a
+            message is never sent. The error message lists all problems.
     """
     builder = _Builder(plan, costs)
     builder.add_transfers()
@@ -99,27 +111,30 @@ def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
 
 @dataclass
 class _Builder:
+    """Graph under construction, and the problems of plan and costs."""
+
     plan: PipelinePlan
     costs: PlanCosts
     graph: OperatorGraph = field(default_factory=OperatorGraph)
     compute: dict[Action, int] = field(default_factory=dict)
     transfers: dict[TransferKey, int] = field(default_factory=dict)
     gathers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By rank and stage, until an action waits for it."""
+    """All-gather operators by (rank, stage), until an action waits for them."""
     meetings: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """By tied pair of (stage, rank)s, or stage on several ranks: the operator at which all who
-    reduce it are there; by action of the first of mirrors: at which all of them are."""
+    """Synchronization operators of tied weights, of reductions over ranks, and of mirrored actions.
+
+    Keys are a pair of (stage, rank), a stage, and the action of the first mirror."""
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     reductions: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By rank and stage."""
+    """Reduction operators by (rank, stage)."""
     shift_ms: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shift_ms = launch_times(self.plan, self.costs).shift_ms
 
     def add_transfers(self) -> None:
-        """First of all, since receives may stand before their sends; in the order of sending."""
+        """Add all transfers in the order of sends, because receives can precede their sends."""
         for rank, program in enumerate(self.plan.actions):
             for action in program:
                 if action.type in SEND:
@@ -131,7 +146,7 @@ class _Builder:
                     )
 
     def add_program(self, rank: int) -> None:
-        """The actions of one rank."""
+        """Add the actions of one rank."""
         previous = NONE  # the last operator of the program
         for action in self.plan.actions[rank]:
             kind = action.type
@@ -159,18 +174,18 @@ class _Builder:
             previous = node
 
     def _add_action(self, rank: int, action: Action, previous: int) -> int:
-        """The operator of a computation or a wait."""
+        """Add the operator of a computation or a wait, and return its number."""
         after = self._needs(rank, action, previous)
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
             gather = self.gathers.pop((rank, action.stage), NONE)
             after += [gather] if gather != NONE else []
-        alike = self.plan.graph.layout.mirrored[action.stage]
-        meets = action.type in COMPUTE and len(alike) > 1
-        if meets and previous != NONE:
+        mirrors = self.plan.graph.layout.mirrored[action.stage]
+        synchronizes = action.type in COMPUTE and len(mirrors) > 1
+        if synchronizes and previous != NONE:
             after.append(previous)
-        if meets:
-            key = action._replace(stage=alike[0])
-            after = [self._meet(key, after, f"all replicas of {action}")]
+        if synchronizes:
+            key = action._replace(stage=mirrors[0])
+            after = [self._synchronize(key, after, f"all replicas of {action}")]
         name = f"{action} on rank {rank}"
         node = self.graph.add(("rank", rank), self._duration_ms(rank, action), after, name)
         if action.type in COMPUTE:
@@ -178,11 +193,11 @@ class _Builder:
         return node
 
     def _add_reduction(self, rank: int, action: Action, previous: int) -> int:
-        """The operator of a reduction, which begins at all ranks of its stage together."""
+        """Add the operator of a reduction, which starts on all ranks of the stage together."""
         gather = self.gathers.pop((rank, action.stage), NONE)
         after = [node for node in (previous, gather) if node != NONE]
         if len(self.plan.graph.layout.stages[action.stage].ranks) > 1:
-            after = [self._meet((action.stage,), after, f"all ranks of {action}")]
+            after = [self._synchronize((action.stage,), after, f"all ranks of {action}")]
         queue = ("reduce" if self.costs.runs_beside else "rank", rank)
         duration_ms = self.costs.reduce_ms.get(action.stage, 0.0)
         node = self.graph.add(queue, duration_ms, after, f"{action} on rank {rank}")
@@ -190,18 +205,18 @@ class _Builder:
         return node
 
     def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
-        """What an action waits for besides the one before it."""
+        """Return the dependencies of an action other than the preceding action."""
         if action.type in _WAITS:
             return self._transfer(rank, action)
         if action.type is ActionType.REDUCE_TIED:
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
             reduced = self.reductions.get((rank, action.stage), NONE)
             nodes = [node for node in (previous, reduced) if node != NONE]
-            return [self._meet((*ends[0], *ends[1]), nodes, f"both ends of {action}")]
+            return [self._synchronize((*ends[0], *ends[1]), nodes, f"both ends of {action}")]
         return []
 
-    def _meet(self, key: tuple[object, ...], nodes: list[int], name: str) -> int:
-        """An operator that ranks wait for together, each behind its own."""
+    def _synchronize(self, key: tuple[object, ...], nodes: list[int], name: str) -> int:
+        """Return the synchronization operator of a key, and make it wait for `nodes`."""
         if key not in self.meetings:
             self.meetings[key] = self.graph.add(None, 0.0, name=name)
         for node in nodes:
@@ -209,13 +224,13 @@ class _Builder:
         return self.meetings[key]
 
     def _transfer(self, rank: int, action: Action) -> list[int]:
-        found = self.transfers.get(transfer_key(action))
-        if found is None:
+        transfer = self.transfers.get(transfer_key(action))
+        if transfer is None:
             self.problems.append(
                 f"{action} on rank {rank}: no rank sends this message; validate the plan"
             )
             return []
-        return [found]
+        return [transfer]
 
     def _duration_ms(self, rank: int, action: Action) -> float:
         if action.type in COMPUTE:

@@ -14,13 +14,13 @@ from pydantic import Field, field_validator
 from torchmm.recipe.section import Section
 
 Range = list[int]
-"""Least and most; any whole number between them is equally likely."""
+"""Minimum and maximum of a uniform integer."""
 NO_SIZE: list = []
-"""Value of a key that is missing, or has several."""
+"""Value of a contradiction whose key is missing or has several values."""
 
 
 def as_range(value: Any) -> Any:
-    """A number stands for a range of nothing else."""
+    """Convert a number n to the range [n, n]."""
     return [value, value] if type(value) is int else value
 
 
@@ -134,16 +134,16 @@ class SimulationConfig(Section):
 
 
 class Contradiction(NamedTuple):
-    """Values of the section that do not fit each other."""
+    """Inconsistent values of the section."""
 
     key: str
     value: Any
     text: str
-    """What is wrong, and a remedy."""
+    """Problem, and how to fix it."""
 
 
 class Sides(NamedTuple):
-    """Least and most rows and columns; both sides are multiples of `step`."""
+    """Ranges of rows and columns, which are multiples of `step`."""
 
     rows: Range
     columns: Range
@@ -151,27 +151,27 @@ class Sides(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Patches of the largest."""
+        """Number of patches of the largest size."""
         return self.rows[1] * self.columns[1]
 
     @property
     def varies(self) -> bool:
-        """Whether there are several sizes."""
+        """True if rows or columns vary."""
         return self.rows[0] < self.rows[1] or self.columns[0] < self.columns[1]
 
 
 def image_sizes(images: SimulatedImages) -> list[SimulatedSize]:
-    """The sizes that an encoder's images have."""
+    """Return the image sizes of an encoder."""
     return list(images.sizes) or [images]
 
 
 def drawn_sizes(drawn: SimulatedGeneration) -> list[SimulatedGrid | SimulatedGeneration]:
-    """The sizes that what is drawn has."""
+    """Return the sizes of generated images or videos."""
     return [*drawn.sizes] or [drawn]
 
 
 def sides_of(size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: int = 1) -> Sides:
-    """Of an image; one that has but a number of patches is a row of them."""
+    """Return the ranges of rows and columns. A size with only `patches` has one row."""
     if isinstance(size, SimulatedSize) and size.patches is not None:
         return Sides([1, 1], size.patches)
     assert size.rows is not None and size.columns is not None
@@ -179,35 +179,35 @@ def sides_of(size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: in
 
 
 def side_step(patches_per_token: int) -> int:
-    """What rows and columns are multiples of."""
+    """Return the divisor of rows and columns."""
     return isqrt(patches_per_token)
 
 
 def tokens_of(size: SimulatedSize, patches: int, patches_per_token: int) -> int:
-    """Of an image in the LLM's sequence."""
+    """Return the number of LLM tokens of an image."""
     return size.tokens if size.tokens is not None else patches // patches_per_token
 
 
 def most_tokens(images: SimulatedImages) -> int:
-    """Of an encoder's largest image."""
+    """Return the number of LLM tokens of the largest image of an encoder."""
     each = images.patches_per_token
     sizes = image_sizes(images)
     return max(tokens_of(s, sides_of(s, side_step(each)).most, each) for s in sizes)
 
 
 def sizes_vary(images: SimulatedImages) -> bool:
-    """Whether an encoder's images differ in patches."""
+    """Return True if the images of an encoder have different numbers of patches."""
     sides = [sides_of(size) for size in image_sizes(images)]
     return len({own.most for own in sides}) > 1 or any(own.varies for own in sides)
 
 
 def encoder_of(config: SimulationConfig, kind: SimulatedSequences) -> str | None:
-    """Encoder that reads the images of a kind of sequences; None if that is not clear."""
+    """Return the encoder for the images of a type of sequences, or None if it is ambiguous."""
     return kind.encoder or (next(iter(config.images)) if len(config.images) == 1 else None)
 
 
 def contradictions(config: SimulationConfig, sequence_length: int) -> Iterator[Contradiction]:
-    """What keeps sequences of `sequence_length` tokens from being drawn; keys as in a recipe."""
+    """Yield the problems of the section for sequences of `sequence_length` tokens."""
     wrong = list(_wrong_sizes(config))
     yield from wrong
     if wrong:
@@ -226,11 +226,11 @@ def contradictions(config: SimulationConfig, sequence_length: int) -> Iterator[C
 
 
 def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
-    """What is wrong with the sizes of images that are read or drawn."""
+    """Yield the problems of sizes of input images and of target images."""
     for name, images in config.images.items():
         key = f"simulation.images.{name}"
-        own = (images.patches, images.tokens, images.rows, images.columns)
-        if images.sizes and any(value is not None for value in own):
+        common_size = (images.patches, images.tokens, images.rows, images.columns)
+        if images.sizes and any(value is not None for value in common_size):
             yield Contradiction(
                 f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
             )
@@ -242,30 +242,30 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
             if size.patches is None and step**2 != images.patches_per_token:
                 text = "is not a square number, so the multiples of rows and columns are undefined"
                 yield Contradiction(f"{key}.patches_per_token", images.patches_per_token, text)
-    drawn = config.generated
-    if drawn is None:
+    generated = config.generated
+    if generated is None:
         return
     key = "simulation.generated"
-    yield from _wrong({f"{key}.frames": drawn.frames}, least=1)
-    if drawn.sizes and (drawn.rows is not None or drawn.columns is not None):
+    yield from _wrong({f"{key}.frames": generated.frames}, least=1)
+    if generated.sizes and (generated.rows is not None or generated.columns is not None):
         yield Contradiction(
             f"{key}.sizes", NO_SIZE, "cannot be combined with a size; remove one of them"
         )
         return
-    for index, grid in enumerate(drawn_sizes(drawn)):
-        place = f"{key}.sizes[{index}]" if drawn.sizes else key
+    for index, grid in enumerate(drawn_sizes(generated)):
+        place = f"{key}.sizes[{index}]" if generated.sizes else key
         yield from _wrong_sides(place, {"rows": grid.rows, "columns": grid.columns})
 
 
 def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradiction]:
-    """What is wrong with a size of images that are read."""
+    """Yield the problems of a size of input images."""
     sides = {"rows": size.rows, "columns": size.columns}
-    given = [name for name, side in sides.items() if side is not None]
+    set_names = [name for name, side in sides.items() if side is not None]
     if size.patches is None:
         yield from _wrong_sides(key, sides, step, instead=", or patches")
-    elif given:
+    elif set_names:
         text = f"cannot be combined with patches = {size.patches}; remove one of them"
-        yield Contradiction(f"{key}.{given[0]}", sides[given[0]], text)
+        yield Contradiction(f"{key}.{set_names[0]}", sides[set_names[0]], text)
     else:
         yield from _wrong_sides(key, {"patches": size.patches})
     if size.tokens is not None and len(set(size.patches or ())) != 1:
@@ -276,7 +276,7 @@ def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradict
 def _wrong_sides(
     key: str, sides: Mapping[str, Range | None], step: int = 1, instead: str = ""
 ) -> Iterator[Contradiction]:
-    """What is wrong with numbers of patches, each a number or least and most."""
+    """Yield the problems of ranges of patches, rows or columns."""
     if missing := [name for name, side in sides.items() if side is None]:
         text = f"is required because sizes are unknown; add {' and '.join(missing)}{instead}"
         yield Contradiction(key, NO_SIZE, text)

@@ -1,13 +1,18 @@
-"""Simulates a training step: the plan that the runtime executes, with costs instead of tensors.
+"""Simulator of a training step: the plan of the runtime, with costs instead of tensors.
 
-The result has the records of the runtime, so that code that draws, analyzes or compares measured
-steps also accepts simulated ones (PipeWeaver §4, SEMU).
+    plan, costs  ->  build_plan_graph   operators on queues
+                 ->  times_ps           earliest start and end of each operator
+                 ->  records            start and end of each action
+                 ->  memory_changes     bytes before and after each action  ->  MemoryTimeline
 
-Memory is counted as `validate_plan` does: static bytes, messages, and what tasks keep, changed in
-the order of each rank's program. The order decides the peak, not the times.
+The result has the records of the runtime, so that code for plots, analysis and comparison accepts
+both measured and simulated steps (PipeWeaver, section 4, SEMU).
 
-A plan stands for all data- and tensor-parallel copies of its ranks at once: they do the same at
-the same time, so each is simulated for all of them (SEMU's spatial reuse).
+Memory is counted as in `validate_plan`: static bytes, messages, and saved activations, which change
+in program order on each rank. The peak therefore depends on the order of actions, not on times.
+
+All data- and tensor-parallel replicas of a rank run the same actions at the same time. One rank of
+the plan represents all of them (spatial reuse of SEMU).
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ class MemoryTimeline:
     """Memory of one device over time.
 
     Attributes:
-        times_ms: of each change, ascending.
-        used_bytes: from that change to the next. At equal times the order is that of execution.
+        times_ms: Time of each change, in ascending order.
+        used_bytes: Bytes in use after each change. Changes at the same time are in program order.
     """
 
     times_ms: Float64s
@@ -44,20 +49,20 @@ class MemoryTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is used at once."""
+        """Maximum of the bytes in use."""
         return int(self.used_bytes.max(initial=0))
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What a step does, as predicted.
+    """Predicted records and memory of a step.
 
     Attributes:
-        plan: that was simulated.
-        costs: that it was simulated with.
-        records: of all ranks, each in the order of its program, as `PipelineRuntime` gives them.
-            UNSHARD lasts as long as the gather, which overlaps with computation.
-        memory: by rank of the plan: used bytes over time.
+        plan: Simulated plan.
+        costs: Costs of the simulation.
+        records: Actions of all ranks in program order, in the format of `PipelineRuntime`. UNSHARD
+            has the duration of the all-gather, which overlaps with computation.
+        memory: Memory over time of each rank of the plan.
     """
 
     plan: PipelinePlan
@@ -67,43 +72,45 @@ class SimulatedStep:
 
     @property
     def makespan_ms(self) -> float:
-        """End of the last action."""
+        """End of the last action in ms."""
         return max((record.end_ms for record in self.records), default=0.0)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """By rank of the plan: the most memory used, by tasks or by the update after them."""
+        """Peak memory of each rank of the plan, including the optimizer update."""
         updates = self.costs.update_bytes or (0,) * len(self.memory)
         both = zip(self.memory, updates, strict=True)
         return tuple(max(timeline.peak_bytes, update) for timeline, update in both)
 
     @property
     def fits(self) -> bool:
-        """Whether no rank needs more memory than there is."""
+        """True if all ranks are within the memory limit."""
         limit = self.costs.memory_limit_bytes
         return limit is None or max(self.peak_bytes, default=0) <= limit
 
     def kept_bytes(self, modules: Collection[str]) -> tuple[int, ...]:
-        """By rank of the plan: the most that tasks of some modules keep at once, of all that is in
-        use then."""
+        """Return the peak of the saved activations of some modules, by rank of the plan."""
         stages = {s.index for s in self.plan.graph.layout.stages if s.module in modules}
         kept, later = (
-            {task: nbytes for task, nbytes in own.items() if task.stage in stages}
-            for own in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
+            {task: nbytes for task, nbytes in of_tasks.items() if task.stage in stages}
+            for of_tasks in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
         )
         costs = PlanCosts({}, kept_bytes=kept, kept_for_weights_bytes=later)
         changes = memory_changes(replace(self.plan, specs={}), costs)
-        return tuple(int(np.cumsum(own).max(initial=0)) for own in changes)
+        return tuple(int(np.cumsum(of_tasks).max(initial=0)) for of_tasks in changes)
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of all actions, recomputation left out: divided by time and peak, the MFU."""
+        """Model FLOPs of all actions, without recomputation. MFU is FLOPs / (time * peak)."""
         return sum(self.costs.flops.get(record.action, 0.0) for record in self.records)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Busy time and bubbles by class. Exposed tensor-parallel communication is a bubble (tp),
-        drawn at the end of its action, and not busy; `module_ms` has it."""
+        """Busy time and bubbles by class.
+
+        Exposed tensor-parallel communication is a bubble of class tp at the end of its action. It
+        is not included in the busy time, but in `module_ms`.
+        """
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
         busy_ms = list(timeline.busy_ms)
         bubbles = list(timeline.bubbles)
@@ -118,16 +125,16 @@ class SimulatedStep:
 
 
 def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> SimulatedStep:
-    """Predicts a step.
+    """Simulate a step.
 
     Args:
-        plan: valid (see `validate_plan`); without specs, messages take no memory.
-        costs: of its graph.
-        book: as of `memory_changes`.
+        plan: Valid plan (see `validate_plan`). Messages without specs use no memory.
+        costs: Costs of the task graph of the plan.
+        book: Rules of the plan, as for `memory_changes`.
 
     Raises:
-        SimulationError: a cost is missing, negative or no number, or ranks wait for each other.
-            All problems are listed.
+        SimulationError: A cost is missing, negative or not a number, or the plan has a deadlock.
+            The error message lists all problems.
     """
     problems = _problems(plan, costs)
     try:
@@ -138,7 +145,7 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None)
         raise SimulationError(problems)
     start_ps, end_ps = nodes.graph.times_ps()
     start_ms = (start_ps / PICOSECONDS_PER_MS).tolist()
-    end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # NONE, the last: the step's begin
+    end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # index NONE = -1: start of the step
     records = [
         ActionRecord(rank, action, end_ms[before] if instant else start_ms[node], end_ms[node])
         for rank, action, node, before, instant in nodes.actions
@@ -149,14 +156,14 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None)
 def _memory(
     plan: PipelinePlan, costs: PlanCosts, records: list[ActionRecord], book: RuleBook | None
 ) -> tuple[MemoryTimeline, ...]:
-    """Return the memory of every rank over time."""
+    """Return the memory of each rank over time."""
     static = costs.static_bytes or (0,) * len(plan.actions)
     all_changes = memory_changes(plan, costs, book)
     timelines, begin = [], 0
     for rank, program in enumerate(plan.actions):
-        own = records[begin : begin + len(program)]
+        of_rank = records[begin : begin + len(program)]
         begin += len(program)
-        times = np.array([0.0] + [t for record in own for t in record[2:]])
+        times = np.array([0.0] + [t for record in of_rank for t in record[2:]])
         used = np.cumsum(np.concatenate((np.array([static[rank]]), all_changes[rank])))
         changed = np.concatenate((np.array([True]), all_changes[rank] != 0))
         timelines.append(MemoryTimeline(times[changed], used[changed]))
@@ -166,11 +173,13 @@ def _memory(
 def memory_changes(
     plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None
 ) -> list[Int64s]:
-    """Two changes per action of each rank's program: by the rules of validation.
+    """Return the memory changes of each rank: two values per action, at its start and its end.
 
     Args:
-        book: of the plan, or of another that it has the rules of; None: it is made, which takes
-            most of the time.
+        plan: Valid plan.
+        costs: Costs of the task graph of the plan.
+        book: Rules of the plan, or of another plan with the same rules. If None, they are created,
+            which takes most of the time.
     """
     memory = MemoryModel(
         lambda task: costs.kept_bytes.get(task, 0),
@@ -196,7 +205,7 @@ def memory_changes(
 def _allocate_ahead(
     plan: PipelinePlan, rank: int, book: RuleBook, memory: MemoryModel, rows: Int64s
 ) -> None:
-    """Count the allocations of actions that start early where they start."""
+    """Move the allocations of actions that an LLM action starts early to this LLM action."""
     if not plan.launches:
         return
     places = {action: place for place, action in enumerate(plan.actions[rank])}
@@ -208,7 +217,10 @@ def _allocate_ahead(
 
 
 def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
-    """What an action needs while it runs; a forward without a backward: what it would keep."""
+    """Return the bytes that an action needs only while it runs.
+
+    For F without a backward pass, this includes the activations, which are freed at its end.
+    """
     temporary = costs.temporary_bytes.get(action, 0)
     if action.type is not ActionType.F:
         return temporary
@@ -218,7 +230,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
-    """What is wrong with costs besides durations, which building the graph finds."""
+    """Return the problems of costs without those of durations, which `build_plan_graph` reports."""
     problems = []
     if costs.static_bytes and len(costs.static_bytes) != len(plan.actions):
         problems.append(

@@ -1,17 +1,18 @@
-"""Microbatches drawn from statistics, for steps that are simulated without data.
+"""Microbatches sampled from statistics, for steps that are simulated without data.
 
-What a planner sees of a step are sizes: images per microbatch, their patches, tokens of text. The
-papers give no data but such statistics (PipeWeaver §8: 169 tokens per image and at most 48 images
-in 8192 tokens; at most 8 clips of together 16 seconds), so a recipe states them in `[simulation]`.
-Drawn are sequences, each of one kind of the mixture, with whole numbers between two bounds; and of
-every image its size, where sizes differ. A sequence's place alone decides its content: more ranks,
-another microbatch size or a longer step change none of the sequences that were there before. Sizes
-come from random numbers of their own, so other sizes change no number of images.
+Planners read only sizes of a step: images per microbatch, their patches, and tokens of text. The
+papers publish such statistics instead of data, for example in PipeWeaver, section 8: 169 tokens per
+image and at most 48 images in 8192 tokens, or at most 8 videos with a total of 16 seconds. A recipe
+defines them in `[simulation]`.
 
-Rejected: continuous distributions of images per sequence (lognormal, geometric), cut off at the
-sequence's length: the published mixtures have two humps (captions, documents), and what is cut off
-moves the mean that one has set. For the same reason the most images of the largest size have to fit
-into a sequence, instead of those that do not being left out.
+Each sequence has one type of the mixture. Numbers of images and sizes are uniform integers between
+two bounds. The content of a sequence depends only on the seed and on its index, so more ranks, a
+different microbatch size or a longer step do not change existing sequences. Sizes have a separate
+random number generator, so different sizes do not change the number of images.
+
+Truncated continuous distributions of images per sequence (lognormal, geometric) are not used. The
+published mixtures have two modes (captions, documents), and truncation changes the configured mean.
+For the same reason, the maximum number of images of the largest size must fit into a sequence.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 
 SOURCE = "simulation"
-"""Name of the source of drawn samples."""
+"""Name of the data source of sampled sequences."""
 IMAGES = 1
 CLIPS = 2
-"""Random numbers of sizes, apart from each other and from all others of a sequence."""
+"""Seeds of the generators for sizes of images and of videos, separate from all other values."""
 
 
 def sample_microbatches(
@@ -54,21 +55,21 @@ def sample_microbatches(
     microbatch_size: int = 1,
     first: int = 0,
 ) -> list[MicrobatchMeta]:
-    """Metadata of consecutive microbatches.
+    """Return metadata of consecutive microbatches.
 
     Args:
-        config: the statistics; without kinds of sequences, all tokens are text.
-        count: microbatches.
-        sequence_length: tokens per packed sequence.
-        microbatch_size: sequences per microbatch.
-        first: sequences before those; a data-parallel rank's share starts at its own.
+        config: Statistics. Without types of sequences, all tokens are text.
+        count: Number of microbatches.
+        sequence_length: Number of tokens per packed sequence.
+        microbatch_size: Number of sequences per microbatch.
+        first: Index of the first sequence, which differs between data-parallel ranks.
 
     Raises:
-        ValueError: the statistics contradict each other or do not fit into a sequence.
+        ValueError: The statistics are inconsistent or do not fit into a sequence.
     """
     kinds = config.sequences or [SimulatedSequences()]
-    if found := list(contradictions(config, sequence_length)):
-        raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in found))
+    if problems := list(contradictions(config, sequence_length)):
+        raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in problems))
     bounds = _bounds([kind.weight for kind in kinds])
     microbatches = []
     for index in range(count):
@@ -89,7 +90,7 @@ def _sample_sequence(
     sequence_length: int,
     rng: np.random.Generator,
 ) -> list[SampleMeta]:
-    """Samples of one sequence; text and images are dealt evenly among them."""
+    """Return the samples of one sequence. Text and images are distributed evenly."""
     tokens = _between(kind.tokens, rng) if kind.tokens else sequence_length
     count = _between(kind.images, rng)
     encoder = encoder_of(config, kind) if count else None
@@ -107,7 +108,7 @@ def _sample_sequence(
         length = len(texts[index]) + sum(image.tokens for image in own_images)
         own_clips = clips[index :: kind.samples]
         if length == 0:
-            continue  # fewer tokens of text than samples
+            continue  # the sequence has fewer text tokens than samples
         samples.append(
             SampleMeta(
                 source=SOURCE,
@@ -126,11 +127,14 @@ def _sample_sequence(
 
 
 def _sample_images(size: SimulatedImages, count: int, seeds: Sequence[int]) -> list[ImageMeta]:
-    """As many images that an encoder reads."""
+    """Return metadata of `count` images of an encoder."""
     each = size.patches_per_token
     sizes = image_sizes(size)
-    sides = [sides_of(own, side_step(each)) for own in sizes]
-    weights = [own.weight if isinstance(own, SimulatedImageSize) else 1.0 for own in sizes]
+    sides = [sides_of(image_size, side_step(each)) for image_size in sizes]
+    weights = [
+        image_size.weight if isinstance(image_size, SimulatedImageSize) else 1.0
+        for image_size in sizes
+    ]
     images = []
     for which, (rows, columns) in _sample_sides(sides, weights, count, seeds):
         tokens = tokens_of(sizes[which], rows * columns, each)
@@ -141,7 +145,7 @@ def _sample_images(size: SimulatedImages, count: int, seeds: Sequence[int]) -> l
 def _sample_clips(
     size: SimulatedGeneration | None, count: int, rng: np.random.Generator, seeds: Sequence[int]
 ) -> Sequence[tuple[int, int, int]]:
-    """Grids of patches (frames, rows, columns) of `count` clips."""
+    """Return patch grids (frames, rows, columns) of `count` generated videos."""
     if size is None or count == 0:
         return []
     least, most = size.frames
@@ -157,29 +161,29 @@ def _sample_clips(
 def _sample_sides(
     sizes: Sequence[Sides], weights: Sequence[float], count: int, seeds: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Of as many images: which of the sizes, and its rows and columns."""
+    """Return (index of the size, (rows, columns)) of `count` images."""
     rng = np.random.default_rng(seeds)
     bounds = _bounds(weights)
-    found = []
+    chosen = []
     for _ in range(count):
         which = _pick(bounds, rng)
-        own = sizes[which]
+        size = sizes[which]
         rows, columns = (
-            own.step * _between([side[0] // own.step, side[1] // own.step], rng)
-            for side in (own.rows, own.columns)
+            size.step * _between([side[0] // size.step, side[1] // size.step], rng)
+            for side in (size.rows, size.columns)
         )
-        found.append((which, (rows, columns)))
-    return found
+        chosen.append((which, (rows, columns)))
+    return chosen
 
 
 def _bounds(weights: Sequence[float]) -> np.ndarray:
-    """Ends of the shares that weights stand for."""
+    """Return cumulative probabilities of weights."""
     values = np.array(weights)
     return np.cumsum(values / values.sum())
 
 
 def _pick(bounds: np.ndarray, rng: np.random.Generator) -> int:
-    """One of what has these shares."""
+    """Return a random index with the given cumulative probabilities."""
     return min(int(np.searchsorted(bounds, rng.random(), "right")), len(bounds) - 1)
 
 
@@ -188,7 +192,7 @@ def _between(bounds: Sequence[int], rng: np.random.Generator) -> int:
 
 
 def _even_shares(total: int, parts: int) -> list[range]:
-    """`total` things dealt to `parts` in their order, the larger shares first."""
+    """Split range(total) into consecutive ranges of similar size, with larger ranges first."""
     size, larger = divmod(total, parts)
     ends = [index * size + min(index, larger) for index in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(ends)]

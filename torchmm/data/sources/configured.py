@@ -1,5 +1,6 @@
-"""Interfaces of sources and streams, and the settings of a recipe for them: split, columns, number
-of samples, options.
+"""Interfaces of sources and streams, and wrappers that apply the settings of a recipe.
+
+The settings are `split`, `columns`, `files`, `max_samples` and the sample options.
 """
 
 from __future__ import annotations
@@ -26,48 +27,48 @@ from torchmm.recipe.explain import suggest
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 100
-"""Records in which every column that the recipe names has to be found at least once."""
+"""Number of first records, at least one of which must have each column of the recipe."""
 
 
 class MapSource(Protocol):
-    """Random access to the records of one source."""
+    """Source with random access to its records."""
 
     fingerprint: str
-    """Changes when the content may have changed."""
+    """Key that changes if the content may have changed."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Record:
-        """Raises CorruptSampleError if this record cannot be read."""
+        """Return record `index`. Raise CorruptSampleError if it cannot be read."""
         ...
 
 
 class RecordStream(Protocol):
-    """Reads one source from the start or from a position."""
+    """Source that is read in order, from the start or from a position."""
 
     def restart(self, position: Any) -> None:
-        """Continue at a position, from the start if it is None."""
+        """Continue at a position. None is the start."""
         ...
 
     def position(self) -> Any:
-        """JSON-able position of the next record."""
+        """Return the JSON-serializable position of the next record."""
         ...
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next record, or why it is unreadable; None at the end."""
+        """Return the next record, the error if it cannot be read, or None at the end."""
         ...
 
 
 class Split(NamedTuple):
-    """The `split` of a source."""
+    """Parsed `split` of a source."""
 
     name: str
     rows: datasets.ReadInstruction | None
-    """Slices as in "train[:10%]"; None selects all rows."""
+    """Slices as in "train[:10%]". None for all rows."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> Split:
-        """Parse the `split` of a source as `datasets` does; raises ConfigError."""
+        """Parse the `split` of a source like `datasets`. Raise ConfigError if it is not valid."""
         text = config.split
         if not set("[]()+") & set(text):
             return cls(text, None)
@@ -82,14 +83,14 @@ class Split(NamedTuple):
 
 
 class SelectedRows:
-    """The rows of a source that the slices of its `split` select.
+    """Source of the rows that the slices of a `split` select.
 
     Args:
-        source: all rows of the split.
-        config: the source; its `split` has slices.
+        source: All rows of the split.
+        config: Settings of the source. The `split` has slices.
 
     Raises:
-        DataError: the split selects no rows, or names several splits.
+        DataError: The split selects no rows, or has several split names.
     """
 
     def __init__(self, source: MapSource, config: SourceConfig) -> None:
@@ -108,7 +109,7 @@ class SelectedRows:
         return sum(map(len, self._rows))
 
     def read(self, index: int) -> Record:
-        """Return record `index` of the selected rows; raises CorruptSampleError."""
+        """Return record `index` of the selected rows. Raise CorruptSampleError if corrupt."""
         for rows in self._rows:
             if index < len(rows):
                 return self._source.read(rows[index])
@@ -117,7 +118,7 @@ class SelectedRows:
 
 
 def rows_of_split(config: SourceConfig, count: int) -> list[range]:
-    """Return the rows that the slices of a `split` select of a number of rows; raises DataError."""
+    """Return the row ranges that a `split` selects from `count` rows. May raise DataError."""
     split = Split.of(config)
     if split.rows is None:
         return [range(count)]
@@ -133,12 +134,12 @@ def rows_of_split(config: SourceConfig, count: int) -> list[range]:
 def warn_of_trained_rows(
     held_out: SourceConfig, records: MapSource, trained: Sequence[SourceConfig]
 ) -> None:
-    """Warn if rows of a held-out source are training rows, too.
+    """Warn if rows of a validation source are also training rows.
 
     Args:
-        held_out: the held-out source.
-        records: its records.
-        trained: the training sources.
+        held_out: Settings of the validation source.
+        records: Records of the validation source.
+        trained: Settings of all training sources.
     """
     count = records.all_rows if isinstance(records, SourceAsConfigured) else None
     for config in trained:
@@ -167,10 +168,14 @@ def warn_of_trained_rows(
 
 
 class SourceAsConfigured:
-    """A source whose records are as the recipe says.
+    """Source with the settings of a recipe.
+
+    Args:
+        source: Source without the settings.
+        config: Settings of the source.
 
     Raises:
-        DataError: the recipe names columns that the source does not have.
+        DataError: The source lacks columns that the recipe requires.
     """
 
     def __init__(self, source: MapSource, config: SourceConfig) -> None:
@@ -179,7 +184,7 @@ class SourceAsConfigured:
         self._configure = make_configure(config)
         self.fingerprint = source.fingerprint
         self.all_rows: int | None = len(source)
-        """Number of rows of the split without slices; None if `datasets` has applied the slices."""
+        """Number of rows of the split without slices. None if `datasets` applied the slices."""
         if Split.of(config).rows is not None:
             self.all_rows = source.all_rows if isinstance(source, SelectedRows) else None
         _check_columns(config, self._readable())
@@ -188,21 +193,25 @@ class SourceAsConfigured:
         return min(len(self._source), self._config.max_samples or len(self._source))
 
     def read(self, index: int) -> Record:
-        """Return record `index`; raise CorruptSampleError."""
+        """Return record `index`. Raise CorruptSampleError if it cannot be read."""
         with naming_place(""):
             return self._configure(self._source.read(index))
 
     def _readable(self) -> Iterator[Record]:
         for index in range(min(len(self), LOOKED_AT)):
-            with suppress(CorruptSampleError), naming_place(""):  # reported when it is read
+            with suppress(CorruptSampleError), naming_place(""):  # reported during indexing
                 yield self._source.read(index)
 
 
 class StreamAsConfigured:
-    """A stream whose records are as the recipe says.
+    """Stream with the settings of a recipe.
+
+    Args:
+        stream: Stream without the settings.
+        config: Settings of the source.
 
     Raises:
-        DataError: the recipe names columns that the source does not have.
+        DataError: The source lacks columns that the recipe requires.
     """
 
     def __init__(self, stream: RecordStream, config: SourceConfig) -> None:
@@ -223,12 +232,12 @@ class StreamAsConfigured:
         self._stream.restart(position)
 
     def position(self) -> Any:
-        """Position of the next record."""
+        """Return the position of the next record."""
         position = self._stream.position()
         return position if self._config.max_samples is None else [self._given, position]
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next record."""
+        """Return the next record, the error if it is corrupt, or None at the end."""
         if self._config.max_samples is not None and self._given >= self._config.max_samples:
             return None
         self._given += 1
@@ -262,10 +271,10 @@ def _configure(
 ) -> Record:
     columns = record.columns
     if names:
-        # A record without a column keeps its other columns.
-        found = with_json_columns(columns)
-        renamed = {expected: found[own] for expected, own in names.items() if own in found}
-        columns = {k: v for k, v in found.items() if k not in names.values()} | renamed
+        # If a record lacks a column, the remaining columns are still renamed.
+        present = with_json_columns(columns)
+        renamed = {expected: present[name] for expected, name in names.items() if name in present}
+        columns = {k: v for k, v in present.items() if k not in names.values()} | renamed
     root_of_files = record.root if root is None else root
     return replace(record, columns=columns, options=options, root=root_of_files)
 
@@ -278,12 +287,12 @@ def _check_columns(config: SourceConfig, records: Iterator[Record]) -> None:
         try:
             known.update(dict.fromkeys(with_json_columns(record.columns)))
         except CorruptSampleError:
-            continue  # reported when it is its turn
-        if all(own in known for own in config.columns.values()):
+            continue  # reported when it is read
+        if all(name in known for name in config.columns.values()):
             return
-    missing = [own for own in config.columns.values() if own not in known]
+    missing = [name for name in config.columns.values() if name not in known]
     if not known:
-        return  # nothing could be read: measuring says why
+        return  # no record could be read, which indexing reports
     raise DataError(
         f"source {config.path!r}: `columns` maps {missing[0]!r}, but none of the first "
         f"{LOOKED_AT} records has this column{suggest(missing[0], known)}; existing columns "

@@ -1,8 +1,8 @@
-"""Folders of images or clips that a `metadata.jsonl` or `metadata.csv` describes.
+"""Folders of images or videos with a `metadata.jsonl` or `metadata.csv`.
 
-Its rows are the records, read one by one like those of any text file, so that a broken one costs
-one sample. As Hugging Face's `imagefolder` has it, `file_name` is the image, `NAME_file_name` the
-file of column NAME, `file_names` a list; names are relative to the metadata's directory.
+The records are the rows of the metadata, which are read individually. The columns are those of the
+Hugging Face `imagefolder`: `file_name` is the image, `NAME_file_name` the file of column NAME, and
+`file_names` a list of files. File names are relative to the directory of the metadata.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.text_files import JsonLines, Table, TextSource
 
 COLUMNS = {"imagefolder": "image", "videofolder": "video"}
-"""What `file_name` is, by format."""
+"""Column name for `file_name`, by format."""
 _READERS = {"metadata.jsonl": JsonLines, "metadata.csv": Table}
 
 
 def described(files: Sequence[AnyFile]) -> list[AnyFile]:
-    """Those that describe files; others than text are left to `datasets`."""
+    """Return the metadata files in a format that torchmm reads."""
     return [file for file in files if file.name in _READERS]
 
 
 class FolderSource:
-    """Rows of metadata files as records.
+    """Source of the rows of metadata files.
 
     Args:
-        kind: one of COLUMNS.
-        files: all files of the folder.
-        root: directory that names may not leave.
-        fingerprint: of the files.
+        kind: Format, a key of COLUMNS.
+        files: All files of the folder.
+        root: Directory that must contain all named files.
+        fingerprint: Fingerprint of the files.
 
     Raises:
-        DataError: a table is empty.
+        DataError: A CSV file is empty.
     """
 
     def __init__(self, kind: str, files: Sequence[AnyFile], root: Root, fingerprint: str) -> None:
@@ -51,14 +51,14 @@ class FolderSource:
         return len(self._rows)
 
     def read(self, index: int) -> Record:
-        """Record `index`; raises CorruptSampleError."""
+        """Return record `index`. Raise CorruptSampleError if it cannot be read."""
         record = self._rows.read(index)
         assert record.root is not None
         directory = os.path.relpath(str(record.root), str(self._root))
         columns: dict[str, Any] = {}
         for name, value in record.columns.items():
-            column, found, rest = name.rpartition("file_name")
-            if not found or rest not in ("", "s") or value is None:
+            column, separator, rest = name.rpartition("file_name")
+            if not separator or rest not in ("", "s") or value is None:
                 columns[name] = value
                 continue
             column = column.removesuffix("_") or self._column + rest
@@ -71,6 +71,6 @@ class FolderSource:
 
 
 def _joined(directory: str, name: Any) -> Any:
-    """Return a file name relative to the root; a blank name stays blank and means no file."""
+    """Return a file name relative to the root. An empty name stands for no file, and is kept."""
     named = isinstance(name, str) and name.strip()
     return os.path.join(directory, name) if named else name  # noqa: PTH118 - text

@@ -1,4 +1,4 @@
-"""Formats of data sources that extensions read, and checks that formats share.
+"""Source formats of extensions, and checks that are common to all formats.
 
 An extension adds a format with an entry of the table "source_formats". The name of the entry is a
 value of `format` in [[data.sources]], and its target a class that implements `SourceFormat`. The
@@ -20,23 +20,23 @@ from torchmm.data.sources.configured import MapSource, Split
 from torchmm.recipe.data_section import SourceConfig, is_address
 
 ENERGON_META = ".nv-meta"
-"""Directory that marks a source as an Energon dataset."""
+"""Directory that identifies an Energon dataset."""
 
 
 class SourceFormat(Protocol):
-    """A format that an extension reads."""
+    """Source format of an extension."""
 
     def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
-        """Return the files of a source, or an empty list if the reader finds them itself.
+        """Return the files of a source, or None if the source does not have this format.
 
-        None if the source does not have this format.
+        The list may be empty if `open` finds the files.
 
         Args:
             config: The source.
             storage: File system of the source. None if the source is local.
 
         Raises:
-            ConfigError: A key of the source does not fit this format.
+            ConfigError: A key of the source does not apply to this format.
             DataError: The source cannot be read.
         """
         ...
@@ -61,10 +61,10 @@ class SourceFormat(Protocol):
 def find_format(
     config: SourceConfig, storage: FileSystem | None
 ) -> tuple[str, list[AnyFile]] | None:
-    """Return the format of an extension and the files of a source. None if no format matches.
+    """Return the extension format and files of a source, or None if no format matches.
 
     Raises:
-        ConfigError: The source needs an extension that is not installed, or a key does not fit.
+        ConfigError: The required extension is not installed, or a key does not apply.
         DataError: The source cannot be read.
     """
     for entry in find_entries("source_formats"):
@@ -78,19 +78,19 @@ def find_format(
 
 
 def _check_installed(config: SourceConfig, storage: FileSystem | None) -> None:
-    """Raise ConfigError if a source has a format of the extension "formats", which is missing.
+    """Raise ConfigError if a source requires the extension "formats", which is not installed.
 
-    Otherwise an Energon dataset would be read as plain tar files.
+    Without this check, an Energon dataset would be read as plain tar files.
     """
     missing = {"energon", "lance"} - {entry.name for entry in find_entries("source_formats")}
-    found = config.format
-    if found == "auto" and "lance" in missing and config.path.rstrip("/").endswith(".lance"):
-        found = "lance"
-    elif found == "auto" and "energon" in missing and not is_pattern(config.path):
-        found = "energon" if is_energon(source_directory(config, storage)) else "auto"
-    if found in missing:
+    name = config.format
+    if name == "auto" and "lance" in missing and config.path.rstrip("/").endswith(".lance"):
+        name = "lance"
+    elif name == "auto" and "energon" in missing and not is_pattern(config.path):
+        name = "energon" if is_energon(source_directory(config, storage)) else "auto"
+    if name in missing:
         text = NOT_INSTALLED.format("formats")
-        raise ConfigError(f"source {config.path!r}: format = {found!r}: {text}")
+        raise ConfigError(f"source {config.path!r}: format = {name!r}: {text}")
 
 
 def is_energon(directory: Path | RemotePath) -> bool:
@@ -110,7 +110,7 @@ def source_directory(config: SourceConfig, storage: FileSystem | None) -> Path |
 
 
 def pinned(config: SourceConfig) -> str:
-    """The address of a source, with its `revision` where hf:// has it."""
+    """Return the URL of a source, with `revision` inserted into hf:// URLs."""
     if config.revision is None or not config.path.startswith("hf://"):
         return config.path
     address = split_address(config.path)
@@ -126,7 +126,7 @@ def pinned(config: SourceConfig) -> str:
 
 
 def check_hub_keys(config: SourceConfig) -> None:
-    """Raises ConfigError for keys of hub data sets at a source that is none."""
+    """Raise ConfigError if a source that is not a Hub dataset has keys of Hub datasets."""
     if config.config is not None:
         raise ConfigError(
             f"source {config.path!r}: config = {config.config!r} selects a subset of a Hub "

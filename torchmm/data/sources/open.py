@@ -1,7 +1,7 @@
-"""Open the sources of a recipe: their order, for planning, and a decoder, for pixels and tokens.
+"""Open the sources of a recipe, with a sample order for planning and a decoder.
 
-Loaders plan and decode. Producers (`torchmm.data.serve`) only decode. Both open samples here, and
-`Samples.fingerprint` shows whether two processes prepare the same tensors.
+Ranks and producers (`torchmm.data.serve`) open samples with the same function. If
+`Samples.fingerprint` is equal in two processes, they prepare the same tensors.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ VALIDATION_SEED = 0
 
 @dataclass(frozen=True)
 class OpenSource:
-    """One source."""
+    """Open source with its index or stream."""
 
     name: str
     config: SourceConfig
     records: MapSource | None
-    """Random access for workers; None for streams."""
+    """Random access for workers. None for streams."""
     make_feed: Callable[[], Feed]
     key: str
-    """Names all that the sizes of its samples depend on; empty for streams."""
+    """Hash of all inputs of the sample sizes (`cache_key`). Empty for streams."""
     content: str
-    """Identifies its samples, wherever they are; for streams, as far as they are known."""
+    """Digest of the samples, independent of their location (`torchmm.data.identity`)."""
     index: LengthIndex | None = None
-    """Sizes of its samples; None for streams."""
+    """Sizes of the samples. None for streams."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """All sources of a run, or those held out."""
+    """Open training sources or validation sources of a run."""
 
     sources: list[OpenSource]
     decoder: StepDecoder
@@ -81,39 +81,45 @@ class Samples:
     identity: dict[str, Any] = field(default_factory=dict)
     """See `torchmm.data.identity`."""
     stages: Sequence[StageConfig] = ()
-    """Weights in the place of the sources' own; none: there is one stage."""
+    """Mixture schedule. If empty, the weights of the sources apply in all steps."""
 
     @property
     def order(self) -> SampleOrder:
-        """Which samples come next."""
+        """Sample order of all sources."""
         sources = [OrderedSource(s.name, s.config, s.make_feed) for s in self.sources]
         return SampleOrder(sources, self.identity, self.stages)
 
     @property
     def streamed(self) -> bool:
-        """Whether a source is a stream."""
+        """Whether any source is a stream."""
         return any(source.index is None for source in self.sources)
 
     @property
     def count(self) -> int:
-        """Number of samples of all sources, with corrupt ones; 0 if one is a stream."""
+        """Number of samples of all sources, including corrupt samples. 0 if any is a stream."""
         if self.streamed:
             return 0
         return sum(len(source.index) for source in self.sources if source.index is not None)
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
-        """The steps they form.
+        """Return the steps from a position.
 
         Raises:
-            CheckpointError: the position belongs to other data.
+            CheckpointError: The position belongs to different data.
         """
         return self.order.sequence(data, training, position)
 
     def shared(
         self, data: DataConfig, training: TrainingConfig, *, kept: int = 64, sequences: int = 4
     ) -> SharedSteps:
-        """The same for many ranks, which place the packs themselves; `kept` and `sequences` as of
-        `SharedSteps`."""
+        """Return a planner for several ranks, which assign the sequences to microbatches.
+
+        Args:
+            data: Packing settings and limits.
+            training: Batch sizes and sequence length.
+            kept: See `SharedSteps`.
+            sequences: See `SharedSteps`.
+        """
         alone = training.model_copy(update={"microbatch_size": 1})
 
         def begin(state: dict[str, Any] | None, resume_changed: bool) -> Steps:
@@ -123,25 +129,25 @@ class Samples:
         return SharedSteps(begin, kept, sequences)
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
-        """Images and frames of a sample, to be shown; none for streams."""
+        """Return images and frames of a sample, to be displayed. Empty for streams."""
         return self.decoder.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """All that people have written for a sample; see `references_of`."""
+        """Return all reference texts of a sample, see `references_of`."""
         return self.decoder.references(feed, index)
 
     def feeds(self) -> dict[str, int]:
-        """Number of each source by its name."""
+        """Return the index of each source by name."""
         return {source.name: number for number, source in enumerate(self.sources)}
 
     def digest(self) -> tuple[str, str]:
-        """What there is to train on, for people: how many samples, and how large they are."""
+        """Return two lines of text: the number of samples, and a summary of their sizes."""
         indexed = [(s, s.index) for s in self.sources if s.index is not None]
         counts = [f"{s.name} {index.usable(s.config.filter).sum():,}" for s, index in indexed]
         counts += [f"{s.name} (a stream)" for s in self.sources if s.index is None]
-        refused = sum(index.corrupt_count for _, index in indexed)
+        corrupt = sum(index.corrupt_count for _, index in indexed)
         filtered = sum(index.filtered.total() for _, index in indexed)
-        samples = f"samples: {', '.join(counts)}; {refused:,} corrupt"
+        samples = f"samples: {', '.join(counts)}; {corrupt:,} corrupt"
         if filtered:
             samples += f", {filtered:,} beyond a limit"
         if not indexed:
@@ -154,10 +160,10 @@ class Samples:
         return samples, f"tokens: {lengths}; {each}"
 
     def fingerprint(self) -> str:
-        """Equal for those that prepare the same tensors.
+        """Return a key that is equal for processes that prepare the same tensors.
 
         Raises:
-            ConfigError: a source is a stream, which only the process that reads it can decode.
+            ConfigError: A source is a stream, which other processes cannot decode.
         """
         streams = [source.name for source in self.sources if not source.key]
         if streams:
@@ -184,14 +190,14 @@ def open_samples(
     Args:
         data: Sources and limits.
         training: Sequence length and seed.
-        text_spec: How the LLM reads text.
-        image_specs: How encoders read images, by name.
-        tokenizer: Tokenizer of the LLM (a fast one).
+        text_spec: Format of the text for the LLM.
+        image_specs: Format of the images, videos and audio for each encoder, by name.
+        tokenizer: Fast tokenizer of the LLM.
         validation: Whether to open the validation sources.
-        generator_spec: How the generator reads images. None if the model has no generator.
+        generator_spec: Format of the images for the generator. None without a generator.
 
     Raises:
-        ConfigError: There is no source, or specs do not fit.
+        ConfigError: There is no source, or specs do not match.
         DataError: A source cannot be read or has no usable sample.
     """
     reader = make_reader(
@@ -209,8 +215,8 @@ def open_samples(
             number,
             name,
             seed,
-            # Validation samples have the same order in every run, and a shuffled one: files are
-            # often sorted by topic, and the first samples should represent all of them.
+            # Validation samples have the same shuffled order in every run. Files are often sorted
+            # by topic, and the first samples should be representative.
             shuffle=validation or data.shuffle,
             one_epoch=validation,
             filter=config.filter,
@@ -235,9 +241,9 @@ def open_samples(
         source = OpenSource(name, config, building.source, make_feed, key, index.content, index)
         opened.append(source)
     contents = [(source.name, source.config, source.content) for source in opened]
-    whole = identity(data, training, reader, settings, contents)
+    run_identity = identity(data, training, reader, settings, contents)
     decoder = StepDecoder(reader, [s.records for s in opened], training.sequence_length)
-    return Samples(opened, decoder, seed, whole, () if validation else data.mixture_schedule)
+    return Samples(opened, decoder, seed, run_identity, () if validation else data.mixture_schedule)
 
 
 def open_buildings(
@@ -247,15 +253,15 @@ def open_buildings(
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
 ) -> list[tuple[str, SourceConfig, Building | None]]:
-    """Return name, settings and index of each source. The index is None for streams.
+    """Open each source, and return its name, settings and index without building the index.
 
-    Sources are opened, but not measured.
+    The index is None for streams. Arguments are those of `open_samples`.
 
     Raises:
         DataError: A source cannot be read.
     """
     configs = data.validation if validation else data.sources
-    found: list[tuple[str, SourceConfig, Building | None]] = []
+    buildings: list[tuple[str, SourceConfig, Building | None]] = []
     for name, config in zip(unique_names(configs), configs, strict=True):
         building = None
         if not config.streaming:
@@ -264,14 +270,14 @@ def open_buildings(
             key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
             directory = Path(data.index_cache_dir) / key
             building = Building(name, records, reader, directory, data.workers)
-        found.append((name, config, building))
-    return found
+        buildings.append((name, config, building))
+    return buildings
 
 
 def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
-    """Return whether a source consists of chats, by its first readable record.
+    """Return True if the first readable record of a source is a chat.
 
-    Returns None if the source cannot be read here.
+    Returns None if this process cannot read the source.
     """
     try:
         storage = open_file_system(config.path, data)
@@ -294,7 +300,7 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
 
 
 def seed_of(training: TrainingConfig, validation: bool) -> int:
-    """Return the seed of the sample order, which is the same in every run for validation."""
+    """Return the seed of the sample order. Validation has the same seed in every run."""
     return VALIDATION_SEED if validation else training.seed
 
 
@@ -307,7 +313,7 @@ def make_reader(
     generator_spec: GeneratorSpec | None = None,
     validation: bool = False,
 ) -> SampleReader:
-    """Return the object that measures and decodes records; arguments as of `open_samples`."""
+    """Return the reader of records. Arguments are those of `open_samples`."""
     seed = seed_of(training, validation)
     drawings = make_drawing_preprocessor(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length

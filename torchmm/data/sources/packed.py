@@ -1,12 +1,11 @@
-"""Packed text (`.jsonl.gz`, `.csv.zst` and the like): unpacked once, into the index cache.
+"""Decompress text files (`.jsonl.gz`, `.csv.zst`) once, into the index cache.
 
-Records of packed files cannot be reached without unpacking all before them. So each is unpacked
-when it is first read, and found again as long as its size and time stay the same. So are, from
-elsewhere, tables and arrays, which can only be searched as a whole. Copies are never removed; they
-take as much room as the unpacked files.
+Compressed files have no random access. A file is decompressed when it is first opened. The copy is
+used as long as the size and the modification time of the file are unchanged. Remote CSV files and
+JSON arrays are also copied, because they are searched as one text. Copies are never removed.
 
-A record beside each copy stores its size, its times and its SHA-256. A copy with another size is
-unpacked again, and so is one with other times and another hash.
+A JSON file next to each copy stores its size, times and SHA-256. A copy is written again if its
+size differs, or if its times and its hash differ.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from torchmm.data.files.sample_files import open_regular
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAX_RATIO = 50
 MIN_LIMIT_BYTES = 1 << 30
-"""A file is unpacked to at most MAX_RATIO times its size, or MIN_LIMIT_BYTES if that is more. Texts
-compress to a tenth; a file of a few MB that fills the disk is damaged or hostile."""
+"""Limit on the decompressed size of a small file. For larger files it is MAX_RATIO times the size.
+Text compresses by about a factor of 10, so a higher ratio indicates a damaged or hostile file."""
 _CHUNK_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
 
 def plain_suffix(path: AnyFile) -> str:
-    """The suffix of what a file contains, in lower case: that before ".gz" and ".zst"."""
+    """Return the lower-case suffix of a file without ".gz" or ".zst"."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in PACKED else suffix
 
 
 def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
-    """Return the path of the text of a file: the file itself, unless it is packed.
+    """Return the decompressed copy of a file, or the file if it is not compressed.
 
-    Ranks that start at the same time each unpack and rename, so no lock is needed.
+    No lock is required, because each rank writes to a temporary file and renames it.
 
     Args:
-        path: the file.
-        cache: directory for copies.
-        whole: whether the text has to be on this machine.
+        path: The file.
+        cache: Directory for copies.
+        whole: Whether to copy a remote file that is not compressed.
 
     Raises:
-        ConfigError: nothing can be written into the cache.
-        DataError: the file is damaged, or is much larger once it is unpacked.
+        ConfigError: The cache cannot be written.
+        DataError: The file is damaged, or its decompressed size exceeds the limit.
     """
     kind = PACKED.get(path.suffix.lower())
     if kind is None and not (whole and isinstance(path, RemoteFile)):
@@ -93,8 +92,8 @@ def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
 def _is_intact(copy: Path) -> bool:
     """Return True if a copy has the content that was written.
 
-    The copy is hashed only if its times have changed since it was written or hashed: a copy may
-    have 100 GB, and every rank opens it.
+    A copy may have 100 GB and is opened by each rank. Therefore it is hashed only if its times
+    changed since it was written or hashed.
     """
     try:
         record = json.loads(_record_of(copy).read_bytes())
@@ -123,7 +122,7 @@ def _record_of(copy: Path) -> Path:
 
 
 def _state_of(file: Path) -> list[int]:
-    """Return the size and the times of a file. Unlike the others, `st_ctime` cannot be set."""
+    """Return the size and the times of a file. `st_ctime` cannot be set by programs."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -152,10 +151,10 @@ def _pieces(path: AnyFile, kind: str | None) -> Iterator[bytes]:
 
 @contextmanager
 def naming_the_cache(directory: Path) -> Iterator[None]:
-    """Turns errors of writing into the index cache into one that names its key.
+    """Convert write errors of a block to a ConfigError with the key of the index cache.
 
     Raises:
-        ConfigError: something in the block could not be written.
+        ConfigError: The block raised OSError.
     """
     try:
         yield

@@ -3,14 +3,14 @@
     source = RowGroups(files, root, fingerprint)
     source.read(index)
 
-A row of a Parquet file costs its row group, because groups are compressed. A group of a remote
-file is decompressed once per host: the cache of `FileSystem.derive` stores it as an Arrow file that
-all processes map. Groups of local files stay in memory, within KEPT_BYTES. Local files are read in
-this way if they are streamed, or if `datasets` cannot convert them because a row group is damaged.
-Only the rows of that group are corrupt.
+Reading a row requires its decompressed row group. A group of a remote file is decompressed once per
+node. The cache of `FileSystem.derive` stores it as an Arrow file that all processes map. Groups of
+local files are cached in memory, up to KEPT_BYTES. Local files are read in this way if they are
+streamed, or if a row group is damaged so that `datasets` cannot convert them. Only the rows of the
+damaged group are corrupt.
 
-Footers are not trusted, because a few bytes can claim any number of rows. They are checked first,
-and a group is read in batches up to MAX_GROUP_BYTES.
+Footers are validated before use, because a small file can claim any number of rows. A group is read
+in batches, up to MAX_GROUP_BYTES.
 """
 
 from __future__ import annotations
@@ -38,35 +38,36 @@ MIN_ROW_BYTES = 4
 MAX_RATIO = 1000
 """Largest ratio of uncompressed to compressed bytes of files that claim over MAX_GROUP_BYTES."""
 MAX_GROUP_BYTES = 4 << 30
-"""Largest row group in memory."""
+"""Maximum size of a row group in memory."""
 KEPT_BYTES = 256 << 20
-"""Largest total of row groups that are kept in memory; the last one always is."""
+"""Maximum total size of row groups in memory. The last group is always cached."""
 MAX_GROUPS = 1024
-"""Most row groups that are kept. Those mapped from a cache use address space, not memory."""
+"""Maximum number of cached row groups. Mapped groups use address space instead of memory."""
 BATCH_ROWS = 256
+"""Number of rows that are read at a time."""
 READERS = 16
-"""Footers that are read at the same time."""
+"""Number of footers that are read concurrently."""
 
 
 def rows_of_groups(files: Sequence[AnyFile]) -> list[list[int]]:
     """Return the number of rows of every row group, by file.
 
     Raises:
-        DataError: Files have no readable footer, or claim impossible sizes; all are named.
+        DataError: Files have no readable footer, or claim implausible sizes. The message lists all.
     """
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(_read_footer, files))
-    rejected = [problem for _, problem in found if problem]
+        footers = list(pool.map(_read_footer, files))
+    rejected = [problem for _, problem in footers if problem]
     if rejected:
         raise DataError(
             f"parquet files:{first_of(rejected)}\nDownload or write them again, or remove "
             "them from the source"
         )
-    return [rows for rows, _ in found]
+    return [rows for rows, _ in footers]
 
 
 def _read_footer(file: AnyFile) -> tuple[list[int], str]:
-    """Return the rows of each row group, and the problem of the file, which is empty if none."""
+    """Return the number of rows of each row group, and an error message, which may be empty."""
     try:
         with open_regular(file) as stream:
             footer = pq.read_metadata(stream)
@@ -88,7 +89,7 @@ def _read_footer(file: AnyFile) -> tuple[list[int], str]:
 
 
 class RowGroups:
-    """Rows of files as records, one file after another.
+    """Source of the rows of several Parquet files.
 
     Args:
         files: Local or remote files.
@@ -113,8 +114,9 @@ class RowGroups:
         starts = (np.cumsum(file_rows) - file_rows).tolist()
         self._firsts = dict(zip(files, starts, strict=True))
         self._tables: OrderedDict[int, tuple[pa.Table, Path | None]] = OrderedDict()
-        """Row groups, and the cache entries that they are mapped from; None if in memory."""
+        """Row groups and their cache entries. The entry is None for groups in memory."""
         self._broken: dict[int, str] = {}
+        """Errors of damaged row groups."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": OrderedDict()}
@@ -126,7 +128,7 @@ class RowGroups:
         """Return record `index`.
 
         Raises:
-            CorruptSampleError: Its row group is damaged.
+            CorruptSampleError: The row group is damaged.
             DataError: The store does not respond.
         """
         group = int(np.searchsorted(self._ends, index, side="right"))
@@ -172,7 +174,9 @@ def read_group(stream: BinaryIO, number: int) -> pa.Table:
     """Return a row group of a Parquet file.
 
     Raises:
-        OSError, ValueError, pa.ArrowException: It is damaged, or larger than MAX_GROUP_BYTES.
+        OSError: The group is damaged.
+        ValueError: The group is damaged, or larger than MAX_GROUP_BYTES.
+        pa.ArrowException: The group is damaged.
     """
     parquet = pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
     batches = []

@@ -1,4 +1,4 @@
-"""The interface of the samples that a run trains on or validates with."""
+"""Interface of the training or validation samples of a run."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ class SampleSet(Protocol):
 
     @property
     def decoder(self) -> StepDecoder:
-        """Decoder of these samples, also of samples that other processes have decoded."""
+        """Decoder of these samples. It can also mask samples that other processes decoded."""
         ...
 
     @property
     def count(self) -> int:
-        """Number of samples of all sources, with corrupt ones; 0 if it is unknown."""
+        """Number of samples of all sources, including corrupt samples. 0 if unknown."""
         ...
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
-        """Return the steps. Raise CheckpointError if the position belongs to other data."""
+        """Return the steps. Raise CheckpointError if the position belongs to different data."""
         ...
 
     def feeds(self) -> dict[str, int]:
-        """Number of each source by its name."""
+        """Return the index of each source by name."""
         ...
 
     def digest(self) -> tuple[str, str]:
-        """What there is to train on, for people: how many samples, and how large they are."""
+        """Return two lines of text: the number of samples, and a summary of their sizes."""
         ...
 
     def fingerprint(self) -> str:
-        """Equal for those that prepare the same tensors; raises ConfigError for streams."""
+        """Return a key that is equal for processes that prepare the same tensors.
+
+        Raises:
+            ConfigError: A source is a stream.
+        """
         ...
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
-        """Images and frames of a sample, to be shown; none for streams."""
+        """Return images and frames of a sample, to be displayed. Empty for streams."""
         ...
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """All that people have written for a sample; see `references_of`."""
+        """Return all reference texts of a sample, see `references_of`."""
         ...

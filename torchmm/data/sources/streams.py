@@ -1,16 +1,16 @@
-"""Sources without random access: read in order, shuffled within a window, resumed by position.
+"""Sources without random access, which are read in order and shuffled within a window.
 
     stream = open_stream(name, config, data.index_cache_dir, storage)
     feed = StreamFeed(options, stream, reader, data.shuffle_window)
 
-A feed reads a window of records, permutes it by (seed, epoch, window), and returns its samples.
-The planning process reads the full stream and measures each record: one process per host for all
-ranks of the host (`torchmm.data.shared_reader`), or a rank that is alone. So all hosts compute the
-same order without communication, and workers only decode.
+A feed reads a window of records, permutes it by (seed, epoch, window), and returns its samples. The
+planning process reads the full stream and measures each record. There is one such process per node
+(`torchmm.data.shared_reader`). All nodes compute the same order without communication, and workers
+only decode.
 
-Open packs hold samples of earlier windows. So the state has the position of the oldest window that
-is still needed, and a resumed feed reads forward from there. The shuffle buffer of `datasets` does
-not work here: its state does not include its content, so samples would be lost on resume.
+Open sequences contain samples of earlier windows. Therefore the state has the position of the
+oldest window that is still needed, and a resumed feed reads forward from this position. The shuffle
+buffer of `datasets` would lose samples on resume, because its state does not include its content.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _UNREADABLE = (
 
 
 class ArrowStream:
-    """Records of a streaming `datasets` data set as raw Arrow values."""
+    """Stream of the records of a `datasets.IterableDataset` as raw Arrow values."""
 
     def __init__(self, name: str, dataset: datasets.IterableDataset, root: Root) -> None:
         self._name = name
@@ -78,18 +78,18 @@ class ArrowStream:
         self.restart(None)
 
     def restart(self, position: Any) -> None:
-        """Continue at a state of the data set."""
+        """Continue at a state of the dataset."""
         self._rows = self._dataset.with_format("arrow")
         if position is not None:
             self._rows.load_state_dict(position)
         self._iterator: Iterator[pa.Table] = iter(self._rows)
 
     def position(self) -> Any:
-        """State of the data set."""
+        """Return the state of the dataset."""
         return self._rows.state_dict()
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next row."""
+        """Return the next row, or None at the end."""
         try:
             table = next(self._iterator, None)
         except _UNREADABLE as error:
@@ -101,7 +101,7 @@ class ArrowStream:
 
 
 class JsonLinesStream:
-    """Records of JSON-lines files, which are never read twice."""
+    """Stream of the records of JSON Lines files, which are read once."""
 
     def __init__(self, files: Sequence[AnyFile]) -> None:
         self._files = list(files)
@@ -109,16 +109,16 @@ class JsonLinesStream:
         self._line: int | None = 1
 
     def restart(self, position: Any) -> None:
-        """Continue at [file, byte offset, line]."""
+        """Continue at a position [file, byte offset, line]."""
         self._file, self._offset, *line = position or (0, 0, 1)
         self._line = line[0] if line else None  # missing in old checkpoints
 
     def position(self) -> Any:
-        """[file, byte offset, number] of the next line."""
+        """Return the position of the next line: [file, byte offset, line]."""
         return [self._file, self._offset, *([] if self._line is None else [self._line])]
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next line that is not blank."""
+        """Return the next non-empty line, or None at the end."""
         while self._file < len(self._files):
             path = self._files[self._file]
             place = f"byte {self._offset}" if self._line is None else str(self._line)
@@ -147,14 +147,14 @@ class JsonLinesStream:
 
 
 class IndexedStream:
-    """The records of a source with random access, in order."""
+    """Stream of the records of a source with random access, in order."""
 
     def __init__(self, source: MapSource) -> None:
         self._source = source
         self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a record. Raise DataError for a position of `datasets`."""
+        """Continue at a record. Raise DataError for a saved state of `datasets`."""
         if isinstance(position, dict):
             raise DataError(
                 "the checkpoint has the loader state of an earlier torchmm version, which "
@@ -164,11 +164,11 @@ class IndexedStream:
         self._next = position or 0
 
     def position(self) -> Any:
-        """Number of the next record."""
+        """Return the index of the next record."""
         return self._next
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next record."""
+        """Return the next record, or None at the end."""
         if self._next >= len(self._source):
             return None
         self._next += 1
@@ -186,12 +186,12 @@ def open_stream(
     Args:
         name: Name of the source, for messages.
         config: The source.
-        cache: Directory in which packed files are unpacked.
+        cache: Directory for decompressed files.
         storage: File system of the source. None if the source is local.
 
     Raises:
         ConfigError: The cache cannot be written, or the slice of `split` cannot be streamed.
-        DataError: The source has no readable files, or not the columns that the recipe names.
+        DataError: The source has no readable files, or lacks columns that the recipe requires.
     """
     kind, files = resolve_files(config, storage)
     own_reader = has_own_reader(kind, files) or kind == "parquet"
@@ -222,19 +222,19 @@ def open_stream(
 def check_stream(
     name: str, config: SourceConfig, stream: RecordStream, reader: SampleReader, max_corrupt: int
 ) -> None:
-    """Read a stream up to its first usable sample.
+    """Read a stream up to its first usable sample, then restart it.
 
     Args:
-        name: of the source, for messages.
-        config: the source.
-        stream: left at its beginning.
-        reader: measures records.
-        max_corrupt: how many corrupt samples a run accepts.
+        name: Name of the source, for messages.
+        config: The source.
+        stream: Stream of the records.
+        reader: Reader that measures records.
+        max_corrupt: Maximum number of corrupt samples of a run.
 
     Raises:
-        DataError: there is none, or more are corrupt before it than a run accepts.
+        DataError: No sample is usable, or too many samples before it are corrupt.
     """
-    refused: list[str] = []
+    messages: list[str] = []
     corrupt = outside = 0
     filtered: Counter[str] = Counter()
     records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
@@ -242,10 +242,10 @@ def check_stream(
         item = measure(record, reader)
         if isinstance(item, BeyondLimitError):
             if not filtered[item.limit]:
-                refused.insert(0, f"{name}[{number}]: {item}")
+                messages.insert(0, f"{name}[{number}]: {item}")
             filtered[item.limit] += 1
         elif isinstance(item, CorruptSampleError):
-            refused.append(f"{name}[{number}]: {item}")
+            messages.append(f"{name}[{number}]: {item}")
             corrupt += 1
         elif config.filter.keeps(len(item.text.ids)):
             stream.restart(None)
@@ -257,13 +257,13 @@ def check_stream(
     total = corrupt + outside + filtered.total()
     parts = [f"{corrupt} are corrupt", f"{outside} are removed by its `filter`"]
     counts = ", ".join([*parts, *describe_filtered(filtered, total)])
-    raise nothing_usable(name, f"none of its first {total} records are usable: {counts}", refused)
+    raise nothing_usable(name, f"none of its first {total} records are usable: {counts}", messages)
 
 
 def measure(
     record: Record | CorruptSampleError, reader: SampleReader
 ) -> MeasuredSample | CorruptSampleError:
-    """Return a sample of a stream, or why it cannot be used."""
+    """Return a measured sample of a stream, or the error if it cannot be used."""
     try:
         return record if isinstance(record, CorruptSampleError) else reader.read(record)
     except CorruptSampleError as error:
@@ -271,13 +271,13 @@ def measure(
 
 
 class StreamFeed:
-    """The samples of a stream, epoch after epoch.
+    """Feed of the samples of a stream.
 
     Args:
-        options: name, seed and kind of order.
-        stream: reads the records.
-        reader: measures records.
-        window: records shuffled together.
+        options: Name, seed and shuffling of the feed.
+        stream: Stream of the records.
+        reader: Reader that measures records.
+        window: Number of records that are shuffled together.
     """
 
     sequential = True
@@ -294,20 +294,21 @@ class StreamFeed:
         self._next_index = 0
         stream.restart(None)
         self._windows: deque[tuple[int, int, Any]] = deque()
-        """Epoch, index of the first record and stream position of windows that open packs may
-        still need. The last one is the current window."""
+        """Epoch, first record and stream position of windows that open sequences may need. The last
+        entry is the current window."""
         self._records: list[tuple[int, Record | CorruptSampleError]] = []
-        """The current window in shuffled order, with the records' indices."""
+        """Indices and records of the current window, shuffled."""
         self._given = 0
+        """Number of records of the current window that were used."""
         self._filtered: Counter[str] = Counter()
         """Number of samples beyond each limit."""
         self._dropped: Counter[str] = Counter()
-        """Number of samples in use by dropped content (`MeasuredSample.dropped`)."""
+        """Number of used samples by dropped content (`MeasuredSample.dropped`)."""
         self._pass_samples: int | None = None
-        """Samples taken in the first pass, corrupt ones included. None before its end."""
+        """Number of samples of a pass, including corrupt samples. None during the first pass."""
 
     def samples(self, first: int, count: int) -> Drawn:
-        """Return the next sample that is neither filtered nor beyond a limit."""
+        """Return the next sample that is not filtered, or the message about a corrupt sample."""
         while self._given < len(self._records) or self._read_window(first):
             index, record = self._records[self._given]
             self._given += 1
@@ -326,24 +327,24 @@ class StreamFeed:
         return Drawn.of([])
 
     def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
-        """Return the trained samples, divided by the samples of the first pass.
+        """Return the number of trained samples, divided by the samples of a pass.
 
-        The length of a stream is unknown during its first pass, which counts as 0.
+        Returns 0 during the first pass, because the length of the stream is unknown.
         """
         if self._pass_samples is None:
             return float(self._epoch)
         return (taken - len(waiting_epochs_N)) / self._pass_samples
 
     def item(self, epoch: int, index: int) -> Item:
-        """Refused: a stream is not read twice."""
+        """Raise NotImplementedError, because a stream is read once."""
         raise NotImplementedError
 
     def image_sizes(self, indices_N: Int64s, modules: Sequence[str]) -> ImageSizes:
-        """Not supported, because a stream is not read twice."""
+        """Raise NotImplementedError, because a stream is read once."""
         raise NotImplementedError
 
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Position of the oldest window still needed, and how far the current one is given out."""
+        """Return the positions of the oldest needed window and in the current window."""
         oldest = min(needed, default=None)
         while len(self._windows) > 1 and (oldest is None or self._windows[1][:2] <= oldest):
             self._windows.popleft()
@@ -358,7 +359,7 @@ class StreamFeed:
         }
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
-        """Read forward from the oldest window; returns the needed items met on the way."""
+        """Read forward from the oldest window, and return the needed samples."""
         self._epoch = 0
         self._next_index = 0
         self._windows.clear()
@@ -372,11 +373,11 @@ class StreamFeed:
             return []
         self._epoch, self._next_index, position = state["oldest"]
         self._stream.restart(position)
-        wanted, items = set(needed), []
+        names, items = set(needed), []
         for _ in range(state["windows"]):
             self._read_window(state["draws"])
             for index, record in self._records:
-                if (self._epoch, index) in wanted:
+                if (self._epoch, index) in names:
                     sample = measure(record, self._reader)
                     if isinstance(sample, MeasuredSample):
                         items.append(self._item(index, record, sample))
@@ -387,7 +388,7 @@ class StreamFeed:
         """Read and shuffle the next window. Return False at the end of a feed of one epoch.
 
         Args:
-            taken: samples taken so far.
+            taken: Number of samples taken so far.
         """
         while True:
             position = self._stream.position()

@@ -1,18 +1,20 @@
-"""Random access to the samples of webdataset shards: members of a tar file that share a name.
+"""Random access to the samples of WebDataset shards, tar files whose members share a name.
 
     samples = TarSamples(shards, places=Places(data.index_cache_dir))
     where, parts = samples.read(index)
 
-The headers of all members are read once, unless a `.tar.idx` file next to the shard has the offsets
-of the samples, as Energon writes it. `Places` stores the offsets. A sample is read from its offset,
-except for images, videos and audio files, which stay in the shard until they are decoded. Samples
-may have different parts. Parts stay bytes unless they are text or JSON. Nothing is unpickled; the
-reader of Hugging Face unpickles some parts (`.pth`).
+    shard-0.tar    dog.jpg  dog.json | cat.jpg  cat.json | end marker
+                   sample 0          | sample 1
 
-Readers of tar files stop silently at damage and at a cut. Here, members after the damage are found
-again, and only samples that may have lost a part are corrupt. Shards without their end are rejected
-on every start, which costs one small read per shard. Compressed shards are rejected, because their
-members cannot be reached by offset.
+The offsets of samples are found by reading the headers of all members once, or in a `.tar.idx` file
+from Energon. `Places` stores the offsets. Images, videos and audio files stay in the shard until
+they are decoded. Parts are bytes unless they are text or JSON. No part is unpickled, unlike `.pth`
+parts in the reader of Hugging Face.
+
+Common tar readers stop silently at damaged data. This reader continues after the damage, and only
+samples that may have lost a part are corrupt. Truncated shards are rejected at each start, which
+requires one small read per shard. Compressed shards are rejected, because they have no random
+access.
 """
 
 from __future__ import annotations
@@ -37,38 +39,38 @@ from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES
 
 VERSION = 1
-"""Increased when samples are found differently, so that what was kept is not used."""
+"""Version of the search for samples. Offsets of different versions are not used."""
 MAX_PART_BYTES = 2 << 30
-"""Largest part of a sample that is read."""
+"""Maximum size of a part of a sample."""
 MAX_HEADER_BYTES = 1 << 20
-"""Longest name or extended header of a member."""
+"""Maximum size of a name or extended header of a member."""
 FILES = frozenset(suffix for suffixes, _ in FILE_KINDS.values() for suffix in suffixes)
-"""Last suffixes of parts that are decoded, if at all, as pictures, clips or sounds."""
+"""Last suffixes of parts that are images, videos or audio files."""
 JSONS = ("json", "jsn")
 TEXTS = ("txt", "text", "caption", "transcript")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
-"""Parts that webdataset's readers decode, besides JSON, by their last suffix."""
+"""Last suffixes of parts that are decoded as integers, like in WebDataset."""
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _REMEDY = "download or write it again, or remove it from the source"
 
 Parts = Mapping[str, bytes | FileRange]
-"""Of a sample, by name: read, or where they are."""
+"""Parts of a sample by name: bytes, or the range of a file in the shard."""
 
 logger = logging.getLogger(__name__)
 
 
 class TarSamples:
-    """The samples of several shards, in order.
+    """Samples of several shards in order.
 
     Args:
-        shards: not compressed.
-        left_out: KEY of samples that do not take part, by shard.
-        places: keeps what was found in shards.
+        shards: Uncompressed tar files.
+        left_out: Keys of omitted samples, by shard.
+        places: Cache of the offsets.
 
     Raises:
-        DataError: a shard is cut off or compressed.
+        DataError: A shard is truncated or compressed.
     """
 
     def __init__(
@@ -80,27 +82,27 @@ class TarSamples:
         places = places or Places(None)
         check_tars(shards)
         self._shards = list(shards)
-        found = []
+        starts = []
         for shard in shards:
             skipped = (left_out or {}).get(shard, ())
             kind = f"tar {VERSION} without {sorted(skipped)}"
             indexed = None if skipped else _indexed_starts(shard)
             if indexed is None:
                 indexed = places.find(shard, kind, partial(_search, shard, skipped))
-            found.append(indexed)
-        self._starts, damaged = np.concatenate([np.empty((0, 2), np.int64), *found]).T
+            starts.append(indexed)
+        self._starts, damaged = np.concatenate([np.empty((0, 2), np.int64), *starts]).T
         self._behind_damage = set(np.flatnonzero(damaged).tolist())
-        self._ends = np.cumsum([len(each) for each in found])
+        self._ends = np.cumsum([len(each) for each in starts])
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def read(self, index: int) -> tuple[str, Parts]:
-        """Where a sample is ("SHARD:KEY"), and its parts by their names.
+        """Return the location of a sample ("SHARD:KEY") and its parts by name.
 
         Raises:
-            CorruptSampleError: the shard is damaged there, was cut off, or changed since it was
-                opened; a part is too large.
+            CorruptSampleError: The shard is damaged at the sample, or changed since it was opened,
+                or a part is too large.
         """
         shard = self.shard_of(index)
         start = int(self._starts[index])
@@ -118,7 +120,7 @@ class TarSamples:
             raise CorruptSampleError(f"{place}: {error}") from error
 
     def shard_of(self, index: int) -> AnyFile:
-        """The file that a sample is in."""
+        """Return the shard of a sample."""
         return self._shards[int(np.searchsorted(self._ends, index, side="right"))]
 
     def _read(self, shard: AnyFile, stream: BinaryIO, start: int) -> tuple[str, Parts]:
@@ -141,12 +143,12 @@ class TarSamples:
 
 
 class WebdatasetSource:
-    """Samples of shards as records; their columns are the parts.
+    """Source of the samples of shards. The columns of a record are the parts of the sample.
 
     Args:
-        shards: not compressed.
-        fingerprint: of the shards.
-        places: keeps what was found in shards.
+        shards: Uncompressed tar files.
+        fingerprint: Fingerprint of the shards.
+        places: Cache of the offsets.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class WebdatasetSource:
         return len(self._samples)
 
     def read(self, index: int) -> Record:
-        """Record `index`; raises CorruptSampleError."""
+        """Return record `index`. Raise CorruptSampleError if it cannot be read."""
         where, parts = self._samples.read(index)
         with naming_place(where):
             columns: dict[str, Any] = {part: decode_part(part, parts[part]) for part in parts}
@@ -169,7 +171,7 @@ class WebdatasetSource:
 
 
 class WebdatasetStream:
-    """Samples of shards in order; the headers of each are read when it is its turn."""
+    """Stream of the samples of shards. The headers of a shard are read when it is reached."""
 
     def __init__(self, shards: Sequence[AnyFile], places: Places | None = None) -> None:
         check_tars(shards)
@@ -178,7 +180,7 @@ class WebdatasetStream:
         self.restart(None)
 
     def restart(self, position: Any) -> None:
-        """Continue at [shard, sample]; raises DataError if this is no such position."""
+        """Continue at a position [shard, sample]. Raise DataError for a state of `datasets`."""
         if isinstance(position, dict):
             raise DataError(
                 "the checkpoint has the loader state of an earlier torchmm version, which "
@@ -191,11 +193,11 @@ class WebdatasetStream:
         self._opened: WebdatasetSource | None = None
 
     def position(self) -> Any:
-        """[shard, sample] of the next record."""
+        """Return the position of the next record: [shard, sample]."""
         return [self._shard, self._next]
 
     def next(self) -> Record | CorruptSampleError | None:
-        """The next record."""
+        """Return the next record, the error if it is corrupt, or None at the end."""
         while self._shard < len(self._shards):
             if self._opened is None:
                 self._opened = WebdatasetSource([self._shards[self._shard]], "", self._places)
@@ -215,7 +217,8 @@ def check_tars(shards: Sequence[AnyFile]) -> None:
     """Check the ends of tar files.
 
     Raises:
-        DataError: Files are cut off inside a member, compressed, or not tar files; all are named.
+        DataError: Files are truncated inside a member, compressed, or not tar files. The message
+            lists all of them.
     """
     rejected = []
     for shard in shards:
@@ -230,7 +233,7 @@ def check_tars(shards: Sequence[AnyFile]) -> None:
 
 
 def _check_tar(shard: AnyFile) -> None:
-    """Raise DataError for a tar file that is cut off; warn if it may be cut between members."""
+    """Raise DataError for a truncated tar file, and warn about a missing end-of-archive marker."""
     size = shard.stat().st_size
     last = ""
     with open_regular(shard) as stream:
@@ -252,10 +255,10 @@ def _check_tar(shard: AnyFile) -> None:
                     last = member.name
                 end = tar.offset
         except tarfile.TarError as error:
-            found = (
+            state = (
                 f"truncated after {size} bytes, after {last}" if last else "not a complete tar file"
             )
-            raise DataError(f"{shard} is {found} ({error}); {_REMEDY}") from error
+            raise DataError(f"{shard} is {state} ({error}); {_REMEDY}") from error
         stream.seek(end - end % tarfile.BLOCKSIZE)
         rest = stream.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0"):
@@ -269,10 +272,10 @@ def _check_tar(shard: AnyFile) -> None:
 
 
 def decode_part(part: str, data: bytes | FileRange) -> Any:
-    """A part as webdataset decodes it; files, and all that would be unpickled, stay as they are.
+    """Decode a part like WebDataset, except for files and pickled parts, which stay bytes.
 
     Raises:
-        CorruptSampleError: malformed JSON.
+        CorruptSampleError: The part is not valid JSON.
     """
     if isinstance(data, FileRange):
         return data
@@ -288,7 +291,7 @@ def decode_part(part: str, data: bytes | FileRange) -> Any:
 
 
 class Damage(NamedTuple):
-    """Blocks in which there should have been a header."""
+    """Range of bytes without a valid header."""
 
     start: int
     end: int
@@ -298,7 +301,7 @@ class Damage(NamedTuple):
 
 
 class _Headers:
-    """A tar file that gives headers, and no more: an extended one may claim any size."""
+    """Stream of a tar file that limits the size of a read, because headers may claim any size."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -312,7 +315,7 @@ class _Headers:
 
 
 def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]:
-    """All members from a place on, and damage between them."""
+    """Yield the members after an offset, and the damage between them."""
     size = stream.seek(0, 2)
     while start < size:
         stream.seek(start)
@@ -320,7 +323,7 @@ def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]
         try:
             with tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
                 while (member := tar.next()) is not None:
-                    tar.members = []  # which would hold all headers
+                    tar.members = []  # do not store all headers
                     at = member.offset_data
                     yield member
                     at = tar.offset
@@ -329,23 +332,23 @@ def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]
             at += -at % tarfile.BLOCKSIZE
         stream.seek(at)
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            return  # where the archive ends, or is cut off
+            return  # the archive ends, or is truncated
         start = _next_header(stream, at, size)
         yield Damage(at, start)
 
 
 def _next_header(stream: BinaryIO, start: int, size: int) -> int:
-    """The next place of a block that is a member's header."""
-    for place in range(start + tarfile.BLOCKSIZE, size, tarfile.BLOCKSIZE):
-        stream.seek(place)
+    """Return the offset of the next header of a member, or the size of the file."""
+    for offset in range(start + tarfile.BLOCKSIZE, size, tarfile.BLOCKSIZE):
+        stream.seek(offset)
         block = stream.read(tarfile.BLOCKSIZE)
-        if block[257:262] != b"ustar":  # what is inside of members rarely looks like one
+        if block[257:262] != b"ustar":  # cheap check before parsing
             continue
         try:
             tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.TarError:
             continue
-        return place
+        return offset
     return size
 
 
@@ -357,7 +360,7 @@ def _part(
     if part.rpartition(".")[2] in FILES and member.size >= SMALL_BYTES:
         return FileRange(shard, member.offset_data, member.size)
     is_text = part.rpartition(".")[2] in (*JSONS, *TEXTS, *NUMBERS)
-    limit = MAX_RECORD_BYTES if is_text else MAX_PART_BYTES  # JSON takes 25 times its size
+    limit = MAX_RECORD_BYTES if is_text else MAX_PART_BYTES  # parsed JSON uses 25 times its size
     if member.size > limit:
         raise CorruptSampleError(f"{member.name} has {member.size} bytes, but the limit is {limit}")
     stream.seek(member.offset_data)
@@ -368,11 +371,11 @@ def _part(
 
 
 def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
-    """Return (N, 2): the offset of each sample, and 1 if damage is before the sample.
+    """Return (N, 2), int64: the offset of the first header of each sample, and a damage flag.
 
-    The offset is that of the header of its first member.
+    The flag is 1 if the sample follows damaged data.
     """
-    found = array("q")
+    offsets = array("q")
     last, damaged = None, False
     try:
         with open_regular(shard) as stream:
@@ -386,18 +389,18 @@ def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
                     continue
                 last = name[0]
                 if last not in skipped:
-                    found.extend((member.offset, damaged))
+                    offsets.extend((member.offset, damaged))
                 damaged = False
     except OSError as error:
         raise DataError(f"{shard} cannot be read: {error.strerror}") from error
-    return np.asarray(found, np.int64).reshape(-1, 2)
+    return np.asarray(offsets, np.int64).reshape(-1, 2)
 
 
 def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
-    """Return the result of `_search` from the index of a shard, which shows no damage.
+    """Return the result of `_search` from a `.tar.idx` file, in which no damage is recorded.
 
-    None if the index is missing, older than the shard or damaged. The index of a remote shard is
-    not requested, because a request costs as much as reading a header.
+    Returns None if the file is missing, older than the shard or corrupt. Indexes of remote shards
+    are not requested, because a request is as slow as reading a header.
     """
     if isinstance(shard, RemoteFile):
         return None
@@ -413,13 +416,13 @@ def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
     starts = found.astype(np.int64)
     with open_regular(shard) as stream:
         stream.seek(starts[-1])
-        if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index has the end, too
+        if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index may include the end
             starts = starts[:-1]
     return np.stack([starts, np.zeros_like(starts)], 1)
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """KEY and name of the part of a file DIR/KEY.PART, as webdataset splits it."""
+    """Split the name DIR/KEY.PART of a member into DIR/KEY and PART, like WebDataset."""
     directory, _, name = member.name.rpartition("/")
     key, _, part = name.partition(".")
     if not member.isreg() or not key or not part:

@@ -1,13 +1,13 @@
 """Balanced packing: sequences with similar encoder work, attention and number of tokens.
 
-`SEQUENCES` sequences are filled together. Samples are placed in the order of their size, largest
-first. A sample goes into the sequence that has least of the sample's own sizes: the dot-product
-heuristic of vector bin packing (Panigrahy et al. 2011, "Heuristics for Vector Bin Packing", section
-2.2). Its sizes are tokens, patches of all encoders and generators, and tokens squared (attention).
-Samples that fit into none of the sequences begin the next ones. All sequences are then closed, so a
-sample is in one of the first 2 x `SEQUENCES` sequences that are closed after it was drawn.
+`SEQUENCES` sequences are filled together. Samples are placed in descending order of size. A sample
+is added to the sequence with the smallest dot product of loads, the dot-product heuristic of vector
+bin packing (Panigrahy et al. 2011, "Heuristics for Vector Bin Packing", section 2.2). The sizes of
+a sample are tokens, patches of all encoders and generators, and squared tokens (attention).
 
-The arithmetic is on integers, so that all machines pack the same sequences.
+Samples that do not fit start the next sequences. All filled sequences are then closed, so a sample
+is in one of the next 2 x `SEQUENCES` closed sequences. Integer arithmetic makes the result equal on
+all machines.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torchmm.data.steps.packing import SequenceNumbers, members
 from torchmm.data.steps.shuffling import Int64s, compiled
 
 SEQUENCES = 64
-"""Sequences that are filled together."""
+"""Number of sequences that are filled together."""
 SWEEPS = 2
-"""Passes that swap samples of sequences with many and few patches."""
+"""Number of passes that swap samples between sequences with many and few patches."""
 UNIT_BITS = 20
-"""A load of 2^20 is the mean of the sequences."""
+"""Binary fraction digits of a load. A load of 2^20 is the mean of the sequences."""
 TOKENS, TILES, PATCHES, ATTENTION = range(4)
 
 
 class BalancedPacker(SequenceNumbers):
-    """Packs samples into sequences of similar shape.
+    """Packer of samples into sequences of similar work.
 
     Args:
-        sequence_length: Tokens of a sequence.
-        max_tiles: Maximum number of images and tiles of a sequence; None: no limit. A sample with
-            more of them shares its sequence with no other sample that has any.
+        sequence_length: Number of tokens of a sequence.
+        max_tiles: Maximum number of images and tiles of a sequence. None for no limit. A sample
+            with more of them is packed only with samples that have none.
     """
 
     def __init__(self, sequence_length: int, max_tiles: int | None = None) -> None:
@@ -44,22 +44,22 @@ class BalancedPacker(SequenceNumbers):
 
     @property
     def open(self) -> list[int]:
-        """Numbers of open sequences: each has samples that did not fit into closed ones."""
+        """Numbers of open sequences, with samples that did not fit into closed sequences."""
         return self._numbers_O.tolist()
 
     @property
     def opened_at(self) -> list[int]:
-        """Zeros: the age of a sequence does not matter."""
+        """Opening times of open sequences, which are not used and always 0."""
         return [0] * len(self._numbers_O)
 
     @property
     def missing_tokens(self) -> int:
-        """Tokens that are required to fill the next sequences."""
+        """Number of tokens that fill the next sequences."""
         count = max(SEQUENCES, len(self._numbers_O))
         return count * self.sequence_length - int(self._sizes_4O[TOKENS].sum())
 
     def fill(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
-        """Fill and close sequences; return the number of the sequence of each sample.
+        """Fill and close sequences, and return the sequence number of each sample.
 
         Args:
             tokens_N: At least 1 and at most `sequence_length` each, in total `missing_tokens`.
@@ -70,7 +70,7 @@ class BalancedPacker(SequenceNumbers):
         return self._place(self._sizes(tokens_N, tiles_N, patches_N), closing, SEQUENCES)
 
     def finish(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
-        """Pack the last samples, and close all sequences. Arguments are those of `fill`."""
+        """Pack the last samples, and close all sequences. See `fill` for the arguments."""
         sizes_4N = self._sizes(tokens_N, tiles_N, patches_N)
         tokens = int(sizes_4N[TOKENS].sum() + self._sizes_4O[TOKENS].sum())
         closing = max(len(self._numbers_O), -(-tokens // self.sequence_length))
@@ -80,12 +80,12 @@ class BalancedPacker(SequenceNumbers):
         return packs_N
 
     def begin(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
-        """Begin the next sequences with samples. Arguments are those of `fill`."""
+        """Start the next sequences with samples. See `fill` for the arguments."""
         assert not len(self._numbers_O)
         return self._place(self._sizes(tokens_N, tiles_N, patches_N), 0, SEQUENCES)
 
     def restore(self, tokens: Int64s, tiles: Int64s, patches: Int64s) -> int:
-        """Open a sequence that has these samples; return its number."""
+        """Open a sequence with these samples, and return its number."""
         sizes_41 = self._sizes(tokens, tiles, patches).sum(1, keepdims=True)
         self._sizes_4O = np.hstack([self._sizes_4O, sizes_41])
         self._numbers_O = np.append(self._numbers_O, self.next)
@@ -97,8 +97,13 @@ class BalancedPacker(SequenceNumbers):
         return np.array([tokens_N, tiles_N, patches_N, attention_N], np.int64)
 
     def _place(self, sizes_4N: Int64s, closing: int, spread: int) -> Int64s:
-        """Place samples in `closing` sequences, of which the open ones are the first, and close
-        them. Samples that do not fit open others, `spread` of them before these have several."""
+        """Place samples in sequences, close them, and return the sequence number of each sample.
+
+        Args:
+            sizes_4N: Tokens, tiles, patches and attention of each sample.
+            closing: Number of sequences to fill and close, including the open sequences.
+            spread: Number of further sequences that get one sample before any gets several.
+        """
         count = sizes_4N.shape[1]
         opened = len(self._numbers_O)
         used_4B = np.zeros((4, closing + count), np.int64)
@@ -124,7 +129,7 @@ class BalancedPacker(SequenceNumbers):
         numbers_B = np.arange(self.next, self.next + used) - opened
         numbers_B[:opened] = self._numbers_O
         self.next += max(0, used - opened)
-        # Largest samples come first in a random order, so that steps do not differ in their sizes.
+        # Sort sequences by their first sample, a random order, so that steps have similar sizes.
         first_B = np.full(used, -1)
         first_B[bins_N[order_N[::-1]]] = order_N[::-1]
         for number in np.argsort(first_B[:closing], kind="stable").tolist():
@@ -145,17 +150,17 @@ def _place(
     loads_3B: Int64s,
     bins_N: Int64s,
 ) -> int:
-    """Return the number of further sequences that were opened.
+    """Place samples, and return the number of further sequences that were opened.
 
     Args:
         sizes_4N: Tokens, tiles, patches and attention of each sample.
         loads_3N: Tokens, patches and attention in fractions of the mean sequence.
         order_N: Order in which samples are placed.
-        limits_4: Tokens and tiles of a sequence; sequences to fill; further ones that each get a
-            sample before one gets several.
-        used_4B: Sizes of the samples in each sequence; changed.
-        loads_3B: Their loads; changed.
-        bins_N: Filled with the sequence of each sample.
+        limits_4: Maximum tokens and tiles of a sequence, number of sequences to fill, and number of
+            further sequences that get one sample before any gets several.
+        used_4B: Total sizes of each sequence. Changed in place.
+        loads_3B: Total loads of each sequence. Changed in place.
+        bins_N: Output for the sequence of each sample.
     """
     _, _, closing, spread = limits_4
     further = 0
@@ -188,12 +193,14 @@ def _swap(
     members_N: Int64s,
     pairs_2P: Int64s,
 ) -> None:
-    """Swap two samples of each pair of sequences, if patches and attention differ less then.
+    """Swap two samples of each pair of sequences if this balances patches and attention.
+
+    The remaining arguments are those of `_place`.
 
     Args:
-        starts_B1: Position of the first sample of each sequence in `members_N`.
-        members_N: Samples, sequence after sequence; changed.
-        pairs_2P: Pairs of sequences. Other arguments are those of `_place`.
+        starts_B1: Start of each sequence in `members_N`.
+        members_N: Samples grouped by sequence. Changed in place.
+        pairs_2P: Pairs of sequences.
     """
     for p in range(pairs_2P.shape[1]):
         a, b = pairs_2P[:, p]
@@ -238,11 +245,15 @@ def _emptiest(
     first: int,
     stop: int,
 ) -> int:
-    """Return the sequence with room that has least of a sample's sizes; -1: none has room.
+    """Return the sequence with the smallest dot product of loads, or -1 if no sequence fits.
+
+    The remaining arguments are those of `_place`.
 
     Args:
-        sizes_4, loads_3: Sizes and loads of the sample.
-        first, stop: Sequences to choose from. Other arguments are those of `_place`.
+        sizes_4: Sizes of the sample.
+        loads_3: Loads of the sample.
+        first: First candidate sequence.
+        stop: End of the candidate sequences.
     """
     best, least = -1, 0
     for b in range(first, stop):

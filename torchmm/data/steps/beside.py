@@ -1,15 +1,13 @@
-"""Steps that a background process computes, if computing them takes long.
+"""Plan steps in a background process if reordering is slow.
 
-With `data.reorder`, each rank arranges the complete global batch of a step: 50 ms of CPU time for
-1,920 sequences. The loader requests a step before the next batch, so training would wait for this
-in every step. If a step takes long, a process computes it one step ahead (`RestartingProcess`), and
-sends the part of its rank.
+With `data.reorder`, each rank reorders the global batch of a step, which uses 50 ms of CPU time for
+1,920 sequences. Training would wait for this in every step. If a step is slow, a process computes
+it one step ahead (`RestartingProcess`), and sends the sequences of its rank.
 
-The process computes the same steps, because a step depends only on the preceding state. If the
-process exits, or has no step for `PATIENCE_S`, this process computes the steps after the last
-received state.
+A step depends only on the preceding state, so the process computes the same steps. If the process
+exits, or returns no step within `PATIENCE_S`, the training process continues after the last state.
 
-Rejected: one process for all ranks of a machine, as for streams. All ranks would wait for it.
+Each rank has its own process, because with one process per node all ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from torchmm.data.items import EncodedImages
 from torchmm.data.steps.step_packs import Position, Steps, StepSamples
 
 PATIENCE_S = 20.0
-"""Time after which a process without a step is considered hung. It starts in about a second."""
+"""Seconds after which a process without a result is considered hung."""
 
 logger = logging.getLogger(__name__)
 
 Begin = Callable[[Position], Steps]
-"""Returns the steps after a position. Picklable."""
+"""Picklable function that returns the steps after a position."""
 
 
 class _ShareWork:
-    """Work of the process: each request gets the rank's part of the next step."""
+    """Request handler of the process, which returns the next step for its rank."""
 
     def __init__(self, begin: Begin, position: Position) -> None:
         self._begin, self._position = begin, position
@@ -53,9 +51,9 @@ class _ShareWork:
         if step is None:
             return END
         rank = self._position.rank
-        own = {n for packs in step.places_RMB[rank].tolist() for n in packs}
+        local = {n for packs in step.places_RMB[rank].tolist() for n in packs}
         encoded = None if step.encoded is None else partial(_same, step.encoded(rank))
-        return replace(step, pack={n: step.pack(n) for n in own}.__getitem__, encoded=encoded)
+        return replace(step, pack={n: step.pack(n) for n in local}.__getitem__, encoded=encoded)
 
 
 def _same(encoded: list[EncodedImages], rank: int) -> list[EncodedImages]:
@@ -63,11 +61,13 @@ def _same(encoded: list[EncodedImages], rank: int) -> list[EncodedImages]:
 
 
 class StepsBeside:
-    """Iterator over steps. It returns only the packs of its rank if a process computes a step.
+    """Iterator over steps that may be planned in a background process.
+
+    A step from the process has only the sequences of its rank.
 
     Args:
-        begin: returns the steps after a position.
-        position: position of the first step.
+        begin: Returns the steps after a position.
+        position: Position of the first step.
     """
 
     def __init__(self, begin: Begin, position: Position) -> None:
@@ -76,7 +76,7 @@ class StepsBeside:
         """Number of the last step, counted from `position`."""
         self._steps: Steps | None = begin(position)
         self.notice = self._steps.notice
-        """Report about the state that the first step follows."""
+        """Message about the state before the first step."""
         self._process = RestartingProcess[StepSamples | Literal["end"]](
             lambda: StepProcess(_ShareWork(self._begin, self._position), "reordering"),
             logger,
@@ -90,11 +90,11 @@ class StepsBeside:
         return self
 
     def __next__(self) -> StepSamples:
-        found = self._process.take(self._number + 1, PATIENCE_S)
-        if found == END:
+        result = self._process.take(self._number + 1, PATIENCE_S)
+        if result == END:
             raise StopIteration
-        if isinstance(found, StepSamples):
-            step = found
+        if isinstance(result, StepSamples):
+            step = result
             self._advance(step)
         else:
             if self._steps is None:
@@ -104,7 +104,7 @@ class StepsBeside:
                 self._advance(step)
         self._number += 1
         if self._process.accepts(self._number + 1):
-            self._steps = None  # The process continues from here.
+            self._steps = None  # The background process continues.
             self._process.submit(self._number + 1, None)
         return step
 
@@ -113,5 +113,5 @@ class StepsBeside:
         self._process.close()
 
     def _advance(self, step: StepSamples) -> None:
-        """Set the position after a step, from which a process or this process continues."""
+        """Set the position after a step, at which planning continues."""
         self._position = self._position._replace(state=step.state, resume_changed=False)

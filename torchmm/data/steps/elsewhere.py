@@ -1,15 +1,15 @@
-"""Steps that one process plans for several ranks.
+"""Plan steps in one process for several ranks.
 
-Some ranks cannot plan: ranks on a machine without the data and its index
-(`torchmm.extensions.remote.producers.planning`), and ranks of a machine on which one process reads
-a stream for all of them (`torchmm.data.shared_reader`). They request the step that follows a state
-of a checkpoint, and receive the packs that they need:
+Some ranks cannot plan steps: ranks without the data and its index
+(`torchmm.extensions.remote.producers.planning`), and ranks of a node on which one process reads a
+stream (`torchmm.data.shared_reader`). They request the step that follows a loader state, and
+receive the sequences that they need:
 
-    rank ── after this state, packs 8 to 15 ──> SharedSteps ── finds or plans the step ──> packs
+    rank ── state, sequences 8 to 15 ──> SharedSteps ── find or plan the step ──> sequences
 
-Therefore the planning process needs no memory. It stores the latest steps, because all ranks
-request a step at about the same time, and continues a sequence at its state. Every process with the
-same samples can continue from a state, so a failure neither loses nor changes steps.
+The planning process caches the latest steps, because all ranks request a step at about the same
+time. It is otherwise stateless. A process with the same samples can continue from any state, so a
+failure does not lose or change steps.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ START = "start"
 
 
 class Asked(NamedTuple):
-    """A request for a part of a step.
+    """Request for a part of a step.
 
     Attributes:
-        after: digest of the state that precedes the step (`digest_of`).
-        state: the state, from which a sequence can begin. None if it is not sent, or for the start.
+        after: Digest of the state before the step (`digest_of`).
+        state: State before the step. None if it is not sent, or for the start.
         resume_changed: Whether to continue from the state of different data.
-        packs: numbers of the requested packs in natural order. None for all packs.
+        packs: Numbers of the requested sequences in packing order. None for all sequences.
         records: Whether samples of streams include their records.
     """
 
@@ -59,14 +59,14 @@ class Asked(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """A part of a step.
+    """Part of a step.
 
     Attributes:
-        packs: packs by number.
-        skipped: see `StepSamples`.
-        state: see `StepSamples`.
-        epoch: see `StepSamples`.
-        notice: report about the state that the step follows.
+        packs: Sequences by number.
+        skipped: See `StepSamples`.
+        state: See `StepSamples`.
+        epoch: See `StepSamples`.
+        notice: Message about the state before the step.
     """
 
     packs: dict[int, PackItems]
@@ -77,29 +77,29 @@ class StepPart(NamedTuple):
 
 
 Ask = Callable[[Asked], StepPart | None]
-"""Returns a part of a step, or None at the end of the data."""
+"""Function that returns a part of a step, or None at the end of the data."""
 AskPacks = Callable[[Sequence[int] | None, bool], StepPart | None]
-"""Returns packs of one step by number, or all of them, with or without records."""
+"""Function that returns some or all sequences of a step, with or without records."""
 
 
 class UnknownStateError(Exception):
-    """The process has no state with this digest, so the request must include the state."""
+    """Error if the process has no state with this digest. The request must include the state."""
 
 
 def digest_of(state: dict[str, Any] | None) -> str:
-    """Return an identifier of a state."""
+    """Return the digest of a loader state. None stands for the start."""
     if state is None:
         return START
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class SharedSteps:
-    """Steps for several ranks. Can be used by several threads.
+    """Planner of steps for several ranks. It is thread-safe.
 
     Args:
-        make: returns the steps after a state. The second argument is `Asked.resume_changed`.
-        kept: maximum number of stored steps.
-        sequences: maximum number of sequences that can continue. Use 1 if they read one stream.
+        make: Returns the steps after a state. The second argument is `Asked.resume_changed`.
+        kept: Maximum number of cached steps.
+        sequences: Maximum number of iterators to keep. Use 1 if they read one stream.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SharedSteps:
     ) -> None:
         self._make = make
         self._kept = kept
-        self._most = sequences
+        self._max_sequences = sequences
         self._lock = threading.Lock()
         # The keys are digests of the preceding state. The least recently used entry is first.
         self._steps: OrderedDict[str, tuple[StepSamples | None, str]] = OrderedDict()
@@ -120,8 +120,9 @@ class SharedSteps:
         """Return a part of a step, or None at the end of the data.
 
         Raises:
-            UnknownStateError: the request must include the state.
-            CheckpointError, DataError: see `StepSequence`.
+            UnknownStateError: The request must include the state.
+            CheckpointError: See `StepSequence`.
+            DataError: See `StepSequence`.
         """
         with self._lock:
             if asked.after not in self._steps:
@@ -132,8 +133,8 @@ class SharedSteps:
             step, notice = self._steps[asked.after]
         if step is None:
             return None
-        wanted = range(step.places_RMB.size) if asked.packs is None else asked.packs
-        packs = {number: step.pack(number) for number in wanted}
+        numbers = range(step.places_RMB.size) if asked.packs is None else asked.packs
+        packs = {number: step.pack(number) for number in numbers}
         if not asked.records:
             packs = {n: [i._replace(record=None) for i in pack] for n, pack in packs.items()}
         return StepPart(packs, step.skipped, step.state, step.epoch, notice)
@@ -144,7 +145,7 @@ class SharedSteps:
         if sequence is None:
             if asked.state is None and asked.after != START:
                 raise UnknownStateError
-            while len(self._sequences) >= self._most:
+            while len(self._sequences) >= self._max_sequences:
                 self._sequences.popitem(last=False)
             sequence = self._make(asked.state, asked.resume_changed)
             notice = sequence.notice
@@ -158,9 +159,9 @@ class StepsElsewhere:
     """Iterator over steps that another process plans.
 
     Args:
-        ask: requests a part of a step.
-        training: batch sizes and sequence length.
-        position: position of the first step, with the assignment of packs and images.
+        ask: Requests a part of a step.
+        training: Batch sizes and sequence length.
+        position: Position of the first step, with the assignment of sequences and images.
         streamed: Whether samples include their records.
     """
 
@@ -181,17 +182,18 @@ class StepsElsewhere:
         self._began = False
 
     def close(self) -> None:
-        """Do nothing: the process that plans also serves others."""
+        """Do nothing, because the planning process also serves the remaining ranks."""
 
     def __iter__(self) -> StepsElsewhere:
         return self
 
     @property
     def notice(self) -> str:
-        """Report about the starting position. It requires the first step.
+        """Message about the starting position. It requires the first step.
 
         Raises:
-            CheckpointError, DataError: see `StepSequence`.
+            CheckpointError: See `StepSequence`.
+            DataError: See `StepSequence`.
         """
         if not self._began:
             self._began = True
@@ -229,21 +231,21 @@ class StepsElsewhere:
         if plan.encoded is None:
             return plan
         items = {name_of(item): item for n in needed for item in packs(n)}
-        found = [
+        local = [
             images._replace(
                 samples=[s._replace(item=items[name_of(s.item)]) for s in images.samples]
             )
             for images in encoded
         ]
-        others = plan.encoded
-        return replace(plan, encoded=lambda rank: found if rank == self._rank else others(rank))
+        of_rank = plan.encoded
+        return replace(plan, encoded=lambda rank: local if rank == self._rank else of_rank(rank))
 
     def _next_part(self) -> StepPart | None:
-        """Return all packs of a step without records, or the packs of this rank with records."""
+        """Return all sequences of a step without records, or local sequences with records."""
         if self._needs_all:
             return self._part(self._state, self._resume_changed, None, False)
-        own = self._places_RMB[self._rank].ravel().tolist()
-        return self._part(self._state, self._resume_changed, own, self._streamed)
+        local = self._places_RMB[self._rank].ravel().tolist()
+        return self._part(self._state, self._resume_changed, local, self._streamed)
 
     def _part(
         self,
@@ -260,7 +262,7 @@ class StepsElsewhere:
 
 
 class PartlyKnown:
-    """Packs of a step by number. It requests all packs at once when an unknown pack is needed."""
+    """Sequences of a step by number. The first missing sequence requests all sequences."""
 
     def __init__(self, known: dict[int, PackItems], ask: AskPacks) -> None:
         self.known, self._ask = known, ask

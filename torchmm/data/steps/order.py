@@ -1,22 +1,24 @@
-"""The global order of samples: a pure function of (seed, epoch, position), the same on all ranks.
+"""Global sample order: a pure function of seed, epoch and position, equal on all ranks.
 
-Each source is a feed that gives its samples epoch after epoch, each time in a different order:
+Each source is a feed that yields its samples epoch after epoch, in a different order per epoch:
 
     shards of the index ─ shuffled ─> blocks of at least 2^20 samples ─ each shuffled ─> epoch
 
-Both shuffles are permutations whose entries are computed one by one (`shuffling.py`): no order is
-stored, whatever the number of samples, and any position can be begun at. Sources of up to 2^21
-samples are one block, shuffled as a whole. In larger ones neighbours come from one block, so that a
-shard's sizes, and its data, are needed in one stretch of an epoch only.
+Both shuffles are permutations whose entries are computed on demand (`shuffling.py`). The order is
+not stored, and a feed can start at any position. A source of up to 2^21 samples is a single block.
+In larger sources, consecutive samples are from one block, so that a shard is required in one part
+of an epoch only.
 
-Feeds are mixed by weight through stride scheduling: sample k of a feed of weight w has its place at
-k / w, and the next sample of all is the one with the lowest place. Unlike a random choice this
-meets the weights in every stretch of the stream, and the number of samples taken from each is the
-only state. Weights may change from one step to the next (`Stage`): samples are taken by those of
-the step they are for.
+Feeds are mixed by stride scheduling. Sample k (from 1) of a feed with weight w has the key k / w,
+and the sample with the lowest key is next:
 
-Samples are drawn ahead in arrays, some thousands at a time. Those that a step does not use stay for
-the next one or, as their positions say all, are simply drawn again.
+    weights 2 and 1:   A at 0.5 1.0 1.5 2.0, B at 1 2     ->   A A B A A B ...
+
+Unlike random sampling, this matches the weights in each part of the sequence. The only state is the
+number of samples taken from each feed. Weights may change between steps (`Stage`).
+
+Samples are requested ahead of their use in arrays of some thousands. Unused samples remain for the
+next step, or are requested again, because the order depends on positions only.
 """
 
 from __future__ import annotations
@@ -35,57 +37,58 @@ from torchmm.data.steps.shuffling import Int64s, compiled, mixed, permuted
 from torchmm.recipe.data_section import LengthFilter
 
 BLOCK_SAMPLES = 1 << 20
-"""Fewest samples that are shuffled together, where a source has so many."""
+"""Minimum number of samples of a block in sources with more samples."""
 FIRST_DRAWN = 256
+"""Half of the number of samples of the first request. Each request doubles the number."""
 MOST_DRAWN = 1 << 16
-"""Samples drawn at a time: more and more, as short runs need few."""
+"""Maximum number of samples of a request."""
 COLUMNS = 6
-"""Arrays of `Drawn`."""
+"""Number of arrays of `Drawn`."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """N samples that come next."""
+    """Arrays of the next N samples of the order."""
 
     feeds_N: Int64s
     epochs_N: Int64s
     indices_N: Int64s
     tokens_N: Int64s
     tiles_N: Int64s
-    """Pictures and tiles of each."""
+    """Number of images and tiles of each sample."""
     patches_N: Int64s
-    """Patches that encoders and generators process of each."""
+    """Number of patches of each sample, for all encoders and generators."""
     skipped: Sequence[str] = ()
-    """Corrupt samples met on the way, "source[index]: reason"."""
+    """Messages "source[index]: reason" for corrupt samples that were skipped."""
     items: Sequence[Item] = ()
-    """The same samples, where their source cannot be asked again (streaming)."""
+    """The same samples as objects, if the source is a stream."""
 
     def __len__(self) -> int:
         return len(self.tokens_N)
 
     @property
     def columns(self) -> tuple[Int64s, ...]:
-        """All arrays."""
+        """Arrays in the order of the fields."""
         sizes = self.tokens_N, self.tiles_N, self.patches_N
         return self.feeds_N, self.epochs_N, self.indices_N, *sizes
 
     def part(self, wanted: slice | np.ndarray) -> Drawn:
-        """Some of the samples."""
+        """Return the samples of a slice or of an index array."""
         return Drawn.made_of([column[wanted] for column in self.columns])
 
     def names(self) -> list[tuple[int, int, int]]:
-        """Feed, epoch and index of each."""
+        """Return feed, epoch and index of each sample."""
         return list(zip(*(column.tolist() for column in self.columns[:3]), strict=True))
 
     @classmethod
     def made_of(cls, columns: Sequence[Int64s], skipped: Sequence[str] = ()) -> Drawn:
-        """Of the arrays in `columns`."""
+        """Create an object from arrays in the order of `columns`."""
         feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N = columns
         return cls(feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N, skipped)
 
     @classmethod
     def of(cls, items: Sequence[Item]) -> Drawn:
-        """Samples of which objects were made."""
+        """Create an object from sample objects."""
         metas = [item.meta for item in items]
         rows = [
             (item.feed, item.epoch, meta.index, meta.tokens, meta.tiles, meta.patches)
@@ -95,7 +98,7 @@ class Drawn:
 
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
-    """Samples of several draws, one after another."""
+    """Concatenate samples."""
     empty = np.zeros((COLUMNS, 0), np.int64)
     columns = zip(empty, *(part.columns for part in parts), strict=True)
     return Drawn.made_of([np.concatenate(arrays) for arrays in columns])
@@ -103,7 +106,7 @@ def joined(parts: Sequence[Drawn]) -> Drawn:
 
 @dataclass
 class FeedOptions:
-    """What feeds of any kind need to know."""
+    """Settings of a feed."""
 
     feed: int
     name: str
@@ -111,90 +114,108 @@ class FeedOptions:
     shuffle: bool
     one_epoch: bool
     filter: LengthFilter = field(default_factory=LengthFilter)
-    """Which samples take part."""
+    """Limits on the number of tokens of used samples."""
     counts_tiles: bool = False
-    """Whether packing needs to know of pictures and tiles."""
+    """Whether packing requires the number of images and tiles."""
     counts_patches: bool = False
     """Whether packing requires the number of patches."""
 
 
 class Feed(Protocol):
-    """The endless sequence of samples of one source."""
+    """Infinite sequence of samples of one source."""
 
     options: FeedOptions
     size: int | None
-    """Samples per epoch, where known."""
+    """Number of samples per epoch. None if unknown."""
     sequential: bool
-    """Whether samples can only be had one by one, and each once."""
+    """Whether samples are available one at a time and only once, as for streams."""
 
     def samples(self, first: int, count: int) -> Drawn:
-        """Samples `first`, `first` + 1, ...; fewer than `count` at the end of a feed that lasts one
-        epoch. Sequential feeds give the next one only, or what was skipped in its place."""
+        """Return samples `first`, `first` + 1, ...
+
+        A feed of one epoch returns fewer samples at its end. A sequential feed returns the next
+        sample only, or the message about a skipped sample.
+
+        Args:
+            first: Index of the first sample, counted over all epochs.
+            count: Maximum number of samples.
+        """
         ...
 
     def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
         """Return the number of passes over the source that the run has trained on.
 
         Args:
-            taken: samples taken so far.
-            waiting_epochs_N: epochs of the samples among them that no step has used yet.
+            taken: Number of samples taken from the feed.
+            waiting_epochs_N: Epochs of taken samples that no step has used yet.
         """
         ...
 
     def item(self, epoch: int, index: int) -> Item:
-        """A sample that was given, if the feed is not sequential: those give items at once."""
+        """Return a sample as an object. Not supported by sequential feeds."""
         ...
 
     def image_sizes(self, indices_N: Int64s, modules: Sequence[str]) -> ImageSizes:
-        """Return the sizes of the images of samples of a feed that is not sequential.
+        """Return the sizes of the images of samples. Not supported by sequential feeds.
 
         Args:
-            modules: As of `ImageSizes.of`.
+            indices_N: Indices of the samples in the source.
+            modules: Argument of `ImageSizes.of`.
         """
         ...
 
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """JSON-able position after `taken` samples, from which `restore` can also give those
-        `needed` again, by (epoch, index)."""
+        """Return a JSON-serializable state after `taken` samples.
+
+        Args:
+            taken: Number of samples taken from the feed.
+            needed: Samples that `restore` must return, as (epoch, index).
+        """
         ...
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
-        """Go to a saved position; returns the items named by (epoch, index), if they exist."""
+        """Restore a saved state, and return the existing samples among `needed`.
+
+        Args:
+            state: Result of `state`.
+            needed: Samples to return, as (epoch, index).
+        """
         ...
 
 
 class _Epoch(NamedTuple):
-    """Shards in the order of an epoch, and the blocks they form."""
+    """Shuffled shards of an epoch, divided into blocks."""
 
     number: int
     shards_S: Int64s
     firsts_B1: Int64s
-    """Where each block begins in `shards_S`, and the last one ends."""
+    """Start index of each block in `shards_S`, followed by the end of the last block."""
     starts_B1: Int64s
-    """The same, in samples."""
+    """The same boundaries, counted in samples."""
 
 
 class _Block(NamedTuple):
-    """Samples that are shuffled together, in the order of their shards."""
+    """Samples of the shards of a block, before they are shuffled."""
 
     name: tuple[int, int]
-    """Epoch and number."""
+    """Epoch and block number."""
     ends_S: Int64s
-    """Of each shard, among the samples of the block."""
+    """End of each shard among the samples of the block."""
     shifts_S: Int64s
-    """What is added to a place in the block to give the sample's index."""
+    """Difference between the index in the source and the offset, for each shard."""
     offsets_N: np.ndarray | None
-    """Places of the samples in the shards; None where all of them take part."""
+    """Offset of each sample in its shard. None if all samples are used, and the offset is the
+    index in the block."""
     tokens_N: np.ndarray
     tiles_N: np.ndarray | None
     patches_N: np.ndarray | None
 
 
 class IndexFeed:
-    """A source with random access: every usable sample once per epoch.
+    """Feed of a source with random access, with each usable sample once per epoch.
 
-    Samples found corrupt when the source was measured are left out, and reported once, at the
-    beginning.
+    Samples that were corrupt during indexing are omitted. They are reported once, with the first
+    samples.
     """
 
     sequential = False
@@ -215,12 +236,12 @@ class IndexFeed:
         return (taken - len(waiting_epochs_N)) / self._samples
 
     def samples(self, first: int, count: int) -> Drawn:
-        """Samples from any position on."""
+        """Return samples `first`, `first` + 1, ..., with random access."""
         if self.options.one_epoch:
             count = min(count, self._samples - first)
         parts = []
         while count > 0:
-            parts.append(self._stretch(*divmod(first, self._samples), count))
+            parts.append(self._of_block(*divmod(first, self._samples), count))
             first += len(parts[-1])
             count -= len(parts[-1])
         skipped = []
@@ -231,7 +252,7 @@ class IndexFeed:
         return replace(joined(parts), skipped=skipped)
 
     def item(self, epoch: int, index: int) -> Item:
-        """Any sample."""
+        """Return a sample as an object."""
         meta = self._index.meta(self.options.name, index, self._encoders)
         return Item(self.options.feed, epoch, meta)
 
@@ -239,22 +260,22 @@ class IndexFeed:
         """Return the sizes of the images of any samples."""
         names = [*self._encoders, *([GENERATOR] if GENERATOR in modules else [])]
         generator = len(self._encoders) if GENERATOR in modules else None
-        found = self._index.image_sizes(indices_N, generator)
+        sizes = self._index.image_sizes(indices_N, generator)
         positions = np.array([modules.index(name) for name in names] or [0])
-        found.sizes_I4[:, 0] = positions[found.sizes_I4[:, 0]]
-        return found
+        sizes.sizes_I4[:, 0] = positions[sizes.sizes_I4[:, 0]]
+        return sizes
 
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Draws are the whole state."""
+        """Return the number of taken samples, which is the complete state."""
         return {"draws": taken}
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
-        """Random access: any item can be named again."""
+        """Return all needed samples that the index still has."""
         self._reported = state["draws"] > 0
         return [self.item(epoch, index) for epoch, index in needed if self._index.has(index)]
 
-    def _stretch(self, epoch: int, position: int, count: int) -> Drawn:
-        """Samples of one block from a position in an epoch on, at most `count`."""
+    def _of_block(self, epoch: int, position: int, count: int) -> Drawn:
+        """Return at most `count` samples of one block, starting at a position of an epoch."""
         order = self._epoch(epoch)
         number = int(np.searchsorted(order.starts_B1, position, side="right")) - 1
         start, stop = order.starts_B1[number : number + 2].tolist()
@@ -279,7 +300,7 @@ class IndexFeed:
         if self._current is None or self._current.number != number:
             shards_S = permutation(len(self._usable_S), self.options, number, 0)
             ends_S = np.cumsum(self._usable_S[shards_S])
-            # A block ends with the shard that fills it; what remains joins the last one.
+            # Blocks consist of complete shards. The last block includes the remainder.
             firsts, start = [0], 0
             while self._samples - start >= 2 * BLOCK_SAMPLES:
                 firsts.append(int(np.searchsorted(ends_S, start + BLOCK_SAMPLES)) + 1)
@@ -291,7 +312,7 @@ class IndexFeed:
         return self._current
 
     def _load(self, order: _Epoch, number: int) -> _Block:
-        """Sizes of a block's samples: 4 to 7 bytes each. Only the latest is kept."""
+        """Return the sizes of the samples of a block. Only the last block is cached."""
         if self._block is not None and self._block.name == (order.number, number):
             return self._block
         first, stop = order.firsts_B1[number : number + 2].tolist()
@@ -324,9 +345,17 @@ class IndexFeed:
 
 
 def permutation(count: int, options: FeedOptions, *key: int) -> Int64s:
-    """Order of `count` things: int64, a pure function of seed, the source's number and `key`.
+    """Return a permutation, a pure function of the seed, the source index and `key`.
 
-    Its number, not its name: an order should not depend on where data are.
+    It depends on the index of the source instead of its name, so that data can be moved.
+
+    Args:
+        count: Length N of the permutation.
+        options: Seed and index of the source, and whether to shuffle.
+        key: Further integers, such as the epoch.
+
+    Returns:
+        (N,), int64. Ascending without shuffling.
     """
     places_N = np.arange(count)
     if not options.shuffle or not count:
@@ -335,37 +364,39 @@ def permutation(count: int, options: FeedOptions, *key: int) -> Int64s:
 
 
 class Stage(NamedTuple):
-    """Shares of feeds in a part of training."""
+    """Sampling weights of all feeds in a range of steps."""
 
     weights: Sequence[float]
-    """Relative to each other, one per feed; a feed of weight 0 is not drawn from."""
+    """Relative weight of each feed. A feed of weight 0 is not used."""
     until_step: int | None = None
-    """The last step whose samples are drawn by them; None: there is no other stage."""
+    """Last step with these weights. None for the last stage."""
 
 
 class Mixture:
-    """Mixes feeds by weight.
+    """Mixture of feeds by stride scheduling.
 
     Args:
-        feeds: one per source.
-        stages: their shares, one part of training after another.
+        feeds: Feed of each source.
+        stages: Sampling weights in consecutive ranges of steps.
     """
 
     def __init__(self, feeds: Sequence[Feed], stages: Sequence[Stage]) -> None:
         self.feeds = list(feeds)
         self.stages = list(stages)
         self.taken = [0] * len(feeds)
-        """Samples taken of each feed; corrupt ones of streams count."""
+        """Number of samples taken from each feed, including corrupt samples of streams."""
         self.bases = [0] * len(feeds)
-        """Those of them that do not count: taken before weights or sources were changed."""
+        """Value of `taken` at the last change of weights or sources."""
         self._stage = 0
         self._ended: set[int] = set()
         self._ahead: Drawn | None = None
         self._count = FIRST_DRAWN
 
     def draw(self) -> Drawn | None:
-        """Samples that come next, at least one, or what was skipped; None when every feed has
-        ended. They stay the next ones until they are taken."""
+        """Return the next samples without taking them, or None at the end of all feeds.
+
+        The result has at least one sample or one skipped sample.
+        """
         if self._ahead is not None and len(self._ahead):
             return self._ahead
         while alive := self._alive():
@@ -377,14 +408,14 @@ class Mixture:
             if not len(drawn) and not drawn.skipped:
                 self._ended.add(feed)
                 continue
-            if not len(drawn):  # Corrupt samples are taken at once.
+            if not len(drawn):  # A skipped sample is not returned again.
                 self.taken[feed] += 1
             self._ahead = drawn
             return drawn
         return None
 
     def take(self, count: int) -> Drawn:
-        """Take the next samples, all of which have been drawn."""
+        """Take and return the next samples. `draw` must have returned them before."""
         assert self._ahead is not None and count <= len(self._ahead)
         taken, self._ahead = self._ahead.part(slice(count)), self._ahead.part(slice(count, None))
         for feed, number in enumerate(np.bincount(taken.feeds_N).tolist()):
@@ -395,8 +426,8 @@ class Mixture:
         """Return the number of passes over the current source with the fewest passes.
 
         Args:
-            waiting: taken samples that no step has used yet. They are not counted, because sources
-                are packed ahead of training, small ones by several passes.
+            waiting: Taken samples that no step has used yet. They are not counted, because small
+                sources may be packed several passes ahead.
         """
         weights = self.stages[self._stage].weights
         return min(
@@ -406,7 +437,7 @@ class Mixture:
         )
 
     def begin_step(self, step: int) -> None:
-        """From here on samples are drawn for this step, counted from 1."""
+        """Use the weights of this step, counted from 1, for the next samples."""
         ends = (
             n for n, s in enumerate(self.stages) if s.until_step is None or step <= s.until_step
         )
@@ -416,7 +447,10 @@ class Mixture:
             self.forget_the_past()
 
     def forget_the_past(self) -> None:
-        """From here on the weights hold; nothing is made up for that others caused."""
+        """Restart stride scheduling at the current position.
+
+        Otherwise, feeds with a higher weight than before would catch up first.
+        """
         self.bases = list(self.taken)
         self._ahead = None
 
@@ -429,7 +463,7 @@ class Mixture:
         ]
 
     def _left(self, number: int) -> float:
-        """Samples until a feed ends, as far as that is known."""
+        """Return the number of samples until the end of a feed. Infinite if there is no end."""
         feed = self.feeds[number]
         if not feed.options.one_epoch or feed.size is None:
             return np.inf
@@ -441,15 +475,15 @@ class Mixture:
         arrays = [np.empty(len(feeds_N), np.int64) for _ in range(COLUMNS)]
         skipped: list[str] = []
         for feed in alive:
-            own = np.flatnonzero(feeds_N == feed)
-            drawn = self.feeds[feed].samples(self.taken[feed], len(own))
+            indices = np.flatnonzero(feeds_N == feed)
+            drawn = self.feeds[feed].samples(self.taken[feed], len(indices))
             for array, of_feed in zip(arrays, drawn.columns, strict=True):
-                array[own] = of_feed
+                array[indices] = of_feed
             skipped += drawn.skipped
         return Drawn.made_of(arrays, skipped)
 
     def _turns(self, alive: Sequence[int], count: int) -> Int64s:
-        """Feeds of the next samples, at most `count`."""
+        """Return the feed of each of the next samples, at most `count`."""
         weights = self.stages[self._stage].weights
         left = [self._left(feed) for feed in alive]
         turns_N = _stride(
@@ -463,9 +497,16 @@ class Mixture:
 
 @compiled
 def _stride(taken_F: Int64s, weights_F: np.ndarray, left_F: Int64s, count: int) -> Int64s:
-    """The next `count` turns: always the feed whose next sample has the lowest place.
+    """Return the feeds of the next `count` samples by stride scheduling.
 
-    The + 1 makes a feed of weight w come first after 1 / w of the stream, not at its start.
+    Keys start at 1 / w instead of 0, so that the first sample of a feed with a low weight is not at
+    the start of the sequence.
+
+    Args:
+        taken_F: Number of samples already taken from each feed.
+        weights_F: Weight of each feed.
+        left_F: Number of samples until the end of each feed.
+        count: Number of samples to return.
     """
     feeds = len(taken_F)
     given_F = np.zeros(feeds, np.int64)

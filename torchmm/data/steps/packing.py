@@ -1,17 +1,18 @@
-"""Samples into packs: bounded best fit over arrays of lengths.
+"""Pack samples into sequences by bounded best fit.
 
-Every sample goes into the fullest open pack that still has room for it. If none has, a new one is
-opened; if too many are open, the fullest is closed first. Unlike sorting by length this keeps the
-stream's order to within `max_open` sequences, so that the state to save is small and mixtures stay
-mixed.
+Each sample is added to the open sequence with the least free tokens that suffice:
 
-A pack that nothing fits into would stay open for ever, with the samples in it: `close_older` ends
-that. Rejected: closing the oldest pack instead of the fullest when too many are open, which wastes
-the room of packs that had only just been opened.
+    free tokens of open sequences    A 100, B 700, C 900
+    sample of 600 tokens             -> B (100 left)
+    sample of 950 tokens             -> new sequence D; if too many are open, close A first
 
-Packs are numbers, in the order in which they are opened; who is in which is said by an array with
-an entry per sample. A loop of plain numbers, because a planner places all samples of a step of the
-whole run: 20 us each in Python, 0.1 us so.
+At most `max_open` sequences are open. So samples stay close to their original order, mixtures stay
+mixed, and the loader state is small. `close_older` closes sequences that have been open for long,
+because no sample may fit into them. If too many are open, the one with the least free tokens is
+closed and not the oldest, which may be nearly empty.
+
+Sequences are numbered in the order in which they are opened. The result is the sequence number of
+each sample. The loop is compiled, because each rank packs all samples of the run.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ UNLIMITED = -1
 
 
 class SequenceNumbers:
-    """Numbers of the sequences of a packer, in the order in which they are opened."""
+    """Sequence numbers of a packer, in the order in which sequences are opened."""
 
     def __init__(self) -> None:
         self.closed: deque[int] = deque()
-        """Numbers of closed sequences that no step has taken, in the order of closing."""
+        """Closed sequences that no step has used, in the order in which they were closed."""
         self.next = 0
         """Number of the next sequence."""
 
     def restore_closed(self) -> int:
-        """Add a closed sequence; return its number."""
+        """Add a closed sequence, and return its number."""
         self.closed.append(self.next)
         self.next += 1
         return self.next - 1
 
 
 class Packer(SequenceNumbers):
-    """Packs samples by their sizes.
+    """Packer of samples by best fit.
 
     Args:
-        sequence_length: tokens of a pack.
-        max_open: packs kept open.
-        max_tiles: most pictures and tiles of a pack; None: any number. A sample with more of them
-            shares its pack with none that has any.
+        sequence_length: Number of tokens of a sequence.
+        max_open: Maximum number of open sequences.
+        max_tiles: Maximum number of images and tiles of a sequence. None for no limit. A sample
+            with more of them is packed only with samples that have none.
     """
 
     def __init__(self, sequence_length: int, max_open: int, max_tiles: int | None = None) -> None:
@@ -58,30 +59,30 @@ class Packer(SequenceNumbers):
         self.sequence_length = sequence_length
         self.max_open = max_open
         self.max_tiles = UNLIMITED if max_tiles is None else max_tiles
-        # Of open packs, the oldest first: number, free tokens, tiles, time of opening.
+        # Columns are open sequences, oldest first: number, free tokens, tiles, opening time.
         self._open_4O = np.zeros((4, max_open), np.int64)
         self._open_count = 0
 
     @property
     def open(self) -> list[int]:
-        """Open packs, oldest first."""
+        """Numbers of open sequences, oldest first."""
         return self._open_4O[0, : self._open_count].tolist()
 
     @property
     def opened_at(self) -> list[int]:
-        """When each open pack was opened."""
+        """Opening times of open sequences."""
         return self._open_4O[3, : self._open_count].tolist()
 
     def add(
         self, tokens_N: Int64s, tiles_N: Int64s, wanted: int | None = None, now: int = 0
     ) -> Int64s:
-        """Places samples in their order; returns the pack of each of those placed.
+        """Pack samples in order, and return the sequence number of each packed sample.
 
         Args:
-            tokens_N: at least 1, at most `sequence_length` each.
-            tiles_N: pictures and tiles of each.
-            wanted: stop once so many packs are closed and not yet taken; None: place all samples.
-            now: the time, for `close_older`.
+            tokens_N: Number of tokens of each sample, from 1 to `sequence_length`.
+            tiles_N: Number of images and tiles of each sample.
+            wanted: Number of closed sequences at which to stop. None to pack all samples.
+            now: Opening time of new sequences, for `close_older`.
         """
         room = 2 * len(tokens_N) if wanted is None else max(0, wanted - len(self.closed))
         packs_N = np.empty(len(tokens_N), np.int64)
@@ -95,7 +96,7 @@ class Packer(SequenceNumbers):
         return packs_N[:placed]
 
     def restore(self, tokens: int, tiles: int, opened_at: int) -> int:
-        """Opens a pack that already has so many tokens and tiles; returns its number."""
+        """Open a sequence with a number of used tokens and tiles, and return its number."""
         assert self._open_count < self.max_open
         column = self.next, self.sequence_length - tokens, tiles, opened_at
         self._open_4O[:, self._open_count] = column
@@ -104,7 +105,7 @@ class Packer(SequenceNumbers):
         return self.next - 1
 
     def close_older(self, time: int) -> None:
-        """Closes packs that were opened at `time` or before, the oldest first."""
+        """Close sequences that were opened at `time` or before, oldest first."""
         count = int((self._open_4O[3, : self._open_count] <= time).sum())
         self.closed.extend(self.open[:count])
         rest = self._open_count - count
@@ -112,7 +113,7 @@ class Packer(SequenceNumbers):
         self._open_count = rest
 
     def flush(self) -> None:
-        """Closes all packs, oldest first (at the end of a validation epoch)."""
+        """Close all sequences, oldest first, for the end of a validation epoch."""
         self.closed.extend(self.open)
         self._open_count = 0
 
@@ -126,11 +127,15 @@ def pack_all(
     *,
     flush: bool = True,
 ) -> list[list[int]]:
-    """Packs of known samples, in the order in which they are closed, as indices.
+    """Return sample indices of each sequence, in the order in which sequences are closed.
 
     Args:
-        tokens_N: of each sample; the other arguments are those of `Packer`.
-        flush: whether the packs that are open in the end are packs, too.
+        tokens_N: Number of tokens of each sample.
+        sequence_length: See `Packer`.
+        max_open: See `Packer`.
+        tiles_N: Number of images and tiles of each sample. None for 0.
+        max_tiles: See `Packer`.
+        flush: Whether to include sequences that are still open at the end.
     """
     packer = Packer(sequence_length, max_open, max_tiles)
     tiles = tiles_N if tiles_N is not None else np.zeros(len(tokens_N))
@@ -142,15 +147,15 @@ def pack_all(
 
 
 def members(packs_N: Int64s, wanted: Int64s) -> tuple[Int64s, Int64s]:
-    """Who is in which pack.
+    """Return the samples of some sequences.
 
     Args:
-        packs_N: pack of each sample.
-        wanted: numbers of P packs, in any order.
+        packs_N: Sequence number of each sample.
+        wanted: (P,), sequence numbers in any order.
 
     Returns:
-        indices into `packs_N` of the samples in these packs, one pack after another, each in the
-        order of `packs_N`; and where each pack begins among them, and the last one ends: (P + 1,).
+        Indices into `packs_N`, grouped by the sequences in `wanted` and ascending in each. And
+        (P + 1,), the start of each group, followed by the end of the last group.
     """
     if not len(packs_N) or not len(wanted):
         return np.zeros(0, np.int64), np.zeros(len(wanted) + 1, np.int64)
@@ -176,15 +181,15 @@ def _place(
     packs_N: Int64s,
     closed_C: Int64s,
 ) -> tuple[int, int]:
-    """Samples placed, and packs closed.
+    """Pack samples, and return the number of packed samples and of closed sequences.
 
     Args:
-        sizes_2N: tokens and tiles of samples.
-        limits_4: tokens of a pack; its tiles; packs to close; the time.
-        open_4O: open packs: number, free tokens, tiles, time of opening; changed.
-        counts_2: how many these are, and the number of the next one; changed.
-        packs_N: to be filled with the samples' packs.
-        closed_C: to be filled with closed packs.
+        sizes_2N: Tokens and tiles of each sample.
+        limits_4: Maximum tokens and tiles of a sequence, number of sequences to close, and time.
+        open_4O: Number, free tokens, tiles and opening time of open sequences. Changed in place.
+        counts_2: Number of open sequences, and number of the next sequence. Changed in place.
+        packs_N: Output for the sequence number of each packed sample.
+        closed_C: Output for the numbers of closed sequences.
     """
     length, max_tiles, wanted, now = limits_4
     open_count, next_pack = counts_2
@@ -229,7 +234,7 @@ def _place(
 
 @compiled
 def _grouped(places_N: Int64s, count: int) -> tuple[Int64s, Int64s]:
-    """Indices of those with a place, by place, and where each place begins; stable."""
+    """Return indices sorted by group, and the start of each group. Negative groups are omitted."""
     starts = np.zeros(count + 1, np.int64)
     for place in places_N:
         if place >= 0:

@@ -1,7 +1,7 @@
-"""Which samples come next: all of a run's sources that planning its steps needs.
+"""Sample order of a run: the sizes and sampling weights that are required to plan steps.
 
-Sizes, weights and what identifies them, without what reads or decodes a record: it can be handed to
-another process, which then plans the same steps.
+The order has no access to records. It is picklable, so that a background process can plan the same
+steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchmm.recipe.training_section import TrainingConfig
 
 
 class OrderedSource(NamedTuple):
-    """A source as far as its order goes."""
+    """Name, settings and feed of a source."""
 
     name: str
     config: SourceConfig
@@ -27,11 +27,12 @@ class OrderedSource(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Of all sources.
+    """Sample order of all sources.
 
     Attributes:
-        identity: see `torchmm.data.identity`.
-        stages: weights in the place of the sources' own; none: there is one stage.
+        sources: All sources in the order of the recipe.
+        identity: See `torchmm.data.identity`.
+        stages: Mixture schedule. If empty, the weights of the sources apply in all steps.
     """
 
     sources: Sequence[OrderedSource]
@@ -39,7 +40,7 @@ class SampleOrder:
     stages: Sequence[StageConfig]
 
     def mixture(self) -> Mixture:
-        """Their global order, from the start."""
+        """Return the mixture of all sources at its start."""
         feeds = [source.make_feed() for source in self.sources]
         stages = [
             Stage(
@@ -47,14 +48,19 @@ class SampleOrder:
             )
             for stage in self.stages
         ]
-        own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
-        return Mixture(feeds, stages or [Stage(own)])
+        weights = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
+        return Mixture(feeds, stages or [Stage(weights)])
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """Return the optimizer steps of these sources.
 
+        Args:
+            data: Packing settings and limits.
+            training: Batch sizes, sequence length and seed.
+            position: Position of the first step.
+
         Raises:
-            CheckpointError: The position belongs to other data.
+            CheckpointError: The position belongs to different data.
         """
         steps: Steps = StepSequence(
             self.mixture(),
@@ -76,8 +82,11 @@ class SampleOrder:
 
 
 def _weight(config: SourceConfig, size: int | None) -> float:
-    """Its share in the mixture: with `epochs`, so that all sources are seen as often as theirs
-    say in the same time."""
+    """Return the sampling weight of a source.
+
+    With `epochs`, it is the number of samples in these epochs. So all sources with `epochs` finish
+    at the same step.
+    """
     if config.epochs is None:
         return config.weight
     assert size is not None, "streams have no epochs; the recipe checks should have rejected this"

@@ -1,14 +1,13 @@
-"""Shuffling without a list: a permutation whose entries are computed one by one.
+"""Shuffle without storing the permutation, by computing its entries on demand.
 
-`permuted` is a Feistel network: the bits of a position are cut into two halves, and each in turn is
-changed by a hash of the other one, which can be undone and therefore gives every number once. The
-network permutes a power of two; a result that is not below `count` goes in again until one is
-("cycle walking"), on average fewer than two times. So any place of a shuffled order is known
-without the others: nothing is stored, and every process can begin anywhere.
+`permuted` is a Feistel network. It splits the bits of an index into two halves, and combines each
+half with a hash of the opposite half. Each round is invertible, so the network is a permutation of
+a power of two. An output of at least `count` is permuted again ("cycle walking"), on average less
+than twice.
 
-Rejected: sorting by a hash, which takes 24 bytes and 0.2 us per sample and epoch on every rank;
-numpy's generator, whose streams may change between releases. Kernels are compiled with numba and
-cached on disk, like those of `torchmm.balance`, whose rules for cached kernels hold here too.
+Sorting by a hash would require 24 bytes and 0.2 us per sample and epoch on each rank. The streams
+of NumPy generators may change between releases. The kernels are compiled with numba and cached on
+disk, with the same rules as the kernels of `torchmm.balance`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _njit: Any = njit  # takes options that its annotations do not have
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Decorator; where numba finds no directory to write to, every process compiles anew."""
+    """Compile a function with numba, and cache it on disk if a directory is writable."""
     try:
         return _njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -35,7 +34,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def mixed(*parts: int) -> int:
-    """A hash of numbers: 64 bits (splitmix64, Steele et al. 2014, of one after the other)."""
+    """Return a 64-bit hash of integers (splitmix64, Steele et al. 2014)."""
     state = 0
     for part in parts:
         state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -46,11 +45,15 @@ def mixed(*parts: int) -> int:
 
 
 def permuted(positions_N: Int64s, count: int, key: int) -> Int64s:
-    """Where a permutation of `count` things sends positions: int64.
+    """Apply a pseudorandom permutation of `range(count)` to indices.
 
     Args:
-        positions_N: each below `count`.
-        key: which permutation.
+        positions_N: (N,), indices below `count`.
+        count: Length of the permutation.
+        key: Seed of the permutation.
+
+    Returns:
+        (N,), int64.
     """
     keys = [mixed(key, number) for number in range(ROUNDS)]
     return _feistel(np.ascontiguousarray(positions_N, np.int64), count, np.array(keys, np.uint64))

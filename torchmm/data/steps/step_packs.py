@@ -1,17 +1,19 @@
-"""The sequence of optimizer steps: which samples, in which packs, on which rank. Sizes only.
+"""Plan optimizer steps: assign samples to packed sequences, ranks and microbatches.
 
-Global batch first: all ranks compute the same global batch of packs from the same global order,
-then divide it. The samples of step k therefore do not depend on the number of ranks, microbatches
-or workers, and metadata of all ranks is known before anything is decoded.
+    mixture of feeds ─ samples ─> packer ─ sequences ─> global batch ─ slots ─> rank, microbatch
 
-    mixture of feeds ─ samples ─> packer ─ packs ─> global batch ─ places ─> rank, microbatch
+Invariants:
 
-All of it is arrays; objects are made of the samples that somebody asks for, usually one rank's. The
-state after each step (samples taken per feed, open packs as references) is JSON-able and small.
+- All ranks compute the same global batch of sequences from the global sample order, then divide it.
+  The samples of step k do not depend on the number of ranks, microbatches or workers.
+- Planning uses sizes only, so metadata of all ranks is available before any sample is decoded.
+- The loader state after a step is JSON-serializable. It has the number of samples taken from each
+  feed, and references to the samples of unused sequences.
 
-Every rank that has the sizes of all samples plans for itself: a step of 1,024 replicas takes it
-13 ms (`benchmarks/loader_scale.py`), ahead of time, and nobody has to wait for, or do without, a
-planner that is gone. Ranks that do not have them ask (`elsewhere.py`). Rejected: asking always.
+All data is in arrays. Sample objects are created on demand, usually for one rank. Each rank that
+has the sizes of all samples plans independently: 13 ms per step of 1,024 replicas, ahead of use
+(`benchmarks/loader_scale.py`). The remaining ranks request plans (`elsewhere.py`). A central
+planner for all ranks would be a single point of failure.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ from torchmm.recipe.changes import changes
 from torchmm.recipe.training_section import TrainingConfig
 
 STATE_VERSION = 2
-"""1: until samples were shuffled in blocks."""
+"""Version of the loader state. Version 1 is from before samples were shuffled in blocks."""
 
 T = TypeVar("T")
 Name = tuple[int, int, int]
-"""A sample of the global order: feed, epoch, index."""
+"""Key of a sample in the global order: feed, epoch and index."""
 Arrange = Callable[[Sequence[MicrobatchMeta]], Arrangement]
-"""Arranges the packs of a global batch, given as separate microbatches."""
+"""Assigns the sequences of a global batch, one microbatch each, to ranks and microbatches."""
 
 
 class Balance(Protocol):
-    """Assigns images to data-parallel ranks."""
+    """Assignment of images to data-parallel ranks."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -58,22 +60,23 @@ class Balance(Protocol):
         """Return the rank that encodes or generates each image of one microbatch of all ranks.
 
         Args:
-            sizes_I4: As of `ImageSizes`, with modules as positions in `names`.
+            sizes_I4: Array of `ImageSizes`, with modules as indices in `names`.
             homes_I: Rank that trains on each image, ascending.
+            ranks: Number of data-parallel ranks.
         """
         ...
 
 
 class Position(NamedTuple):
-    """Where a rank's steps begin, and which part of them is its own.
+    """Start of the steps of a rank, and its part of each step.
 
     Attributes:
-        rank: this data-parallel rank.
-        data_parallel_size: ranks that share a global batch.
-        state: of an earlier sequence, to continue from.
-        arrange: which pack goes where; None: in natural order.
-        resume_changed: continue from `state` even if it is of other data.
-        balance: Assigns images to ranks; None: each rank encodes its own.
+        rank: Data-parallel rank.
+        data_parallel_size: Number of data-parallel ranks.
+        state: Loader state to continue from. None for the start.
+        arrange: Assigns sequences to ranks and microbatches. None for the packing order.
+        resume_changed: Whether to continue from the state of different data.
+        balance: Assigns images to ranks. If None, each rank encodes the images of its sequences.
     """
 
     rank: int = 0
@@ -85,42 +88,43 @@ class Position(NamedTuple):
 
 
 class Steps(Protocol):
-    """What comes next, step by step; endless unless sources last one epoch."""
+    """Iterator over steps, which is infinite unless feeds have one epoch."""
 
     @property
     def notice(self) -> str:
-        """What to report about the state it began after."""
+        """Message about the loader state before the first step."""
         ...
 
     def __next__(self) -> StepSamples: ...
 
     def close(self) -> None:
-        """End processes that plan steps."""
+        """Stop processes that plan steps."""
 
 
 @dataclass(frozen=True)
 class Packs:
-    """The packs of a step as arrays; called with a pack's number, it gives the pack's samples."""
+    """Sequences of a step as arrays. A call returns the samples of one sequence."""
 
     samples: Drawn
-    """One pack after another."""
+    """Samples grouped by sequence."""
     starts_P1: Int64s
-    """Where each pack begins in `samples`, and the last one ends."""
+    """Start of each sequence in `samples`, followed by the end of the last sequence."""
     describe: Callable[[Name], Item]
+    """Function that returns a sample as an object."""
     image_sizes: Callable[[Drawn, Sequence[str]], ImageSizes]
-    """Sizes of the images of samples, for modules of these names."""
+    """Function that returns the sizes of the images of samples, for named modules."""
 
     def __call__(self, number: int) -> PackItems:
         start, stop = self.starts_P1[number : number + 2].tolist()
         return self.items(slice(start, stop))
 
     def items(self, samples: slice | Int64s) -> PackItems:
-        """Return samples by their positions in `samples`."""
+        """Return sample objects by their indices in `samples`."""
         return [self.describe(name) for name in self.samples.part(samples).names()]
 
 
 def known_packs(packs: Sequence[PackItems]) -> Packs:
-    """Return the packs of a step of which all samples are known."""
+    """Create arrays from the sample objects of all sequences of a step."""
     items = {name_of(item): item for pack in packs for item in pack}
     starts_P1 = np.cumsum([0, *map(len, packs)])
     samples = Drawn.of([item for pack in packs for item in pack])
@@ -136,28 +140,28 @@ class StepSamples:
     """One optimizer step of all data-parallel ranks."""
 
     pack: Callable[[int], PackItems]
-    """The samples of the pack of this number."""
+    """Function that returns the samples of a sequence by number."""
     places_RMB: Int64s
-    """Pack numbers by rank, microbatch and place in it."""
+    """Sequence numbers by rank, microbatch and index in the microbatch."""
     skipped: list[str]
-    """Samples found corrupt while planning; the same on all ranks."""
+    """Messages about samples that were corrupt during planning. Equal on all ranks."""
     state: dict[str, Any]
-    """The planner's state after this step."""
+    """Loader state after this step."""
     epoch: float
-    """Passes over the source with the fewest passes that are trained on after this step."""
+    """Completed passes after this step over the source with the fewest passes."""
     encoded: Callable[[int], list[EncodedImages]] | None = None
-    """Return the images that a rank encodes and generates in each microbatch; None: those of its
-    own packs."""
+    """Function that returns the images that a rank encodes and generates in each microbatch. If
+    None, these are the images of its sequences."""
     imbalance: Mapping[str, float] = field(default_factory=dict)
-    """Figures of `Imbalance`."""
+    """Metrics of `Imbalance`."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
-        """Packs by rank and microbatch."""
+        """Sequences by rank and microbatch."""
         return ByRank(len(self.places_RMB), self._share)
 
     def metas(self, sequence_length: int) -> ByRank[MicrobatchMeta]:
-        """Return the sizes of the tasks of every microbatch, by rank."""
+        """Return the metadata of each microbatch, by rank."""
 
         def of(rank: int) -> list[MicrobatchMeta]:
             metas = [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
@@ -173,11 +177,11 @@ class StepSamples:
 
 
 class ByRank(Sequence[list[T]]):
-    """Something of every data-parallel rank, made when it is asked for.
+    """Sequence with a list per data-parallel rank, created on access.
 
     Args:
-        count: ranks.
-        make: a rank's own.
+        count: Number of ranks.
+        make: Returns the list of a rank.
     """
 
     def __init__(self, count: int, make: Callable[[int], list[T]]) -> None:
@@ -197,16 +201,21 @@ class ByRank(Sequence[list[T]]):
 
 
 def natural_places(training: TrainingConfig, data_parallel_size: int) -> Int64s:
-    """(ranks, microbatches, packs) in natural order."""
+    """Return sequence numbers in packing order: (ranks, microbatches, microbatch size)."""
     shape = (data_parallel_size, -1, training.microbatch_size)
     return np.arange(training.global_batch_size).reshape(shape)
 
 
 def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> StepSamples:
-    """The same packs in other places.
+    """Return the step with sequences reassigned to ranks and microbatches.
+
+    Args:
+        plan: Step in packing order.
+        arrange: Assignment algorithm.
+        training: Batch sizes and sequence length.
 
     Raises:
-        ValueError: `arrange` leaves out packs, or does not fill all microbatches.
+        ValueError: `arrange` omits sequences, or does not fill all microbatches.
     """
     length = training.sequence_length
     count = training.global_batch_size
@@ -214,8 +223,8 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
     shape = plan.places_RMB.shape
     fitting = all(len(rank) == shape[1] for rank in places)
     fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
-    found = sorted(index for rank in places for packs in rank for index in packs)
-    if len(places) != shape[0] or not fitting or found != list(range(count)):
+    assigned = sorted(index for rank in places for packs in rank for index in packs)
+    if len(places) != shape[0] or not fitting or assigned != list(range(count)):
         raise ValueError(
             f"{count} packed sequences for {shape[0]} ranks were arranged as {places}; every "
             "sequence must have one position, and all microbatches the same size"
@@ -226,29 +235,29 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
 
 
 class StepSequence:
-    """Iterator over step plans, endless unless the feeds last one epoch.
+    """Iterator over steps, which is infinite unless the feeds have one epoch.
 
-    With feeds of one epoch the last step is padded with empty packs.
+    With feeds of one epoch, the last step is padded with empty sequences.
 
     Args:
-        mixture: the global order of samples.
-        training: batch sizes, sequence length, seed.
-        packing_buffer_size: packs kept open.
-        data_parallel_size: ranks that share a global batch.
-        max_skipped: corrupt samples accepted within one step.
-        state: of an earlier planner, to continue from.
-        arrange: which pack goes where; None: in natural order.
-        content: what samples and their order depend on (`torchmm.data.identity`).
-        resume_changed: continue from `state` even if that is different.
-        max_tiles: most pictures and tiles of a pack.
-        packing_max_wait_steps: steps after which a pack that is still open is closed.
-        packing: algorithm that packs samples (`data.packing`).
+        mixture: Global sample order.
+        training: Batch sizes, sequence length and seed.
+        packing_buffer_size: Maximum number of open sequences.
+        data_parallel_size: Number of data-parallel ranks.
+        max_skipped: Maximum number of corrupt samples in one step.
+        state: Loader state to continue from. None for the start.
+        arrange: Assigns sequences to ranks and microbatches. None for the packing order.
+        content: Identity of samples and their order (`torchmm.data.identity`).
+        resume_changed: Whether to continue from the state of different data.
+        max_tiles: Maximum number of images and tiles of a sequence.
+        packing_max_wait_steps: Number of steps after which an open sequence is closed.
+        packing: Packing algorithm (`data.packing`).
 
     Raises:
-        CheckpointError: the state belongs to other data, or to another order of them.
+        CheckpointError: The state belongs to different data, or to a different sample order.
     """
 
-    def __init__(  # noqa: PLR0913 - what a position in the data depends on
+    def __init__(  # noqa: PLR0913 - the inputs of a data position
         self,
         mixture: Mixture,
         training: TrainingConfig,
@@ -278,13 +287,13 @@ class StepSequence:
         )
         self._content = dict(content or {})
         self.notice = ""
-        """What to report about `state`."""
+        """Message about `state`."""
         self._steps = 0
-        """Steps planned."""
+        """Number of planned steps."""
         self._waiting = [(Drawn.of([]), np.zeros(0, np.int64))]
-        """Samples in packs that no step has taken, and the numbers of these packs."""
+        """Samples of sequences that no step has used, and their sequence numbers."""
         self._items: dict[Name, Item] = {}
-        """Of sources that cannot be asked again."""
+        """Sample objects of streams, which cannot be read again."""
         if state is not None:
             self._restore(state, resume_changed)
 
@@ -318,7 +327,7 @@ class StepSequence:
         return plan if self._arrange is None else arranged(plan, self._arrange, self._training)
 
     def _pack_best_fit(self, packer: Packer, skipped: list[str]) -> None:
-        """Close the sequences of a step, or all of them at the end of the feeds."""
+        """Pack samples until a step is full, or until the end of the feeds."""
         wanted = self._training.global_batch_size
         packer.close_older(self._steps - self._max_delay_steps)
         while len(packer.closed) < wanted:
@@ -330,7 +339,7 @@ class StepSequence:
             self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
 
     def _pack_balanced(self, packer: BalancedPacker, skipped: list[str]) -> None:
-        """Close the sequences of a step, or all of them at the end of the feeds."""
+        """Pack samples until a step is full, or until the end of the feeds."""
         while len(packer.closed) < self._training.global_batch_size:
             missing = packer.missing_tokens
             parts = []
@@ -346,7 +355,7 @@ class StepSequence:
                 return
 
     def _draw(self, skipped: list[str]) -> Drawn | None:
-        """Return the next samples of the mixture; add the corrupt ones to `skipped`."""
+        """Return the next samples of the mixture, and add corrupt samples to `skipped`."""
         drawn = self._mixture.draw()
         if drawn is not None:
             skipped += drawn.skipped
@@ -359,9 +368,11 @@ class StepSequence:
         return drawn
 
     def _take(self, numbers: Sequence[int]) -> tuple[Drawn, Int64s]:
-        """Samples of closed packs, one pack after another, and where each begins; the others go on
-        waiting. Packs are filled up with empty ones to a global batch, which at the end of
-        validation give every rank its share, if only of padding."""
+        """Remove closed sequences, and return their samples and the start of each sequence.
+
+        Empty sequences are added to complete a global batch. Therefore all ranks have the same
+        number of sequences at the end of validation.
+        """
         waiting, packs_N = self._all_waiting()
         chosen, starts_P1 = members(packs_N, np.asarray(numbers, np.int64))
         rest = np.ones(len(packs_N), bool)
@@ -381,17 +392,17 @@ class StepSequence:
     def _image_sizes(
         self, items: Mapping[Name, Item], samples: Drawn, modules: Sequence[str]
     ) -> ImageSizes:
-        def of_feed(number: int, own: Int64s) -> ImageSizes:
+        def of_feed(number: int, members: Int64s) -> ImageSizes:
             feed = self._mixture.feeds[number]
             if feed.sequential:
-                return _item_sizes(items, samples.part(own), modules)
-            return feed.image_sizes(samples.indices_N[own], modules)
+                return _item_sizes(items, samples.part(members), modules)
+            return feed.image_sizes(samples.indices_N[members], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
 
     def _state(self) -> dict[str, Any]:
-        # Packs are saved as references to their samples, never as content: a resume asks the feeds
-        # for these samples again, which is why each feed's state depends on what is still needed.
+        # Sequences are saved as references to samples. A resumed run requests these samples from
+        # the feeds, so the state of each feed depends on the samples that are still needed.
         waiting, packs_N = self._all_waiting()
         numbers = [*self._packer.closed, *self._packer.open]
         chosen, starts = members(packs_N, np.asarray(numbers, np.int64))
@@ -415,7 +426,7 @@ class StepSequence:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What is compared where versions of `torchmm.data.identity` differ."""
+        """Return values to compare if versions of `torchmm.data.identity` differ."""
         return {
             "seed": self._training.seed,
             "sequence_length": self._training.sequence_length,
@@ -424,7 +435,7 @@ class StepSequence:
 
     def _restore(self, state: dict[str, Any], resume_changed: bool) -> None:
         changed = self._changes(state)
-        self._steps = int(state.get("steps") or 0)  # unknown to versions long ago
+        self._steps = int(state.get("steps") or 0)  # early versions did not save it
         self._mixture.begin_step(max(1, self._steps))
         if not changed and not self._restore_exactly(state):
             changed = ["sizes of samples in sequences not yet full"]
@@ -463,7 +474,7 @@ class StepSequence:
         )
 
     def _restore_exactly(self, state: dict[str, Any]) -> bool:
-        """Restores the position; returns False if samples are gone or no longer fit."""
+        """Restore the state. Return False if samples are missing or no longer fit."""
         items: dict[Name, Item] = {}
         references = _references(state)
         for number, feed in enumerate(self._mixture.feeds):
@@ -473,7 +484,7 @@ class StepSequence:
             items.update((name_of(item), item) for item in feed.restore(saved, needed))
         if not items.keys() >= set(references):
             return False
-        # Sizes come from today's index: a pack that would now overflow cannot be the one saved.
+        # Sizes are from the current index, and may differ from those in the checkpoint.
         packs = [[items[_reference(r)] for r in p] for p in [*state["closed"], *state["open"]]]
         used = [sum(item.meta.tokens for item in pack) for pack in packs]
         if max(used, default=0) > self._training.sequence_length:
@@ -492,18 +503,18 @@ class StepSequence:
         return True
 
     def _wait(self, items: Sequence[Item], packs_N: Int64s) -> None:
-        """Samples go on waiting in packs."""
+        """Add samples of sequences that no step has used."""
         self._waiting.append((Drawn.of(items), packs_N))
         self._items.update((name_of(item), item) for item in items if item.record is not None)
 
     def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
-        """Sources continue where they were, as far as that is still meaningful."""
+        """Continue sources whose saved positions are still valid, and start the remaining ones."""
         saved = state["content"] if comparable(state.get("content")) else None
-        # Numbers that feeds had when the state was saved; references in it use these.
+        # References in the state use the feed numbers of the checkpoint.
         numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}
         items: dict[Name, Item] = {}
         positions = []
-        for place, feed in enumerate(self._mixture.feeds):
+        for index, feed in enumerate(self._mixture.feeds):
             name = feed.options.name
             past = state["feeds"].get(name)
             if feed.size is None and not (saved and same_stream(saved, self._content, name)):
@@ -512,16 +523,15 @@ class StepSequence:
                 f"source {name!r} "
                 + (f"after {past['draws']} samples" if past else "from the start")
             )
-            self._mixture.taken[place] = past["draws"] if past else 0
+            self._mixture.taken[index] = past["draws"] if past else 0
             number = numbers.get(name)
             needed = [(epoch, index) for f, epoch, index in _references(state) if f == number]
             for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
                 items[number or 0, item.epoch, item.meta.index] = item
-        # Weights or sources may be new: without this, a new source would be drawn from alone until
-        # it had caught up with all that was taken from the others.
+        # Otherwise, all samples would be from a new source until it has caught up.
         self._mixture.forget_the_past()
         kept = [items[r] for r in _references(state) if r in items]
-        drawn = Drawn.of(kept)  # packed anew, as their sizes may have changed
+        drawn = Drawn.of(kept)  # packed again, because sizes may have changed
         if isinstance(self._packer, Packer):
             packs_N = self._packer.add(drawn.tokens_N, drawn.tiles_N, now=self._steps)
         else:
@@ -535,7 +545,7 @@ class StepSequence:
 
 
 def _references(state: Mapping[str, Any]) -> list[Name]:
-    """Samples in packs that no step has taken, in order."""
+    """Return the samples of sequences that no step has used, in order."""
     return [_reference(r) for pack in [*state["closed"], *state["open"]] for r in pack]
 
 
@@ -545,5 +555,5 @@ def _reference(saved: Sequence[int]) -> Name:
 
 
 def name_of(item: Item) -> Name:
-    """Return the name of a sample."""
+    """Return the key of a sample in the global order."""
     return item.feed, item.epoch, item.meta.index

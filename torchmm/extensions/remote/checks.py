@@ -55,7 +55,7 @@ def _check_producers(producers: ProducersConfig) -> Problems:
 
 
 def _check_producer_addresses(producers: ProducersConfig) -> Problems:
-    """Yield addresses of a wrong form, and addresses that need a certificate."""
+    """Yield invalid addresses, and addresses that require a certificate."""
     registry = producers.registry
     named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
     named += [("registry", registry)] if registry is not None else []

@@ -1,10 +1,10 @@
-"""A registry: where producers report that they are there, and how busy they are.
+"""Run a registry, to which producers report their addresses and load.
 
     python -m torchmm.data.registry --bind 10.0.0.7:7410 --tls-certificate PEM --tls-key PEM
 
-For producers and ranks on several machines (`data.producers.registry`); a run on one machine has
-its own. It knows nothing of recipes, and may be started again at any time. Other machines only
-reach it with a certificate and a token.
+Use it for producers and ranks on several hosts (`data.producers.registry`). A run on one host
+starts its registry itself. A registry is independent of recipes and can be restarted at any time.
+Other hosts can connect only if it has a certificate and a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchmm.extensions.remote.producers.registry import Registry
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchmm.data.registry",
         description=__doc__,
@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> NoReturn:
-    """Answers until SIGTERM or SIGINT; exit codes are those of `train.py`."""
+    """Serve requests until SIGTERM or SIGINT, and exit with an exit code of `train.py`."""
     arguments = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     stopped = ended_by_signals()

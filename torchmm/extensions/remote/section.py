@@ -1,4 +1,4 @@
-"""`[data.storage]`: cache and timeout of files at addresses."""
+"""Section `[data.storage]`: cache and timeout of remote files."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A producer: prepares samples for trainers on other processes or machines.
+"""Run a producer, which prepares samples for trainers in other processes or on other hosts.
 
     python -m torchmm.data.serve --config recipe.toml --bind 127.0.0.1:7411 --workers 8
 
-It opens the recipe's sources, which must exist on its machine, and answers requests that name
-samples (see `torchmm.extensions.remote.producers`) with tensors.
+A producer opens the sources of the recipe, which must exist on its host. It responds to requests
+for samples (see `torchmm.extensions.remote.producers`) with tensors.
 
-It listens only on its own machine, unless it has a certificate and a token. Like `train.py` this is
-a program, which sees the whole recipe.
+It accepts only local connections, unless it has a certificate and a token. Like `train.py`, this is
+a program that reads the complete recipe.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def producer_of(
     token: str | None,
     certificate: Certificate | None,
 ) -> Producer:
-    """Opens what the recipe names, and begins to listen.
+    """Open the sources of the recipe and start to listen.
 
     Raises:
-        ConfigError, DataError: that failed.
+        ConfigError, DataError: The sources or the address cannot be opened.
     """
-    # Late: mistakes on the command line should not take the seconds that these need to load.
+    # Imported here, because these imports take seconds and mistakes on the command line are
+    # reported first.
     from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from torchmm.extensions.remote.producers.server import open_producer  # noqa: PLC0415
     from torchmm.planning.recipe_model import recipe_model  # noqa: PLC0415
@@ -72,7 +73,7 @@ def producer_of(
 
 
 def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | None:
-    """Begins to report to the registry, if there is one; raises ConfigError."""
+    """Start to report to the registry, if the command line sets one. May raise ConfigError."""
     if arguments.registry is None:
         return None
     host = arguments.bind.rpartition(":")[0]
@@ -92,10 +93,10 @@ def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | Non
 
 
 def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    """Answers until SIGTERM or SIGINT.
+    """Serve requests until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError, DataError: it cannot begin.
+        ConfigError, DataError: The producer cannot start.
     """
     _check_arguments(arguments)
     token = os.environ.get(TOKEN_VARIABLE)
@@ -116,7 +117,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if an address or the number of workers is wrong."""
+    """Raise ConfigError if an address or the number of workers is invalid."""
     lowest_ports = {"bind": 0, "registry": 1, "advertise": 1}
     for name, lowest in lowest_ports.items():
         address = getattr(arguments, name)
@@ -131,7 +132,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command line; what it does not know are keys of the recipe."""
+    """Return the parser of the command line. Unknown options override keys of the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m torchmm.data.serve",
         description=__doc__,
@@ -153,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> NoReturn:
-    """Exit codes are those of `train.py`."""
+    """Run the command line, and exit with an exit code of `train.py`."""
     arguments, overrides = make_parser().parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:

@@ -1,38 +1,36 @@
-"""The one attention function of all layers: attention within packed segments, never across.
+"""The attention function of all layers: attention within packed segments, never across segments.
 
-Hugging Face layers look their attention up by name, so registering "packed" is enough: no layer
-is patched. `Segments` travels through the layers' keyword arguments as `cu_seq_lens_q` (Hugging
-Face's own name for it) or, where a layer forwards no keyword arguments, as its attention mask.
+Hugging Face layers select their attention function by name, so that registering "packed" needs no
+patched layers. Layers receive `Segments` as the keyword argument `cu_seq_lens_q` (a name of Hugging
+Face), or as the attention mask if a layer does not forward keyword arguments.
 
-- CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one kernel for all segments.
-- Encoders with images of one size have no segments: scaled_dot_product_attention, on CUDA with the
-  kernel that was measured to be faster (see `image_kernels`).
+Kernels:
+
+- CUDA, bf16 or fp16: `torch.nn.attention.varlen.varlen_attn`, one kernel for all segments.
+- Encoders with images of one size, without segments: `scaled_dot_product_attention`, on CUDA with
+  the kernel that was faster in measurements (see `image_kernels`).
 - CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
-  loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
-  and the number of segments does not recompile it.
-- Elsewhere (fp32 on CUDA, bidirectional blocks, heads of more than 256):
-  scaled_dot_product_attention per run of equally long segments; in compiled layers the operator of
-  the next line, as the loop would be compiled once more for all other lengths.
-- Capped scores (Gemma 2) and attention sinks (GPT-OSS): a custom operator of plain matrix products,
-  on any device.
+  loop is opaque to autograd and torch.compile. A layer therefore compiles with fullgraph=True, and
+  different numbers of segments do not recompile it.
+- Soft capping (Gemma 2) and attention sinks (GPT-OSS): a custom operator of matmuls.
+- All other cases (fp32 on CUDA, bidirectional blocks, more than 256 features per head):
+  `scaled_dot_product_attention` per run of equally long segments. Compiled layers use the custom
+  operator of matmuls instead, because the loop would be recompiled for different lengths.
 
-Where several ranks share a row, each calls this with its own tokens; heads are exchanged for tokens
-first, and back afterwards (`torchmm.parallel.context`).
+With context parallelism, each rank calls the function with its tokens. An all-to-all exchanges
+tokens for heads before attention and back afterwards (`torchmm.parallel.context`).
 
-When text is generated, rows of one token for each prompt attend to what a cache has kept of the
-prompts (`token_cache`).
+During text generation, sequences of one new token per prompt attend to cached keys
+(`token_cache`).
 
-Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
-whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
+Bidirectional blocks. In Gemma 3 the tokens of an image attend to each other, and in PaliGemma the
+tokens of a prompt. Causal attention alone changes losses by at most 1e-3, which is easy to miss.
+
+"sdpa" of Hugging Face is not used: its mask is dense (T x T), and samples attend to each other if a
+cache or an all-ones mask is passed. flex_attention has no backward pass on CPU.
 
 Shape legend: B batch, T tokens of all segments, S tokens of one segment, H query heads, G key and
 value heads (G divides H), D head size.
-
-Some tokens see each other in both directions although attention is causal: Gemma 3 lets the tokens
-of an image see each other, PaliGemma those of a prompt. With causal attention alone losses are off
-by 1e-3 or less: little enough to miss.
-
-Shape legend: T tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -62,40 +60,51 @@ from torchmm.models.layers.token_cache import PackedCache, cached_attention
 PACKED = "packed"
 """Name under which the attention function is registered."""
 PACKED_UNSPLIT = "packed_flash"
-"""Same function. Qwen's vision layers split their input themselves, with a device
-synchronisation per layer, unless "flash" is in the name of the attention function."""
+"""Second name of the same function, for Qwen vision layers.
+
+These layers split their input with one device synchronization per layer, unless the name of the
+attention function contains "flash".
+"""
 
 _WIDEST_HEAD = 256
-"""Features of a head that the kernel for all segments can take."""
+"""Maximum number of features per head for `varlen_attn`."""
 _HEAD_MULTIPLE = 8
-"""What their number has to be a multiple of."""
+"""Divisor of the number of features per head that `varlen_attn` requires."""
 _UNSUPPORTED = ("position_bias",)
 KERNELS_FILE = Path(__file__).with_name("attention_kernels.json")
-"""Kernels of encoders with images of one size, by card and head width. Written by
-`benchmarks/one_gpu.py --parts attention --save-kernels`."""
+"""File with the kernels of encoders with images of one size, by GPU name and head size.
+
+`benchmarks/one_gpu.py --parts attention --save-kernels` writes it.
+"""
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *_WITHOUT_CUDNN]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the segments of a packed row begin; made once per forward, without a device sync."""
+    """Boundaries of the segments of a packed sequence.
+
+    They are built once per forward pass, without a device synchronization.
+    """
 
     cu_seqlens: Tensor
-    """int32 (segments + 1,) on the device of the activations: [0, ..., T]."""
+    """(segments + 1,), int32: [0, ..., T], on the device of the activations."""
     cu_seqlens_host: Tensor
-    """The same on the CPU."""
+    """Copy of `cu_seqlens` on the CPU."""
     longest: Tensor
-    """No values, (length of the longest segment + 1, 0), on the CPU: torch.compile can be told that
-    a size changes, while it makes a graph of its own for a number, and for a size of one."""
+    """Empty CPU tensor of shape (length of the longest segment + 1, 0), which stores the length.
+
+    torch.compile can mark a tensor dimension as dynamic, but specializes graphs for Python numbers
+    and for dimensions of size 1.
+    """
     blocks_T: Tensor | None = None
-    """int64: tokens of a segment with the same number, not negative, see each other both ways."""
+    """(T,), int64. Tokens of a segment with the same nonnegative value attend to each other."""
     only_windows: bool = False
-    """Whether only layers with a window do so."""
+    """Whether `blocks_T` applies only to layers with a sliding window."""
     row_heads: RowHeads | None = None
-    """What exchanges tokens for heads, where other ranks have the rest of the tokens."""
+    """Exchange of tokens for heads with context-parallel ranks, or None."""
     cache: PackedCache | None = None
-    """What layers keep for tokens to come; None: nothing."""
+    """Cache for text generation, or None."""
 
     @classmethod
     def from_starts(
@@ -107,10 +116,18 @@ class Segments:
         row_heads: RowHeads | None = None,
         cache: PackedCache | None = None,
     ) -> Segments:
-        """Segments from their starts and the total length, [0, ..., T].
+        """Build segments from their starts and the total length.
+
+        Args:
+            cu_seqlens: [0, ..., T].
+            device: Device of the activations.
+            blocks_T: Value of the field, as all following arguments.
+            only_windows: Whether blocks apply only to layers with a sliding window.
+            row_heads: Exchange of tokens for heads.
+            cache: Cache for text generation.
 
         Raises:
-            ValueError: the numbers do not rise from 0.
+            ValueError: The values do not increase from 0.
         """
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
         if not lengths or cu_seqlens[0] != 0 or min(lengths) <= 0:
@@ -122,25 +139,26 @@ class Segments:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest segment."""
+        """Number of tokens of the longest segment."""
         return len(self.longest) - 1
 
 
-# torch 2.11 groups heads unasked and has no such argument.
+# torch 2.11 always supports grouped heads and has no such argument.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 )
 
 
 class _Rules(NamedTuple):
-    """Which tokens attend to which within a segment, and what is done to scores."""
+    """Mask and score modifications of attention within a segment."""
 
     causal: bool
     window: int
-    """Keys that a query sees, itself included; 0: all."""
+    """Maximum number of visible keys, including the token itself. 0 means all."""
     softcap: float | None
+    """Bound of the scores, or None."""
     sinks_H: Tensor | None = None
-    """A further score for every query, whose weight is of no value."""
+    """(H,), additional score of each head, whose weight is dropped."""
 
 
 def _attend_segments(
@@ -158,8 +176,8 @@ def _attend_segments(
     fits = query_THD.shape[-1] <= _WIDEST_HEAD and s.blocks_T is None
     if query_THD.device.type == "cuda" and half and fits:
         features = value_TGD.shape[2]
-        # Values narrower than keys (latent attention) and heads that are no multiple of 8 features
-        # are widened by zeros. All others are not copied: layers compute in this layout.
+        # Values with fewer features than keys (latent attention) and heads whose features are not a
+        # multiple of 8 are padded with zeros. Other tensors are not copied.
         width = -(-query_THD.shape[2] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         q, k, v = (
             x.contiguous() if x.shape[2] == width else functional.pad(x, (0, width - x.shape[2]))
@@ -174,7 +192,7 @@ def _attend_segments(
         )
         assert isinstance(out, Tensor)
         return out[..., :features]
-    if torch.compiler.is_compiling():  # which would be told the lengths, and compile for each
+    if torch.compiler.is_compiling():  # the loop would be recompiled for different lengths
         return capped_attention([*inputs], host, scale, None, causal, window, s.blocks_T)
     outs = []
     for run in equal_runs(host):
@@ -228,7 +246,7 @@ def _attend_packed(
 
 
 def _needed(window: int, segments: Segments) -> int:
-    """0 for a window that hides nothing; a compiled layer would be compiled once more for that."""
+    """Return the window, or 0 if it masks no key. Compiled layers would recompile for 0."""
     return window if torch.compiler.is_compiling() or window < segments.max_length else 0
 
 
@@ -236,11 +254,11 @@ def _needed(window: int, segments: Segments) -> int:
 def image_kernels(card: str) -> Mapping[str, str]:
     """Return the kernel of encoders with images of one size by head width.
 
-    Values are "flash" and "cudnn". Head widths without a measurement use "flash": cuDNN builds a
-    plan for every new number of images, in forward and in backward, and the host waits for it.
+    Values are "flash" and "cudnn". Head sizes without a measurement use "flash": cuDNN builds a
+    plan for each new number of images in both passes, and the host waits for it.
 
     Args:
-        card: name of the GPU, as `torch.cuda.get_device_name` returns it.
+        card: Name of the GPU, as `torch.cuda.get_device_name` returns it.
     """
     kernels: dict[str, dict[str, str]] = json.loads(KERNELS_FILE.read_text())
     return kernels.get(card, {})
@@ -303,17 +321,23 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature Hugging Face layers call.
+    """Return the attention output. Hugging Face layers call functions of this signature.
 
     Args:
-        attention_mask: a dense mask, `Segments`, or None.
-        kwargs: what the layer was called with; `cu_seq_lens_q` may hold `Segments`.
+        module: Attention module that calls the function.
+        query_BHTD: (B, H, T, D), queries.
+        key_BGTD: (B, G, T, D), keys.
+        value_BGTD: (B, G, T, D), values.
+        attention_mask: Dense mask, `Segments`, or None.
+        scaling: Factor of the scores. None means D ** -0.5.
+        dropout: Must be 0.
+        kwargs: Keyword arguments of the layer. `cu_seq_lens_q` may be `Segments`.
 
     Returns:
-        Output (B, T, H, D) and no attention weights.
+        Output (B, T, H, D), and None instead of attention weights.
 
     Raises:
-        ValueError: the layer asks for something this function does not do.
+        ValueError: The layer uses an unsupported feature.
     """
     segments = kwargs.get("cu_seq_lens_q")
     if isinstance(attention_mask, Segments):
@@ -322,16 +346,16 @@ def attention(
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
     window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap")
     sinks_H = kwargs.get("s_aux")
-    if isinstance(sinks_H, DTensor):  # each tensor-parallel rank has those of its heads
+    if isinstance(sinks_H, DTensor):  # sharded by heads over tensor-parallel ranks
         sinks_H = sinks_H.to_local()
-    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    asked += ["attention_dropout"] if dropout else []
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    unsupported += ["attention_dropout"] if dropout else []
     if segments is None or not causal:
-        asked += [name for name in ("sliding_window", "softcap") if kwargs.get(name)]
-        asked += ["s_aux"] if sinks_H is not None else []
-    if asked:
+        unsupported += [name for name in ("sliding_window", "softcap") if kwargs.get(name)]
+        unsupported += ["s_aux"] if sinks_H is not None else []
+    if unsupported:
         raise ValueError(
-            f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does "
+            f"{type(module).__name__} uses {', '.join(unsupported)}, which packed attention does "
             "not support; disable it in the config of the model"
         )
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -344,19 +368,20 @@ def attention(
     return _attend_packed(query_BHTD, key_BGTD, value_BGTD, segments, scale, rules), None
 
 
-# Not among Hugging Face's masks: it makes none for names that it does not know there. With one that
-# gives None it would still look, in every forward, whether positions begin anew, and wait for the
-# device to tell. So a padding mask given to a whole Hugging Face model has no effect.
+# No mask function is registered, so Hugging Face creates no mask for these names. A registered
+# function that returns None would still check in each forward pass whether positions restart, which
+# synchronizes with the device. A padding mask passed to a Hugging Face model therefore has no
+# effect.
 for _name in (PACKED, PACKED_UNSPLIT):
     AttentionInterface.register(_name, attention)
 
 
 def image_blocks(images_T: Tensor, cu_seqlens: list[int]) -> Tensor:
-    """int64 (T,): which run of neighbouring image tokens a token belongs to; -1: to none.
+    """Return the index of the run of image tokens of each token, (T,), int64; -1 without one.
 
     Args:
-        images_T: bool: placeholders.
-        cu_seqlens: starts of samples, and T; no run goes from one to the next.
+        images_T: (T,), bool, image placeholders.
+        cu_seqlens: [0, ..., T], starts of samples. Runs do not cross sample boundaries.
     """
     begins_T = images_T & ~torch.cat([images_T.new_zeros(1), images_T[:-1]])
     begins_T |= images_T & _starts(cu_seqlens, images_T.device)
@@ -364,12 +389,13 @@ def image_blocks(images_T: Tensor, cu_seqlens: list[int]) -> Tensor:
 
 
 def prompt_blocks(targets_T: Tensor, cu_seqlens: list[int]) -> Tensor:
-    """int64 (T,): the sample whose prompt a token belongs to; -1: to none.
+    """Return the index of the prompt of each token, (T,), int64; -1 after the prompt.
 
-    The prompt ends with the first token that has a target.
+    The last token of the prompt of a sample is the first token with a target.
 
     Args:
-        targets_T: bool: which tokens have one.
+        targets_T: (T,), bool, tokens with a target.
+        cu_seqlens: [0, ..., T], starts of samples.
     """
     before_T = targets_T.cumsum(0) - targets_T.long()
     sample_T = _starts(cu_seqlens, targets_T.device).cumsum(0) - 1
@@ -378,7 +404,7 @@ def prompt_blocks(targets_T: Tensor, cu_seqlens: list[int]) -> Tensor:
 
 
 def _starts(cu_seqlens: list[int], device: torch.device) -> Tensor:
-    """bool (T,): first tokens of samples."""
+    """Return the mask of the first tokens of samples, (T,), bool."""
     starts_T = torch.zeros(cu_seqlens[-1], dtype=torch.bool)
     starts_T[[start for start, _ in pairwise(cu_seqlens)]] = True
     return to_device(starts_T, device)

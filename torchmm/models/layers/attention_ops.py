@@ -1,14 +1,15 @@
-"""Attention within packed segments as custom operators, which torch.compile does not look into.
+"""Attention within packed segments as custom operators, which are opaque to torch.compile.
 
-`packed_attention` calls torch's flash kernel for CPUs once per run of equally long segments.
-`capped_attention` is for what none of torch's kernels supports, scores that pass through tanh
-(Gemma 2) and attention sinks (GPT-OSS), and for compiled layers on devices without a kernel for all
-segments: plain matrix products, on any device, with the scores of one run at a time in memory. A
-sink is a score of each head that takes weight and gives nothing.
+`packed_attention` calls the flash kernel of torch for CPUs once per run of equally long segments.
 
-Masks: causal attention may be limited to a window, and attention may be bidirectional within a
-block of tokens (an image, a prompt). As in Hugging Face's Gemma 3, a window also limits how far
-back a token sees inside a block.
+`capped_attention` supports logit soft capping (Gemma 2) and attention sinks (GPT-OSS), which no
+kernel of torch supports. Compiled layers also use it on devices without a variable-length kernel.
+It consists of matmuls, runs on any device, and stores the scores of one run only. A sink is an
+additional score of each head that increases the softmax denominator and has no value.
+
+Masks. Causal attention may have a sliding window. Attention may be bidirectional within a block of
+tokens (an image or a prompt). As in Gemma 3 of Hugging Face, a window also limits the distance to
+preceding tokens of the same block.
 
 Shape legend: T tokens of all segments, N segments of a run, S tokens of one segment, H query heads,
 G key and value heads (G divides H), R = H / G, D head size.
@@ -25,21 +26,28 @@ from torch import Tensor
 
 
 class Run(NamedTuple):
-    """Equally long neighbouring segments."""
+    """A run of consecutive segments of the same length."""
 
     start: int
     segments: int
     length: int
 
     def view(self, x_THD: Tensor) -> Tensor:
-        """(N, H, S, D) view of the run."""
+        """Return the view (N, H, S, D) of the run in a packed tensor (T, H, D)."""
         part = x_THD[self.start : self.start + self.segments * self.length]
         return part.unflatten(0, (self.segments, self.length)).transpose(1, 2)
 
     def visible(
         self, causal: bool, window: int, blocks_T: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Which keys a query sees: bool, (S, S), or (N, 1, S, S) with blocks."""
+        """Return the mask of visible keys, bool: (S, S), or (N, 1, S, S) with blocks.
+
+        Args:
+            causal: Whether attention is causal.
+            window: Maximum number of visible keys, including the token itself. Use 0 for all.
+            blocks_T: (T,), int64. Tokens with the same nonnegative value see each other.
+            device: Device of the mask.
+        """
         at_S = torch.arange(self.length, device=device)
         behind_SS = at_S[:, None] - at_S
         seen = behind_SS >= 0 if causal else torch.ones_like(behind_SS, dtype=torch.bool)
@@ -52,7 +60,11 @@ class Run(NamedTuple):
 
 
 def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
-    """All segments, from their starts (on the CPU)."""
+    """Yield the runs of all segments.
+
+    Args:
+        cu_seqlens: (segments + 1,), int32, starts and total length, on the CPU.
+    """
     start = 0
     for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist())):
         segments = len(list(run))
@@ -63,9 +75,9 @@ def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
 def _bias(
     run: Run, like: Tensor, causal: bool, window: int, blocks: Tensor | None
 ) -> Tensor | None:
-    """What is added to scores; None if the kernel's own causal mask is enough."""
+    """Return the bias of the scores, or None if the causal mask of the kernel suffices."""
     if blocks is None and (not window or window >= run.length):
-        return None  # a window as long as the segment hides nothing
+        return None  # a window as long as the segment masks no key
     seen = run.visible(causal, window, blocks, like.device)
     return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
 
@@ -81,14 +93,21 @@ def packed_attention(
     window: int = 0,
     blocks_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention within segments on CPU.
+    """Return the attention within segments on CPU.
 
     Args:
-        window: how many keys a query sees, itself included; 0: all.
-        blocks_T: tokens with the same number, not negative, see each other in both directions.
+        query_THD: (T, H, D), queries.
+        key_TGD: (T, G, D), keys.
+        value_TGD: (T, G, D), values. The features may be fewer than those of keys.
+        cu_seqlens: (segments + 1,), int32, starts and total length, on the CPU.
+        scale: Factor of the scores.
+        causal: Whether attention is causal.
+        window: Maximum number of visible keys, including the token itself. Use 0 for all.
+        blocks_T: (T,), int64. Tokens of a segment with the same nonnegative value attend to each
+            other in both directions.
 
     Returns:
-        Output (T, H, D) and the log-sum-exp of the scores (T, H), fp32, for backward.
+        Output (T, H, D) and the log-sum-exp of the scores (T, H), float32, for the backward pass.
     """
     width = value_TGD.shape[2]
     value_TGD = _widened(value_TGD, query_THD)
@@ -105,7 +124,7 @@ def packed_attention(
 
 
 def _widened(x_THD: Tensor, like_THD: Tensor) -> Tensor:
-    """With zeros: the kernel wants values as wide as keys (not so in latent attention)."""
+    """Pad features with zeros to the size of `like_THD`, which the kernel requires of values."""
     missing = like_THD.shape[2] - x_THD.shape[2]
     return torch.nn.functional.pad(x_THD, (0, missing)) if missing else x_THD
 
@@ -139,7 +158,18 @@ def packed_attention_backward(
     window: int = 0,
     blocks_T: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients of `packed_attention`'s `inputs`, query, key and value, from its `outputs`."""
+    """Return the gradients of query, key and value of `packed_attention`.
+
+    Args:
+        grad_THD: (T, H, D), gradient of the output.
+        inputs: Query, key and value.
+        outputs: Results of `packed_attention`.
+        cu_seqlens: As in `packed_attention`, like all other arguments.
+        scale: Factor of the scores.
+        causal: Whether attention is causal.
+        window: Maximum number of visible keys.
+        blocks_T: Bidirectional blocks.
+    """
     out_THD, lse_TH = outputs
     width = inputs[2].shape[2]
     wide = [inputs[2], out_THD, grad_THD]
@@ -153,8 +183,8 @@ def packed_attention_backward(
         bias = _bias(run, q, causal, window, blocks_T)
         masked = causal and bias is None
         parts = backward(grad, q, k, v, out, lse, 0.0, masked, attn_mask=bias, scale=scale)
-        for whole, part in zip(grads, parts, strict=True):
-            run.view(whole).copy_(part)
+        for grad_of_all, part in zip(grads, parts, strict=True):
+            run.view(grad_of_all).copy_(part)
     return [*grads[:2], _narrowed(grads[2], width)]
 
 
@@ -199,17 +229,22 @@ def capped_attention(
     window: int,
     blocks_T: Tensor | None,
 ) -> Tensor:
-    """Attention within segments with scores s replaced by `softcap` tanh(s / `softcap`).
+    """Return the attention within segments, with soft capping and attention sinks.
+
+    Scores s become `softcap` tanh(s / `softcap`).
 
     Args:
-        inputs: query (T, H, D), key (T, G, D), value (T, G, D), and perhaps sinks (H,): a further
-            score for every query, whose weight is of no value.
-        cu_seqlens: on the CPU.
-        softcap: None: scores stay as they are.
-        window, blocks_T: as for `packed_attention`.
+        inputs: Query (T, H, D), key (T, G, D), value (T, G, D) and optionally sinks (H,), an
+            additional score of each head whose weight is dropped.
+        cu_seqlens: (segments + 1,), int32, starts and total length, on the CPU.
+        scale: Factor of the scores before the cap.
+        softcap: Bound of the scores, or None without a cap.
+        causal: Whether attention is causal.
+        window: As for `packed_attention`.
+        blocks_T: As for `packed_attention`.
 
     Returns:
-        (T, H, D).
+        Output (T, H, D).
     """
     out_THD = _empty_output(inputs[0], inputs[2])
     for run in equal_runs(cu_seqlens):
@@ -224,14 +259,16 @@ def _sinks(inputs: list[Tensor]) -> Tensor | None:
     return inputs[3] if len(inputs) > 3 else None
 
 
-def _grouped(run: Run, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """(N, G, R, S, D) of a tensor with H heads, (N, G, 1, S, D) of those with G."""
-    groups = others[0].shape[1]
-    return run.view(query).unflatten(1, (groups, -1)), *(run.view(x)[:, :, None] for x in others)
+def _grouped(run: Run, query: Tensor, *keys_values: Tensor) -> tuple[Tensor, ...]:
+    """Return (N, G, R, S, D) of the query, and (N, G, 1, S, D) of keys and values."""
+    groups = keys_values[0].shape[1]
+    return run.view(query).unflatten(1, (groups, -1)), *(
+        run.view(x)[:, :, None] for x in keys_values
+    )
 
 
 def _hidden(run: Run, q: Tensor, causal: bool, window: int, blocks_T: Tensor | None) -> Tensor:
-    """Which keys a query does not see: bool, (S, S) or (N, 1, 1, S, S)."""
+    """Return the mask of hidden keys, bool: (S, S) or (N, 1, 1, S, S)."""
     seen = run.visible(causal, window, blocks_T, q.device)
     return ~(seen if blocks_T is None else seen[:, :, None])
 
@@ -244,8 +281,12 @@ def _capped_weights(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(derivatives of the cap, weights after softmax in float32), both (N, G, R, S, S), and weights
-    of sinks, (N, G, R, S)."""
+    """Return attention weights and the derivative of the cap.
+
+    Returns:
+        Derivative of the cap (N, G, R, S, S), or a scalar without a cap. Softmax weights
+        (N, G, R, S, S), float32. Weights of the sinks (N, G, R, S), or None without sinks.
+    """
     scores = (q @ k.transpose(-1, -2)) * scale
     slope = torch.ones((), device=q.device, dtype=q.dtype)
     if softcap is not None:
@@ -278,8 +319,7 @@ def capped_attention_backward(
     window: int,
     blocks_T: Tensor | None,
 ) -> list[Tensor]:
-    """Gradients of `capped_attention`'s `inputs` (query, key, value, and sinks if it had them);
-    recomputes the scores."""
+    """Return the gradients of the `inputs` of `capped_attention`. The scores are recomputed."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
     sinks_H = _sinks(inputs)
     of_sinks = [] if sinks_H is None else [torch.zeros_like(sinks_H)]
@@ -287,21 +327,21 @@ def capped_attention_backward(
         q, k, v = _grouped(run, *inputs[:3])
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
         hidden = _hidden(run, q, causal, window, blocks_T)
-        # Recomputed: kept, the scores of all runs would take S x S values per head and segment.
+        # Recomputed, because saved scores would need S x S values per head and segment.
         slope, weights, sunk = _capped_weights(q, k, hidden, scale, softcap, sinks_H)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
-        # Through softmax, then through c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
+        # Gradient of softmax, then of c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
         mean = (weights * of_weights).sum(-1, keepdim=True)
         of_scores = (weights * (of_weights - mean)).to(q.dtype) * slope * scale
         if sunk is not None:
             of_sinks[0] -= (sunk * mean.squeeze(-1)).sum((0, 3)).flatten().to(of_sinks[0].dtype)
-        parts = (  # the R query heads of a group share key and value, whose gradients are sums
+        parts = (  # R query heads share each key and value head, whose gradients are sums
             of_scores @ k,
             (of_scores.transpose(-1, -2) @ q).sum(2, keepdim=True),
             (weights.to(grad.dtype).transpose(-1, -2) @ grad).sum(2, keepdim=True),
         )
-        for whole, part in zip(grads, parts, strict=True):
-            run.view(whole).copy_(part.flatten(1, 2))
+        for grad_of_all, part in zip(grads, parts, strict=True):
+            run.view(grad_of_all).copy_(part.flatten(1, 2))
     return grads + of_sinks
 
 

@@ -1,9 +1,11 @@
-"""From encoder outputs to LLM embeddings.
+"""Connectors: projections from encoder outputs to LLM embeddings.
 
-`MlpConnector` has the layout and names of LLaVA's projector, so a CLIP or SigLIP encoder with any
-LLM is a LLaVA checkpoint. The others are those of further composites.
+`MlpConnector` has the structure and parameter names of the LLaVA projector, so that a CLIP or
+SigLIP encoder with any LLM is a LLaVA checkpoint. The other connectors are those of other
+multimodal models. Each forward maps features (K, D_in) to embeddings (K, D_llm).
 
-Shape legend: P encoder outputs of all images, K tokens after folding, D features.
+Shape legend: P encoder outputs of all images, K tokens after folding, N images, R rows and C
+columns of tokens of an image, D features.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class MlpConnector(nn.Module):
 
 
 class LineMlpConnector(MlpConnector):
-    """LLaVA-NeXT's: drops padding of pictures cut into tiles, and ends their lines."""
+    """The LLaVA-NeXT connector, which drops padding of tiled images and adds newline embeddings."""
 
     def __init__(self, in_features: int, out_features: int, act: str = "gelu", bias: bool = True):
         super().__init__(in_features, out_features, act, bias)
@@ -43,7 +45,13 @@ class LineMlpConnector(MlpConnector):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, side: int, kept: list[Kept] | None
     ) -> Tensor:
-        """(K, D_llm): of each image what is kept of its `side` x `side` tokens."""
+        """Return the embeddings (K, D_llm) of the kept tokens of all images.
+
+        Args:
+            hidden_states: (N * `side` * `side`, D_in), features of all images.
+            side: Number of tokens per row and column of an image.
+            kept: Kept box of each image and its newlines. None keeps all tokens.
+        """
         features_NRCD = super().forward(hidden_states).unflatten(0, (-1, side, side))
         if kept is None:
             kept = [Kept(0, side, 0, side, 0)] * len(features_NRCD)
@@ -53,18 +61,23 @@ class LineMlpConnector(MlpConnector):
             if box.shrunk is not None:
                 inner_RCD = _shrink(inner_RCD, box.shrunk)
             parts.append(inner_RCD.flatten(0, 1))
-            # Also none of them, so that the embedding always has a gradient.
+            # Also appended if there are 0 line ends, so that the embedding always has a gradient.
             parts.append(self.image_newline.expand(box.line_ends, -1).to(features_RCD.dtype))
         return torch.cat(parts)
 
 
 class MergeMlpConnector(nn.Module):
-    """Mistral 3's: n x n neighbours become one by a product, behind a norm of each:
-    (K, n n D_in), neighbour after neighbour -> (K, D_llm).
+    """The Mistral 3 connector: a norm, and a linear layer that merges n x n adjacent patches.
+
+    Its input (K, n n D_in) has the features of the n x n patches concatenated.
 
     Args:
-        in_features: D_in.
-        neighbours: n n.
+        in_features: Features D_in of a patch.
+        out_features: Features D_llm of the embeddings.
+        neighbours: Number n n of merged patches.
+        act: Name of the activation.
+        bias: Whether the linear layers have a bias.
+        eps: Epsilon of the norm.
     """
 
     def __init__(
@@ -85,7 +98,7 @@ class MergeMlpConnector(nn.Module):
 
 
 class NormMlpConnector(nn.Module):
-    """InternVL's: a norm before the two linear layers."""
+    """The InternVL connector: a norm before two linear layers."""
 
     def __init__(self, in_features: int, out_features: int, act: str = "gelu"):
         super().__init__()
@@ -97,7 +110,7 @@ class NormMlpConnector(nn.Module):
 
 
 class LinearConnector(nn.Module):
-    """One linear layer: PaliGemma's, Idefics3's."""
+    """The connector of PaliGemma and Idefics3: one linear layer."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
@@ -108,11 +121,14 @@ class LinearConnector(nn.Module):
 
 
 class ScaledLinearConnector(LinearConnector):
-    """Gemma 4's: fixed scales, a norm without weights, one linear layer.
+    """The Gemma 4 connector: a fixed scale, a norm without weights, one linear layer.
 
     Args:
-        standardized: whether features are standardized by constants, which the files give to the
-            tower. What is subtracted is large, so all of this is done in float32.
+        in_features: Features D_in.
+        out_features: Features D_llm.
+        eps: Epsilon of the norm.
+        standardized: Whether features are standardized by constants, which are encoder weights in
+            files. The subtracted constants are large, so this is computed in float32.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float, standardized: bool):
@@ -127,13 +143,13 @@ class ScaledLinearConnector(LinearConnector):
         wide = hidden_states.float() * hidden_states.shape[-1] ** 0.5
         if self.standardized:
             wide = (wide - self.std_bias.float()) * self.std_scale.float()
-            wide = wide.to(hidden_states.dtype).float()  # as Hugging Face's tower returns it
+            wide = wide.to(hidden_states.dtype).float()  # as the Hugging Face encoder returns it
         normed = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
         return super().forward(normed.to(hidden_states.dtype))
 
 
 class SoundProjection(nn.Module):
-    """The two linear layers behind Qwen3-Omni's tower for sounds: (K, D_in) -> (K, D_llm)."""
+    """The two linear layers after the audio encoder of Qwen3-Omni: (K, D_in) -> (K, D_llm)."""
 
     def __init__(self, proj1: nn.Module, act: nn.Module, proj2: nn.Module) -> None:
         super().__init__()
@@ -146,9 +162,10 @@ class SoundProjection(nn.Module):
 
 
 class NormProjection(nn.Module):
-    """What Qwen2.5-Omni's tower for sounds ends with: a norm and a linear, (K, D_in) -> (K, D_llm).
+    """The norm and linear layer after the audio encoder of Qwen2.5-Omni: (K, D_in) -> (K, D_llm).
 
-    Names are the tower's."""
+    Parameter names are those of the encoder.
+    """
 
     def __init__(self, ln_post: nn.Module, proj: nn.Module) -> None:
         super().__init__()
@@ -160,7 +177,7 @@ class NormProjection(nn.Module):
 
 
 class PoolConnector(nn.Module):
-    """Gemma 3's: mean of the folded neighbours, norm, projection."""
+    """The Gemma 3 connector: mean of folded patches, norm, projection."""
 
     def __init__(self, in_features: int, neighbours: int, out_features: int, eps: float):
         super().__init__()
@@ -175,7 +192,7 @@ class PoolConnector(nn.Module):
 
 
 def _shrink(features_RCD: Tensor, shrunk: Shrunk) -> Tensor:
-    """What a tile adds to the features of a picture that is shrunk."""
+    """Return the contribution (Y, X, D) of a tile to the features of a downscaled image."""
     height, width = features_RCD.shape[:2]
     down_YR = shrink_weights(*shrunk.rows)[slice(*shrunk.to_rows)]
     down_YR = down_YR[:, shrunk.from_row : shrunk.from_row + height]
@@ -187,13 +204,13 @@ def _shrink(features_RCD: Tensor, shrunk: Shrunk) -> Tensor:
 
 
 def init_connector(module: nn.Module) -> bool:
-    """Initialises a part that an encoder's own class does not know; returns whether it is one."""
+    """Initialize a connector that the encoder class does not support. Return True if it is one."""
     if isinstance(module, PoolConnector):
         nn.init.normal_(module.mm_input_projection_weight, std=0.02)
     elif isinstance(module, ScaledLinearConnector) and module.standardized:
         nn.init.zeros_(module.std_bias)
         nn.init.ones_(module.std_scale)
-    elif isinstance(module, Gemma3RMSNorm):  # centred at 1
+    elif isinstance(module, Gemma3RMSNorm):  # the scale is 1 + weight
         nn.init.zeros_(module.weight)
     elif isinstance(module, LineMlpConnector):
         nn.init.normal_(module.image_newline, std=len(module.image_newline) ** -0.5)
@@ -203,20 +220,22 @@ def init_connector(module: nn.Module) -> bool:
 
 
 def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the matrix products of a connector or of whatever follows the layers, in
-    the order in which its parts were made: that of their use."""
+    """Return (input features, output features) of the linear layers of a module.
+
+    The order is that of construction, which is the execution order in connectors.
+    """
     return [sizes for _, sizes in linear_parts(module)]
 
 
 def linear_parts(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
-    """The same with the parts that they are of."""
+    """Yield submodules that compute a linear layer, with their input and output features."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             yield part, (part.in_features, part.out_features)
         elif isinstance(part, PoolConnector):
             features, out = part.mm_input_projection_weight.shape
             yield part, (features, out)
-        elif isinstance(part, nn.Conv2d):  # without overlap: once per token
+        elif isinstance(part, nn.Conv2d):  # without overlap, so one application per token
             yield part, (part.weight[0].numel(), part.out_channels)
 
 
@@ -224,11 +243,12 @@ def fold_neighbours(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: i
     """Concatenate the features of `size` x `size` neighbouring patches.
 
     Args:
-        x_PD: outputs of all images, each in row-major order.
-        grids_thw: (frames, rows, columns) of each image; multiples of `size`.
+        x_PD: (P, D), outputs of all images, each in row-major order.
+        grids_thw: (frames, rows, columns) of each image. Rows and columns are multiples of `size`.
+        size: Number of rows and columns of a group.
 
     Returns:
-        (P / size**2, D * size**2), row-major order.
+        Folded features (P / size**2, D * size**2), in row-major order.
     """
     features = x_PD.shape[-1]
     folded = []

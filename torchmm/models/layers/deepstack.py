@@ -1,20 +1,22 @@
-"""Deepstack (arXiv 2406.04334): hidden states of several vision layers reach the LLM.
+"""DeepStack (arXiv 2406.04334): the LLM reads features of several vision layers.
 
-The outputs of some layers of the tower ("taps") pass mergers of their own. What they give is added
-to the LLM's hidden states at the images' tokens, the first tap's after the LLM's first layer, the
-next one's after the second, and so on.
+The outputs of some encoder layers (taps) pass separate mergers. The results are added to the hidden
+states of the LLM at image tokens: features of tap i are added after layer i of the LLM.
 
-Taps travel unmerged from one encoder stage to the next, so that all mergers are in the last one:
-the encoder's connector. They leave it as one tensor (K, (1 + taps) D): features, then one block for
-each tap. It goes every way that features of other encoders go: between ranks with other sizes,
-in parts, as zeros times nothing where a microbatch has no images. Where the LLM is cut before it
-has used all blocks, its stages hand the rest on. Rejected: mergers beside the layers they follow,
-whose outputs would travel: they are as large as what they are made of (K tokens of the LLM's width
-for 4 K patches of the tower's), and the connector would be spread over stages; one message for each
-tap straight to the LLM stage that adds it, which only the last encoder stage's order allows anyway.
+    encoder layers    .. tap 0 .... tap 1 .... last
+                           |          |          |
+    mergers             block 0    block 1   features        (K, (1 + taps) D)
+                           |          |          |
+    LLM               layer 0    layer 1    embeddings
 
-Hugging Face's text model adds the blocks itself, by boolean masks, which wait for the device. Its
-method is replaced by `add_block`, its list of blocks by one of functions.
+Encoder stages send the tap outputs unmerged, so that all mergers are in the last stage (the
+connector). Mergers next to the tapped layers would not reduce messages, as their outputs have the
+same size, and would spread the connector over stages. The connector returns one tensor
+(K, (1 + taps) D): features, then one block for each tap. This tensor is communicated like the
+features of other encoders. LLM stages pass unused blocks to the next stage.
+
+The Hugging Face text model adds blocks with boolean masks, which synchronize with the device.
+`add_block` replaces this method, and a list of functions replaces the list of blocks.
 
 Shape legend: K output tokens of all images, T tokens of the microbatch, P patches, D features.
 """
@@ -29,15 +31,15 @@ import torch
 from torch import Tensor, nn
 
 Add = Callable[[Tensor], Tensor]
-"""Hidden states (1, T, D), or a rank's slice of them, to the same with a block added."""
+"""Function that adds a block to hidden states (1, T, D), or to the slice of a rank."""
 
 
 class DeepstackConnector(nn.Module):
-    """A tower's merger and those of its taps, under Hugging Face's names.
+    """The mergers of an encoder and of its taps, with Hugging Face names.
 
     Args:
-        merger: of the last layer's output.
-        deepstack_merger_list: of the taps; None: there are none.
+        merger: Merger for the output of the last layer.
+        deepstack_merger_list: Mergers of the taps, or None without taps.
     """
 
     def __init__(self, merger: nn.Module, deepstack_merger_list: nn.ModuleList | None) -> None:
@@ -46,23 +48,29 @@ class DeepstackConnector(nn.Module):
         self.deepstack_merger_list = deepstack_merger_list
 
     def forward(self, hidden_PD: Tensor, taps: Sequence[Tensor] = ()) -> Tensor:
-        """(K, (1 + taps) D_llm), from the last layer's output and those of the tapped ones."""
+        """Return the features and one block per tap, (K, (1 + taps) D_llm).
+
+        Args:
+            hidden_PD: (P, D), output of the last layer.
+            taps: (P, D) each, outputs of the tapped layers.
+        """
         mergers = self.deepstack_merger_list or ()
         blocks = [merger(tap_PD) for merger, tap_PD in zip(mergers, taps, strict=True)]
         return torch.cat([self.merger(hidden_PD), *blocks], dim=1)
 
 
 def add_block(hidden: Tensor, _: None, add: Add | None) -> Tensor:
-    """Takes the place of a text model's `_deepstack_process`."""
+    """Add a block to hidden states. This replaces `_deepstack_process` of a text model."""
     return hidden if add is None else add(hidden)
 
 
 @contextmanager
 def adding_blocks(text_model: nn.Module, adds: Sequence[Add | None]) -> Iterator[None]:
-    """Lets forwards of `text_model` add blocks, also those that are called by another module's.
+    """Make forward passes of `text_model` add blocks within the context.
 
     Args:
-        adds: by layer, from the first on; None: nothing is added after it.
+        text_model: Text model, which may be a submodule of the called model.
+        adds: Functions that add blocks, by layer, from the first layer. None adds no block.
     """
 
     def give(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

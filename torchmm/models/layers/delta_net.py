@@ -1,30 +1,33 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) on packed rows: nothing passes from sample to sample.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) on packed sequences, without leakage between samples.
 
-Such a layer has a causal convolution and a recurrent state where others have attention. Hugging
-Face's forward knows where packed samples begin only if the libraries flash-linear-attention and
-causal-conv1d are installed, and refuses packed rows otherwise. So its forward is replaced
-(`packed_mixers`, which also has the convolution). The recurrence is `delta_ops`, on any device; on
-CUDA in half precision flash-linear-attention's kernel if that library is installed. Its call was
-never run here, only its arguments are tested.
+Such a layer has a causal convolution and a recurrent state instead of attention:
 
-Where several ranks share a row, a rank gets some of the heads of all its tokens before the
-convolution, and gives their results back behind the recurrence (`shared_rows`): projections, norm
-and gate are those of its own tokens.
+    projections -> convolution -> gated delta rule -> norm and gate -> output projection
 
-When text is generated, a cache keeps the last inputs of the convolution and the state of every
-prompt, in float32; a token then changes the state once (on any device with plain products).
+The Hugging Face forward supports packed sequences only with the libraries flash-linear-attention
+and causal-conv1d, and raises an error without them. Its forward is therefore replaced
+(`packed_mixers`, which also has the convolution). `delta_ops` has the recurrence for all devices.
+On CUDA in half precision, the kernel of flash-linear-attention runs if that library is installed.
+Tests check only the arguments of this kernel call; the kernel itself has never been run.
 
-Rejected: Hugging Face's forward with other functions in its module's namespace, which would change
-models that are not ours; one call of the rule per segment, slow for many short ones.
+With context parallelism, ranks exchange tokens for heads before the convolution, and back after the
+recurrence (`shared_rows`). Projections, norm and gate run on local tokens.
 
-Shape legend: T tokens, C channels of the convolution, G key heads, H value heads, K key features of
-a head, V value features, W width of a filter.
+For text generation, a cache stores the last inputs of the convolution and the state of each prompt
+in float32. Each new token then updates the state once, with matmuls on any device.
+
+Patching functions in the Hugging Face module is not an option, because it would also change other
+models in the process. One call of the rule per segment would be slow for many short segments.
+
+Shape legend: T tokens, S tokens of the local slice, D features, C channels of the convolution,
+G key heads, H value heads, K key features of a head, V value features, W width of a filter.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -45,26 +48,26 @@ from torchmm.models.layers.packed_mixers import (
 from torchmm.models.layers.shared_rows import RowHeads
 
 MIXER = "linear_attn"
-"""Hugging Face's name of a layer's delta net."""
+"""Hugging Face name of the delta net in a layer."""
 
 
 class DeltaWeights(NamedTuple):
-    """Parameters that are not in linears or norms; on a tensor-parallel rank those of its heads."""
+    """Parameters outside of linear layers and norms, or the shard of a tensor-parallel rank."""
 
     filters_CW: Tensor
     decay_H: Tensor
-    """Logarithm of the decay's factor."""
+    """Logarithm of the decay rate."""
     bias_H: Tensor
-    """Added to the decay's input."""
+    """Bias of the decay input."""
 
 
 def pack_delta_nets(layers: Iterable[nn.Module]) -> None:
-    """Lets the delta nets among the layers work on packed rows, in place."""
+    """Replace the forward of delta nets by one for packed sequences, in place."""
     pack_mixers(layers, MIXER, _all_weights, _forward)
 
 
 def delta_sizes(layer: nn.Module) -> DeltaSizes | None:
-    """Sizes of a layer's delta net; None if it has attention."""
+    """Return the sizes of the delta net of a layer, or None without one."""
     mixer: Any = getattr(layer, MIXER, None)
     if mixer is None:
         return None
@@ -79,10 +82,10 @@ def delta_sizes(layer: nn.Module) -> DeltaSizes | None:
 
 
 def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
-    """Layers of module `name`, on a device of this type.
+    """Check that torch.compile supports the delta nets in the layers of module `name`.
 
     Raises:
-        ConfigError: they would call flash-linear-attention, into which torch.compile cannot look.
+        ConfigError: They would call flash-linear-attention, which torch.compile cannot trace.
     """
     if device == "cuda" and any(map(delta_sizes, layers)) and _library() is not None:
         raise ConfigError(
@@ -96,7 +99,7 @@ def _all_weights(mixer: Any) -> DeltaWeights:
 
 
 def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
-    """(1, T, D) to (1, T, D)."""
+    """Return the output (1, T, D) for hidden states (1, T, D)."""
     weights: DeltaWeights = mixer.own_weights()
     heads = len(weights.decay_H)
     project = _project_interleaved if hasattr(mixer, "in_proj_qkvz") else _project
@@ -124,7 +127,7 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
 def _own_heads(
     mixer: Any, mixed_SC: Tensor, beta_SH: Tensor, decay_SH: Tensor, ranks: RowHeads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of all tokens of the row, for own heads."""
+    """Return channels (T, local C), beta and decay (T, local H) of all tokens for local heads."""
     query_SGK, key_SGK, value_SHV = _by_head(mixer, mixed_SC, beta_SH.shape[1], dim=1)
     value_THV, beta_TH1, decay_TH1, query_TGK, key_TGK = ranks.whole_rows(
         value_SHV, beta_SH[..., None], decay_SH[..., None], query_SGK, key_SGK
@@ -145,10 +148,13 @@ def _weights_of_own_heads(mixer: Any, weights: DeltaWeights, ranks: RowHeads) ->
 
 
 def _by_head(mixer: Any, channels: Tensor, heads: int, dim: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values, with `dim` divided into heads and features.
+    """Return queries, keys and values, with `dim` split into heads and features.
 
     Args:
-        heads: of values.
+        mixer: Delta net.
+        channels: Tensor with the channels of the convolution in dimension `dim`.
+        heads: Number of value heads.
+        dim: Dimension to split.
     """
     values = heads * mixer.head_v_dim
     keys = (channels.shape[dim] - values) // 2
@@ -161,13 +167,13 @@ def _by_head(mixer: Any, channels: Tensor, heads: int, dim: int) -> tuple[Tensor
 
 
 def _project(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:
-    """Channels, gate, and the inputs of beta and decay (Qwen3.5)."""
+    """Return channels (T, C), gate, and the inputs of beta and decay (T, H), for Qwen3.5."""
     linears = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
     return tuple(linear(hidden_1TD)[0] for linear in linears)
 
 
 def _project_interleaved(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:
-    """The same (Qwen3-Next), whose linears hold everything of one key head together."""
+    """Return the projections for Qwen3-Next, whose linear layers interleave them by key head."""
     shared = mixer.num_v_heads // mixer.num_k_heads
     keys = mixer.head_k_dim
     values = shared * mixer.head_v_dim
@@ -187,7 +193,16 @@ def delta_rule(
     beta_TH: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """(T, H, V), see `packed_delta_rule`."""
+    """Return the output (T, H, V) of the gated delta rule (see `packed_delta_rule`).
+
+    Args:
+        query_TGK: (T, G, K), queries.
+        key_TGK: (T, G, K), keys.
+        value_THV: (T, H, V), values.
+        decay_TH: (T, H), logarithms of the decay.
+        beta_TH: (T, H), update rates in [0, 1].
+        segments: Segments of the packed sequence.
+    """
     half = value_THV.dtype in (torch.bfloat16, torch.float16)
     kernel = _library() if value_THV.is_cuda and half else None
     if kernel is not None:
@@ -206,34 +221,34 @@ def _cached_rule(
     beta_TH: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """(T, H, V) of whole prompts, or of the next token of each, from the state that was kept."""
+    """Return the output (T, H, V) of complete prompts or of new tokens, and update the cache."""
     inputs = [query_TGK, key_TGK, value_THV, decay_TH, beta_TH]
-    kept = segments.cache
-    assert kept is not None
-    if kept.whole_prompts:
+    cache = segments.cache
+    assert cache is not None
+    if cache.whole_prompts:
         out_THV, states_BHKV = rule_with_states(inputs, segments.cu_seqlens_host)
     else:
-        # Older versions have no method for it.
-        before_BHKV = kept.layers[mixer.layer_idx].recurrent_states[0]
+        # Older versions of transformers have no method that returns the state.
+        before_BHKV = cache.layers[mixer.layer_idx].recurrent_states[0]
         assert before_BHKV is not None
         out_THV, states_BHKV = next_token_rule(inputs, before_BHKV)
-    kept.update_recurrent_state(states_BHKV, mixer.layer_idx)
+    cache.update_recurrent_state(states_BHKV, mixer.layer_idx)
     return out_THV
 
 
 def call_library(
     kernel: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], segments: Segments
 ) -> Tensor:
-    """(T, H, V) from flash-linear-attention's kernel, which wants rows of a batch."""
+    """Return the output (T, H, V) of the flash-linear-attention kernel, in a batch of size 1."""
     names = ("q", "k", "v", "g", "beta")
     rows = {name: x[None].contiguous() for name, x in zip(names, inputs, strict=True)}
     starts = segments.cu_seqlens.long()
     return kernel(**rows, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)[0][0]
 
 
-@cache
+@functools.cache
 def _library() -> Any:
-    """Flash-linear-attention's kernel; None if that library is not installed."""
+    """Return the kernel of flash-linear-attention, or None if the library is not installed."""
     try:
         return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except ImportError:

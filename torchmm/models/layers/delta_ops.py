@@ -1,28 +1,34 @@
-"""The gated delta rule within packed segments, as a custom operator with a backward of its own.
+"""The gated delta rule within packed segments, as a custom operator with a separate backward.
 
-The rule (arXiv 2412.06464) updates a state S for every token: decay, then replace what the key
-reads by a share beta of the value: S <- exp(g) S, S <- S + k beta (v - k S), out = q S. As in
-Hugging Face's version for training, 64 tokens are a chunk: what happens inside chunks is a few
-matrix products and a triangular solve for all chunks at once, and only the state goes from one
-chunk to the next. Where all segments are short, captions for example, so are chunks: what happens
-inside one grows with the square of its length.
+The rule (arXiv 2412.06464) updates a state S for each token. It decays the state, then moves the
+value that the key reads towards v by the rate beta:
 
-A segment is padded to whole chunks, so no chunk has tokens of two samples, and every segment starts
-with a state of its own, zero. Segments are ordered by their number of chunks, longest first, and
-round r computes the r-th chunks of all segments that have so many: one batch of products per round,
-as many rounds as the longest segment has chunks. Where tokens go is worked out from the starts on
-the CPU, so nothing waits for a device.
+    S <- exp(g) S        S <- S + k beta (v - k S)        out = q S
 
-Backward computes the inside of chunks again from the inputs: kept, it would be some 20 times as
-large as the inputs. Rejected: autograd through the loop, which keeps all of that and is compiled
-anew for every number of chunks; states multiplied by zero where a segment starts, with one round
-per chunk of the row.
+Chunks. As in the training implementation of Hugging Face, tokens form chunks. The work inside
+chunks is a few matmuls and a triangular solve for all chunks at once. Only the state is sequential
+over chunks. Chunks have 64 tokens, or fewer if all segments are short, because the work inside a
+chunk is quadratic in its length.
 
-Generating text needs the state behind each segment as well, and no backward: that is a function of
-its own, as is the rule for one more token of each segment.
+Rounds. Each segment is padded to full chunks and starts with a zero state, so that no chunk has
+tokens of two samples. Round r computes chunk r of all segments that have this chunk, in one batch
+of matmuls. Segments are sorted by their number of chunks, longest first:
+
+    segment A   round 0   round 1   round 2
+    segment B   round 0   round 1
+    segment C   round 0
+
+Token positions are computed on the CPU from the starts, without a device synchronization.
+
+Backward. The values inside chunks are recomputed from the inputs. Saved values would be about 20
+times as large as the inputs. Autograd through the loop would save them and would recompile for each
+number of chunks.
+
+Text generation also needs the state after each segment, and no backward pass. `rule_with_states`
+and `next_token_rule` are separate functions for this.
 
 Shape legend: T tokens, S segments, G key heads, H value heads (G divides H), K key features, V
-value features, C chunks, L tokens of a chunk, N chunks of a round.
+value features, D any features, C chunks, L tokens of a chunk, R rounds.
 """
 
 from __future__ import annotations
@@ -34,26 +40,31 @@ import torch
 from torch import Tensor
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
-"""Tokens of a chunk: a power of 2."""
+"""Minimum and maximum number of tokens of a chunk, powers of 2."""
 NORM_EPSILON = 1e-6
-"""Added to the sum of squares of a query or key, before the root."""
+"""Added to the sum of squares of a query or key, before the square root."""
 
 
 class ChunkLayout(NamedTuple):
-    """Which chunk and place a token has."""
+    """The chunk and the position in the chunk of each token."""
 
     places_T: Tensor
-    """int64: chunk * L + place in the chunk; on the device of the tokens."""
+    """(T,), int64, chunk * L + position in the chunk, on the device of the tokens."""
     rounds: list[int]
-    """Chunks of each round, one after the other; never rises."""
+    """Number of chunks of each round, in nonincreasing order."""
     length: int
-    """L."""
+    """Number of tokens L of a chunk."""
     ranks_S: Tensor
-    """int64, on the CPU: place of a segment among all, of which the longest are first."""
+    """(S,), int64, on the CPU: index of each segment after sorting by length, longest first."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
-        """From the starts of segments and the total length (on the CPU)."""
+        """Build the layout.
+
+        Args:
+            cu_seqlens: (S + 1,), starts of segments and total length, on the CPU.
+            device: Device of the tokens.
+        """
         starts_S = cu_seqlens[:-1].long()
         lengths_S = cu_seqlens.diff().long()
         length = chunk_length(int(lengths_S.max()))
@@ -62,7 +73,7 @@ class ChunkLayout(NamedTuple):
         rank_S = torch.empty_like(order_S)
         rank_S[order_S] = torch.arange(len(order_S))
         longest = int(chunks_S.max())
-        # How many segments have more than r chunks.
+        # Number of segments with more than r chunks.
         rounds_R = (chunks_S[:, None] > torch.arange(longest)).sum(0)
         first_R = rounds_R.cumsum(0) - rounds_R
         segment_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
@@ -74,7 +85,7 @@ class ChunkLayout(NamedTuple):
         return cls(places_T, rounds_R.tolist(), length, rank_S)
 
     def split(self, x_THD: Tensor) -> Tensor:
-        """(C, H, L, D) float32: tokens in their chunks, zeros where there is none."""
+        """Return the tokens (T, H, D) in chunks, (C, H, L, D), float32, padded with zeros."""
         shape = (sum(self.rounds) * self.length, *x_THD.shape[1:])
         x = x_THD.new_zeros(shape, dtype=_wide(x_THD)).index_copy_(
             0, self.places_T, x_THD.to(_wide(x_THD))
@@ -82,11 +93,11 @@ class ChunkLayout(NamedTuple):
         return x.unflatten(0, (-1, self.length)).transpose(1, 2).contiguous()
 
     def join(self, x_CHLD: Tensor) -> Tensor:
-        """(T, H, D): the reverse."""
+        """Return the tokens of chunks (C, H, L, D) in packed order, (T, H, D)."""
         return x_CHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.places_T)
 
     def slices(self) -> Iterator[slice]:
-        """The chunks of each round."""
+        """Yield the slice of chunks of each round."""
         start = 0
         for count in self.rounds:
             yield slice(start, start + count)
@@ -94,7 +105,7 @@ class ChunkLayout(NamedTuple):
 
 
 def chunk_length(longest: int) -> int:
-    """Tokens of a chunk, in a row whose longest segment has so many."""
+    """Return the chunk length for a sequence whose longest segment has `longest` tokens."""
     length = LONGEST_CHUNK
     while length > SHORTEST_CHUNK and longest <= length // 2:
         length //= 2
@@ -106,39 +117,39 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Chunks(NamedTuple):
-    """What is known of all chunks before the state goes through them."""
+    """Values of all chunks that do not depend on the state."""
 
     query: Tensor
-    """(C, H, L, K): normalized and scaled."""
+    """(C, H, L, K), normalized and scaled queries."""
     key: Tensor
-    """(C, H, L, K): normalized."""
+    """(C, H, L, K), normalized keys."""
     value: Tensor
-    """(C, H, L, V)."""
+    """(C, H, L, V), values."""
     beta: Tensor
-    """(C, H, L, 1)."""
+    """(C, H, L, 1), update rates."""
     decay: Tensor
-    """(C, H, L, 1): logarithm of the decay from the start of the chunk, the token's included."""
+    """(C, H, L, 1), logarithm of the decay from the chunk start, including that of the token."""
     pairs: Tensor
-    """(C, H, L, L): decay from the second token to the first; zero above the diagonal."""
+    """(C, H, L, L), decay from token j to token i; zero above the diagonal."""
     overlap: Tensor
-    """(C, H, L, L): products of keys."""
+    """(C, H, L, L), inner products of keys."""
     system: Tensor
-    """(C, H, L, L): lower triangle of what is solved."""
+    """(C, H, L, L), the triangular system. Only the part below the diagonal is used."""
     scores: Tensor
-    """(C, H, L, L): queries times keys, with decay."""
+    """(C, H, L, L), inner products of queries and keys, with decay."""
     new: Tensor
-    """(C, H, L, V): values as written into an empty state."""
+    """(C, H, L, V), written values for a zero initial state."""
     read: Tensor
-    """(C, H, L, K): what reads the part of the old state that they replace."""
+    """(C, H, L, K), keys that read the replaced content of the initial state."""
 
     @property
     def grown(self) -> Tensor:
-        """(C, H, L, 1): decay from the start of the chunk."""
+        """Decay from the start of the chunk, (C, H, L, 1)."""
         return self.decay.exp()
 
     @property
     def rest(self) -> Tensor:
-        """(C, H, L, 1): decay to the end of the chunk."""
+        """Decay to the end of the chunk, (C, H, L, 1)."""
         return (self.decay[:, :, -1:] - self.decay).exp()
 
 
@@ -163,26 +174,35 @@ def _chunks(layout: ChunkLayout, inputs: Sequence[Tensor]) -> _Chunks:
 
 
 def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
-    """Solution for a triangle with ones on its diagonal, whatever is stored there and beyond."""
+    """Solve a unit triangular system. Other stored elements are ignored.
+
+    Args:
+        system: Lower triangular matrices.
+        right: Right-hand sides.
+        transposed: Whether to solve the transposed system.
+    """
     left = system.transpose(-1, -2) if transposed else system
     return torch.linalg.solve_triangular(left, right, upper=transposed, unitriangular=True)
 
 
 def _normalized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of length one, and the factors that made them so."""
+    """Return the vectors with unit norm and the factors of the normalization."""
     factor = (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
     return x * factor, factor
 
 
 class _Scan(NamedTuple):
-    """What the states make of the chunks."""
+    """Results of the sequential pass of the state over chunks."""
 
     states: Tensor
-    """(C, H, K, V): before each chunk."""
+    """(C, H, K, V), the state before each chunk."""
     written: Tensor
-    """(C, H, L, V): values as written into that state."""
+    """(C, H, L, V), values written into the state."""
     last: list[Tensor]
-    """(.., H, K, V) each: states behind the segments that a round ends, by round."""
+    """Final states of the segments that end before each round, and after the last one.
+
+    Each has the shape (segments, H, K, V).
+    """
 
 
 def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
@@ -211,16 +231,20 @@ def packed_delta_rule(
     beta_TH: Tensor,
     cu_seqlens: Tensor,
 ) -> Tensor:
-    """The gated delta rule within segments, each from an empty state, in float32 inside.
+    """Return the output of the gated delta rule within segments, computed in float32.
+
+    Each segment starts with a zero state.
 
     Args:
-        query_TGK, key_TGK: are normalized to length one here; queries also scaled by K ** -0.5.
-        decay_TH: logarithms, not positive.
-        beta_TH: shares, 0 to 1.
-        cu_seqlens: on the CPU.
+        query_TGK: (T, G, K), queries. They are normalized and scaled by K ** -0.5.
+        key_TGK: (T, G, K), keys. They are normalized.
+        value_THV: (T, H, V), values.
+        decay_TH: (T, H), logarithms of the decay, at most 0.
+        beta_TH: (T, H), update rates in [0, 1].
+        cu_seqlens: (S + 1,), starts of segments and total length, on the CPU.
 
     Returns:
-        (T, H, V) in the values' dtype.
+        Output (T, H, V), dtype of the values.
     """
     inputs = [query_TGK, key_TGK, value_THV, decay_TH, beta_TH]
     return _rule(inputs, cu_seqlens)[0]
@@ -236,21 +260,23 @@ def _rule(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ChunkLa
 
 
 def rule_with_states(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """What `packed_delta_rule` gives, and float32 (S, H, K, V): the state behind each segment.
+    """Return the output of `packed_delta_rule` and the final states (S, H, K, V), float32.
 
     Args:
-        inputs: the five tensors that it reads.
+        inputs: Queries, keys, values, decay and beta of `packed_delta_rule`.
+        cu_seqlens: (S + 1,), starts of segments and total length, on the CPU.
     """
     out_THV, layout, scan = _rule(inputs, cu_seqlens)
-    by_rank = torch.cat(scan.last[::-1])  # those of most rounds are first
+    by_rank = torch.cat(scan.last[::-1])  # longest segments first
     return out_THV, by_rank[layout.ranks_S.to(by_rank.device)]
 
 
 def next_token_rule(inputs: Sequence[Tensor], states_SHKV: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule for one more token of each segment: (S, H, V), and the states behind it.
+    """Return the output (S, H, V) of one new token per segment, and the new states.
 
     Args:
-        inputs: as `packed_delta_rule` reads them, of S tokens.
+        inputs: Queries, keys, values, decay and beta of S tokens, as for `packed_delta_rule`.
+        states_SHKV: (S, H, K, V), float32, states before the tokens.
     """
     query, key, value, decay, beta = (x.to(states_SHKV.dtype) for x in inputs)
     shared = value.shape[1] // key.shape[1]
@@ -273,7 +299,7 @@ def _(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, cu_seqlens):  # type: ig
 def packed_delta_rule_backward(
     grad_THV: Tensor, inputs: list[Tensor], cu_seqlens: Tensor
 ) -> list[Tensor]:
-    """Gradients of the five tensors that `packed_delta_rule` reads, each in its dtype."""
+    """Return the gradients of the five inputs of `packed_delta_rule`, each in the input dtype."""
     layout = ChunkLayout.of(cu_seqlens, grad_THV.device)
     c = _chunks(layout, inputs)
     scan = _scan(layout, c)
@@ -288,7 +314,7 @@ def packed_delta_rule_backward(
 
 
 def _through_norm(layout: ChunkLayout, x_TGK: Tensor, grad_CHLK: Tensor) -> Tensor:
-    """(T, G, K) gradient before normalization; value heads that share a key head are summed."""
+    """Return the gradient before normalization, (T, G, K), summed over heads that share a key."""
     groups = x_TGK.shape[1]
     grad = layout.join(grad_CHLK).unflatten(1, (groups, -1)).sum(2)
     unit, factor = _normalized(x_TGK.to(_wide(x_TGK)))
@@ -296,14 +322,14 @@ def _through_norm(layout: ChunkLayout, x_TGK: Tensor, grad_CHLK: Tensor) -> Tens
 
 
 def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tuple[Tensor, ...]:
-    """(C, H, L, ...) of query, key, value, decay (of single tokens) and beta."""
+    """Return the gradients (C, H, L, ...) of query, key, value, decay per token, and beta."""
     of_written, of_states = _scan_backward(layout, c, grad)
     grown_query = c.query * c.grown
     rest_key = c.key * c.rest
     of_grown_query = grad @ scan.states.transpose(-1, -2)
     of_rest_key = scan.written @ of_states.transpose(-1, -2)
     of_scores = (grad @ scan.written.transpose(-1, -2)).tril_()
-    # Through the solutions: of what stood on the right, and of the system (below its diagonal).
+    # Gradients of the right-hand sides of the solves, and of the system below its diagonal.
     right_new = _solve(c.system, of_written, transposed=True)
     of_read = -of_written @ scan.states.transpose(-1, -2)
     right_read = _solve(c.system, of_read, transposed=True)
@@ -320,8 +346,8 @@ def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tu
     of_beta = _row_sums(right_new, c.value) + read_key
     of_beta += _row_sums(of_system * c.pairs, c.overlap)
 
-    # Of logarithms: a product's gradient times the product, at both of its ends. Most of these
-    # sums cancel, so they are in float64.
+    # The gradient of a logarithm is the gradient of the product times the product, at both ends of
+    # the decay interval. Most of these terms cancel, so sums are in float64.
     exact = torch.float64
     between = of_scores * c.scores + of_system * c.system
     to_end = (of_rest_key * rest_key).sum(-1, keepdim=True, dtype=exact)
@@ -344,7 +370,7 @@ def _row_sums(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of values as written (C, H, L, V), and of the state behind each chunk."""
+    """Return gradients of written values (C, H, L, V) and of states after chunks (C, H, K, V)."""
     rest_key = c.key * c.rest
     grown_query = c.query * c.grown
     whole = c.grown[:, :, -1:]
@@ -352,7 +378,7 @@ def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tenso
     of_states = c.key.new_zeros(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     before: Tensor | None = None
     for part in reversed(list(layout.slices())):
-        if before is not None:  # of segments that have a later chunk
+        if before is not None:  # for segments with a chunk in the next round
             of_states[part.start : part.start + len(before)] = before
         behind = of_states[part]
         of_written[part] += rest_key[part] @ behind

@@ -1,11 +1,12 @@
-"""Mixture of experts: keeping the experts' loads equal, and how equal they are.
+"""Mixture of experts: the load-balancing loss and the measured expert loads.
 
-If the model's config says `output_router_logits = true`, training adds the load-balancing loss of
-Switch Transformers (arXiv 2101.03961, equations 4-6) for every layer, times the config's
-coefficient. The reported loss stays the cross entropy. Each layer's loss is added at its router, so
-that a pipeline stage needs no other stage's: its gradient joins that of the routing weights.
-Hugging Face's loss differs for more than one layer: it multiplies averages over all layers, which
-no stage has. Rejected: a loss that travels from stage to stage with the hidden states.
+If the model config has `output_router_logits = true`, training adds the load-balancing loss of
+Switch Transformers (arXiv 2101.03961, equations 4-6) of each layer, times `router_aux_loss_coef`.
+The logged loss remains the cross entropy.
+
+The loss of a layer is added at its router: the backward pass of the routing weights also adds the
+gradient of the loss. Pipeline stages therefore need no loss of other stages. The loss of Hugging
+Face is different for several layers: it multiplies averages over all layers, which no stage has.
 
 Shape legend: T tokens, E experts, K experts per token, L layers with experts.
 """
@@ -24,28 +25,34 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.layers.shared_rows import RowRanks
 
 COMPILES_FROM = (5, 23)
-"""First version of transformers whose loop over experts (used on the CPU) can be traced."""
+"""First version of transformers with a traceable loop over experts, which CPUs use."""
 
 
 @dataclass
 class RouterBalance:
-    """Hook of the routers of one LLM.
+    """A forward hook of all routers of an LLM, which adds the load-balancing loss.
 
     Attributes:
-        coefficient: factor of the mean over layers of the losses.
-        layers: number of layers with a router in the whole model.
-        scale: weight of a token: 1 / tokens of the global batch if gradients are those of a mean;
-            0: no loss.
+        coefficient: Factor of the mean of the losses over layers.
+        layers: Number of layers with a router in the full model.
+        scale: Weight of a token, 1 / tokens of the global batch for gradients of a mean. 0 disables
+            the loss.
+        row_ranks: Context-parallel ranks that share a packed sequence, whose tokens are counted
+            jointly. None if a rank has all tokens.
     """
 
     coefficient: float
     layers: int
     scale: float = 0.0
     row_ranks: RowRanks | None = None
-    """Those that share a row, whose tokens count together; None: a rank has all of them."""
 
     def __call__(self, router: Any, _: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """A router's (logits, weights, experts), with the loss's gradient tied to the weights."""
+        """Return the output of a router, whose weights carry the gradient of the loss.
+
+        Args:
+            router: Router module.
+            output: Logits (T, E), weights (T, K) and expert indices (T, K).
+        """
         logits_TE, weights_TK, experts_TK = output
         if not self.scale or not torch.is_grad_enabled():
             return output
@@ -59,11 +66,16 @@ class RouterBalance:
 def balancing_loss(
     logits_TE: Tensor, experts_TK: Tensor, row_ranks: RowRanks | None = None
 ) -> Tensor:
-    """float32 scalar, K at best: E times the sum over experts of load times mean probability.
+    """Return E times the sum over experts of load times mean probability, a float32 scalar.
+
+    The value for uniform loads is K.
 
     Args:
-        row_ranks: of ranks that share a row, loads are those of the whole row; probabilities of own
-            tokens alone, so that what the ranks get, weighted by tokens, makes the row's loss.
+        logits_TE: (T, E), router logits.
+        experts_TK: (T, K), int64, selected experts.
+        row_ranks: Context-parallel ranks. Loads are those of the complete packed sequence, and
+            probabilities those of local tokens. The mean over ranks, weighted by tokens, is the
+            loss of the sequence.
     """
     experts = logits_TE.shape[1]
     loads_E = torch.zeros(experts, device=logits_TE.device)
@@ -77,9 +89,9 @@ def balancing_loss(
 
 
 class _JoinGradient(torch.autograd.Function):
-    """Ties a loss to `x`: when backward reaches `x`, the loss gets `factor` as its gradient.
+    """An operator that attaches a loss to `x`: in backward, the loss has the gradient `factor`.
 
-    `x` is in the graph anyway, while no stage could return the loss.
+    Stages return `x`, which is part of the autograd graph, but cannot return the loss.
     """
 
     @staticmethod
@@ -89,7 +101,7 @@ class _JoinGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        grad, of_loss = grads  # `of_loss` is zero: nothing is computed from the loss
+        grad, of_loss = grads  # `of_loss` is zero, because no output depends on the loss
         return grad, torch.full_like(of_loss, ctx.factor), None
 
 
@@ -97,7 +109,11 @@ _ROUTERS = ("mlp.gate", "mlp.router")
 
 
 def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
-    """Adds the loss to all routers, if the config wants it."""
+    """Add the load-balancing loss to all routers if the config enables it.
+
+    Returns:
+        The hook of the routers, or None.
+    """
     if not getattr(config, "output_router_logits", False):
         return None
     routers = [r for layer in layers for n, r in layer.named_modules() if n in _ROUTERS]
@@ -108,13 +124,13 @@ def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
 
 
 class ExpertLoads:
-    """Counts the tokens that each expert of an LLM gets in training: hooks of its experts.
+    """The number of tokens that each expert of an LLM processes in training, counted by hooks.
 
-    A layer that backward runs again counts twice, all its experts alike. Compiled layers are not
-    counted, so that they stay one graph.
+    Layers that the backward pass recomputes count tokens twice, for all their experts. Compiled
+    layers are not counted, so that they remain one graph.
 
     Args:
-        layers: of the LLM, in order, those of other stages included.
+        layers: Layers of the LLM in order, including those of other stages.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -123,7 +139,7 @@ class ExpertLoads:
         self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
         self._loads_LE: Tensor | None = None
         self._places = {part: place for place, part in enumerate(parts)}
-        for part in parts:  # the same hook for all: graphs would differ in what it knows of a part
+        for part in parts:  # one shared hook, so that all layers share compiled graphs
             part.register_forward_pre_hook(self._count)
 
     def __bool__(self) -> bool:
@@ -140,7 +156,7 @@ class ExpertLoads:
         self._loads_LE[self._places[part]].index_add_(0, chosen, ones)
 
     def take(self, device: torch.device) -> Tensor:
-        """float32 (layers, experts): tokens on this rank since the last call."""
+        """Return and reset the tokens of this rank since the last call, (L, E), float32."""
         taken_LE, self._loads_LE = self._loads_LE, None
         if taken_LE is None:
             return torch.zeros(self._layers, self._experts, device=device)
@@ -148,20 +164,27 @@ class ExpertLoads:
 
 
 def busiest_expert(loads_LE: Tensor) -> Tensor:
-    """float32 scalar: tokens of a layer's busiest expert over the mean of its experts, on average
-    over layers; 1 at best."""
+    """Return the ratio of maximum to mean expert load, averaged over layers, a float32 scalar.
+
+    The minimum is 1.
+
+    Args:
+        loads_LE: (L, E), float32, tokens per expert.
+    """
     busiest_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=torch.finfo(loads_LE.dtype).tiny)
     return busiest_L.mean()
 
 
 def has_experts(layer: nn.Module) -> bool:
-    """Whether a layer's feed-forward part is a mixture of experts."""
+    """Return True if the MLP of a layer is a mixture of experts."""
     return bool(expert_parts([layer]))
 
 
 def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of layers that a router chooses among, whose weights are tensors of all experts;
-    most are called with rows, their experts and weights."""
+    """Return the expert modules of layers, whose weights are stacked tensors of all experts.
+
+    Most of them are called with tokens, expert indices and routing weights.
+    """
     return [
         part
         for layer in layers
@@ -171,15 +194,15 @@ def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def stacked_weights(experts: nn.Module) -> list[nn.Parameter]:
-    """Those that hold one matrix for each expert."""
+    """Return the parameters that store one matrix per expert."""
     return [parameter for parameter in experts.parameters() if parameter.ndim == 3]
 
 
 def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
-    """Layers of module `name`, on a device of this type.
+    """Check that torch.compile supports the experts of the layers of module `name`.
 
     Raises:
-        ConfigError: torch.compile would fail on their experts in the first step.
+        ConfigError: Compiling the experts would fail in the first step.
     """
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if device == "cpu" and version < COMPILES_FROM and any(map(has_experts, layers)):

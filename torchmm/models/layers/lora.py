@@ -1,27 +1,27 @@
-"""Low-rank adapters (LoRA): a product of two small matrices, added to a frozen linear.
+"""Low-rank adapters (LoRA, arXiv 2106.09685, and DoRA, arXiv 2402.09353) of linear layers.
+
+LoRA adds the product of two small matrices to a frozen linear layer:
 
     y = x W^T + b + scale * (x A^T) B^T        A: (rank, inputs), B: (outputs, rank)
 
-B is zero at first, so training starts from the linear as it was. The matrices are a child of the
-linear, "lora", so they belong to the layer that they are in: to its FSDP2 unit, its pipeline stage,
-its recomputation. A hook adds the product to what the linear returns, whatever its forward is by
-then; the linear's own names do not change. Rejected: a wrapper around the linear, as PEFT has it,
-which renames every weight and which tensor-parallel styles would not know; adding the product to
-the weight in every forward, which takes a matrix as large as the weight.
+B is zero initially, so that training starts from the pretrained layer. The matrices are in a child
+module of the linear layer, "lora". They are therefore in the same FSDP unit, pipeline stage and
+recomputed region as the layer. A forward hook adds the product to the output, so that it works with
+any forward and does not change the names of the weights. A wrapper as in PEFT would rename all
+weights. Adding the product to the weight would allocate a matrix as large as the weight.
 
-DoRA trains the norm of each of the weight's rows, the magnitude m, apart from its direction:
+DoRA trains the norm of each weight row, the magnitude m, separately from the direction:
 
     y = m / |W + scale * B A| * (x W^T + scale * (x A^T) B^T) + b        m: (outputs)
 
-The norms |.| of rows are computed in every forward and taken for constants in backward, as PEFT
-does it. They follow from products with A and B (`Lora.squares`), so that no matrix as large as the
-weight is made. Rejected: keeping them from one step to the next, a state that FSDP2's gathered
-weights, recomputation and compilation would all have to know of.
+The norms |.| of rows are computed in each forward pass and are constants in the backward pass, as
+in PEFT. `Lora.squares` computes them from matmuls with A and B, without a matrix as large as the
+weight.
 
-A tensor-parallel rank computes with its part of the matrices (`Part`,
+A tensor-parallel rank computes with its shard of the matrices (`Part`,
 `torchmm.parallel.tensor.low_rank`).
 
-Shape legend: R rank, I inputs, O outputs.
+Shape legend: R rank, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 CHILD = "lora"
-"""Name of the matrices' module in the linear."""
+"""Name of the child module with the matrices in the linear layer."""
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter adds to a linear."""
+    """Settings of an adapter for a linear layer."""
 
     adapter: str
-    """Its name in the recipe."""
+    """Name of the adapter in the recipe."""
     rank: int
     alpha: float
     method: Literal["lora", "rslora", "dora"] = "lora"
 
     @property
     def scale(self) -> float:
-        """Factor of the product."""
+        """Factor of the low-rank product."""
         return self.alpha / (sqrt(self.rank) if self.method == "rslora" else self.rank)
 
 
 class Part(NamedTuple):
-    """How a rank's share is taken, of what a linear gets and of its parameters."""
+    """Functions that select the shard of a rank from inputs and parameters of a linear layer."""
 
     of_input: Callable[[Tensor], Tensor]
     of_down: Callable[[Tensor], Tensor]
     of_rows: Callable[[Tensor], Tensor]
-    """Of what has a row for each of the linear's outputs: B, magnitudes, W and b."""
+    """Select rows of tensors with one row per output feature: B, magnitudes, W and b."""
     summed: Callable[[Tensor], Tensor]
-    """Squares of rows, of what a rank has of each: those of whole rows."""
+    """Sum the squares of row shards over ranks to those of complete rows."""
     biased: bool
-    """Whether the linear's output has its bias by now; what ranks sum gets it afterwards."""
+    """Whether the output includes the bias. Row-wise sharded layers add it after the reduction."""
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -77,12 +77,14 @@ WHOLE = Part(_itself, _itself, _itself, _itself, biased=True)
 
 
 class Lora(nn.Module):
-    """The parameters of one linear's adapter.
+    """The adapter parameters of one linear layer.
 
     Attributes:
-        down, up: A (R, I) and B (O, R).
-        magnitude: m (O), of DoRA.
-        part: what this rank computes with.
+        spec: Settings of the adapter.
+        down: Matrix A (R, I).
+        up: Matrix B (O, R).
+        magnitude: Magnitudes m (O,) of DoRA, or None.
+        part: Selection of the shard of this rank.
     """
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec) -> None:
@@ -97,7 +99,13 @@ class Lora(nn.Module):
             self.magnitude = nn.Parameter(weight.new_empty(linear.out_features))
 
     def forward(self, x: Tensor, output: Tensor, linear: nn.Linear) -> Tensor:
-        """The linear's output for `x` with the product added, and scaled by row with DoRA."""
+        """Return the output of the linear layer with the adapter.
+
+        Args:
+            x: (..., I), input of the linear layer.
+            output: (..., O), output of the linear layer.
+            linear: Linear layer that contains this module.
+        """
         part = self.part
         down_RI, up_OR = part.of_down(self.down), part.of_rows(self.up)
         few = functional.linear(part.of_input(x), down_RI) * self.spec.scale
@@ -112,20 +120,25 @@ class Lora(nn.Module):
         return ratio_O * (output - bias_O + product) + bias_O
 
     def squares(self, linear: nn.Linear, down_RI: Tensor, up_OR: Tensor) -> Tensor:
-        """(O) float32: of each row of the weight with the product added, the sum of squares.
+        """Return the squared norms of the rows of W + P A, (O,), float32, with P = scale * B.
 
-        |W + P A|^2 = |W|^2 + 2 P (A W^T) + P (A A^T) P^T, row by row, where P is scale * B; parts
-        of rows make parts of these sums.
+        For each row, |W + P A|^2 = |W|^2 + 2 P (A W^T) + P (A A^T) P^T. Shards of rows contribute
+        partial sums.
+
+        Args:
+            linear: Linear layer that contains this module.
+            down_RI: (R, I), local shard of A.
+            up_OR: (O, R), local shard of B.
         """
         weight_OI = self.part.of_rows(linear.weight).detach()
         up_OR = self.spec.scale * up_OR.float()
-        own_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
+        base_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
         crossed_OR = 2 * (weight_OI @ down_RI.T) + up_OR @ (down_RI @ down_RI.T).float()
-        return self.part.summed(own_O + (crossed_OR * up_OR).sum(1))
+        return self.part.summed(base_O + (crossed_OR * up_OR).sum(1))
 
 
 def add_lora(linear: nn.Linear, spec: LoraSpec) -> None:
-    """Adds an adapter, without values, to a linear, in place."""
+    """Add an uninitialized adapter to a linear layer, in place."""
     linear.add_module(CHILD, Lora(linear, spec))
     linear.register_forward_hook(_add)
 
@@ -135,25 +148,27 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def merged(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Tensor:
-    """The weight (O, I) of a linear that computes the same without an adapter.
+    """Return the weight (O, I) of an equivalent linear layer without an adapter.
 
     Args:
-        factors: the adapter's parameters by their names in `Lora`.
+        weight: (O, I), weight of the linear layer.
+        factors: Parameters of the adapter by names in `Lora`.
+        spec: Settings of the adapter.
     """
-    whole = weight + spec.scale * factors["up"] @ factors["down"]
+    total = weight + spec.scale * factors["up"] @ factors["down"]
     if spec.method != "dora":
-        return whole
-    ratio = factors["magnitude"] / torch.linalg.vector_norm(whole, dim=1)
-    return ratio[:, None] * whole
+        return total
+    ratio = factors["magnitude"] / torch.linalg.vector_norm(total, dim=1)
+    return ratio[:, None] * total
 
 
 def of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter's."""
+    """Return True if a parameter with this name belongs to an adapter."""
     return f".{CHILD}." in name
 
 
 def adapted_linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear, Lora]]:
-    """(name, linear, its matrices) of all linears in a module that have an adapter."""
+    """Yield (name, linear layer, adapter) of all linear layers in a module with an adapter."""
     for name, part in module.named_modules():
         lora = getattr(part, CHILD, None)
         if isinstance(part, nn.Linear) and isinstance(lora, Lora):
@@ -162,7 +177,7 @@ def adapted_linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear, Lora]]:
 
 @contextmanager
 def without_lora(module: nn.Module) -> Iterator[None]:
-    """Takes all matrices out of their linears for a while, whose parameters are then their own."""
+    """Remove all adapters from the linear layers of a module within the context."""
     adapted = list(adapted_linears(module))
     for _, linear, _ in adapted:
         delattr(linear, CHILD)
@@ -175,6 +190,6 @@ def without_lora(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initial_down(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Initial values (R, I), float32 on the CPU: PEFT's, uniform up to 1 / sqrt(I)."""
+    """Return initial values (R, I), float32, on the CPU: uniform within 1 / sqrt(I), as in PEFT."""
     bound = 1 / sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

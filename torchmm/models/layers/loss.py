@@ -1,20 +1,22 @@
 """Cross entropy over a large vocabulary that never stores all logits in float32.
 
-`summed_cross_entropy` takes the logits of the Hugging Face head, in the compute dtype and with the
-scaling or soft capping of the family. `cross_entropy_in_chunks` takes the input of the head. It
-computes the logits, the loss and the gradients of one chunk of rows at a time, in forward. Backward
-only multiplies these gradients by the incoming gradient. No logits outlive their chunk, and nothing
-is recomputed. With tensor parallelism each rank computes the logits of its vocabulary shard, which
-are never gathered. The gradient of the rows is all-reduced once.
+`summed_cross_entropy` accepts the logits of the Hugging Face head, in the compute dtype and with
+the scaling or soft capping of the family.
 
-On CUDA both use `_InPlaceCrossEntropy`: two compiled kernels in forward, and one in backward that
-overwrites the logits with their gradient. Scaling and soft capping stay outside and have their own
-backward. Elsewhere, rows are cast to float32 chunk by chunk, in forward and again in backward.
+`cross_entropy_in_chunks` accepts the input of the head. The forward pass computes logits, loss and
+gradients of one chunk of rows after the other. The backward pass only multiplies these gradients by
+the incoming gradient. Logits are freed after each chunk, and nothing is recomputed. With tensor
+parallelism, each rank computes the logits of its vocabulary shard, which are never all-gathered.
+The gradient of the rows is all-reduced once.
 
-Rejected: recomputing the logits of a chunk in backward, which adds a third product with the largest
-matrix of the model. The Triton kernel of liger-kernel, which writes the gradient in forward, rounds
-it twice in half precision, and waits for the device in backward to compare the incoming gradient
-with 1.
+On CUDA both functions use `_InPlaceCrossEntropy`: two compiled kernels in forward, and one in
+backward that overwrites the logits with their gradient. Scaling and soft capping are separate
+operators with a separate backward. On other devices, rows are cast to float32 in chunks, in forward
+and again in backward.
+
+Recomputing the logits of a chunk in backward would add a third matmul with the largest matrix of
+the model. The Triton kernel of liger-kernel is not used: it rounds the gradient twice in half
+precision, and synchronizes with the device in backward to compare the incoming gradient with 1.
 
 Shape legend: L targets, N rows of a chunk, D features, V vocabulary (of a rank).
 """
@@ -38,18 +40,20 @@ from torch.utils.checkpoint import checkpoint
 from torchmm.common.processes import missing_compiler
 
 CHUNK_TARGETS = 1024
-"""Rows cast to float32 at a time."""
+"""Number of rows that are cast to float32 at once."""
 MIN_CHUNKED_VOCABULARY = 1 << 15
-"""Words from which sharded logits are computed in chunks by default."""
+"""Minimum vocabulary size for which sharded logits are computed in chunks by default."""
 _ROWS = 512
-"""The most of a chunk computed from rows: products of more are not faster."""
+"""Maximum number of rows of a chunk. Matmuls with more rows are not faster."""
 _LOGIT_BYTES = 12
-"""What a chunk needs for a logit: float32 log-probabilities, their gradient and the logit's."""
+"""Bytes per logit of a chunk: float32 log-probabilities, their gradient and the logit gradient."""
 _CHUNK_BYTES = 576 * 2**20
-"""The most of a chunk, which is less than a tenth of what all logits of 8,192 targets need, in
-half precision too. Products of fewer rows read the weight more often and are slower."""
+"""Maximum bytes of a chunk: less than a tenth of the logits of 8,192 targets in half precision.
+
+Matmuls with fewer rows read the weight more often and are slower.
+"""
 _SCALED_ROWS = 4096
-"""Rows of a weight's gradient that are float32 at a time."""
+"""Number of rows of the weight gradient that are cast to float32 at once."""
 
 
 def uses_fused_loss(device: torch.device) -> bool:
@@ -75,37 +79,37 @@ def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Rows whose logits `cross_entropy_in_chunks` should compute at a time."""
+    """Return the number of rows per chunk of `cross_entropy_in_chunks`."""
     return max(1, min(_ROWS, _CHUNK_BYTES // (_LOGIT_BYTES * vocabulary)))
 
 
 def cross_entropy_in_chunks(
     head: ChunkHead, logits_of: Callable[[Tensor], Tensor], rows_LD: Tensor, targets_L: Tensor
 ) -> Tensor:
-    """float32 scalar: sum of the cross entropies of all rows, equal to that of all logits at once.
+    """Return the sum of the cross entropies of all rows, a float32 scalar.
 
     Args:
-        head: the product with the head's weight, which `logits_of` goes through.
-        logits_of: (1, N, V) logits of (1, N, D) rows, scaled or capped as the family does; DTensors
-            over the vocabulary if the head's weight is one.
-        rows_LD: what the head reads, on every tensor-parallel rank the same.
-        targets_L: token ids.
+        head: Head with the weight of the LLM head, which `logits_of` calls.
+        logits_of: Function from rows (1, N, D) to logits (1, N, V), with the scaling or capping of
+            the family. If the weight is a DTensor, logits are DTensors sharded by vocabulary.
+        rows_LD: (L, D), input of the head, identical on all tensor-parallel ranks.
+        targets_L: (L,), int64, token ids.
     """
     learns = head.gradient_VD is not None or (torch.is_grad_enabled() and rows_LD.requires_grad)
     rows_gradient_LD = torch.empty_like(rows_LD) if learns else None
     parts = [torch.zeros((), device=rows_LD.device)]
     for start in range(0, len(targets_L), head.rows):
-        own = slice(start, start + head.rows)
-        rows_ND = rows_LD[own].detach().requires_grad_(learns)
+        chunk = slice(start, start + head.rows)
+        rows_ND = rows_LD[chunk].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
             # Not `[0]`, whose backward copies the gradient of all logits.
-            loss = _cross_entropy(logits_of(rows_ND[None]).squeeze(0), targets_L[own])
+            loss = _cross_entropy(logits_of(rows_ND[None]).squeeze(0), targets_L[chunk])
             if rows_gradient_LD is not None:
-                (rows_gradient_LD[own],) = torch.autograd.grad(loss, rows_ND)
+                (rows_gradient_LD[chunk],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
         parts.append(loss.to_local() if isinstance(loss, DTensor) else loss)
     total = torch.stack(parts).sum()
-    # The rows' last: a backward for inputs alone passes it, and not the weight's.
+    # The node of the rows is last, so that a backward pass for inputs (I) skips the weight node.
     if head.gradient_VD is not None:
         total = _HeldWeightGradient.apply(total, head.local_VD, head.gradient_VD)
     if rows_gradient_LD is not None and rows_LD.requires_grad:
@@ -114,18 +118,19 @@ def cross_entropy_in_chunks(
 
 
 class ChunkHead(nn.Module):
-    """Product of the head for one loss in chunks. Sums the gradients of the weight in place.
+    """The head for one loss in chunks, which accumulates the gradient of the weight in place.
 
     Args:
-        head: a linear without a bias. With tensor parallelism its rows are sharded.
-        rows: number of rows per chunk of an unsharded head, if the loss is computed in float32
+        head: Linear layer without a bias. With tensor parallelism its rows are sharded.
+        rows: Number of rows per chunk of an unsharded head, if the loss is computed in float32
             (see `chunk_rows`).
 
     Attributes:
-        rows: number of rows per chunk. Gradients in place and shards of the vocabulary leave room
-            for more rows in the same memory. The gradient of the weight is then read, rounded and
-            written less often.
-        gradient_VD: gradient of the weight, summed over the previous chunks. None if frozen.
+        rows: Number of rows per chunk. In-place gradients and vocabulary shards allow more rows
+            with the same memory. The gradient of the weight is then read, rounded and written less
+            often.
+        gradient_VD: (V, D), gradient of the weight, summed over the previous chunks. None if the
+            weight is frozen.
     """
 
     def __init__(self, head: nn.Module, rows: int) -> None:
@@ -135,7 +140,7 @@ class ChunkHead(nn.Module):
         fused = self.mesh is None and uses_fused_loss(weight.device)
         ranks = self.mesh.size() if self.mesh is not None else 1
         self.rows = rows * (_LOGIT_BYTES // weight.itemsize if fused else ranks)
-        # Not a parameter of this module: the gradient belongs to the head's.
+        # Not registered as a parameter: the gradient belongs to the parameter of the head.
         self.local_VD: Tensor
         object.__setattr__(self, "local_VD", weight.to_local() if self.mesh else weight)
         learns = torch.is_grad_enabled() and weight.requires_grad
@@ -153,16 +158,18 @@ class ChunkHead(nn.Module):
         )
 
     def summed(self, gradient_LD: Tensor) -> Tensor:
-        """Gradients of rows, of which every rank has found its vocabulary's part."""
+        """Return the gradient of rows (L, D), summed over the vocabulary shards of all ranks."""
         if self.mesh is None:
             return gradient_LD
-        found = DTensor.from_local(gradient_LD, self.mesh, [Partial()], run_check=False)
-        return found.redistribute(placements=[Replicate()]).to_local()
+        partial_LD = DTensor.from_local(gradient_LD, self.mesh, [Partial()], run_check=False)
+        return partial_LD.redistribute(placements=[Replicate()]).to_local()
 
 
 class _HeadProduct(torch.autograd.Function):
-    """Rows times the weight; backward adds to a sum, where autograd would make every chunk's
-    gradient, as large as the weight, before adding it."""
+    """The matmul of rows with the weight, whose backward adds to the gradient of the weight.
+
+    Autograd would allocate the gradient of each chunk, as large as the weight, before adding it.
+    """
 
     @staticmethod
     def forward(
@@ -177,13 +184,13 @@ class _HeadProduct(torch.autograd.Function):
     def backward(ctx: Any, logits_1NV: Tensor) -> tuple[Tensor, None, None]:
         rows_1ND, weight_VD = ctx.saved_tensors
         total_VD = ctx.gradient_VD
-        if total_VD is not None:  # not `addmm_`, which torch's counter of FLOPs does not know
+        if total_VD is not None:  # not `addmm_`, which the FLOP counter of torch does not support
             torch.addmm(total_VD, logits_1NV[0].mT, rows_1ND[0], out=total_VD)
         return logits_1NV @ weight_VD, None, None
 
 
 class _HeldGradient(torch.autograd.Function):
-    """A loss whose gradient by one tensor is known: backward multiplies it by what arrives."""
+    """A loss with a precomputed gradient, which backward multiplies by the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
@@ -198,7 +205,7 @@ class _HeldGradient(torch.autograd.Function):
 
 
 class _HeldWeightGradient(_HeldGradient):
-    """The same in place, as it is as large as the weight; so only once."""
+    """The same for the weight gradient, in place to save memory. Backward can run only once."""
 
     @staticmethod
     @once_differentiable
@@ -211,7 +218,7 @@ class _HeldWeightGradient(_HeldGradient):
         gradient, ctx.gradient = ctx.gradient, None
         if gradient.dtype == torch.float32:
             return factor, gradient.mul_(factor), None
-        # A factor in half precision would be off by the same rounding in every element.
+        # A factor rounded to half precision would have the same error in each element.
         for part in gradient.split(_SCALED_ROWS):
             part.copy_(part.float() * factor)
         return factor, gradient, None
@@ -248,8 +255,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 def _loss_of_rows(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss, and the maximum and the sum of exponentials of each row.
 
-    The logarithm of the sum and the maximum are kept apart: their sum, the logsumexp, would have
-    lost the digits that tell confident predictions from certain ones.
+    The logarithm of the sum and the maximum are separate. Their sum, the logsumexp, would lose the
+    digits that distinguish confident predictions from certain ones.
     """
     x_LV = logits_LV.float()
     max_L1 = x_LV.amax(-1, keepdim=True)

@@ -1,15 +1,19 @@
-"""What layers have in place of attention, on packed rows: nothing passes from sample to sample.
+"""Token mixers other than attention on packed sequences, without leakage between samples.
 
-Hugging Face's forwards of delta nets and short convolutions run over the whole row. The forward of
-each is replaced on the instance; its parameters and their names stay, and without `Segments`
-Hugging Face's own forward runs. What is a parameter of the mixer itself, not of a linear or norm
-in it, the new forward asks `own_weights` for: tensor parallelism replaces that to give a rank its
-own.
+The Hugging Face forwards of delta nets and short convolutions ignore sample boundaries. The forward
+of each instance is therefore replaced. Parameters and their names do not change, and calls without
+`Segments` run the Hugging Face forward. The new forward reads parameters that are direct members of
+the mixer (not of a linear layer or norm) through `own_weights`. Tensor parallelism replaces this
+method, so that it returns the shard of the rank.
 
-Convolutions run on a row in which zeros stand in front of every segment, as many as a filter
-reaches back. Where tokens go is worked out on the device.
+Convolutions run on a copy of the sequence with W - 1 zeros before each segment:
 
-Shape legend: T tokens, D features, C channels, W width of a filter.
+    tokens   a b c | d e            W = 3
+    padded   0 0 a b c 0 0 d e
+
+Positions are computed on the device.
+
+Shape legend: T tokens, D features, C channels, W width of a filter, P padded positions.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from torch.nn import functional
 from torchmm.models.layers.attention import Segments
 
 PackedForward = Callable[[Any, Tensor, Segments], Tensor]
-"""Of a mixer and hidden states (1, T, D), which it returns."""
+"""Forward of a mixer: maps the mixer, hidden states (1, T, D) and segments to (1, T, D)."""
 
 
 def pack_mixers(
@@ -34,17 +38,19 @@ def pack_mixers(
     weights: Callable[[Any], Any],
     forward: PackedForward,
 ) -> None:
-    """Lets the mixers among the layers work on packed rows, in place.
+    """Replace the forward of mixers in the layers by one for packed sequences, in place.
 
     Args:
-        name: Hugging Face's, of a layer's mixer; layers without one are left alone.
-        weights: of a whole mixer, for `own_weights`.
+        layers: Transformer layers.
+        name: Hugging Face name of the mixer in a layer. Layers without it do not change.
+        weights: Function that returns the parameters of an unsharded mixer, for `own_weights`.
+        forward: New forward.
     """
     packed_forward = _packed(forward)
     for layer in layers:
         mixer: Any = getattr(layer, name, None)
         if mixer is not None:
-            # Methods, not partials: for these, torch.compile makes a graph for every layer.
+            # Methods, because torch.compile would compile one graph per layer for partials.
             mixer.own_weights = MethodType(weights, mixer)
             mixer.forward = MethodType(packed_forward, mixer)
 
@@ -55,8 +61,8 @@ def _packed(forward: PackedForward) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not isinstance(cu_seq_lens_q, Segments):
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-            whole: Callable[..., Tensor] = type(mixer).forward
-            return whole(mixer, hidden_states, **kwargs)
+            original: Callable[..., Tensor] = type(mixer).forward
+            return original(mixer, hidden_states, **kwargs)
         caches = (kwargs.get("cache_params"), kwargs.get("past_key_values"))
         if kwargs.get("attention_mask") is not None or any(
             cache not in (None, cu_seq_lens_q.cache) for cache in caches
@@ -72,21 +78,35 @@ def _packed(forward: PackedForward) -> Callable[..., Tensor]:
 def cached_convolution(
     mixer: Any, x_TC: Tensor, filters_CW: Tensor, segments: Segments
 ) -> Tensor | None:
-    """(T, C): causal convolution of prompts' next tokens, behind what a cache has kept; None where
-    there is none, or the prompts are here as a whole."""
+    """Return the causal convolution (T, C) of new tokens, which also reads cached inputs.
+
+    The result is None without a cache and for complete prompts.
+
+    Args:
+        mixer: Mixer with the index of its layer.
+        x_TC: (T, C), one new token per prompt.
+        filters_CW: (C, W), filters.
+        segments: Segments with the cache.
+    """
     if segments.cache is None:
         return None
     return segments.cache.filtered(x_TC, filters_CW, mixer.layer_idx)
 
 
 def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:
-    """(T, C): causal convolution of each channel, which sees zeros before its segment."""
+    """Return the causal convolution (T, C) of each channel, with zeros before each segment.
+
+    Args:
+        x_TC: (T, C), packed sequence.
+        filters_CW: (C, W), filters.
+        segments: Segments of the sequence.
+    """
     reach = filters_CW.shape[1] - 1
     tokens = len(x_TC)
     starts = segments.cu_seqlens
     at_T = torch.arange(tokens, device=x_TC.device)
-    # Of what the filter computes, by the position of the first value that it reads. All starts
-    # are given, at least two: torch.compile makes a graph of its own for sizes zero and one.
+    # Position of each output in the padded result. `starts` is complete, with at least two values,
+    # because torch.compile specializes graphs for sizes 0 and 1.
     out_T = at_T + reach * (torch.bucketize(at_T, starts, right=True) - 1)
     spaced_PC = x_TC.new_zeros(tokens + reach * (len(starts) - 1), x_TC.shape[1])
     spaced_PC = spaced_PC.index_copy(0, out_T + reach, x_TC)

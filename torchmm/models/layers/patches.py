@@ -1,14 +1,15 @@
-"""Patch embeddings as matrix products.
+"""Patch embeddings as matmuls.
 
-A convolution whose stride is its kernel reads each value once: it is a linear over patches. On a
-CPU its bf16 kernel for three dimensions is a hundred times slower than the product, on GPUs
-libraries choose among algorithms made for overlapping windows. The module stays what Hugging Face
-built, with the names and shapes of its weights; only what its forward calls is another function,
-which reads the weights from the module whenever it runs and so sees what FSDP has gathered.
-Rejected: an `nn.Linear` in its place, whose weights would need another shape in every file.
+A convolution with stride equal to its kernel size is a linear layer over patches. On CPUs the bf16
+kernel of 3D convolutions is a hundred times slower than a matmul. On GPUs, libraries select from
+algorithms for overlapping windows.
 
-Shape legend: N images, C channels, D features, P patches along a dimension, K values of a kernel
-along it, "..." one or several of these.
+Names and shapes of the weights do not change, so that they match the files. Only the function that
+the module forward calls is replaced. It reads the weights from the module in each call, so that it
+uses the parameters that FSDP has all-gathered.
+
+Shape legend: N images, C channels, D features, P patches along a dimension, K kernel size along a
+dimension, "..." two or three dimensions.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from torch.nn import functional
 
 
 def embed_by_products(module: nn.Module) -> None:
-    """Lets a patch embedding run as a matrix product, in place, if it is one: a convolution in two
-    or three dimensions without overlap, padding, holes or groups. Others stay as they are."""
+    """Make a patch embedding compute a matmul, in place.
+
+    This applies to 2D and 3D convolutions without overlap, padding, dilation and groups. Other
+    modules do not change.
+    """
     for convolution, product in _PRODUCTS.items():
         if type(module) is convolution and _is_product(module):
             module.__class__ = product
 
 
 def patch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a convolution gives whose stride is its kernel.
+    """Return the output of a convolution whose stride is its kernel size.
 
     Args:
-        x: (N, C, ...): whole patches, and at the ends less than one, which is left out.
+        x: (N, C, ...), pixels. Incomplete patches at the end of a dimension are dropped.
         weight: (D, C, K...).
-        bias: (D,).
+        bias: (D,), or None.
 
     Returns:
-        (N, D, P...), features last in memory.
+        (N, D, P...), in channels-last memory format.
     """
     kernel = weight.shape[2:]
     counts = [length // size for length, size in zip(x.shape[2:], kernel, strict=True)]

@@ -30,7 +30,7 @@ class RotaryLimits:
     """Sample lengths at which rotary frequencies of an LLM change.
 
     Args:
-        config: of the LLM.
+        config: Config of the LLM.
     """
 
     def __init__(self, config: Any) -> None:
@@ -43,7 +43,7 @@ class RotaryLimits:
         """Lengths after which "longrope" uses its frequencies for long samples."""
         is_dynamic = any("dynamic" in str(own.get("rope_type")) for own in settings)
         self.maximum: int | None = config.max_position_embeddings if is_dynamic else None
-        """Maximum length of a sample; None: any."""
+        """Maximum length of a sample, or None for no limit."""
 
     def problem(self, tokens: int) -> str | None:
         """Return the reason why samples of `tokens` tokens are rejected, or None."""
@@ -61,7 +61,8 @@ def sample_frequencies(text_model: nn.Module, lengths_T: Tensor) -> Iterator[Non
     """Let rotary modules of `text_model` select frequencies by the length of each sample.
 
     Args:
-        lengths_T: int64: number of tokens of the sample that each token belongs to.
+        text_model: Text model with the rotary modules.
+        lengths_T: (T,), int64, number of tokens of the sample of each token.
     """
     rotaries = [module for module in text_model.modules() if hasattr(module, "rope_type")]
     for rotary in rotaries:
@@ -86,7 +87,7 @@ def _rotate_by_sample(
     limit = settings["original_max_position_embeddings"]
     is_long_T = lengths_T > limit
     short = forward(position_ids=position_ids.masked_fill(is_long_T, 0), **kwargs)
-    # The Hugging Face module selects by the highest position: an additional one beyond the limit.
+    # The Hugging Face module selects by the highest position, so one beyond the limit is added.
     beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
     long = forward(position_ids=torch.cat([position_ids, beyond], -1), **kwargs)
     return tuple(

@@ -1,10 +1,11 @@
-"""What models ask of ranks that share a packed row, each of which has a slice of its tokens.
+"""Interfaces of context parallelism for models: ranks that share a packed sequence.
 
-Who they are and how they exchange what they have is `torchmm.parallel.context`'s business; models
-import nothing of torch.distributed.
+Each rank has a slice of the tokens. `torchmm.parallel.context` implements the interfaces, so that
+models do not import torch.distributed.
 
-Shape legend: T tokens of the row, S of this rank's slice, H heads that the ranks divide, G heads of
-which each is read by as many of these, D features of a head, K output tokens of an encoder.
+Shape legend: T tokens of the packed sequence, S tokens of the local slice, H heads that are divided
+among ranks, G heads that these heads read (G divides H), D and E features of a head, K output
+tokens of an encoder.
 """
 
 from __future__ import annotations
@@ -18,42 +19,47 @@ from torchmm.common.row_slices import RowShare
 
 
 class RowHeads(Protocol):
-    """Lets attention, or what a layer has in its place, see all tokens of one row, with some of the
-    heads: those of queries in attention, of values in a delta net, channels of a convolution."""
+    """The exchange of tokens for heads: a rank gets all tokens of a sequence for some heads.
+
+    Heads are those of queries in attention, of values in a delta net, or channels of a convolution.
+    """
 
     def whole_rows(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
-        """(T, own H, D) and (T, own G, D): own heads of all tokens, and those that they read: as
-        many, or a divisor.
+        """Return all tokens for the local heads: (T, local H, D) and (T, local G, D).
+
+        The local G is equal to the local H or divides it.
 
         Args:
-            read_SGD: what the divided heads read, as queries read keys and values; (S, H, D) is
-                divided like them. Features may differ in number from tensor to tensor.
+            divided_SHD: (S, H, D), such as queries.
+            read_SGD: (S, G, D) each, such as keys and values. Tensors (S, H, D) are divided like
+                `divided_SHD`. The number of features may differ between tensors.
         """
         ...
 
     def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
-        """All heads of own tokens.
+        """Return all heads for the local tokens, (S, H, E).
 
         Args:
-            out_THE: own heads of all tokens.
-            heads: of all ranks.
+            out_THE: (T, local H, E), local heads of all tokens.
+            heads: Number of heads H of all ranks.
         """
         ...
 
     def own_heads(self, values: Tensor, heads: int) -> Tensor:
-        """Of values of all heads, (H, ...) or (G, ...), those of the heads that `whole_rows` gives.
+        """Return the values of the local heads of `whole_rows`.
 
         Args:
-            heads: H, of all ranks.
+            values: Values of all heads, (H, ...) or (G, ...).
+            heads: Number of heads H of all ranks.
         """
         ...
 
 
 class RowRanks(Protocol):
-    """The ranks that share rows, of which this process is one."""
+    """The context-parallel ranks that share packed sequences, including this process."""
 
     def heads(self, tokens: int) -> RowHeads:
-        """How layers exchange the tokens of a row with so many of them for heads."""
+        """Return the exchange of tokens for heads of a packed sequence with `tokens` tokens."""
         ...
 
     def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
@@ -67,5 +73,5 @@ class RowRanks(Protocol):
         ...
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, without a gradient. Collective."""
+        """Return the sum over the ranks, without a gradient. Collective."""
         ...

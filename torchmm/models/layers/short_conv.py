@@ -1,15 +1,15 @@
-"""Short convolutions (LFM2) on packed rows: nothing passes from sample to sample.
+"""Short convolutions (LFM2) on packed sequences, without leakage between samples.
 
-Most layers of LFM2 have a causal convolution over three tokens where others have attention,
-between two gates that the same linear gives. Hugging Face's forward runs it over the whole row, so
-the first tokens of a sample would read the last ones of the sample before. So its forward is
-replaced (`packed_mixers`). Rejected: Hugging Face's `seq_idx`, which only the library causal-conv1d
-looks at.
+Most layers of LFM2 have a causal convolution over three tokens instead of attention. One linear
+layer computes the input and two gates, before and after the convolution. The Hugging Face forward
+ignores sample boundaries, so that the first tokens of a sample would read the previous sample. Its
+forward is therefore replaced (`packed_mixers`). The argument `seq_idx` of Hugging Face has an
+effect only with the library causal-conv1d.
 
-Where several ranks share a row, a rank runs the convolution over all of its tokens, for some of the
-channels (`shared_rows`).
+With context parallelism, a rank runs the convolution over all tokens for some channels
+(`shared_rows`).
 
-Shape legend: T tokens, C channels (of a tensor-parallel rank: its own), W width of a filter.
+Shape legend: T tokens, D features, C channels (of this tensor-parallel rank), W width of a filter.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torchmm.models.layers.packed_mixers import (
 )
 
 SHORT_CONVOLUTION = "conv"
-"""Hugging Face's name of a layer's convolution with its linears."""
+"""Hugging Face name of the convolution with its linear layers in a layer."""
 
 
 class Filters(NamedTuple):
-    """Of the channels; on a tensor-parallel rank of its own."""
+    """The filters of the channels, or of the channels of a tensor-parallel rank."""
 
     weights_CW: Tensor
     bias_C: Tensor | None
 
 
 def pack_short_convolutions(layers: Iterable[nn.Module]) -> None:
-    """Lets the short convolutions among the layers work on packed rows, in place."""
+    """Replace the forward of short convolutions by one for packed sequences, in place."""
     pack_mixers(layers, SHORT_CONVOLUTION, _all_filters, _forward)
 
 
 def convolution_sizes(layer: nn.Module) -> ConvolutionSizes | None:
-    """Sizes of a layer's short convolution; None if it has none that is packed."""
+    """Return the sizes of the short convolution of a layer, or None if it has no packed one."""
     mixer: Any = getattr(layer, SHORT_CONVOLUTION, None)
     return ConvolutionSizes(mixer.conv_kernel_size) if hasattr(mixer, "own_weights") else None
 
@@ -54,7 +54,7 @@ def _all_filters(mixer: Any) -> Filters:
 
 
 def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
-    """(1, T, D) to (1, T, D)."""
+    """Return the output (1, T, D) for hidden states (1, T, D)."""
     filters: Filters = mixer.own_weights()
     in_gate_TC, out_gate_TC, x_TC = mixer.in_proj(hidden_states)[0].chunk(3, dim=-1)
     x_TC = in_gate_TC * x_TC
@@ -63,14 +63,14 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
         x_TC = _filtered(mixer, x_TC, filters, segments)
     else:
         channels = x_TC.shape[1]
-        [own_TC1] = ranks.whole_rows(x_TC[..., None])
+        [local_TC1] = ranks.whole_rows(x_TC[..., None])
         weights_CW, bias_C = filters
-        own = Filters(
+        local = Filters(
             ranks.own_heads(weights_CW, channels),
             None if bias_C is None else ranks.own_heads(bias_C, channels),
         )
-        found_TC = _filtered(mixer, own_TC1[..., 0], own, segments)
-        x_TC = ranks.own_tokens(found_TC[..., None], channels)[..., 0]
+        filtered_TC = _filtered(mixer, local_TC1[..., 0], local, segments)
+        x_TC = ranks.own_tokens(filtered_TC[..., None], channels)[..., 0]
     return mixer.out_proj((out_gate_TC * x_TC)[None])
 
 

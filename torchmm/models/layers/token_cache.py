@@ -7,8 +7,8 @@ both forms. It stores prompts right-aligned, with zeros before shorter prompts. 
 have the same index, a window is the last keys, and the distance from the end shows which keys
 belong to a prompt. Keys already have their RoPE positions.
 
-Rejected: left-padded prompts in the layers, as in the Hugging Face `generate`. Layers, messages and
-images would then have other forms than in training.
+Left-padded prompts in the layers, as in the Hugging Face `generate`, would require different
+shapes of activations, messages and images than training.
 
 Shape legend: B prompts, T tokens of all prompts, N new tokens of one prompt, S cached tokens per
 prompt, L tokens of the longest prompt, H query heads, G key and value heads (G divides H),

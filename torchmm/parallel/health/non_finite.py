@@ -1,13 +1,12 @@
-"""Where a number stopped being one: the first module whose output is not finite.
+"""Search for the first module with a non-finite output after a NaN or infinite loss.
 
-A loss of NaN says nothing about where it began, and in a pipeline it is seen on another rank than
-the one it comes from. Parameters have not been updated and the batch is still there, so the step is
-run once more with a look at what every module takes and gives. That costs nothing until a run ends
-by it. Rejected: hooks that look at every step (`torch.autograd.detect_anomaly` and its like), which
-make training several times slower, and have to be switched on before it happens.
+A NaN loss does not show its origin, and in a pipeline it appears on a different rank. Parameters
+have not been updated and the batch is still available, so the step runs once more, with hooks that
+check inputs and outputs of all modules. The search costs nothing until a loss is not finite.
+`torch.autograd.detect_anomaly` would slow down every step, and must be enabled in advance.
 
-Compiled layers run uncompiled then. A step that is finite the second time tells something, too:
-what changes from one run to the next is dropout, races and broken hardware.
+Compiled layers run eagerly in the search. A second run without NaN is a hint, too: results of a
+step change because of dropout, race conditions or faulty hardware.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.gather import gather_floats, gather_texts
 
 SHOWN = 4
-"""Modules or parameters that a message lists."""
+"""Maximum number of modules or parameters in the error message."""
 
 
 class _Watch:
-    """Looks at all modules of a rank until the first one gives what is not finite."""
+    """Hooks that find the first module of this rank with a non-finite output."""
 
     def __init__(self) -> None:
         self.found = ""
         self.begins = False
-        """Whether the module got finite numbers: then it began there."""
+        """Whether the inputs of the module are finite, so that it is the origin."""
 
     def hook(self, name: str) -> Callable[..., None]:
-        """To be called after the forward of the module of that name."""
+        """Return a forward hook for the module with a name."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # A module's hook is called after those of the modules inside of it: innermost first.
+            # Hooks of inner modules run before those of outer modules.
             if self.found or not _any(_is_bad, output):
                 return
             self.begins = not _any(_is_bad_input, (args, kwargs))
@@ -54,16 +53,16 @@ class _Watch:
 
 
 def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
-    """Where the numbers of a failed step stopped being finite; collective.
+    """Find the first non-finite value in a step that failed. Collective.
 
     Args:
-        model: this rank's part of it, with the step's gradients.
-        run_again: forward and backward of that step, without an update; as collective as it is.
+        model: Model of this rank, with the gradients of the step.
+        run_again: Runs forward and backward passes of the step, without an update. Collective.
 
     Returns:
-        What is known of it, the same on all ranks.
+        Description of the result, equal on all ranks.
     """
-    # Backward goes from the last layer to the first, so the last one listed is the first bad one.
+    # Backward passes run from the last to the first layer, so the last parameter is the origin.
     named = [(name, own.grad) for name, own in model.named_parameters() if own.grad is not None]
     bad = [name for name, gradient in named if _is_bad(gradient)]
     text = f"those of {len(bad)} of {len(named)} parameters, last {bad[-1]}" if bad else ""
@@ -75,10 +74,10 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
                 handle = module.register_forward_hook(watch.hook(name), with_kwargs=True)
                 stack.callback(handle.remove)
         run_again()
-    found = gather_texts(watch.found)
+    origins = gather_texts(watch.found)
     begins = [began for [began] in gather_floats([float(watch.begins)])]
-    modules = [f"{text} on rank {rank}" for rank, text in enumerate(found) if text]
-    first = [f"{text} on rank {rank}" for rank, text in enumerate(found) if begins[rank]]
+    modules = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if text]
+    first = [f"{text} on rank {rank}" for rank, text in enumerate(origins) if begins[rank]]
     if modules:
         return (
             "after running the step again, the first non-finite output is that of "
@@ -106,11 +105,11 @@ def _any(is_bad: Callable[[Tensor], bool], values: Any) -> bool:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    """Of a DTensor: of what this rank has."""
+    """Return True if values are not finite. Checks the local shard of a DTensor."""
     return not bool(torch.isfinite(local_tensor(tensor.detach())).all())
 
 
 def _is_bad_input(tensor: Tensor) -> bool:
-    """Masks among inputs may be -inf."""
+    """Return True if values are NaN or +inf. Masks can contain -inf."""
     local = local_tensor(tensor.detach())
     return bool((local.isnan() | local.isposinf()).any())

@@ -1,19 +1,19 @@
-"""Ends a rank whose device waits for a peer that is gone.
+"""Watchdog that stops a rank whose device waits for a lost peer.
 
-gloo raises an error where a peer is lost. NCCL does not: its kernel waits on the device, the host
-for the device, and no Python of the main thread runs any more, no signal handler either, until
-NCCL's own watchdog aborts the process or the launcher kills it. Then nobody has said why, and
-STATUS.json still says "running". With gloo the same happens in saves, where ranks wait for half an
-hour, as the slowest disk may take that long. So the thread that writes the heartbeat looks after
-three things:
+gloo raises an error if a peer is lost. NCCL does not. Its kernel waits on the device, the host
+waits for the device, and neither Python code nor signal handlers run in the main thread. Finally
+the NCCL watchdog aborts the process, or the launcher kills it. No log has the reason, and
+STATUS.json still has the state "running". With gloo, the same happens while a checkpoint is saved,
+because ranks wait up to half an hour for the slowest disk. The heartbeat thread therefore checks
+three conditions:
 
-- Is the next rank silent? Every rank watches one other, by when its heartbeat last changed as seen
-  from here, so clocks need not agree and nobody reads thousands of files.
-- Has any rank left word that one is lost? Who notices writes it down for all.
-- Has the device not come to the end of the step for as long as a rank waits for another?
+- Is the next rank silent? Each rank watches one other rank. It uses the local time at which the
+  heartbeat last changed, so clocks need not be synchronized, and no rank reads all files.
+- Has any rank reported a lost rank? The first rank that detects one writes it to a file for all.
+- Has the device not finished the step within the timeout for peers?
 
-Rejected: shorter time limits of NCCL, which abort without a word as well; heartbeats of all ranks
-read by all (a million reads every two seconds on a thousand ranks).
+Shorter NCCL timeouts would abort without a reason, too. Reading all heartbeats on all ranks would
+be a million file reads every two seconds for a thousand ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from torchmm.common.errors import PeerError
 from torchmm.common.files import canonical_json, replace_atomically
 
 SILENT_S = 30.0
-"""A rank that has written no heartbeat for so long is taken for lost: file systems have pauses."""
+"""Time without a new heartbeat after which a rank is lost. File systems can have pauses."""
 GRACE_S = 10.0
-"""A rank is left so long in what it is doing after a peer is lost: it may fail by itself, and then
-says more."""
+"""Time that a rank has to fail by itself after a peer is lost. Its own error has more details."""
 WORD = "lost.json"
 FINISHED = "finished"
-"""Phase of a rank that writes no more heartbeats, and is not missed."""
+"""Phase of a rank that has finished. It writes no heartbeats and is not considered lost."""
 
 
 class PeerWatch:
-    """What one rank looks after.
+    """Checks of one rank.
 
     Args:
-        directory: of the heartbeats.
-        rank: this one.
-        size: of all ranks.
-        timeout_s: how long a rank waits for another.
-        heartbeat: file of a rank's heartbeat.
+        directory: Directory of the heartbeats.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout_s: Maximum time that a rank waits for a peer, in seconds.
+        heartbeat: Returns the heartbeat file of a rank.
+        silent_s: See `SILENT_S`.
+        grace_s: See `GRACE_S`.
     """
 
     def __init__(
@@ -70,18 +71,20 @@ class PeerWatch:
 
     @staticmethod
     def forget(directory: Path) -> None:
-        """Removes the word of an earlier start; one rank calls it before all others watch."""
+        """Remove the report of an earlier start. One rank calls it before any rank watches."""
         (directory / WORD).unlink(missing_ok=True)
 
     def look(self, step: int, phase: str, phase_s: float, of_device: bool) -> PeerError | None:
-        """Why this rank has to end now, or None.
+        """Return the error with which this rank must exit, or None.
 
         Args:
-            phase: what this rank is doing, since `phase_s` seconds.
-            of_device: whether that is waiting for its device.
+            step: Number of the current step.
+            phase: Current phase of this rank.
+            phase_s: Time since the start of the phase, in seconds.
+            of_device: Whether the phase is waiting for the device.
         """
         word: str | None = None
-        with suppress(FileNotFoundError):  # no other rank has left word
+        with suppress(FileNotFoundError):  # no rank has reported a lost rank
             word = str(json.loads(self._word.read_bytes())["word"])
         if word is None and self._is_silent():
             who = f"rank {self._next}"

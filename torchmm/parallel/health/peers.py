@@ -1,11 +1,13 @@
-"""Noticing lost, hung and diverging ranks, and naming them.
+"""Detection of lost, hanging and diverging ranks, with their rank numbers.
 
-A collective that times out tells every rank that somebody is missing, never who. Beside the
-training group there is therefore a gloo group of its own, on which `monitored_barrier` lists the
-ranks that do not arrive, and a file per rank ("heartbeat") that says which step and phase it
-was in. The barrier runs every few steps and once more when a collective fails. On CUDA, where a
-lost peer raises nothing, the heartbeat's thread ends the rank (`peer_watch`). Rejected: heartbeats
-over the network (the run directory is shared anyway, for checkpoints).
+A collective that times out does not show which rank is missing. Two mechanisms find it:
+
+- A separate gloo group, on which `monitored_barrier` lists missing ranks. The barrier runs every
+  few steps, and again after a failed collective.
+- A heartbeat file per rank in the run directory, with its step and phase.
+
+On CUDA, lost peers raise no errors, so the heartbeat thread stops the rank (`peer_watch`).
+Heartbeats need no network service, because checkpoints need a shared run directory anyway.
 """
 
 from __future__ import annotations
@@ -33,25 +35,25 @@ from torchmm.parallel.torch_private import new_patient_group
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0
-"""A rank may wait this long for the slowest writer of a checkpoint."""
+"""Maximum time that a rank waits for the slowest writer of a checkpoint."""
 PATIENT = ("checkpoint", "export")
-"""Phases in which ranks wait so long for each other: who died there would be noticed late."""
+"""Phases with this timeout. Ranks that are lost in these phases are detected late."""
 _PEER_TROUBLE = re.compile(
     r"gloo/transport|connection (closed|reset) by peer|timed out waiting|timeout caused"
     r"|monitoredBarrier",
     re.IGNORECASE,
 )
 _LAST_BARRIER_S = 5.0
-"""After a failed collective: all ranks that can still do so fail within about this time."""
+"""Timeout of the barrier after a failed collective. All remaining ranks fail within this time."""
 WAITING_FOR_DATA = "waiting for data"
 WAITING_FOR_DEVICE = "waiting for the device"
 _MISSING_RANKS = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
 class SideGroup:
-    """All ranks over gloo, apart from the training group; also without torch.distributed.
+    """Separate gloo group of all ranks. Also usable without torch.distributed.
 
-    Messages are pickled by torch: they come from ranks of this run, never from files.
+    Messages are pickled by torch. They come from ranks of this run, never from files.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -61,13 +63,13 @@ class SideGroup:
 
     @classmethod
     def create(cls, timeout_s: float = SIDE_GROUP_TIMEOUT_S) -> SideGroup:
-        """Collective over all ranks."""
+        """Create the group. Collective over all ranks."""
         if not dist.is_initialized():
             return cls(None)
         return cls(new_patient_group(timedelta(seconds=timeout_s)))
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks. Collective."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -75,7 +77,7 @@ class SideGroup:
         return values
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
-        """Result of `function` on rank 0, on every rank; its exception is raised on every rank."""
+        """Return the result of `function` on rank 0. Its exception is raised on all ranks."""
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
@@ -93,14 +95,14 @@ class Health:
     """Heartbeats, barriers and error conversion of one rank.
 
     Args:
-        directory: where heartbeats are, shared by all ranks.
-        timeout_s: seconds to wait for a rank in a barrier.
-        barrier_interval: steps between barriers.
-        heartbeat_s: seconds between heartbeats.
-        on_lost: where lost peers raise nothing: what ends the process, called in the thread of the
-            heartbeat.
-        raises: whether they raise errors by themselves in time, as with gloo; then it is called
-            only in `PATIENT` phases.
+        directory: Directory of the heartbeats, shared by all ranks.
+        timeout_s: Timeout of a barrier, in seconds.
+        barrier_interval: Steps between barriers.
+        heartbeat_s: Time between heartbeats, in seconds.
+        on_lost: Stops the process if a peer is lost and no error is raised. The heartbeat thread
+            calls it. None disables the watchdog.
+        raises: Whether lost peers raise errors in time, as with gloo. `on_lost` is then called only
+            in `PATIENT` phases.
     """
 
     def __init__(
@@ -138,12 +140,12 @@ class Health:
 
     @contextmanager
     def phase(self, step: int, phase: str) -> Iterator[None]:
-        """What this rank is doing now; failed communication inside becomes a PeerError."""
+        """Set the step and phase of this rank. Failed communication inside raises a PeerError."""
         self._step = step
         self._enter(phase)
         try:
             yield
-        except PeerError as error:  # of a save in the background, which cannot know whom
+        except PeerError as error:  # from a background save, which cannot determine the rank
             raise self._peer_error(error) from error
         except RuntimeError as error:
             if not is_peer_trouble(error):
@@ -152,8 +154,10 @@ class Health:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Inside of a phase: what this rank waits for comes from no peer, and peers can see that
-        in its heartbeat."""
+        """Set the phase to waiting for data, inside of another phase.
+
+        Heartbeats show the phase, so peers can see that this rank does not wait for a peer.
+        """
         outer = self._phase
         self._enter(WAITING_FOR_DATA)
         try:
@@ -163,7 +167,7 @@ class Health:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Inside of a phase: the host waits for its device, which may wait for a peer."""
+        """Set the phase to waiting for the device, inside of another phase."""
         outer = self._phase
         self._enter(WAITING_FOR_DEVICE)
         try:
@@ -172,27 +176,27 @@ class Health:
             self._enter(outer)
 
     def check(self, step: int) -> None:
-        """Barrier in every `barrier_interval`-th step; all ranks must call it in every step.
+        """Run a barrier in every `barrier_interval`-th step. All ranks must call it in every step.
 
         Raises:
-            PeerError: a rank did not arrive in time; on rank 0 it is named.
+            PeerError: A rank did not join in time. Rank 0 reports its number.
         """
         if step % self._barrier_interval == 0:
             with self.phase(step, "health check"):
                 self._barrier(self._timeout_s)
 
     def finish(self) -> None:
-        """This rank has no more to do with others: they shall not miss it, nor it them."""
+        """Stop watching peers and being watched, because this rank has no more collectives."""
         self._enter(FINISHED)
         with suppress(OSError):  # on a full disk
             self._write_heartbeat()
 
     def close(self) -> None:
-        """Ends the heartbeat."""
+        """Stop the heartbeat."""
         self._stop.set()
         self._thread.join()
-        # It knows its run, and the run this: in a circle, data workers would live on until the
-        # process ends, which waits for them.
+        # Break the reference cycle with the run. Otherwise, data workers would run until the
+        # process exits, and the process waits for them.
         self._on_lost = None
         self._work.end()
 
@@ -201,7 +205,7 @@ class Health:
         self._work.now(f"step {self._step}, {'computing' if phase == 'step' else phase}")
 
     def said(self) -> None:
-        """A step was shown: there is nothing to tell for some time."""
+        """Postpone progress messages, because a step was logged."""
         self._work.said()
 
     def _barrier(self, timeout_s: float) -> None:
@@ -210,15 +214,15 @@ class Health:
             dist.monitored_barrier(self._group.group, timeout, wait_all_ranks=True)
 
     def _peer_error(self, error: Exception) -> PeerError:
-        """Names the culprits, with what they were last seen doing.
+        """Return an error with the missing ranks and their last heartbeats.
 
-        Who is dead or stopped does not write heartbeats any more, which every rank can see for
-        itself, and so does who says that it waits for data. Who hangs otherwise still writes, but
-        misses a barrier, which rank 0 sees; if that is rank 0, it does not say that it lost a peer.
+        A stopped rank writes no heartbeats, which all ranks can detect. A rank that waits for data
+        reports it in its heartbeat. A hanging rank still writes heartbeats, but misses a barrier,
+        which rank 0 detects. If rank 0 hangs, its heartbeat reports no lost peer.
         """
         self._lost_peer = True
         with suppress(OSError):  # on a full disk, which must not hide the lost peer
-            self._write_heartbeat()  # the others must not take this rank for a culprit
+            self._write_heartbeat()  # otherwise the other ranks would report this rank
         missing = _missing_ranks(error) or self._silent_ranks() or self._ranks_without_data()
         if not missing:
             try:
@@ -236,9 +240,9 @@ class Health:
         return PeerError(f"{text}{_first_line(error)} ({hint})")
 
     def _silent_ranks(self) -> list[int]:
-        """Ranks that write no heartbeat for more than one interval and did not lose a peer.
+        """Return ranks without a new heartbeat for more than one interval that lost no peer.
 
-        Heartbeats are compared with what they were: clocks of machines need not agree.
+        Heartbeats are compared with earlier heartbeats, so clocks need not be synchronized.
         """
         ranks = range(self._group.size)
         before = [self._read_heartbeat(rank) for rank in ranks]
@@ -251,8 +255,10 @@ class Health:
         ]
 
     def _ranks_without_data(self) -> list[int]:
-        """Other ranks that have been waiting for data for some time; after `_silent_ranks`, when
-        heartbeats are fresh."""
+        """Return other ranks that have waited for data for some time.
+
+        Call after `_silent_ranks`, so that heartbeats are recent.
+        """
         long_s = min(self._timeout_s, _LAST_BARRIER_S)
         beats = {rank: self._read_heartbeat(rank) for rank in range(self._group.size)}
         return [
@@ -263,7 +269,7 @@ class Health:
         ]
 
     def _hanging_leader(self) -> list[int]:
-        """Rank 0 if it missed a barrier, which it alone could tell, and has lost nobody either."""
+        """Return rank 0 if it missed a barrier, which only rank 0 can detect, and lost no peer."""
         beat = self._read_heartbeat(0)
         return [0] if self._group.rank and beat and not beat["lost_peer"] else []
 
@@ -284,7 +290,7 @@ class Health:
         return self._directory / f"rank-{rank:05}.json"
 
     def _written_s(self, rank: int) -> float:
-        """When a rank's heartbeat was written, on the clock of the file system: one for all."""
+        """Return the write time of a heartbeat on the file system clock, which all ranks share."""
         return self._file(rank).stat().st_mtime
 
     def _read_heartbeat(self, rank: int) -> dict[str, Any] | None:
@@ -299,9 +305,9 @@ class Health:
             if self._stop.wait(self._heartbeat_s / looks):
                 return
             if self._group.rank == 0:
-                self._work.tell()  # where a step takes long, or is not shown
+                self._work.tell()  # if a step takes long, or is not logged
             if look % looks == 0:
-                # A full disk must not end a run for want of a heartbeat; its age shows that.
+                # A full disk must not stop a run. The age of the heartbeat shows the problem.
                 with suppress(OSError):
                     self._write_heartbeat()
                     self._look()
@@ -332,16 +338,16 @@ class Health:
 
 
 def is_peer_trouble(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank, going by type or gloo's wording.
+    """Return True if a collective failed because of another rank.
 
-    The collective may be inside of something that failed for it, as FSDP's are in a stage's
-    backward: causes count.
+    The criteria are the error type, or the wording of gloo. Causes of the error are included,
+    because collectives of FSDP fail inside of a backward pass.
     """
     return _peer_trouble(error) is not None
 
 
 def _peer_trouble(error: BaseException | None) -> BaseException | None:
-    """The error or, nearest first, the cause of it that comes from another rank."""
+    """Return the first error in the chain of causes that comes from another rank, or None."""
     while error is not None:
         if isinstance(error, dist.DistError) or _PEER_TROUBLE.search(str(error)):
             return error
@@ -351,7 +357,7 @@ def _peer_trouble(error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def peer_errors(rank: int) -> Iterator[None]:
-    """Failed communication inside becomes a PeerError: for the time before there is a `Health`."""
+    """Raise a PeerError for failed communication inside, before `Health` exists."""
     try:
         yield
     except RuntimeError as error:
@@ -368,13 +374,13 @@ def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[f
     """Raise on all ranks if a value is NaN or infinite.
 
     Args:
-        step: number of the step, for the message.
-        names: names of the columns, for example ("loss", "grad_norm").
-        values_RN: values by rank, see `parallel.gather.gather_floats`. Columns without a name are
+        step: Number of the step, for the error message.
+        names: Names of the columns, for example ("loss", "grad_norm").
+        values_RN: Values by rank, see `parallel.gather.gather_floats`. Columns without a name are
             ignored.
 
     Raises:
-        NonFiniteError: A value is not finite. The message has step, values and ranks.
+        NonFiniteError: A value is not finite. The error message has step, values and ranks.
     """
     problems = [
         f"{name} = {row[column]} on rank {rank}"

@@ -1,15 +1,14 @@
-"""Before the first step: whether a rank's device, memory or network is slower than the others'.
+"""Preflight check: find ranks with a slow device, memory or network before the first step.
 
-One device that is throttled, or one cable that fell back to half its rate, makes all ranks as slow,
-and nothing in a step says so: whoever waits looks like whoever is waited for. So every rank times a
-matrix product, a copy in its memory and a gather in each group that it will communicate in, all
-ranks compare, and what is out of line is named with its machine. Before all that: whether every
-rank has a GPU of its own.
+A throttled device, or a link at half its rate, slows down all ranks, and a step does not show which
+one: waiting ranks and slow ranks look the same. Each rank measures a matmul, a memory copy and an
+all-gather in each of its process groups. All ranks compare the results, and warnings list slow
+ranks with their host. `check_own_device` checks that each rank has a separate GPU.
 
-The best of a few runs counts, since neighbours only ever make a run slower. Ranks are compared with
-the median of those with the same task, not with a data sheet: what is the same everywhere is for
-`scripts/gpu_check.py`. Rejected: messages between all pairs of ranks, for which NCCL builds a
-communicator each, with buffers that the run then lacks.
+The best of several runs is used, because other processes can only slow down a run. Ranks are
+compared with the median of the ranks with the same task, not with a data sheet. Use
+`scripts/gpu_check.py` to find problems that all ranks have. Pairs of ranks are not measured,
+because NCCL would allocate communicator buffers for each pair.
 """
 
 from __future__ import annotations
@@ -32,30 +31,32 @@ from torchmm.recipe.sizes import AXES
 
 RUNS = 5
 WIDTH = {"cuda": 8192, "cpu": 384}
-"""Of the square matrices that are multiplied: milliseconds."""
+"""Size of the square matrices of the matmul, which takes a few milliseconds."""
 COPIED = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""Elements that are copied: more than caches hold."""
+"""Number of copied elements, more than caches store."""
 GATHERED = {"cuda": 1 << 23, "cpu": 1 << 18}
-"""Elements of a rank's share in a gather."""
+"""Number of elements of each rank in an all-gather."""
 TESTS = ("matmuls", "copies", *(f"all-gather over {axis}" for axis in AXES))
 UNITS = ("TFLOP/s", *("GB/s",) * (len(TESTS) - 1))
 SHOWN = 8
-"""Slow ranks that are listed."""
+"""Maximum number of slow ranks in the log."""
 
 
 def check_ranks(
     mesh: ParallelMesh, dtype: torch.dtype, tolerance: float, logger: logging.Logger
 ) -> None:
-    """Measures all ranks and warns of those that are slow; collective, and on all ranks alike.
+    """Measure all ranks and log warnings for slow ranks. Collective.
 
     Args:
-        dtype: of the matrix product.
-        tolerance: how many times slower than the median a rank has to be; 0: nothing is measured.
+        mesh: Mesh of all ranks.
+        dtype: Dtype of the matmul.
+        tolerance: Minimum slowdown relative to the median for a warning. 0 disables the check.
+        logger: Logger for warnings and medians.
     """
     if not tolerance or mesh.world_size == 1:
         return
     rates_RT = gather_floats(_rates(mesh, dtype))
-    if mesh.device.type == "cuda":  # the peak that a run reports is that of training
+    if mesh.device.type == "cuda":  # the reported peak is that of training
         torch.cuda.reset_peak_memory_stats(mesh.device)
     hosts_R = gather_texts(socket.gethostname())
     if mesh.rank:
@@ -72,10 +73,10 @@ def check_ranks(
 
 
 def check_own_device(device: torch.device) -> None:
-    """Collective on CUDA.
+    """Check that no two ranks use the same GPU. Collective on CUDA.
 
     Raises:
-        ConfigError: two ranks compute on the same GPU, which NCCL refuses in the middle of a step.
+        ConfigError: Two ranks use the same GPU, which NCCL rejects only during a step.
     """
     if device.type != "cuda" or dist.get_world_size() == 1:
         return
@@ -95,13 +96,13 @@ def slow_ranks(
     blocks: Sequence[range],
     tolerance: float,
 ) -> list[str]:
-    """A line for each rank and test that is out of line.
+    """Return a line for each slow rank and test.
 
     Args:
-        rates_RT: by rank and one of `TESTS`; NaN where a rank has no such group.
-        hosts_R: their machines.
-        blocks: ranks with the same task.
-        tolerance: see `check_ranks`.
+        rates_RT: Rates by rank and by entry of `TESTS`. NaN if a rank has no such group.
+        hosts_R: Host of each rank.
+        blocks: Ranks with the same task.
+        tolerance: See `check_ranks`.
     """
     lines = []
     for block in blocks:
@@ -119,19 +120,19 @@ def slow_ranks(
 
 
 def _median(values: Sequence[float]) -> float:
-    """The upper one of an even number, so that one of two can be slow; NaN of none."""
+    """Return the upper median, so that one of two ranks can be slow. NaN without values."""
     ordered = sorted(value for value in values if not math.isnan(value))
     return ordered[len(ordered) // 2] if ordered else math.nan
 
 
 def _blocks(mesh: ParallelMesh) -> list[range]:
-    """Ranks of each module that has ranks of its own, or all ranks."""
+    """Return the ranks of each disaggregated module, or all ranks."""
     sizes = [unit.ranks for unit in mesh.units.values()] or [mesh.world_size]
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
 def _rates(mesh: ParallelMesh, dtype: torch.dtype) -> list[float]:
-    """What this rank reaches, by test."""
+    """Return the rates of this rank, one for each test."""
     device = mesh.device
     width = WIDTH[device.type]
     square = torch.ones(width, width, dtype=dtype, device=device)
@@ -144,11 +145,11 @@ def _rates(mesh: ParallelMesh, dtype: torch.dtype) -> list[float]:
     for axis in AXES:
         group = mesh.own.mesh[axis].get_group()
         size = dist.get_world_size(group)
-        if size == 1:  # alike on all ranks of the group
+        if size == 1:  # the same on all ranks of the group
             rates.append(math.nan)
             continue
-        whole = share.new_empty(size * len(share))
-        gather = partial(dist.all_gather_into_tensor, whole, share, group)
+        output = share.new_empty(size * len(share))
+        gather = partial(dist.all_gather_into_tensor, output, share, group)
         gather_s = _best_s(gather, device)
         rates.append((size - 1) * share.nbytes / gather_s / 1e9)
     return rates
@@ -156,7 +157,7 @@ def _rates(mesh: ParallelMesh, dtype: torch.dtype) -> list[float]:
 
 def _best_s(run: Callable[[], object], device: torch.device) -> float:
     times_s = []
-    for _ in range(RUNS + 1):  # the first has buffers and communicators to make
+    for _ in range(RUNS + 1):  # the first run creates buffers and communicators
         begin_s = time.perf_counter()
         run()
         if device.type == "cuda":

@@ -1,22 +1,25 @@
-"""Tensor and sequence parallelism of a layered module, from its Hugging Face plan strings.
+"""Tensor and sequence parallelism of a layered module, from Hugging Face plan strings.
 
-A plan maps submodule name patterns to the style strings Hugging Face configs use; this file
-gives each string its DTensor meaning. Inside an attention or MLP ("scope") the input is
-converted to a DTensor once, by a hook, so that the parallel linears that share it (q, k, v;
-gate, up) also share one collective in backward instead of one each.
+A plan maps patterns of submodule names to style strings of Hugging Face configs. This module maps
+each string to a DTensor style. The input of an attention or MLP (*scope*) becomes a DTensor once,
+in a hook. The linears that share the input (q, k, v or gate, up) then share one collective in
+backward.
 
-Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
-what lies between scopes, and travels between stages, are slices of the sequence
-(`torchmm.parallel.tensor.sequence`): scopes gather on entry and reduce-scatter on exit. With
-`OverlapStyles`, this communication overlaps with matrix products. Plans and parameters are the same
-then, only the forwards of linears and scopes differ.
+    tensor parallel      residual (all tokens)  -> scope -> all-reduce
+    + sequence parallel  residual (slice)       -> all-gather -> scope -> reduce-scatter
+
+Without sequence parallelism, tensors between scopes are plain replicated tensors. With sequence
+parallelism, tensors between scopes and between stages are slices of the sequence
+(`torchmm.parallel.tensor.sequence`). With `OverlapStyles`, communication overlaps with matmuls.
+Plans and parameters do not change, only the forward functions of linears and scopes.
 
 Extensions add implementations of `OverlapStyles` with entries of the table "parallel_styles"
 (`torchmm.common.extensions`). The argument of `is_used` is the section `[parallel]`. Targets are
-functions with the parameters of `choose_overlap`; their result is equal on all ranks of the mesh.
+functions with the parameters of `choose_overlap`. Their results are equal on all ranks of the mesh.
 
-Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
-activations everywhere, which HF forwards mix with plain tensors.
+Tensor-parallel layers of Hugging Face are not used, because they were rewritten between 5.17 and
+5.23. DTensor activations everywhere are not possible, because forward functions mix them with plain
+tensors.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ from torchmm.parallel.tensor.styles import (
 from torchmm.recipe.parallel_section import ParallelConfig
 
 _CONTEXT = "encoder_hidden_states"
-"""What diffusers calls it."""
+"""Argument name of the cross-attention context in diffusers."""
 
 
 def choose_overlap(
@@ -100,16 +103,19 @@ def apply_tensor_parallel(
     overlap: OverlapStyles | None = None,
     meanwhile: Hook | None = None,
 ) -> None:
-    """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
+    """Shard `module` over the 1-D `mesh`, in place. Parameters can be on the meta device.
 
     Args:
-        overlap: styles of linears of layers with sequence parallelism; None: communication is
-            before and after their products.
-        meanwhile: called between the begin of each collective of a layer and the wait for it; None:
-            layers wait at once. Not with an `overlap`.
+        module: Stage to shard.
+        mesh: Mesh of the tensor-parallel ranks.
+        sequence_parallel: Whether to use sequence parallelism.
+        overlap: Styles of linears in layers with sequence parallelism. If None, communication runs
+            before and after matmuls.
+        meanwhile: Hook between the start of each collective of a layer and the wait for it. If
+            None, layers wait immediately. Not supported with `overlap`.
 
     Raises:
-        ConfigError: heads or experts do not divide among the ranks, or a style is unknown.
+        ConfigError: Heads or experts are not divisible by the ranks, or a style is unknown.
     """
     size = mesh.size()
     if size == 1:
@@ -123,7 +129,7 @@ def apply_tensor_parallel(
     slices = SequenceSlices(mesh, overlap, exchange) if has_slices else None
     if sequence_parallel:
         module.rows = MeshRows(mesh)
-    with without_lora(module):  # styles know nothing of parameters beside a linear's own
+    with without_lora(module):  # styles support only the parameters of the linear itself
         _apply_styles(module, mesh, plan, slices, exchange)
     for _, linear, lora in adapted_linears(module):
         split_lora(linear, lora, mesh)
@@ -135,7 +141,7 @@ def apply_tensor_parallel(
     if slices is not None:
         slices.attach(module)
     module.tie_parameters()
-    for name, parameter in module.named_parameters():  # some styles make trainable copies
+    for name, parameter in module.named_parameters():  # styles of torch make them trainable
         parameter.requires_grad_(trainable[name])
 
 
@@ -146,23 +152,25 @@ def _apply_styles(
     slices: SequenceSlices | None,
     exchange: Exchange | None,
 ) -> None:
-    every = module.layer_sizes()
-    sizes = {part: every[i] for i, layer in module.indexed_layers() for part in layer.modules()}
+    all_sizes = module.layer_sizes()
+    sizes = {part: all_sizes[i] for i, layer in module.indexed_layers() for part in layer.modules()}
     for pattern, name in plan.items():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
         inside = (slices, exchange) if in_layers else (None, None)
         for part in module.matching(pattern):
-            own = sizes.get(part, every[0])
-            style = _style(f"{module.name}.{pattern}", name, own, mesh.size(), *inside)
+            layer_sizes = sizes.get(part, all_sizes[0])
+            style = _style(f"{module.name}.{pattern}", name, layer_sizes, mesh.size(), *inside)
             if style is not None:
                 parallelize_module(part, mesh, style)
 
 
 def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) -> list[str]:
-    """Why a module cannot be split over `size` ranks; needs no process group.
+    """Return why a module cannot be sharded over `size` ranks. Needs no process group.
 
     Args:
-        overlaps: whether communication is to go on below the products of its layers.
+        module: Module on the meta device.
+        size: Number of tensor-parallel ranks.
+        overlaps: Whether communication overlaps with the matmuls of its layers.
     """
     if size == 1:
         return []
@@ -213,13 +221,15 @@ def _style(
     slices: SequenceSlices | None,
     exchange: Exchange | None,
 ) -> ParallelStyle | None:
-    """Return the parallel style of a part of a layer, or None if the part stays as it is.
+    """Return the parallel style of a submodule of a layer, or None if it does not change.
 
     Args:
-        pattern: Pattern of the part's name, with the name of the module before it.
+        pattern: Pattern of the submodule name, prefixed with the module name.
         name: Style in the plan.
         sizes: Sizes of the layer.
         size: Number of tensor-parallel ranks.
+        slices: Sequence slices of the module, or None without sequence parallelism.
+        exchange: Collectives with a hook, or None.
     """
     overlap = None if slices is None else slices.overlap
     rowwise: ParallelStyle = LocalRow(slices, exchange)
@@ -255,17 +265,17 @@ def _style(
 
 
 def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
-    """Return the style of a submodule whose input is gathered once for all linears inside."""
+    """Return the style of a submodule whose input is all-gathered once for its linears."""
     if slices is None or slices.overlap is None:
         return _GatherInput(slices, exchange)
     return slices.overlap.scope(slices)
 
 
 class _Embedding(ParallelStyle):
-    """A table whose rows are divided among the ranks.
+    """Embedding whose rows are sharded over the ranks.
 
-    Its output is copied: torch.compile drops the gradient of an input that is still on its way
-    (`AsyncCollectiveTensor`, 2.13).
+    The output is copied, because torch.compile drops the gradient of an input whose collective is
+    pending (`AsyncCollectiveTensor`, 2.13).
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -276,8 +286,10 @@ class _Embedding(ParallelStyle):
 
 
 class _LocalHeads(ParallelStyle):
-    """An attention that reshapes by its number of heads (`heads` in diffusers), and by its width if
-    it keeps that as `embed_dim`: those of a rank."""
+    """Attention that reshapes by its number of heads, which becomes the local number of heads.
+
+    The attribute is `num_heads` or, in diffusers, `heads`. `embed_dim` is divided, too, if present.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in ("num_heads", "heads", "embed_dim"):
@@ -287,7 +299,7 @@ class _LocalHeads(ParallelStyle):
 
 
 class _HeadScores(ParallelStyle):
-    """An attention with a sink for each head: a rank has those of its heads."""
+    """Attention with one sink per head. A rank has the sinks of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, sinks=Shard(0))
@@ -295,10 +307,11 @@ class _HeadScores(ParallelStyle):
 
 
 class _GatherInput(ParallelStyle):
-    """Makes the first tensor argument a replicated DTensor, gathering it from slices if need be.
+    """Conversion of the first tensor argument to a replicated DTensor. Slices are all-gathered.
 
-    Gradients of that input arrive as partial sums of the ranks' heads; the conversion's backward
-    reduces (and slices) them. So it is with a cross attention's context, which is never sliced.
+    The gradients of the input are partial sums over the heads of each rank. The backward pass of
+    the conversion reduces (and slices) them. The context of a cross attention is converted, too,
+    but is never sliced.
     """
 
     def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None) -> None:
@@ -320,20 +333,22 @@ class _GatherInput(ParallelStyle):
             context = kwargs.get(_CONTEXT)
             if context is None:
                 return None
-            whole = DTensor.from_local(context, device_mesh, [Replicate()], run_check=False)
-            return args, {**kwargs, _CONTEXT: whole}
+            replicated_context = DTensor.from_local(
+                context, device_mesh, [Replicate()], run_check=False
+            )
+            return args, {**kwargs, _CONTEXT: replicated_context}
 
-        # In front of a linear's own hook, where the scope is a linear.
+        # Before the hook of a linear, if the scope is a linear.
         change_input(module, gather, prepend=True)
         module.register_forward_pre_hook(gather_context, with_kwargs=True)
         return module
 
 
 class _ReplicatedKeyValue(ParallelStyle):
-    """Key or value projection with fewer heads than ranks: computed whole, one head kept.
+    """Key or value projection with fewer heads than ranks: fully computed, one head is used.
 
-    Ranks that share a head hold equal weights; each contributes the gradient of its own query
-    heads, and the partial gradients are summed. With overlap, the kept head alone is computed.
+    Ranks that share a head have equal weights. Each adds the gradient of its local query heads, and
+    the partial gradients are summed. With overlap, only the used head is computed.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, overlap: OverlapStyles | None) -> None:
@@ -351,8 +366,8 @@ class _ReplicatedKeyValue(ParallelStyle):
             rows = parameter.to_local(grad_placements=[Partial()])
             return rows[first : first + self.head_dim]
 
-        def keep_head(_: nn.Module, __: tuple, whole: Tensor) -> Tensor:
-            return whole[..., first : first + self.head_dim]
+        def keep_head(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
+            return output[..., first : first + self.head_dim]
 
         if self.overlap is not None:
             module.forward = self.overlap.column(module, own_rows)

@@ -1,11 +1,11 @@
-"""Collectives around a layer's tensor-parallel regions, with a hook between start and wait.
+"""Collectives around the tensor-parallel regions of a layer, with a hook between start and wait.
 
-They give the same sums, gathers and scatters as the DTensors in `sequence` and `linears`, forward
-and backward. DTensor's own `async_op` waits at once if the gathered dimension is not the first one,
-and in the backward of a conversion.
+Sums, gathers and scatters have the same results as the DTensors in `sequence` and `linears`, in
+forward and backward passes. `async_op` of DTensor waits immediately if the gathered dimension is
+not the first one, and in the backward pass of a conversion.
 
-Shape legend: S rows of a rank's slice, N = ranks x S rows of all slices, D features; any dimensions
-before.
+Shape legend: S rows of the local slice, N = ranks x S rows of all slices, D features, with any
+leading dimensions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Hook = Callable[[], None]
 
 
 class LayerHooks:
-    """Hooks that the layers of this rank call, and that a step may set.
+    """Hooks that the layers of this rank call. A step can set them.
 
     Attributes:
-        on_collective: called between the start of each collective of the LLM and the wait for it.
-        on_stop: called where an encoder layer may stop.
+        on_collective: Called between the start of each collective of the LLM and the wait for it.
+        on_stop: Called where an encoder layer can yield.
     """
 
     on_collective: Hook | None = None
     on_stop: Hook | None = None
 
     def between(self, kind: str) -> Hook | None:
-        """Return what a kind of module calls between the start of a collective and the wait."""
-        # A collective of a split encoder ends a piece, and continues during the LLM's computation.
+        """Return the hook of a module kind between the start of a collective and the wait."""
+        # A collective of a split encoder ends a piece, and overlaps with computation of the LLM.
         return {"llm": self._collective, "encoder": self._stop}.get(kind)
 
     def _collective(self) -> None:
@@ -61,12 +61,12 @@ class Exchange(NamedTuple):
         return self._wait(torch_private.start_all_reduce(x.contiguous(), self.group))
 
     def gather(self, x: Tensor) -> Tensor:
-        """(..., S, D) of all ranks, one after the other: (..., N, D)."""
+        """All-gather (..., S, D) to (..., N, D)."""
         rows = x.movedim(-2, 0).contiguous()
         return self._wait(torch_private.start_all_gather(rows, self.group)).movedim(0, -2)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(..., N, D) to this rank's (..., S, D) of the sum."""
+        """Reduce-scatter (..., N, D) to (..., S, D)."""
         rows = x.movedim(-2, 0).contiguous()
         return self._wait(torch_private.start_reduce_scatter(rows, self.group)).movedim(0, -2)
 
@@ -76,43 +76,45 @@ class Exchange(NamedTuple):
 
 
 def summed(parts: Tensor, exchange: Exchange) -> Tensor:
-    """The sum over ranks; its gradient is the same on all of them."""
+    """Return the sum over ranks. The gradient is equal on all ranks."""
     return _Exchanged.apply(parts, exchange.sum, None)
 
 
 def shared(x: Tensor, exchange: Exchange) -> Tensor:
-    """What all ranks have and each uses for a part of a sum: backward adds the gradients up."""
+    """Return a replicated tensor of which ranks use different parts. Backward sums gradients."""
     return _Exchanged.apply(x, None, exchange.sum)
 
 
 def gathered(x: Tensor, exchange: Exchange) -> Tensor:
-    """(..., N, D) of (..., S, D), used as `shared`: backward adds up and keeps a slice."""
+    """All-gather (..., S, D) to (..., N, D). Backward reduce-scatters."""
     return _Exchanged.apply(x, exchange.gather, exchange.scatter)
 
 
 def scattered(parts: Tensor, exchange: Exchange) -> Tensor:
-    """This rank's (..., S, D) of the sum of (..., N, D); backward gathers."""
+    """Reduce-scatter (..., N, D) to (..., S, D). Backward all-gathers."""
     return _Exchanged.apply(parts, exchange.scatter, exchange.gather)
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """As a DTensor, for styles that ask for one, whose gradient stays a part of a sum: `shared` and
-    `gathered` add it up."""
+    """Return a replicated DTensor whose gradient remains a partial sum.
+
+    Some styles need a DTensor. `shared` and `gathered` reduce its gradient.
+    """
     return _AsReplicated.apply(x, mesh)
 
 
 class _Exchanged(torch.autograd.Function):
-    """Another exchange, or none, on the way back."""
+    """Exchange with a different exchange, or none, in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        there: Callable[[Tensor], Tensor] | None,
-        back: Callable[[Tensor], Tensor] | None,
+        forward: Callable[[Tensor], Tensor] | None,
+        backward: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        ctx.back = back
-        return x.view_as(x) if there is None else there(x)
+        ctx.back = backward
+        return x.view_as(x) if forward is None else forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -1,11 +1,11 @@
-"""Linears that tensor-parallel ranks divide, multiplied as plain tensors.
+"""Tensor-parallel linears that multiply plain tensors.
 
-    column-wise    rows of the weight     whole input     this rank's outputs
-    row-wise       columns                a rank's part   parts of a sum, summed behind the product
+    column-wise    weight rows sharded       full input     local outputs
+    row-wise       weight columns sharded    local input    partial sums, reduced after the matmul
 
-Rejected: torch's styles, which multiply DTensors. torch.compile does not end on their backward
-where batches of rows have changing lengths (2.13: a view of a DTensor with a symbolic size asks for
-itself), and every product of DTensors costs the host more than one of tensors.
+Styles of torch multiply DTensors. With torch.compile, their backward pass does not terminate for
+batches of changing length (2.13: a view of a DTensor with a symbolic size depends on itself). Each
+matmul of DTensors also has a higher host overhead.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from torchmm.parallel.tensor.sequence import (
 )
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Input, weight and bias to the product."""
+"""Function from input, weight and bias to the matmul."""
 MULTIPLY = "torchmm_multiply"
-"""Attribute of linears whose products are not torch's own (in float8): a `Multiply`."""
+"""Attribute of linears with a custom matmul (float8): a `Multiply`."""
 
 
 def multiply_of(linear: nn.Module) -> Multiply:
-    """How a linear multiplies whatever a rank has of its input and weight."""
-    found: Multiply = getattr(linear, MULTIPLY, functional.linear)
-    return found
+    """Return the matmul function of a linear."""
+    multiply: Multiply = getattr(linear, MULTIPLY, functional.linear)
+    return multiply
 
 
 def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
-    """Lets a linear multiply with what a rank has of its weight, and return a plain tensor.
+    """Make a linear multiply with its local weight and return a plain tensor.
 
     Args:
-        placement: of the weight. A bias is divided with the rows, and otherwise replicated; none is
-            possible where columns are divided.
+        linear: Linear to change in place.
+        mesh: Mesh of the tensor-parallel ranks.
+        placement: Placement of the weight. A bias is sharded with the rows. It is replicated if the
+            weight is replicated, and not supported if columns are sharded.
     """
     assert placement != Shard(1) or linear.bias is None
     distribute_parameters(linear, mesh, weight=placement, bias=placement)
@@ -62,7 +64,7 @@ def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None
 
 
 def _part_of_sum(x: Tensor) -> Tensor:
-    """What all ranks have, whose gradients are parts of a sum."""
+    """Return a replicated tensor as a plain tensor whose gradients are partial sums."""
     return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
 
 
@@ -70,7 +72,7 @@ class LocalColumn(ParallelStyle):
     """A column-wise linear, from the full input of its scope to the outputs of this rank.
 
     Args:
-        overlap: Styles of linears whose communication overlaps with their products, or None.
+        overlap: Styles of linears whose communication overlaps with their matmuls, or None.
     """
 
     def __init__(self, overlap: OverlapStyles | None = None) -> None:
@@ -94,11 +96,11 @@ class LocalColumn(ParallelStyle):
 
 
 class LocalRow(ParallelStyle):
-    """A row-wise linear: this rank's part of the input to the sum over the ranks, and a bias.
+    """Row-wise linear: local input to the sum over ranks, plus the bias.
 
     Args:
-        slices: of the sequence, of which the sum becomes one; None: every rank has all of it.
-        exchange: how the ranks then add up while something else is done; None: it is waited for.
+        slices: Sequence slices, so that the output is a slice. None if ranks have full outputs.
+        exchange: Collectives with a hook. None: ranks wait immediately.
     """
 
     def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None = None) -> None:
@@ -126,7 +128,7 @@ class LocalRow(ParallelStyle):
                 out = sums.redistribute(placements=[Replicate()]).to_local()
             if linear.bias is None:
                 return out
-            # Slices have parts of the bias's gradient, and padding has none.
+            # With slices, gradients of the bias are partial sums. Padding has no gradient.
             placements = None if slices is None else [Partial()]
             return out + linear.bias.to_local(grad_placements=placements)
 

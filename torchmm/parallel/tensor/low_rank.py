@@ -1,22 +1,22 @@
-"""Low-rank adapters of linears that tensor-parallel ranks divide.
+"""Low-rank adapters of tensor-parallel linears.
 
-An adapter follows its linear. Where the linear's outputs are divided, so are B's, and all ranks
-compute the few features from the whole input; where its inputs are divided, so are A's, and each
-rank adds its part of the product to its part of the linear's output, before the linear's own sum
-over the ranks. Either way an adapter sends nothing more than its linear does: the matrix that is
-whole on every rank gets parts of its gradient, which are summed with those of norms, once per step.
+An adapter is sharded like its linear. If outputs are sharded, B is sharded, and all ranks compute
+the low-rank features from the full input. If inputs are sharded, A is sharded, and each rank adds
+its partial product to the partial output of the linear, before the reduction of the linear. An
+adapter needs no additional communication. The gradient of the replicated matrix is a partial sum,
+which is reduced with those of norms, once per step.
 
-    divided     A           few features       B             added to
-    outputs     replicated  whole, replicated  rows          this rank's outputs
-    inputs      columns     parts of a sum     replicated    parts of a sum
-    neither     replicated  whole, replicated  replicated    all outputs, or this rank's of them
+    sharded     A           low-rank features  B             added to
+    outputs     replicated  full, replicated   rows          local outputs
+    inputs      columns     partial sums       replicated    partial sums
+    none        replicated  full, replicated   replicated    all outputs, or the local outputs
 
-DoRA's magnitudes are divided like the rows of B. The norms that divide them are whole where a rank
-has whole rows; where inputs are divided, their squares are summed over the ranks, one number for
-each output and forward, and what is a part of a sum is scaled before it is summed.
+Magnitudes of DoRA are sharded like the rows of B. Their norms are complete if a rank has complete
+rows. If inputs are sharded, squared norms are summed over the ranks, one number per output and
+forward pass. Partial sums are scaled before the reduction.
 
-Rejected: DTensor operations, which sum gradients of the few features for every microbatch, and turn
-the partial gradient of the scope's input, which several linears share, into a whole one.
+DTensor operations would reduce gradients of the low-rank features for every microbatch. They would
+also convert the partial gradient of the shared scope input into a full gradient.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torchmm.models.layers.lora import Lora, Part
 from torchmm.parallel.tensor.sequence import distribute_parameters
 
 OWN_ROWS = "own_rows"
-"""Attribute of a linear that holds several matrices: a function of a parameter (a replicated
-DTensor) that gives the rows of it that this rank computes with."""
+"""Attribute of a packed linear: function from a parameter (a replicated DTensor) to the rows that
+this rank computes with."""
 
 
 def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
-    """Divides an adapter like its linear, which has its style already, in place."""
+    """Shard an adapter like its linear, in place. The linear must have its style already."""
     weight = linear.weight
     if not isinstance(weight, DTensor):
-        return  # computed whole, and alike, on every rank
+        return  # replicated, with equal results on every rank
     (placement,) = weight.placements
     distribute_parameters(
         lora,
@@ -50,32 +50,33 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
         **dict.fromkeys(("up", "magnitude"), Shard(0) if placement == Shard(0) else Replicate()),
     )
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
-    parts = placement == Shard(1)
+    is_partial = placement == Shard(1)
     lora.part = Part(
         of_input=_local_summed,
         of_down=_local_summed,
         of_rows=own_rows or _local_summed,
-        summed=partial(_sum, mesh) if parts else _local,
-        biased=not parts,
+        summed=partial(_sum, mesh) if is_partial else _local,
+        biased=not is_partial,
     )
 
 
 def _local(x: Tensor, summed: bool = False) -> Tensor:
-    """What this rank has of a tensor.
+    """Return the local tensor.
 
     Args:
-        summed: whether gradients of what all ranks have are parts of a sum.
+        x: Tensor or DTensor.
+        summed: Whether gradients of replicated tensors are partial sums.
     """
     if not isinstance(x, DTensor):
         return x
-    whole = x.placements == (Replicate(),)
-    return x.to_local(grad_placements=[Partial()] if whole and summed else None)
+    is_replicated = x.placements == (Replicate(),)
+    return x.to_local(grad_placements=[Partial()] if is_replicated and summed else None)
 
 
 _local_summed = partial(_local, summed=True)
 
 
-def _sum(mesh: DeviceMesh, own: Tensor) -> Tensor:
-    """Over the ranks, of which each has parts."""
-    parts = DTensor.from_local(own, mesh, [Partial()], run_check=False)
-    return parts.redistribute(placements=[Replicate()]).to_local()
+def _sum(mesh: DeviceMesh, partial_sum: Tensor) -> Tensor:
+    """Return the sum of partial sums over the ranks."""
+    distributed = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+    return distributed.redistribute(placements=[Replicate()]).to_local()

@@ -1,19 +1,24 @@
-"""What PyTorch has no tensor-parallel style for: packed linears, experts, convolutions, norms.
+"""Tensor-parallel styles that torch does not have: packed linears, experts, convolutions, norms.
 
-Linears that hold several matrices one after the other: queries, keys and values in one linear, or a
-gate and what it is for: every rank computes its own rows of each. The weights stay replicated,
-because no plain sharding of their rows gives a rank its part of all of them; their gradients, zero
-for other ranks' rows, are summed.
+Packed linears contain several matrices, such as queries, keys and values, or gate and up
+projection. Each rank computes its local rows of each matrix:
 
-Experts: each rank has some of the experts whole. All ranks see all tokens and route them alike; a
-rank computes what goes to its own experts, and the results are summed like those of a row-wise
-linear. No tokens are exchanged. Rejected: splitting every expert's matrices, which makes small
-products smaller, and needs gate and up projection, which follow each other, cut apart.
+    packed_qkv, 2 ranks     weight rows    q0 q1 q2 q3 | k0 k1 | v0 v1
+                            rank 0         q0 q1       | k0    | v0
+                            rank 1               q2 q3 |    k1 |    v1
 
-Norms over features that are divided among ranks: OLMo 2 normalizes the queries of all heads
-together. Each rank has those of its own heads; the mean of squares is summed over the ranks, one
-number per position, and the rest stays local. Rejected: Hugging Face's plan, which gathers queries,
-keys and values and attends with all heads on every rank.
+Weights are replicated, because no sharding of the rows assigns a rank its part of each matrix.
+Gradients are zero for the rows of other ranks, and are summed.
+
+Experts: each rank has some complete experts. All ranks have all tokens and the same routing. A rank
+computes the tokens of its local experts, and the results are reduced as in a row-wise linear. No
+tokens are exchanged. Sharding the matrices of each expert would make small matmuls smaller, and
+would need packed gate and up projections to be split.
+
+Norms over sharded features: OLMo 2 normalizes the queries of all heads together. Each rank has the
+queries of its local heads. The mean of squares is summed over the ranks, one number per position.
+The Hugging Face plan all-gathers queries, keys and values instead, and computes all heads on every
+rank.
 """
 
 from __future__ import annotations
@@ -44,13 +49,13 @@ from torchmm.parallel.tensor.sequence import (
 
 
 class _Rows(NamedTuple):
-    """One of the matrices in a linear: `units` equal groups of rows that stay together."""
+    """Matrix of a packed linear: `units` groups of `unit_size` rows that are not split."""
 
     units: int
     unit_size: int
 
     def own(self, rows: Tensor, ranks: int, rank: int) -> Tensor:
-        """A rank's part; ranks share units where there are fewer of them."""
+        """Return the rows of a rank. Ranks share units if there are fewer units than ranks."""
         units = rows.unflatten(0, (self.units, self.unit_size))
         if self.units < ranks:
             return units[rank * self.units // ranks]
@@ -58,20 +63,20 @@ class _Rows(NamedTuple):
 
 
 def _own_rows(matrices: list[_Rows], mesh: DeviceMesh, parameter: DTensor) -> Tensor:
-    """A rank's rows of a replicated parameter; other ranks' get zero as their gradient."""
+    """Return the local rows of a replicated parameter. Other rows have zero gradients."""
     sizes = [m.units * m.unit_size for m in matrices]
-    every = parameter.to_local(grad_placements=[Partial()]).split(sizes)
+    matrices_rows = parameter.to_local(grad_placements=[Partial()]).split(sizes)
     at = mesh.size(), mesh.get_local_rank()
-    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, every, strict=True)])
+    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, matrices_rows, strict=True)])
 
 
 class PackedLinear(ParallelStyle):
-    """A module one of whose linears holds several matrices.
+    """Module with a packed linear.
 
     Args:
-        linear: the linear's name.
-        matrices: what it holds.
-        overlap: Styles of linears whose communication overlaps with their products, or None.
+        linear: Name of the linear.
+        matrices: Matrices of the linear.
+        overlap: Styles of linears whose communication overlaps with their matmuls, or None.
     """
 
     def __init__(self, linear: str, matrices: list[_Rows], overlap: OverlapStyles | None) -> None:
@@ -99,7 +104,7 @@ class PackedLinear(ParallelStyle):
 
 
 class PackedQkv(PackedLinear):
-    """An attention with queries, keys and values in one linear."""
+    """Attention with queries, keys and values in one linear."""
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
@@ -116,14 +121,13 @@ class PackedQkv(PackedLinear):
             attention.num_heads = heads
             return module
         attention.num_key_value_heads = max(1, self.sizes.kv_heads // ranks)
-        attention.config = copy.copy(attention.config)  # all layers share one
+        attention.config = copy.copy(attention.config)  # all layers share the config
         attention.config.num_attention_heads = heads
         return module
 
 
 class PackedGateUp(PackedLinear):
-    """A feed-forward network whose gate is in the same linear as what it is for; of diffusers' only
-    the part with that linear, `proj`."""
+    """MLP with gate and up projection in one linear. In diffusers, the submodule with `proj`."""
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlap)
@@ -135,9 +139,9 @@ class PackedGateUp(PackedLinear):
 
 
 class DeltaNetHeads(ParallelStyle):
-    """A gated delta net: each rank has some of the key heads, and the value heads that read them.
+    """Gated delta net: each rank has some key heads, and the value heads that read them.
 
-    The linears that hold nothing but neighbouring rows of the heads are column-wise.
+    Linears that contain only adjacent rows of the heads are column-wise.
     """
 
     def __init__(self, overlap: OverlapStyles | None) -> None:
@@ -165,7 +169,7 @@ class DeltaNetHeads(ParallelStyle):
 
 
 class ConvolutionChannels(PackedLinear):
-    """A short convolution between two gates: each rank has some of the channels of all three."""
+    """Short convolution between two gates: each rank has some channels of all three."""
 
     def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         self.channels = _Rows(sizes.hidden_size, 1)
@@ -186,13 +190,10 @@ class ConvolutionChannels(PackedLinear):
 
 
 class ExpertsOfRanks(ParallelStyle):
-    """A feed-forward network with `gate` or `router`, and `experts`; others are left alone.
+    """MLP with `gate` or `router`, and `experts`. MLPs without experts do not change.
 
-    Experts that all tokens go through (`shared_expert`, `shared_experts`) are divided by their
-    inner features.
-
-    Raises:
-        ConfigError: the experts do not divide among the ranks, or communication is to overlap.
+    Shared experts (`shared_expert`, `shared_experts`) are sharded by their inner features.
+    `tensor_problems` checks the number of experts.
     """
 
     def __init__(self, slices: SequenceSlices | None) -> None:
@@ -215,14 +216,14 @@ class ExpertsOfRanks(ParallelStyle):
                 compute_locally(linear, device_mesh, Shard(0))
             compute_locally(shared.down_proj, device_mesh, Shard(1))
         if hasattr(block, "shared_expert_gate"):
-            # Multiplies parts of a sum, so its gradients are parts of sums.
+            # Multiplied with partial sums, so its gradients are partial sums.
             compute_locally(block.shared_expert_gate, device_mesh, Replicate())
-        whole: Any = type(block).forward
+        forward_all: Any = type(block).forward
 
         def forward(hidden: DTensor) -> Any:
-            # Every rank adds the gradients of its own experts.
-            out = whole(block, hidden.to_local(grad_placements=[Partial()]))
-            if isinstance(out, tuple):  # with the router's scores, which nothing reads
+            # Each rank adds the gradients of its local experts.
+            out = forward_all(block, hidden.to_local(grad_placements=[Partial()]))
+            if isinstance(out, tuple):  # with router scores, which are not used
                 return _summed(out[0], device_mesh, self._slices), out[1]
             return _summed(out, device_mesh, self._slices)
 
@@ -231,10 +232,10 @@ class ExpertsOfRanks(ParallelStyle):
 
 
 class ExpertsAlone(ParallelStyle):
-    """Experts whose layer routes to them itself, as Gemma 4's do beside a feed-forward part.
+    """Experts whose layer has the router, such as in Gemma 4.
 
-    What they get, rows and routing weights, is replicated, or slices of the sequence, which are
-    gathered: routers work on slices like norms.
+    Rows and routing weights are replicated, or slices of the sequence, which are all-gathered,
+    because routers process slices like norms.
     """
 
     def __init__(self, slices: SequenceSlices | None) -> None:
@@ -244,18 +245,18 @@ class ExpertsAlone(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
         split_experts(experts, device_mesh)
-        own: Any = experts.forward
+        local_forward: Any = experts.forward
 
-        def whole(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             if self._slices is not None:
                 replicated = self._slices.whole(x)
             else:
                 replicated = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
-            # Every rank adds the gradients of its own experts.
+            # Each rank adds the gradients of its local experts.
             return replicated.to_local(grad_placements=[Partial()])
 
         def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            out = own(whole(rows), whole(index), whole(weights))
+            out = local_forward(gather(rows), gather(index), gather(weights))
             return _summed(out, device_mesh, self._slices)
 
         experts.forward = forward
@@ -263,15 +264,17 @@ class ExpertsAlone(ParallelStyle):
 
 
 def split_experts(experts: Any, mesh: DeviceMesh) -> None:
-    """Gives each rank some of the experts; its forward adds up what these compute."""
+    """Assign some experts to each rank. Their forward returns partial sums."""
     compute = own_experts(experts, mesh, some_elsewhere=True)
-    own = experts.num_experts // mesh.size()
-    first = mesh.get_local_rank() * own
+    local_experts = experts.num_experts // mesh.size()
+    first = mesh.get_local_rank() * local_experts
 
     def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         index = index - first
-        others = (index < 0) | (index >= own)
-        index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
+        is_remote = (index < 0) | (index >= local_experts)
+        index = index.masked_fill(
+            is_remote, local_experts
+        )  # number of non-local experts in Hugging Face
         return compute(rows, index, weights)
 
     experts.forward = forward
@@ -280,11 +283,12 @@ def split_experts(experts: Any, mesh: DeviceMesh) -> None:
 def own_experts(
     experts: Any, mesh: DeviceMesh, *, some_elsewhere: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Divides experts among the ranks of a 1-D mesh; their forward with those of this rank, which
-    it counts from 0.
+    """Shard experts over a 1-D mesh, and return a forward for the local experts, numbered from 0.
 
     Args:
-        some_elsewhere: whether rows come that are for experts of other ranks, too.
+        experts: Module of experts.
+        mesh: Mesh of the ranks among which experts are divided.
+        some_elsewhere: Whether inputs contain rows for experts of other ranks.
     """
     placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
     distribute_parameters(experts, mesh, **placements)
@@ -305,7 +309,7 @@ def own_experts(
 
 
 def _summed(out: Tensor, mesh: DeviceMesh, slices: SequenceSlices | None) -> Tensor:
-    """Sum over ranks, whole or this rank's slice of it."""
+    """Return the sum over ranks, or the local slice of it."""
     if slices is not None:
         return slices.reduce(nn.Identity(), (), out)
     partial = DTensor.from_local(out, mesh, [Partial()], run_check=False)
@@ -313,7 +317,7 @@ def _summed(out: Tensor, mesh: DeviceMesh, slices: SequenceSlices | None) -> Ten
 
 
 class ShardedNorm(ParallelStyle):
-    """The norm after a column-wise linear; its weight is divided like that one's rows."""
+    """Norm after a column-wise linear. Its weight is sharded like the rows of the linear."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm: Any = module
@@ -326,10 +330,10 @@ class ShardedNorm(ParallelStyle):
                 "not supported; tensor_problems should have rejected this"
             )
             wide = x.float()
-            own = wide.square().sum(-1, keepdim=True)
-            squares = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
-            whole = squares.redistribute(placements=[Replicate()])
-            mean = whole.to_local(grad_placements=[Partial()]) / features
+            local_squares = wide.square().sum(-1, keepdim=True)
+            squares = DTensor.from_local(local_squares, device_mesh, [Partial()], run_check=False)
+            total = squares.redistribute(placements=[Replicate()])
+            mean = total.to_local(grad_placements=[Partial()]) / features
             return (weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
 
         module.forward = forward
@@ -337,17 +341,17 @@ class ShardedNorm(ParallelStyle):
 
 
 class LatentHeads(ParallelStyle):
-    """An attention that computes keys, values, and perhaps queries, from few features."""
+    """Latent attention: keys, values and optionally queries are computed from few features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        parts = {name: part for name, part in module.named_children() if part is not None}
+        submodules = {name: part for name, part in module.named_children() if part is not None}
         for name in ("q_a_proj", "kv_a_proj_with_mqa"):
-            if name in parts:
-                compute_locally(parts[name], device_mesh, Replicate())
+            if name in submodules:
+                compute_locally(submodules[name], device_mesh, Replicate())
         for name in ("q_a_layernorm", "kv_a_layernorm"):
-            if name in parts:
-                LocalNorm()._apply(parts[name], device_mesh)
+            if name in submodules:
+                LocalNorm()._apply(submodules[name], device_mesh)
         for name in ("q_proj", "q_b_proj", "kv_b_proj"):
-            if name in parts:
-                compute_locally(parts[name], device_mesh, Shard(0))
+            if name in submodules:
+                compute_locally(submodules[name], device_mesh, Shard(0))
         return module

@@ -1,4 +1,4 @@
-"""What validation reports."""
+"""Problems that validation reports."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ProblemKind = Literal[
     "deadlock",
     "recompute",
 ]
-"""The most serious first: later kinds may be consequences of earlier ones."""
+"""Kinds of problems, the most serious first. Later kinds can be consequences of earlier kinds."""
 
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """Something in a plan that must not be.
+    """An error in a plan.
 
     Attributes:
-        kind: what sort of problem.
-        rank: of the plan.
-        position: of the action in the rank's program; -1 if it is not there.
-        action: that is wrong or missing; None for specs that belong to no message.
-        text: what is wrong with it.
-        remedy: what to do.
+        kind: Kind of the problem.
+        rank: Rank of the plan.
+        position: Index of the action in the program of the rank. -1 if the action is missing.
+        action: Action that is wrong or missing. None for specs that belong to no message.
+        text: Description of the problem.
+        remedy: How to fix it.
     """
 
     kind: ProblemKind
@@ -46,25 +46,25 @@ class PlanProblem:
 
     def __str__(self) -> str:
         where = f", action {self.position}" if self.position >= 0 else ""
-        what = "" if self.action is None else f" ({self.action})"
-        return f"rank {self.rank}{where}{what}: {self.text}; {self.remedy}"
+        named = "" if self.action is None else f" ({self.action})"
+        return f"rank {self.rank}{where}{named}: {self.text}; {self.remedy}"
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `validate_plan` found.
+    """Result of `validate_plan`.
 
     Attributes:
-        problems: the most serious first.
+        problems: Problems, the most serious first.
     """
 
     problems: tuple[PlanProblem, ...]
 
     def raise_for_problems(self) -> None:
-        """Does nothing if there are no problems.
+        """Raise an error if there are problems.
 
         Raises:
-            PlanError: it lists them.
+            PlanError: The plan has problems. The error message lists them.
         """
         if self.problems:
             raise PlanError([str(problem) for problem in self.problems])

@@ -1,21 +1,21 @@
-"""What every action that a plan may contain needs, brings about and costs.
+"""Preconditions, effects and memory of all actions of a step.
 
-Validation has to look at thousands of actions in the time between two steps. So the graph is first
-turned into a table: each action a rank may run, with numbers for the *facts* that must be
-established before it, those it establishes, the bytes it allocates and frees, and the counter it
-raises or waits for.
+Validation checks thousands of actions between two steps. `RuleBook` therefore converts the graph
+into one `Rule` per action of a rank. A rule contains integers: the *facts* that must be established
+before the action, the facts that the action establishes, the bytes that it allocates and frees, and
+the counters that it increments or waits for.
 
     action          needs                  gives          counter
     F of a task     its inputs, gathered   its output
-    SEND_F          the output             sent           raises the channel's sends
-    WAIT_SEND_F     sent                   released       awaits the channel's receives
-    RECV_F                                 posted         raises the channel's receives
-    WAIT_F          posted                 arrived        awaits the channel's sends
+    SEND_F          the output             sent           raises the sends of the channel
+    WAIT_SEND_F     sent                   released       awaits the receives of the channel
+    RECV_F                                 posted         raises the receives of the channel
+    WAIT_F          posted                 arrived        awaits the sends of the channel
     B of a task     output, gradients      both gradients
 
-All facts are needed by some action or are the purpose of the step. Every one must therefore be
-established exactly once, which finds missing, duplicate and misplaced actions alike, and checking a
-plan is one dictionary look-up and a few list operations per action.
+Invariant: a correct plan establishes each fact exactly once. Each fact is needed by another action
+or is a result of the step. This invariant detects missing, duplicate and misplaced actions. The
+check needs one dictionary lookup and a few list operations per action.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
 
 
 class Rule(NamedTuple):
-    """What one action of one rank needs and brings about."""
+    """Preconditions and effects of an action on a rank."""
 
     needs: tuple[int, ...]
-    """Facts to be established before it, by the same rank."""
+    """Facts that the same rank must establish before the action."""
     gives: tuple[int, ...]
-    """Facts it establishes."""
+    """Facts that the action establishes."""
     allocates: int = 0
-    """Bytes of messages, when it begins."""
+    """Bytes of messages that are allocated when the action starts."""
     frees: int = 0
-    """Bytes of messages, when it ends."""
+    """Bytes of messages that are freed when the action ends."""
     raises: int | None = None
-    """The counter it adds one to: of sends, or of receives, posted on a channel."""
+    """Counter that the action increments: the sends or receives that are posted on a channel."""
     awaits: int | None = None
-    """The counter of the other end that it waits for, until the partner of its own post is
+    """Counter of the other end that the action waits for, until the matching operation is
     posted."""
     pair: int | None = None
-    """The transfer or tied pair it belongs to, by the first fact of either; the same at both
-    ends."""
+    """ID of the transfer or the tied pair: the first fact of it. Both ends have the same ID."""
 
 
 @dataclass(slots=True)
 class TaskFacts:
-    """What the table collects about a task; pairs are for its forward and its backward."""
+    """Facts and bytes of a task. Pairs have one entry for F and one for the backward pass."""
 
     rank: int
     output: int
-    """Fact: its F has run."""
+    """Fact that F has run."""
     gradient: int | None = None
-    """Fact: its B or I has run; None if it has no backward."""
+    """Fact that B or I has run. None without a backward pass."""
     weights: int | None = None
-    """Fact: its B or W has run; None if nothing is trained."""
+    """Fact that B or W has run. None if the stage has no trainable parameters."""
     inputs: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     allocates: list[int] = field(default_factory=lambda: [0, 0])
     frees: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def last(self) -> int:
-        """The fact that nothing of the task comes after: they are numbered in order."""
+        """Last fact of the task. Facts of a task are numbered in the order of its actions."""
         backward = self.gradient if self.weights is None else self.weights
         return self.output if backward is None else backward
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes a rank holds besides the messages, and besides parameters and their states.
+    """Activation memory of a rank, in bytes, without messages, parameters and optimizer states.
 
     Attributes:
-        kept_bytes: what a task's F keeps for its backward, its inputs included.
-        kept_for_weights_bytes: what is kept between I and W, which may be more; None for the same.
+        kept_bytes: Bytes that F of a task saves for the backward pass, including its inputs.
+        kept_for_weights_bytes: Bytes that are saved between I and W. They can exceed `kept_bytes`.
+            None if they are equal.
     """
 
     kept_bytes: Callable[[Task], int]
@@ -91,24 +91,25 @@ class MemoryModel:
 
 
 class RuleBook:
-    """All rules of a step.
+    """Rules of all actions of a step.
 
     Attributes:
-        rules: by rank: its actions; I and W only if the plan has any.
-        givers: by fact: the action that establishes it.
-        giver_ranks: by fact: the rank of that action.
-        counters: by counter: the rank that raises it, and the rank that waits for it.
-        tasks: the facts of every task.
-        messages: all messages of the step.
-        turns: by stage: that of its reduction.
+        rules: Rule of each action, by rank. I and W have rules only if the plan contains any.
+        givers: Action that establishes each fact.
+        giver_ranks: Rank of the action that establishes each fact.
+        counters: (rank that increments the counter, rank that waits for it) of each counter.
+        tasks: Facts of each task.
+        messages: All messages of the step.
+        turns: Turn of the gradient reduction of each stage (see `reduction_turns`).
     """
 
     def __init__(self, plan: PipelinePlan) -> None:
-        """The rules of a plan. Others of its graph have the same, whatever their order, if they too
-        train (or do not), split backwards and move parameters.
+        """Build the rules for a plan.
 
-        Messages take memory from posting a receive to the end of the consumer, from a send to its
-        WAIT_SEND, on one rank from the producer to the end of the consumer; without specs, none.
+        The rules depend on the graph, on `training`, and on whether the plan splits backward passes
+        and shards parameters. They do not depend on the order of actions. Messages use memory on
+        the receiver from RECV to the end of the consumer, on the sender from SEND to WAIT_SEND, and
+        within a rank from the producer to the end of the consumer. Without specs they use none.
         """
         self.specs = plan.specs
         self.training = plan.training
@@ -140,15 +141,17 @@ class RuleBook:
         for rank in ranks:
             self._add_ends(rank, done)
         self.together: dict[tuple[int, tuple[int, ...]], int] = {}
-        """By rank and ranks with mirrors of the same stages: the counter of actions that it has
-        begun together with them."""
-        for (_, rank), alike in graph.layout.together.items():
-            if (rank, alike) not in self.together:
-                self.together[rank, alike] = len(self.counters)
-                self.counters += [(rank, rank)] * 2  # they come in pairs; nothing meets these
+        """Counter of actions that a rank has started with a group of mirrors, by (rank, ranks of
+        the group)."""
+        for (_, rank), mirrors in graph.layout.together.items():
+            if (rank, mirrors) not in self.together:
+                self.together[rank, mirrors] = len(self.counters)
+                self.counters += [
+                    (rank, rank)
+                ] * 2  # counters are allocated in pairs; the second is unused
 
     def name(self, fact: int) -> str:
-        """What to call the action that establishes a fact."""
+        """Return the name of the action that establishes a fact."""
         action = self.givers[fact]
         if action.type is ActionType.B:
             return f"{action} (or {action._replace(type=ActionType.I)})"
@@ -160,7 +163,7 @@ class RuleBook:
         return len(self.givers) - 1
 
     def _add_task(self, task: Task) -> TaskFacts:
-        """Facts of a task: its output, the gradients of its inputs and of its weights."""
+        """Create the facts of a task: output, gradients of inputs, gradients of weights."""
         rank = self.graph.rank(task)
         output = self._fact(rank, Action(ActionType.F, *task))
         facts = TaskFacts(rank, output)
@@ -171,7 +174,7 @@ class RuleBook:
         return facts
 
     def _nbytes(self, transfer: Transfer) -> tuple[int, int]:
-        """On a rank that sends, and on one that receives."""
+        """Return the bytes of a transfer on the sending rank and on the receiving rank."""
         specs = self.specs.get(transfer.message, ())
         key = specs, transfer.backward
         sizes = self._bytes.get(key)
@@ -188,33 +191,36 @@ class RuleBook:
         backward = transfer.backward
         if not backward:
             self.messages.append(transfer.message)
-        made = self.tasks[transfer.producer]
-        used = self.tasks[transfer.consumer]
+        producer = self.tasks[transfer.producer]
+        consumer = self.tasks[transfer.consumer]
         sent_bytes, nbytes = self._nbytes(transfer)
-        origin = made.gradient if backward else made.output
+        origin = producer.gradient if backward else producer.output
         assert origin is not None
-        used.frees[backward] += nbytes
+        consumer.frees[backward] += nbytes
         if transfer.source == transfer.destination:
-            used.inputs[backward].append(origin)
-            made.allocates[backward] += nbytes
+            consumer.inputs[backward].append(origin)
+            producer.allocates[backward] += nbytes
             return
         send, wait_send, receive, wait = transfer.actions()
         sent = self._fact(transfer.source, send)
         released = self._fact(transfer.source, wait_send)
         posted = self._fact(transfer.destination, receive)
         arrived = self._fact(transfer.destination, wait)
-        used.inputs[backward].append(arrived)
+        consumer.inputs[backward].append(arrived)
         sends = self._counter(transfer.source, transfer.destination)
         receives = sends + 1
-        here = self.rules[transfer.source]
-        here[send] = Rule((origin,), (sent,), sent_bytes, 0, sends, None, sent)
-        here[wait_send] = Rule((sent,), (released,), 0, sent_bytes, None, receives, sent)
-        there = self.rules[transfer.destination]
-        there[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
-        there[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)
+        source_rules = self.rules[transfer.source]
+        source_rules[send] = Rule((origin,), (sent,), sent_bytes, 0, sends, None, sent)
+        source_rules[wait_send] = Rule((sent,), (released,), 0, sent_bytes, None, receives, sent)
+        destination_rules = self.rules[transfer.destination]
+        destination_rules[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
+        destination_rules[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)
 
     def _counter(self, source: int, destination: int, *tied: int) -> int:
-        """The counter of what a rank posts for another; that of the way back is the next one."""
+        """Return the counter of operations from `source` to `destination`.
+
+        The next counter has the opposite direction.
+        """
         key = (source, destination, *tied)
         first = self._first_counter.get(key)
         if first is None:
@@ -245,7 +251,7 @@ class RuleBook:
             self._add_halves(task, facts, for_inputs)
 
     def _add_halves(self, task: Task, facts: TaskFacts, for_inputs: tuple[int, ...]) -> None:
-        """The rules of I and W."""
+        """Add the rules of I and W."""
         assert facts.gradient is not None
         rules = self.rules[facts.rank]
         if facts.weights is not None:
@@ -255,32 +261,35 @@ class RuleBook:
         )
 
     def bytes_of(self, rank: int, action: Action, memory: MemoryModel) -> tuple[int, int]:
-        """What an action allocates when it begins, and frees when it ends: messages, and what its
-        task keeps between F and B, or I and W.
+        """Return the bytes that an action allocates when it starts and frees when it ends.
+
+        They include messages and the activations that are saved between F and B, or I and W.
 
         Raises:
-            KeyError: the action has no place on the rank.
+            KeyError: The action does not belong to the rank.
         """
         rule = self.rules[rank][action]
         facts = self.tasks[action.task] if action.type in COMPUTE else None
         if facts is None or facts.gradient is None:
             return rule.allocates, rule.frees
-        kept = memory.kept_bytes(action.task)
+        saved = memory.kept_bytes(action.task)
         if action.type is ActionType.F:
-            return rule.allocates + kept, rule.frees
+            return rule.allocates + saved, rule.frees
         if action.type is ActionType.B:
-            return rule.allocates, rule.frees + kept
-        later = 0
+            return rule.allocates, rule.frees + saved
+        saved_for_weights = 0
         if facts.weights is not None:
             weights = memory.kept_for_weights_bytes
-            later = kept if weights is None else weights(action.task)
+            saved_for_weights = saved if weights is None else weights(action.task)
         if action.type is ActionType.W:
-            return rule.allocates, rule.frees + later
-        more = max(0, later - kept)  # gradients that W needs may take more than what I frees
-        return rule.allocates + more, rule.frees + kept + more - later
+            return rule.allocates, rule.frees + saved_for_weights
+        growth = max(
+            0, saved_for_weights - saved
+        )  # gradients that W needs can exceed the bytes that I frees
+        return rule.allocates + growth, rule.frees + saved + growth - saved_for_weights
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:
-        """What comes before and after the computation of a rank."""
+        """Add the rules of UNSHARD, RESHARD, REDUCE_GRAD and REDUCE_TIED of a rank."""
         rules = self.rules[rank]
         finished: dict[int, tuple[int, ...]] = {}
         for stage in self.graph.layout.stages_of(rank):
@@ -297,12 +306,12 @@ class RuleBook:
         for action in tied_reductions(self.graph, rank) if self.training else ():
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
             first = self._counter(ends[0][1], ends[1][1], ends[0][0], ends[1][0])
-            own, other = (first, first + 1) if ends[0][1] == rank else (first + 1, first)
+            raised, awaited = (first, first + 1) if ends[0][1] == rank else (first + 1, first)
             fact = self._fact(rank, action)
             rules[action] = Rule(
                 finished[action.stage],
                 (fact,),
-                raises=own,
-                awaits=other,
+                raises=raised,
+                awaits=awaited,
                 pair=self._tied_pairs.setdefault(first, fact),
             )

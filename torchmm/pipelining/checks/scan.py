@@ -1,17 +1,22 @@
-"""One pass over the programs of a plan: facts, and what is left for all ranks together.
+"""One pass over the programs of a plan, and a joint simulation of all ranks.
 
-`play` then asks whether all ranks can reach the end. Computation never blocks, so only posts and
-waits are played. A transfer is complete when both its ends are posted and not before, as with
-large messages on every backend: a plan that passes does not depend on buffers. The k-th send of a
-channel meets its k-th receive whatever they are called; that both mean the same is checked
-elsewhere.
+`play` checks that all ranks can finish. Computation never blocks, so only posts and waits are
+simulated. A transfer is complete when both ends are posted, and not before. All backends behave
+this way for large tensors, so a valid plan does not depend on buffering. The k-th send of a channel
+matches the k-th receive. `validate` checks that both have the same message.
 
-Reductions wait for replicas that run plans of their own, so all plans have to be safe with all
-others (`torchmm.pipelining.plan.reductions`). Every rank has a *turn*: 1 more than that of its last
-reduction, or that of a rank it has waited for since, if that was further. A reduction of an earlier
-turn than the rank's own needs what only comes behind it, or behind one of its turn: other replicas
-may wait for it for ever. If there is none, numbers of turns never fall along whatever ranks of all
-replicas wait for, and rise over each reduction: they cannot wait for each other in a circle.
+Reductions wait for data-parallel replicas, which run different plans. Each plan must therefore be
+safe with all other plans (`torchmm.pipelining.plan.reductions`). Each rank has a *turn*. It is one
+more than the turn of its last reduction, or the turn of a rank that it has waited for since then,
+if that is higher. A reduction is unsafe if its turn is lower than the turn of the rank. In this
+example, replica A is unsafe, because rank 1 depends on turn 1 before it reduces turn 0. The
+reductions of both replicas wait for each other forever:
+
+    replica A, rank 0   reduce turn 1, send     replica B, rank 0   receive, reduce turn 1
+    replica A, rank 1   receive, reduce turn 0  replica B, rank 1   reduce turn 0, send
+
+Without unsafe reductions, turns never decrease along a chain of waiting ranks, and increase at each
+reduction. No cycle of waiting ranks is possible.
 """
 
 from __future__ import annotations
@@ -27,34 +32,35 @@ from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 
 Event = tuple[int, int, int]
-"""A post, a wait or a reduction of one rank (plain tuples of numbers: the garbage collector need
-not track them, and there is one or two for every transfer):
+"""A post, a wait or a reduction of one rank.
 
-- the counter that a post adds one to, or that a wait waits for; of a reduction: its turn;
-- the count from which on a wait does not block; 0 for a post, `REDUCTION` for a reduction;
-- the position of the action in the rank's program.
+Tuples of integers are not tracked by the garbage collector, and each transfer has one or two:
+
+- the counter that a post increments or a wait waits for, or the turn of a reduction;
+- the count at which a wait stops to block, 0 for a post, `REDUCTION` for a reduction;
+- the index of the action in the program of the rank.
 """
 REDUCTION = -1
 
 
 class Played(NamedTuple):
-    """What came of all ranks' events."""
+    """Result of the joint simulation."""
 
     stuck: dict[int, Event]
-    """By rank that did not reach its end: the wait it is stuck in."""
+    """Blocking wait of each rank that did not finish."""
     crossed: list[tuple[int, Event, int]]
-    """Rank, reduction and turn of the rank where that was further."""
+    """(rank, reduction, turn of the rank) of each unsafe reduction."""
 
 
 def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
-    """Plays the events of all ranks until none can go on.
+    """Simulate the events of all ranks until no rank can continue.
 
     Args:
-        events: by rank, in order.
-        counters: how many there are.
+        events: Events of each rank, in program order.
+        counters: Number of counters.
     """
     posted: list[list[int]] = [[] for _ in range(counters)]
-    """By counter: the turn of its rank at every post."""
+    """Turns of the rank at each post, by counter."""
     turns = [0] * len(events)
     crossed: list[tuple[int, Event, int]] = []
     waiting: dict[int, list[int]] = {}
@@ -92,12 +98,12 @@ def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
 
 
 Finding = tuple[ProblemKind, str, str]
-"""Kind, text and remedy of a problem."""
+"""Kind, description and fix of a problem."""
 FORWARDS_ONLY = ("the plan has only forward passes", "remove it, or lower with training=True")
 
 
 class Scan:
-    """One pass over every rank: facts, and the events for the ranks' common play."""
+    """Pass over all ranks that checks facts and collects the events for `play`."""
 
     def __init__(self, book: RuleBook, plan: PipelinePlan) -> None:
         self.book, self.plan = book, plan
@@ -105,19 +111,19 @@ class Scan:
         self.established = bytearray(len(book.givers))
         self.events: list[list[Event]] = []
         self.posts: dict[int, list[int]] = defaultdict(list)
-        """By counter: the pairs posted, in order."""
+        """IDs of the posted transfers, by counter, in program order."""
 
     def run(self, rank: int) -> None:
-        """Goes through the actions of a rank."""
+        """Check the actions of a rank."""
         rules = self.book.rules[rank] if rank < len(self.book.rules) else {}
         established = self.established
-        moves: list[tuple[int, int | None, int | None, int]] = []
+        transfers: list[tuple[int, int | None, int | None, int]] = []
         for position, action in enumerate(self.plan.actions[rank]):
             rule = rules.get(action)
             if rule is None:
                 self._report(rank, position, explain_foreign(self.book, rank, action))
                 continue
-            needs, gives, _, _, raises, awaits, pair = rule  # far quicker than by name
+            needs, gives, _, _, raises, awaits, pair = rule  # faster than attributes
             for fact in needs:
                 if not established[fact]:
                     giver = self.book.name(fact)
@@ -125,28 +131,30 @@ class Scan:
                     self._report(rank, position, ("dependency", text, f"put {giver} before it"))
             for fact in gives:
                 if established[fact]:
-                    self._report(rank, position, self._again(rank, position, fact))
+                    self._report(rank, position, self._explain_duplicate(rank, position, fact))
                 established[fact] = 1
             if pair is not None:
-                moves.append((position, raises, awaits, pair))
-        events = self._play(moves)
+                transfers.append((position, raises, awaits, pair))
+        events = self._transfer_events(transfers)
         more = self._reductions(rank)
         if self.book.together:
-            more += self._meetings(rank)
+            more += self._mirror_events(rank)
         if more:
-            # Stable: what an action posts and waits for itself comes first.
+            # The sort is stable: the post of an action comes before its waits.
             events = sorted(events + more, key=lambda event: event[2])
         self.events.append(events)
 
-    def _play(self, moves: Sequence[tuple[int, int | None, int | None, int]]) -> list[Event]:
-        """Posts and waits of a rank.
+    def _transfer_events(
+        self, transfers: Sequence[tuple[int, int | None, int | None, int]]
+    ) -> list[Event]:
+        """Return the posts and waits of a rank.
 
         Args:
-            moves: position in the program, and `raises`, `awaits` and `pair` of its rule.
+            transfers: (program index, `raises`, `awaits`, `pair` of the rule) of each action.
         """
         events: list[Event] = []
         index: dict[int, int] = {}
-        for position, raises, awaits, pair in moves:
+        for position, raises, awaits, pair in transfers:
             if raises is not None:
                 posted = self.posts[raises]
                 posted.append(pair)
@@ -164,23 +172,25 @@ class Scan:
             if action.type is ActionType.REDUCE_GRAD and action.stage in turns
         ]
 
-    def _meetings(self, rank: int) -> list[Event]:
-        """Mirrors compute together: each action waits until all of them have come to it."""
+    def _mirror_events(self, rank: int) -> list[Event]:
+        """Return the events of mirrors. Each action waits until all mirrors have started it."""
         together = self.book.graph.layout.together
         events: list[Event] = []
         for position, action in enumerate(self.plan.actions[rank]):
-            alike = together.get((action.stage, rank))
-            if action.type in COMPUTE and alike:
-                own = self.book.together[rank, alike]
-                posted = self.posts[own]
+            mirrors = together.get((action.stage, rank))
+            if action.type in COMPUTE and mirrors:
+                counter = self.book.together[rank, mirrors]
+                posted = self.posts[counter]
                 posted.append(len(posted))
-                events.append((own, 0, position))
-                others = (self.book.together[other, alike] for other in alike if other != rank)
-                events += ((other, len(posted), position) for other in others)
+                events.append((counter, 0, position))
+                mirror_counters = (
+                    self.book.together[other, mirrors] for other in mirrors if other != rank
+                )
+                events += ((other, len(posted), position) for other in mirror_counters)
         return events
 
     def position(self, rank: int, counter: int, index: int) -> int:
-        """Where in its program a rank posts to a counter for the index-th time."""
+        """Return the program index at which a rank increments a counter for the index-th time."""
         posts = [at for raised, needed, at in self.events[rank] if raised == counter and not needed]
         return posts[index]
 
@@ -189,7 +199,7 @@ class Scan:
         action = self.plan.actions[rank][position]
         self.problems.append(PlanProblem(kind, rank, position, action, text, remedy))
 
-    def _again(self, rank: int, position: int, fact: int) -> Finding:
+    def _explain_duplicate(self, rank: int, position: int, fact: int) -> Finding:
         rules = self.book.rules[rank]
         program = self.plan.actions[rank]
         earlier = next(
@@ -200,16 +210,16 @@ class Scan:
 
 
 def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
-    """Why an action has no place in the program of a rank."""
+    """Return the reason why an action does not belong to the program of a rank."""
     kind = action.type
     elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
     if elsewhere:
-        places = " or ".join(str(r) for r in elsewhere)
-        return "wrong_rank", f"it belongs to rank {places}", "move it there"
-    for known in book.rules[rank] if rank < len(book.rules) else ():
-        if known[:5] == action[:5] and known.peer >= 0:
+        ranks = " or ".join(str(r) for r in elsewhere)
+        return "wrong_rank", f"it belongs to rank {ranks}", "move it there"
+    for expected in book.rules[rank] if rank < len(book.rules) else ():
+        if expected[:5] == action[:5] and expected.peer >= 0:
             text = f"the other end is not on rank {action.peer}"
-            return "wrong_peer", text, f"set peer to {known.peer}"
+            return "wrong_peer", text, f"set peer to {expected.peer}"
     stages = book.graph.layout.stages
     if not 0 <= action.stage < len(stages):
         text = f"there is no stage {action.stage}"
@@ -223,11 +233,11 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
     graph = book.graph
     task = action.task
     if task not in book.tasks:
-        parts = 0
+        count = 0
         if 0 <= task.microbatch < graph.microbatches:
-            parts = graph.parts(task.stage, task.microbatch)
+            count = graph.parts(task.stage, task.microbatch)
         text = (
-            f"stage {task.stage} has {parts} task(s) for microbatch {task.microbatch} of "
+            f"stage {task.stage} has {count} task(s) for microbatch {task.microbatch} of "
             f"{graph.microbatches}"
         )
         return "unknown", text, "remove it, or make the order from the graph of this step"

@@ -1,10 +1,10 @@
-"""Checks a plan before it runs: what is wrong on which rank.
+"""Validation of a plan before it runs.
 
-A plan that is wrong does not fail, it hangs thousands of GPUs, or trains with the gradients of
-another microbatch. So every plan is checked where it is made and before it is sent to anyone.
-One pass over the actions of each rank checks them against `RuleBook`: all there, once, and after
-what they need; channels carry the same at both ends; then all ranks are played together
-(`play`). No costs are needed, and it is fast enough to do in every step.
+A wrong plan does not fail with an error. It blocks all ranks, or trains with the gradients of a
+different microbatch. Each plan is therefore validated where it is built, before it is sent to other
+ranks. One pass over the actions of each rank checks them against `RuleBook`: each action exists
+exactly once, after its inputs. Then both ends of each channel are compared, and all ranks are
+simulated together (`play`). Validation needs no cost model and is fast enough for every step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionTyp
 
 
 def validate_plan(plan: PipelinePlan) -> PlanReport:
-    """Checks that a plan does the whole step, on each rank in a possible order, without deadlock.
+    """Check that a plan executes the complete step in a valid order and without deadlocks.
 
-    If any stage of the plan is gathered or reduced, all must be. How much memory a plan takes the
-    simulator says, by the same `RuleBook`.
+    If a plan unshards or reduces any stage, it must do so for all stages. The simulator computes
+    memory use with the same `RuleBook`.
 
-    Extensions add checks with entries of the table "plan_checks": functions of the plan and its
-    `RuleBook` that yield problems. The argument of `is_used` is the plan.
+    Extensions can add checks with entries in the table "plan_checks". An entry is a function of
+    the plan and its `RuleBook` that yields problems. `is_used` of the entry receives the plan.
     """
     book = RuleBook(plan)
     scan = Scan(book, plan)
@@ -63,7 +63,7 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
 
 
 def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
-    """Messages without tensors, tensors that cannot be, and specs of what is not sent."""
+    """Yield messages without tensors, invalid tensors, and specs of unknown messages."""
     if not plan.specs:
         return
     remedy = "build the specs from the metadata of the microbatches of this step"
@@ -116,8 +116,8 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
         if f.weights is not None and f.gradient is not None
     }
     never_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
-    for fact, found in enumerate(established):
-        if found or (fact in with_gradient and not established[with_gradient[fact]]):
+    for fact, is_established in enumerate(established):
+        if is_established or (fact in with_gradient and not established[with_gradient[fact]]):
             continue
         rank = book.giver_ranks[fact]
         action = book.givers[fact]
@@ -131,8 +131,10 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
 
 
 def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
-    """Replicas whose plans differ must all meet in the same order: that of the stages, and of
-    reductions that of their turns."""
+    """Yield collectives that replicas with different plans would run in different orders.
+
+    The order is that of the stages. For reductions, it is the order of their turns.
+    """
     program = plan.actions[rank]
     meetings = [(i, a) for i, a in enumerate(program) if a.type in COLLECTIVES]
     if not meetings:
@@ -160,7 +162,7 @@ def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[Plan
 
 
 def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[PlanProblem]:
-    """Reductions in front of which a rank needs what comes behind them elsewhere."""
+    """Yield reductions that need an action behind a later reduction on a different rank."""
     stages = {turn: stage for stage, turn in book.turns.items()}
     for rank, (_, _, position), reached in played.crossed:
         text = (
@@ -174,28 +176,33 @@ def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[Pla
 
 
 def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
-    """Mirrors communicate inside of their actions, so all must have the same ones in one order."""
+    """Yield mirrors with different actions.
+
+    Mirrors communicate within their actions, so they need the same actions in the same order.
+    """
     layout = plan.graph.layout
-    found: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    actions_of_pair: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, program in enumerate(plan.actions):
         for position, action in enumerate(program):
-            alike = layout.together.get((action.stage, rank), ())
-            for other in alike if action.type in COMPUTE else ():
+            mirrors = layout.together.get((action.stage, rank), ())
+            for other in mirrors if action.type in COMPUTE else ():
                 same = action._replace(stage=layout.mirrored[action.stage][0])
-                found[rank, other].append((position, same))
-    for first, rank in sorted({(min(alike), rank) for (_, rank), alike in layout.together.items()}):
+                actions_of_pair[rank, other].append((position, same))
+    for first, rank in sorted(
+        {(min(mirrors), rank) for (_, rank), mirrors in layout.together.items()}
+    ):
         if first == rank:
             continue
-        wanted = [action for _, action in found[first, rank]]
-        own = found[rank, first]
-        if [action for _, action in own] != wanted:
-            pairs = enumerate(zip(own, wanted, strict=False))
+        expected = [action for _, action in actions_of_pair[first, rank]]
+        local = actions_of_pair[rank, first]
+        if [action for _, action in local] != expected:
+            pairs = enumerate(zip(local, expected, strict=False))
             at = next((i for i, ((_, a), b) in pairs if a != b), -1)
-            position = own[at][0] if at >= 0 else -1
-            found_there = plan.actions[rank][position] if at >= 0 else None
+            position = local[at][0] if at >= 0 else -1
+            actual = plan.actions[rank][position] if at >= 0 else None
             text = f"rank {first} runs the same layers, but different actions or another order"
             remedy = "use the actions of the first replica for all replicas"
-            yield PlanProblem("collective", rank, position, found_there, text, remedy)
+            yield PlanProblem("collective", rank, position, actual, text, remedy)
 
 
 def _turn(action: Action, book: RuleBook) -> tuple[int, int, int]:
@@ -207,7 +214,7 @@ def _turn(action: Action, book: RuleBook) -> tuple[int, int, int]:
 
 
 def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
-    """The first receive of each channel that meets another send than its own."""
+    """Yield the first receive of each channel that does not match its send."""
     for counter in range(0, len(book.counters), 2):
         sender, receiver = book.counters[counter]
         pairs = zip(scan.posts[counter], scan.posts[counter + 1], strict=False)
@@ -247,12 +254,12 @@ def _deadlocks(
 
 
 def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
-    """Choices for tasks that have no backward, or for other layers than a stage has."""
+    """Yield recomputation modes of tasks without a backward pass, or with a wrong layer count."""
     layout = plan.graph.layout
     remedy = "tune the layers of the plan that will run"
-    known = set(plan.graph.tasks()) if plan.recompute else set()
+    tasks = set(plan.graph.tasks()) if plan.recompute else set()
     for task, modes in plan.recompute.items():
-        if task not in known:
+        if task not in tasks:
             yield PlanProblem(
                 "recompute", 0, -1, None, f"{task} has a choice but is not a task", remedy
             )

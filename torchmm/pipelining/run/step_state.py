@@ -1,10 +1,10 @@
-"""What a rank remembers during one step, and what each kind of action does with it."""
+"""State of a rank during one step, and the handlers of all action types."""
 
-# [Note: Where the tensors of a step are]
+# [Note: Tensors of a step]
 #
-# A plan may run tasks in any legal order, so nothing here is found by position: everything a step
-# remembers is keyed by the task or the message it belongs to. A `_Lane` is one direction of travel,
-# outputs of forwards or, on the way back, their gradients. One message, and its gradient:
+# A plan can run tasks in any valid order. All state is therefore stored in dicts, with the task or
+# the message as the key. A `_Lane` contains the tensors of one direction: outputs of forward
+# passes, or their gradients. A message and its gradient take this path:
 #
 #            rank of the producer                            rank of the consumer
 #
@@ -14,25 +14,24 @@
 #   v                      (RECV_B)                    (WAIT_SEND_B)                    v
 #   B <-- inbox <--WAIT_B-- receiving  <~~ network ~~   sending <--SEND_B-- outbox <--- B
 #
-# If both ends are on one rank, the tensor goes straight from the task into the inbox.
+# If both ends are on one rank, the task puts the tensor directly into the inbox.
 #
 # Invariants:
-# - Autograd never crosses a message. What a task consumes are leaves (`_arrive`), whose gradients
-#   are the message that goes back; what it produces are the roots that its backward starts from,
-#   with the gradients that have arrived for them. So each task has a graph of its own, and the
-#   order of backwards is the plan's, not autograd's.
-# - Every entry is put in once and taken out once (`_take`). An action that comes too early finds
-#   nothing, and `finish` finds whatever is left: a wrong plan ends in an error, not in wrong sums.
-# - Losses enter backward scaled by `loss_scale` and gradients of parameters are added up, so
-#   neither the number of microbatches nor that of ranks changes what a step computes.
+# - The autograd graph of a task ends at its messages. Inputs of a task are leaves (`_arrive`), and
+#   their gradients are sent back. Outputs of a task are the roots of its backward pass, which
+#   starts with the received gradients. The plan determines the order of backward passes.
+# - Every entry is stored once and removed once (`_take`). An action that runs too early does not
+#   find its entry, and `finish` reports unused entries. A wrong plan raises an error.
+# - Losses are multiplied by `loss_scale`, and parameter gradients are summed. The result does not
+#   depend on the number of microbatches or ranks.
 #
-# How long tensors live, as the memory of validation and simulator counts them:
-# - an output: from its F to the WAIT_SEND_F, or on one rank to the consumer's B. The edge that it
-#   leaves in autograd's graph is the root (`Root`), so that a producer that waits for its backward
-#   keeps no output;
-# - an input: from the RECV_F, which allocates its buffer, to the consumer's B or I;
-# - what layers saved: from F to B; after an I, what the weights need stays (`_split`) until W;
-# - a gradient: from the B or I that made it to the WAIT_SEND_B, or on one rank to the producer's B.
+# Lifetimes of tensors, which validation and the simulator use for memory:
+# - Outputs: from F to WAIT_SEND_F, or to B of the consumer on the same rank. The root (`Root`) is
+#   an edge of the autograd graph, so a producer that waits for its backward pass stores no output.
+# - Inputs: from RECV_F, which allocates the buffer, to B or I of the consumer.
+# - Saved activations: from F to B. After I, the tensors that weight gradients need are stored
+#   until W (`_split`).
+# - Gradients: from B or I to WAIT_SEND_B, or to B of the producer on the same rank.
 
 from __future__ import annotations
 
@@ -67,15 +66,16 @@ V = TypeVar("V")
 
 
 Root = Tensor | GradientEdge
-"""Where a backward starts: an edge of autograd's graph, which keeps no output; of backwards in
-halves, for which torch wants tensors, a `_Handed`."""
+"""Start of a backward pass: an edge of the autograd graph, which stores no output. Split backward
+passes need tensors in torch, so they use a `_Handed` tensor."""
 
 
 class _Handed(torch.autograd.Function):
-    """Identity whose result has shape and gradient but no memory.
+    """Identity whose result has a shape and a gradient, but no memory.
 
-    Backward starts from it, so that only who consumes the real output keeps it; and because the
-    output may be a view (torch's `stage_backward_input` detaches in place, which views forbid).
+    The backward pass starts from the result, so only the consumer stores the real output. The
+    output can also be a view. `stage_backward_input` of torch detaches roots in place, which is not
+    allowed for views.
     """
 
     @staticmethod
@@ -98,17 +98,17 @@ class _Lane:
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves for its backward."""
+    """Autograd state between F and the backward pass of a task."""
 
     leaves: list[tuple[Message, tuple[Tensor, ...]]]
-    """Inputs that need gradients."""
+    """Inputs that require gradients."""
     roots: list[tuple[Message, tuple[Root | None, ...]]]
-    """Outputs that gradients arrive for; None: of those that need none."""
+    """Outputs that receive gradients. None for tensors of a message that require no gradient."""
     loss: Tensor | None
 
 
 class StepState:
-    """One step on one rank; arguments as in `PipelineRuntime`."""
+    """State of one step on one rank. See `PipelineRuntime` for the arguments."""
 
     def __init__(
         self,
@@ -135,18 +135,21 @@ class StepState:
         self._forward_lane, self._backward_lane = self._lanes
         self._kept: dict[Task, _Kept] = {}
         self._split: dict[Task, list[dict[str, Any]] | None] = {}
-        """Between I and W: what torch keeps for the weights; None: their gradients are done."""
+        """Parameter groups of torch between I and W. None if the weight gradients are complete."""
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._waiting: dict[Task, Waiting] = {}
-        """Inputs of layers in the host's memory."""
+        """Offloaded layer inputs of tasks that wait for their backward pass."""
         self._offloading = {t for t, modes in plan.recompute.items() if "offload" in modes}
         self._next_waiting = _next_offloaded(plan, plan_rank, self._offloading)
         self._halves = any(a.type is ActionType.I for a in plan.actions[plan_rank])
-        # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
+        # Stages that exist only on this rank. Their tasks need no lookup of the rank.
         self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
 
     def handlers(self) -> dict[ActionType, Callable[[Action], torch.cuda.Event | None]]:
-        """What runs each kind of action. What goes on beside what follows gives its end."""
+        """Return the handler of each action type.
+
+        A handler of an asynchronous operation returns an event that marks its end.
+        """
         kind = ActionType
         computing = {
             kind.F: self._forward,
@@ -155,7 +158,7 @@ class StepState:
             kind.W: self._backward_weight,
         }
         if self._offloading:
-            computing = {k: partial(self._bringing, own) for k, own in computing.items()}
+            computing = {k: partial(self._bringing, handler) for k, handler in computing.items()}
         return {
             **computing,
             kind.SEND_F: partial(self._send, False),
@@ -183,24 +186,24 @@ class StepState:
                 sharding.begin_step(backwards[index])
 
     def close(self) -> None:
-        """Give modules their own parameters back, also after an error."""
+        """Restore the original parameters of modules, also after an error."""
         for index in self._graph.layout.stages_of(self._rank):
             if isinstance(sharding := self._stages[index].sharding, MixedPrecision):
                 sharding.end_step()
 
     def finish(self) -> None:
-        """Leaves no trained parameter without a gradient, and waits for reductions.
+        """Wait for reductions, and set missing gradients of trainable parameters to zero.
 
         Raises:
-            ValueError: the plan has left work undone.
+            ValueError: The plan is incomplete.
         """
-        left = [f"{task} has no backward" for task in (*self._kept, *self._split)]
+        unfinished = [f"{task} has no backward" for task in (*self._kept, *self._split)]
         for lane in self._lanes:
             for box in (lane.outbox, lane.sending, lane.receiving, lane.inbox):
-                left += [f"{message} was not sent, waited for or used" for message in box]
-        if left:
+                unfinished += [f"{message} was not sent, waited for or used" for message in box]
+        if unfinished:
             raise ValueError(
-                f"the plan of rank {self._rank} is incomplete: {'; '.join(left[:5])}; run "
+                f"the plan of rank {self._rank} is incomplete: {'; '.join(unfinished[:5])}; run "
                 "validate_plan to find the missing action"
             )
         for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
@@ -211,16 +214,18 @@ class StepState:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
-    # Computing.
+    # Computation.
 
     def _bringing(self, handler: Callable[[Action], None], action: Action) -> None:
-        """Computes; while it does, what the next backward needs first comes from the host, behind
-        what it needs itself."""
+        """Run a compute action while the inputs of the next backward pass are prefetched.
+
+        If the action is a backward pass with offloaded inputs, these inputs are copied first.
+        """
         following = self._next_waiting.get(action)
         if following in self._waiting:
-            own = None if action.type is ActionType.F else self._waiting.get(action.task)
-            if own is not None:
-                own.following = self._waiting[following]
+            current = None if action.type is ActionType.F else self._waiting.get(action.task)
+            if current is not None:
+                current.following = self._waiting[following]
             else:
                 self._waiting[following].bring()
         handler(action)
@@ -241,7 +246,7 @@ class StepState:
             self._waiting[task] = waiting
         keep = self._plan.training and graph.needs_backward(task.stage, task.microbatch)
         roots = [
-            self._hand_over(message, tensors, keep)
+            self._pass_output(message, tensors, keep)
             for message, tensors in zip(graph.outgoing(task), output.messages, strict=True)
         ]
         if output.loss is not None:
@@ -256,10 +261,10 @@ class StepState:
             ]
             self._kept[task] = _Kept(leaves, roots, output.loss)
 
-    def _hand_over(
+    def _pass_output(
         self, message: Message, tensors: tuple[Tensor, ...], keep: bool
     ) -> tuple[Message, tuple[Root | None, ...]]:
-        """Passes an output on; what backward will start from."""
+        """Pass an output on, and return the roots of its backward pass."""
         destination = message.destination
         if destination in self._here or self._runs_here(self._graph.consumer(message)):
             self._arrive(message, tuple(t.detach() for t in tensors))
@@ -276,7 +281,7 @@ class StepState:
         return message, tuple(roots)
 
     def _arrive(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Makes leaves of what a task consumes."""
+        """Make the inputs of a task leaves, and put them into the inbox."""
         if self._plan.training and self._graph.differentiates(message):
             for tensor, spec in zip(tensors, self._specs[message], strict=True):
                 if spec.requires_grad:
@@ -284,17 +289,17 @@ class StepState:
         self._forward_lane.inbox[message] = tensors
 
     def _backward(self, action: Action) -> None:
-        self._whole_backward(action.task, action)
+        self._full_backward(action.task, action)
 
     def _backward_input(self, action: Action) -> None:
         task = action.task
         weights = self._trained(task.stage)
         kept = self._kept.get(task)
         if kept is not None and not any(leaves for _, leaves in kept.leaves):
-            return  # nobody needs gradients of inputs: W does everything
+            return  # no stage needs gradients of the inputs, so W runs the full backward pass
         splits = self._stages[task.stage].splits_backward and supports_weight_split()
         if not weights or not splits or self._plan.recomputes(task):
-            self._whole_backward(task, action)
+            self._full_backward(task, action)
             if weights:
                 self._split[task] = None
             return
@@ -311,46 +316,46 @@ class StepState:
     def _backward_weight(self, action: Action) -> None:
         task = action.task
         if task in self._kept:
-            self._whole_backward(task, action)
+            self._full_backward(task, action)
             return
         groups = _take(self._split, task, action)
         if groups is None:
             return
         weights = self._trained(task.stage)
         new = [weight for weight in weights if weight.grad is None]
-        # Ways to a weight that is used twice may lead through the parts of other weights.
+        # Paths to a weight that is used twice can lead through the groups of other weights.
         shared = any(len(group["intermediates"]) > 1 for group in groups)
         stage_backward_weight(iter(weights), groups, retain_graph=shared)
         for weight in new:
-            # The first gradient may share memory with one that is being sent, to which the
-            # next W would add in place.
+            # The first gradient can share memory with a gradient that is being sent. The next W
+            # would add to it in place.
             if weight.grad is not None:
                 weight.grad = weight.grad.clone()
         sharding = self._stages[task.stage].sharding
         if isinstance(sharding, StepSharding | MixedPrecision):
             sharding.accumulate_gradients()
 
-    def _whole_backward(self, task: Task, action: Action) -> None:
+    def _full_backward(self, task: Task, action: Action) -> None:
         kept = _take(self._kept, task, action)
-        self._waiting.pop(task, None)  # the graph holds it until it has run
+        self._waiting.pop(task, None)  # the autograd graph references it until it has run
         roots, gradients = self._roots(kept, action)
         leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
         sharding = self._stages[task.stage].sharding
         if isinstance(sharding, LayerSharding):
             sharding.before_backward()
-        if roots:  # else nothing that is trained was used
+        if roots:  # otherwise, the task has used no trainable parameter
             torch.autograd.backward(roots, gradients)
         if isinstance(sharding, MixedPrecision):
             sharding.accumulate_gradients()
         self._return_gradients(kept, [leaf.grad for leaf in leaves])
 
     def _roots(self, kept: _Kept, action: Action) -> tuple[list[Any], list[Tensor]]:
-        """What backward starts from, with the gradients that have arrived for it."""
+        """Return the roots of a backward pass, and the gradients that were received for them."""
         roots: list[Root] = []
         gradients: list[Tensor] = []
-        for message, own in (root for root in kept.roots if root[1]):
+        for message, message_roots in (root for root in kept.roots if root[1]):
             arrived = _take(self._backward_lane.inbox, message, action)
-            for root, gradient in zip(own, arrived, strict=True):
+            for root, gradient in zip(message_roots, arrived, strict=True):
                 if root is not None:
                     roots.append(root)
                     gradients.append(gradient)
@@ -360,18 +365,18 @@ class StepState:
         return roots, gradients
 
     def _return_gradients(self, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
-        """Passes the gradients of a task's inputs to where the inputs came from."""
-        found = iter(gradients)
+        """Pass the gradients of the inputs of a task to their producers."""
+        remaining = iter(gradients)
         for message, leaves in kept.leaves:
-            given = [(next(found), leaf) for leaf in leaves]
-            own = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in given)
+            pairs = [(next(remaining), leaf) for leaf in leaves]
+            returned = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
             stays = message.source in self._here or self._runs_here(self._graph.producer(message))
             lane = self._backward_lane
-            if self._graph.carries_gradient(message):  # if not, that of another mirror goes back
-                (lane.inbox if stays else lane.outbox)[message] = own
+            if self._graph.carries_gradient(message):  # if not, a different mirror sends it
+                (lane.inbox if stays else lane.outbox)[message] = returned
 
     def _trained(self, index: int) -> list[nn.Parameter]:
-        """A stage's trained parameters, listed once after they were gathered."""
+        """Return the trainable parameters of a stage. The list is cached after unsharding."""
         if index not in self._weights:
             self._weights[index] = self._stages[index].trained_parameters()
         return self._weights[index]
@@ -379,7 +384,7 @@ class StepState:
     def _runs_here(self, task: Task) -> bool:
         return self._graph.rank(task) == self._rank
 
-    # Moving data.
+    # Communication.
 
     def _send(self, backward: bool, action: Action) -> None:
         message = _message(action, backward)
@@ -409,12 +414,18 @@ class StepState:
     def _moved(
         self, message: Message, backward: bool, *, sends: bool
     ) -> tuple[list[TensorSpec], list[Cut]]:
-        """What travels, as this rank sends or receives it: the tensors of a message, or gradients
-        of those that need one; and into how many slices both ends cut each."""
-        found = [spec for spec in self._specs[message] if spec.requires_grad or not backward]
-        cuts = [spec.slices[:2] if spec.slices else (1, 1) for spec in found]
-        own = [spec.on_rank(source=sends != backward) for spec in found]
-        return own, [cut[::-1] for cut in cuts] if backward else cuts
+        """Return the local specs of the tensors of a transfer, and their numbers of slices.
+
+        For backward transfers, only tensors that require gradients have specs.
+
+        Returns:
+            Specs on this rank, and (source slices, destination slices) of each tensor, swapped for
+            backward transfers.
+        """
+        sent_specs = [spec for spec in self._specs[message] if spec.requires_grad or not backward]
+        cuts = [spec.slices[:2] if spec.slices else (1, 1) for spec in sent_specs]
+        local_specs = [spec.on_rank(source=sends != backward) for spec in sent_specs]
+        return local_specs, [cut[::-1] for cut in cuts] if backward else cuts
 
     # Sharded parameters.
 
@@ -427,7 +438,7 @@ class StepState:
         return None
 
     def _reduce(self, action: Action) -> torch.cuda.Event | None:
-        # FSDP would reduce again what came after, a collective that no replica knows of.
+        # FSDP would reduce gradients of later backward passes a second time, without the replicas.
         for task in (*self._kept, *self._split):
             if task.stage == action.stage:
                 raise ValueError(
@@ -445,7 +456,7 @@ class StepState:
             self._weights.pop(stage, None)
 
     def _reduce_tied(self, action: Action) -> None:
-        """Both ranks add the other's gradient to their own: the same sum, bit by bit."""
+        """Add the gradient of the other replica. Both ranks compute bitwise identical sums."""
         self._finish_reducing(action.stage)
         parameter = self._stages[action.stage].tied_parameter()
         if not parameter.requires_grad:
@@ -453,33 +464,35 @@ class StepState:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
-        own = local_tensor(grad)
-        sending = self._channels.send((own,), (own,), action.peer, action)
-        (other,) = self._channels.receive((own,), action.peer, action).wait(action)
+        local = local_tensor(grad)
+        sending = self._channels.send((local,), (local,), action.peer, action)
+        (received,) = self._channels.receive((local,), action.peer, action).wait(action)
         sending.wait(action)
-        own += other
+        local += received
 
 
 def _next_offloaded(plan: PipelinePlan, rank: int, offloading: set[Task]) -> dict[Action, Task]:
-    """By action that computes: the task whose backward is the next that does, if it is one of those
-    with inputs of layers in the host's memory."""
+    """Return the next backward task with offloaded inputs, by the preceding compute action.
+
+    Tasks whose backward pass is not the next compute action are not included.
+    """
     if not offloading:
         return {}
     graph = plan.graph
     computing = [action for action in plan.actions[rank] if action.type in COMPUTE]
-    found = {}
+    next_tasks = {}
     for action, following in pairwise(computing):
         task = following.task
         if task in offloading:
             passes_on = any(map(graph.differentiates, graph.incoming(task)))
-            left_to = ActionType.I if passes_on else ActionType.W  # of a backward in halves
-            if following.type in (ActionType.B, left_to):
-                found[action] = task
-    return found
+            last_type = ActionType.I if passes_on else ActionType.W  # of a split backward pass
+            if following.type in (ActionType.B, last_type):
+                next_tasks[action] = task
+    return next_tasks
 
 
 def _message(action: Action, from_other: bool) -> Message:
-    """What an action moves; its source is this stage, or the one at the other end."""
+    """Return the message of a transfer. The source is this stage, or the stage at the other end."""
     ends = (action.stage, action.other)
     source, destination = ends[::-1] if from_other else ends
     return Message(source, destination, action.microbatch, action.sub_microbatch)

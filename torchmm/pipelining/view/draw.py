@@ -1,9 +1,9 @@
-"""Draws steps as an SVG picture: a row of boxes per rank, idle time hatched by its cause.
+"""Plots of steps as SVG: one line of boxes per rank. Idle time is hatched by cause.
 
-Several steps share one picture and one time axis, so that a predicted step can stand above the
-measured one, or one schedule above another. The colours are those of Okabe and Ito, which
-colour-blind readers can tell apart. Written as text because a step has thousands of boxes:
-matplotlib needs many times the bytes for them, and knows no tooltips.
+Several steps share one figure and one time axis, for example a simulated and a measured step, or
+two schedules. The colors are the palette of Okabe and Ito, which is suitable for color-blind
+readers. The SVG is written as text because a step has thousands of boxes. Files of matplotlib would
+be many times larger, and would have no tooltips.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES, BubbleClass, Timeline, analyze_timeline
 
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
-# Mixed with white (> 0) or black (< 0), so that a module keeps its hue in forward and backward.
+# Mixed with white (> 0) or black (< 0). A module has the same hue in forward and backward passes.
 _SHADES = {ActionType.F: 0.6, ActionType.B: 0.0, ActionType.I: 0.3, ActionType.W: -0.35}
 _NAMES = {
     ActionType.F: "forward",
@@ -30,7 +30,7 @@ _NAMES = {
     ActionType.I: "backward, inputs",
     ActionType.W: "backward, weights",
 }
-# By class of bubble: angle of its hatching in degrees, distance of the lines in pixels, colour.
+# By bubble class: angle of the hatching in degrees, distance of the lines in pixels, color.
 _HATCHES: dict[BubbleClass, tuple[int, float, str]] = {
     "warmup": (45, 6, "#9a9a9a"),
     "cooldown": (-45, 6, "#9a9a9a"),
@@ -39,10 +39,10 @@ _HATCHES: dict[BubbleClass, tuple[int, float, str]] = {
     "dp_reduce_scatter": (0, 3, "#555555"),
     "tp": (90, 6, "#9a9a9a"),
 }
-_LEFT, _RIGHT, _ROW, _BOX = 64, 76, 26, 22  # pixels: margins, height of a row and of a box in it
-_STRIP = 3  # of what runs beside the boxes
+_LEFT, _RIGHT, _ROW, _BOX = 64, 76, 26, 22  # pixels: margins, height of a line and of its boxes
+_STRIP = 3  # pixels: height of reductions, which overlap with the boxes
 _REDUCING = "#222222"
-_LETTER = 5.8  # pixels a letter takes at most, on average
+_LETTER = 5.8  # pixels: upper bound of the average width of a letter
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.t{font-size:15px}.b{font-weight:bold}"
     ".n text{font-size:9px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}"
@@ -51,7 +51,7 @@ _STYLE = (
 
 
 class Panel(NamedTuple):
-    """One step in a picture."""
+    """A step in a figure."""
 
     label: str
     records: Sequence[ActionRecord]
@@ -61,23 +61,24 @@ class Panel(NamedTuple):
 def timelines_svg(
     title: str, panels: Sequence[Panel], width_px: int | None = None, *, join: bool = False
 ) -> str:
-    """Draw steps below each other on one time axis.
+    """Plot steps below each other on one time axis.
 
-    Boxes carry the microbatch ("3", or "3.1" for its second sub-microbatch) where it fits, and
-    the action with its times as a tooltip. Strips below them are reductions of gradients.
+    A box shows the microbatch ("3", or "3.1" for its second sub-microbatch) if there is enough
+    space. The action and its times are a tooltip. Strips below the boxes are gradient reductions.
 
     Args:
-        title: above everything.
-        panels: steps, the first one at the top.
-        width_px: of the whole picture; by default 1200, and up to 4000 for steps of many actions.
-        join: whether actions of one module for one microbatch that follow each other on a rank
-            without a gap, such as a layer's each, are one box: far smaller pictures.
+        title: Title of the figure.
+        panels: Steps, from top to bottom.
+        width_px: Width of the figure. The default is 1200, and up to 4000 for steps with many
+            actions.
+        join: Whether to merge consecutive actions of the same module and microbatch into one box,
+            such as the actions of single layers. The files are much smaller.
 
     Returns:
         An SVG document.
 
     Raises:
-        ValueError: no panel given, or a record does not fit its layout.
+        ValueError: `panels` is empty, or a record does not match its layout.
     """
     if not panels:
         raise ValueError("no step to plot; pass at least one panel")
@@ -123,7 +124,7 @@ def timelines_svg(
 
 
 def timeline_picture(panel: Panel, width_px: int = 1200) -> Image.Image:
-    """The boxes of a step alone, as pixels: for what shows no SVG."""
+    """Return the boxes of a step as an image, for viewers without SVG support."""
     span_ms = max((record.end_ms for record in panel.records), default=0.0) or 1.0
     colours = _module_colours([panel])
     picture = Image.new("RGB", (width_px, _ROW * panel.layout.rank_count), "white")
@@ -139,7 +140,7 @@ def timeline_picture(panel: Panel, width_px: int = 1200) -> Image.Image:
 
 
 def _joined(panel: Panel) -> Iterator[ActionRecord]:
-    """The records, neighbours that do the same for the same microbatch as one."""
+    """Yield the records. Adjacent records of the same module and microbatch are merged."""
     last: ActionRecord | None = None
     for record in sorted(panel.records, key=lambda r: (r.rank, r.start_ms, r.end_ms)):
         if record.action.type not in COMPUTE:
@@ -155,7 +156,7 @@ def _joined(panel: Panel) -> Iterator[ActionRecord]:
 
 
 def _follows(record: ActionRecord, last: ActionRecord, layout: StageLayout) -> bool:
-    """Whether a record goes on with what another one did."""
+    """Return True if a record continues the preceding record."""
     modules = {layout.stages[each.action.stage].module for each in (record, last)}
     same = len(modules) == 1 and record.rank == last.rank
     same = same and record.action.type is last.action.type
@@ -164,7 +165,7 @@ def _follows(record: ActionRecord, last: ActionRecord, layout: StageLayout) -> b
 
 
 def _default_width(panels: Sequence[Panel]) -> int:
-    """Pixels that leave about six to each box of the busiest rank."""
+    """Return a width with about 6 pixels per box of the rank with the most boxes."""
     boxes: Counter[tuple[int, int]] = Counter(
         (index, record.rank)
         for index, panel in enumerate(panels)
@@ -175,18 +176,18 @@ def _default_width(panels: Sequence[Panel]) -> int:
 
 
 def _module_colours(panels: Sequence[Panel]) -> dict[str, int]:
-    """Module -> index of its colour, in the order of the stages."""
+    """Return the color index of each module, in the order of the stages."""
     modules = dict.fromkeys(stage.module for panel in panels for stage in panel.layout.stages)
     return {module: index for index, module in enumerate(modules)}
 
 
 def _shade(module_index: int, kind: ActionType) -> tuple[int, ...]:
-    """Red, green and blue of a box."""
+    """Return the (red, green, blue) color of a box."""
     colour = _COLOURS[module_index % len(_COLOURS)]
-    share = _SHADES[kind]
-    goal = 255 if share > 0 else 0
+    fraction = _SHADES[kind]
+    goal = 255 if fraction > 0 else 0
     rgb = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return tuple(round(c + (goal - c) * abs(share)) for c in rgb)
+    return tuple(round(c + (goal - c) * abs(fraction)) for c in rgb)
 
 
 def _class(module_index: int, kind: ActionType) -> str:
@@ -196,7 +197,7 @@ def _class(module_index: int, kind: ActionType) -> str:
 def _legend(
     panels: Sequence[Panel], timelines: Sequence[Timeline], colours: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """(attributes of a swatch, text): modules with the shades that occur, then hatchings."""
+    """Return (swatch attributes, text) of modules with the shades that occur, and of hatchings."""
     stages = [panel.layout.stages[r.action.stage] for panel in panels for r in panel.records]
     kinds = [record.action.type for panel in panels for record in panel.records]
     used = {(stage.module, kind) for stage, kind in zip(stages, kinds, strict=True)}
@@ -218,7 +219,7 @@ def _legend(
 
 
 def _flow(entries: Sequence[tuple[str, str]], y: float, width_px: int) -> tuple[list[str], float]:
-    """Place legend entries in as many lines as they need; also returns where the last one lies."""
+    """Place legend entries in lines. Also return the y position of the last line."""
     body: list[str] = []
     x = float(_LEFT)
     for fill, text in entries:
@@ -236,15 +237,15 @@ def _readable(kind: BubbleClass) -> str:
 
 
 def _heading(label: str, timeline: Timeline, top: float) -> Iterator[str]:
-    """What the step took and where its ranks were idle."""
-    parts = [
+    """Yield the label, the makespan and the idle time by cause."""
+    classes = [
         f"{_readable(kind)} {100 * share:.1f} %"
         for kind, share in timeline.bubble_share.items()
         if share
     ]
     idle = f"bubbles {100 * timeline.bubble_fraction:.1f} %"
     modules = [f"{m} {_ms(ms)}" for m, ms in timeline.mean_module_ms().items() if ms]
-    text = f"{_ms(timeline.makespan_ms)}; {idle}{' = ' if parts else ''}{' + '.join(parts)}"
+    text = f"{_ms(timeline.makespan_ms)}; {idle}{' = ' if classes else ''}{' + '.join(classes)}"
     if modules:
         text += f"; mean compute per rank: {', '.join(modules)}"
     x = _LEFT + 12 + _LETTER * 1.25 * len(label)
@@ -257,7 +258,7 @@ def _ms(time_ms: float) -> str:
 
 
 def _axis(span_ms: float, scale: float, top: float, height: float) -> Iterator[str]:
-    """Vertical lines at round times, with their labels below."""
+    """Yield vertical lines at round times, with labels below."""
     step_ms = 10.0 ** floor(log10(span_ms))
     step_ms *= next(f for f in (0.1, 0.2, 0.5, 1.0) if span_ms / (step_ms * f) <= 12)
     for index in range(int(span_ms / step_ms + 1e-9) + 1):
@@ -270,7 +271,7 @@ def _axis(span_ms: float, scale: float, top: float, height: float) -> Iterator[s
 def _rows(
     panel: Panel, timeline: Timeline, colours: dict[str, int], scale: float, top: float
 ) -> Iterator[str]:
-    """The boxes of every rank, its name on the left and its idle share on the right."""
+    """Yield the boxes of each rank, its name on the left and its idle fraction on the right."""
     ranks: list[list[str]] = [[] for _ in range(panel.layout.rank_count)]
     for bubble in timeline.bubbles:
         width = (bubble.end_ms - bubble.start_ms) * scale
@@ -303,11 +304,11 @@ def _rows(
 
 
 def _box(record: ActionRecord, module_index: int, inset: int, scale: float) -> str:
-    """One compute action; `inset` pixels lower at its top."""
+    """Return the SVG of a compute action. Its top is `inset` pixels lower."""
     action = record.action
     x = _LEFT + record.start_ms * scale
     width = (record.end_ms - record.start_ms) * scale
-    width -= 0.5 if width > 2 else 0.0  # a gap, so that equal neighbours can be told apart
+    width -= 0.5 if width > 2 else 0.0  # a gap separates adjacent boxes of the same color
     box = (
         f'<rect class="{_class(module_index, action.type)}" x="{x:.1f}" y="{inset}" '
         f'width="{width:.1f}" height="{_BOX - inset}"><title>{action} '

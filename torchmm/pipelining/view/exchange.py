@@ -1,9 +1,9 @@
-"""Orders as CSV, recorded steps as Chrome traces.
+"""Compute orders as CSV files, and recorded steps as Chrome traces.
 
-A compute order is written as torch.distributed.pipelining writes its own: a row per rank, a cell
-per action, "2F0" for stage, kind and chunk. A chunk numbers the tasks of a stage, (microbatch,
-sub_microbatch) pairs in order, because torch knows one index only; without sub-microbatches it is
-the microbatch. Empty cells are idle slots and are skipped.
+Compute orders have the CSV format of torch.distributed.pipelining: one row per rank, one cell per
+action. "2F0" is stage 2, forward, chunk 0. A chunk is the index of a task of a stage, sorted by
+(microbatch, sub_microbatch), because torch has only one index. Without sub-microbatches, it is the
+microbatch. Empty cells are idle slots and are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ORDER_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def write_order(path: Path, order: ComputeOrder, graph: StageGraph) -> None:
-    """Write a compute order; torch's `_load_csv` can read it."""
+    """Write a compute order as CSV. `_load_csv` of torch can read the file."""
     chunks = {task: chunk for tasks in _chunks(graph) for chunk, task in enumerate(tasks)}
     rows = [[f"{a.stage}{a.type.value}{chunks[a.task]}" for a in row] for row in order]
     text = StringIO(newline="")
@@ -35,15 +35,15 @@ def write_order(path: Path, order: ComputeOrder, graph: StageGraph) -> None:
 
 
 def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
-    """Read what `write_order` or torch wrote, for the tasks of a step.
+    """Read a compute order that `write_order` or torch has written.
 
-    Where a stage has nothing to split (see `orders`), torch's I and W stand for one backward: of I
-    and W one is left out.
+    If a stage needs only one of I and W (see `orders`), the other action of a file from torch is
+    skipped.
 
     Raises:
-        PlanError: it lists every cell that is none of the step's tasks or, if all are, every action
-            that is missing, there twice or on the wrong rank.
-        OSError: the file cannot be read.
+        PlanError: Cells are not tasks of the step, or actions are missing, duplicated or on the
+            wrong rank. The error message lists them.
+        OSError: The file cannot be read.
     """
     chunks = _chunks(graph)
 
@@ -59,7 +59,7 @@ def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
         return Action(ActionType(match[2]), *chunks[stage][chunk])
 
     order = tuple(
-        tuple(new for action in row if (new := _given(graph, action)) is not None)
+        tuple(new for action in row if (new := _normalized_action(graph, action)) is not None)
         for row in _read_rows(path, parse)
     )
     problems = order_problems(graph, order)
@@ -69,15 +69,15 @@ def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
 
 
 def _chunks(graph: StageGraph) -> list[list[Task]]:
-    """By stage: its tasks by microbatch and sub-microbatch."""
+    """Return the tasks of each stage, sorted by microbatch and sub-microbatch."""
     return [
         [Task(stage, m, p) for m in range(graph.microbatches) for p in range(graph.parts(stage, m))]
         for stage in range(len(graph.layout.stages))
     ]
 
 
-def _given(graph: StageGraph, action: Action) -> Action | None:
-    """The action as this step has it; a B that is not needed stays, to be reported."""
+def _normalized_action(graph: StageGraph, action: Action) -> Action | None:
+    """Return the action of this step. A B that is not needed is returned, to be reported."""
     return action if action.type is ActionType.B else needed_action(graph, action)
 
 
@@ -102,11 +102,12 @@ def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action
 def write_chrome_trace(path: Path, records: Sequence[ActionRecord], layout: StageLayout) -> None:
     """Write a simulated or measured step for Perfetto or chrome://tracing.
 
-    A rank is a process; it has one row for computation and one for transfers and waits.
+    A rank is a process with two threads: one for computation, one for transfers and waits.
 
     Args:
-        path: of a JSON file in an existing directory.
-        layout: names the modules.
+        path: JSON file in an existing directory.
+        records: Records of all ranks.
+        layout: Layout with the module names.
     """
     events: list[dict[str, object]] = []
     for rank in sorted({record.rank for record in records}):

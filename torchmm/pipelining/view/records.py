@@ -1,9 +1,8 @@
-"""Recorded steps as files: one JSON object with the step's stage graph and one row per action.
+"""Files of recorded steps: a JSON object with the stage graph and one row per action.
 
-The graph travels along, so that a file can be drawn, analysed and compared without the recipe it
-came from; so do the sizes of what was processed, from which a cost model learns. JSON rather than a
-Chrome trace, which has no place for either and which viewers round (`exchange` writes one for
-Perfetto).
+A file contains the graph, so it can be plotted, analyzed and compared without the recipe. It also
+contains the sizes of the microbatches, from which a cost model is calibrated. A Chrome trace has no
+fields for either, and viewers round its times (`exchange` writes traces for Perfetto).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _COLUMNS = ["rank", "type", *Action._fields[1:], "start_ms", "end_ms"]
 
 
 class StepContent(NamedTuple):
-    """Sizes of what a step processed."""
+    """Sizes of the microbatches of a step."""
 
     microbatches: tuple[MicrobatchMeta, ...]
     targets: tuple[int, ...]
-    """Positions that count in the loss, by microbatch."""
+    """Number of token positions in the loss, by microbatch."""
 
 
 def write_records(
@@ -40,16 +39,16 @@ def write_records(
     graph: StageGraph,
     content: StepContent | None = None,
 ) -> None:
-    """Write a step's records; an existing file is replaced in one go.
+    """Write the records of a step. An existing file is replaced atomically.
 
     Args:
-        path: in an existing directory.
-        records: of all ranks.
-        graph: of the step the records are of.
-        content: what the step processed, if it is known.
+        path: File in an existing directory.
+        records: Records of all ranks.
+        graph: Graph of the step.
+        content: Sizes of the microbatches, if available.
 
     Raises:
-        ValueError: a time is infinite or not a number.
+        ValueError: A time is infinite or not a number.
     """
     for r in records:
         if not (isfinite(r.start_ms) and isfinite(r.end_ms)):
@@ -80,10 +79,10 @@ def write_records(
 
 
 def read_records(path: Path) -> tuple[list[ActionRecord], StageGraph]:
-    """Read what `write_records` wrote.
+    """Read a file that `write_records` has written.
 
     Raises:
-        ValueError: the file is no such file, or is damaged.
+        ValueError: The file has a different format or is corrupt.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -100,10 +99,10 @@ def read_records(path: Path) -> tuple[list[ActionRecord], StageGraph]:
 
 
 def read_content(path: Path) -> StepContent | None:
-    """What a recorded step processed; None if the file does not say.
+    """Return the sizes of the microbatches of a recorded step, or None if the file has none.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: The file is corrupt.
     """
     try:
         rows = json.loads(path.read_bytes()).get("content")

@@ -1,11 +1,13 @@
-"""What a step's records say: where ranks were idle and why, and how long each module computed.
+"""Analysis of the records of a step: bubbles by cause, and compute time by module.
 
-A *bubble* is a time in which a rank computes nothing, classified as in Optimus, Table 1. Records
-may come from a simulation or from a real step. `uniform_timeline` is a small simulator for drawing
-a plan that has not run: it takes durations as given and knows neither memory nor bandwidth.
+A *bubble* is a period in which a rank computes nothing. The classes follow Optimus, Table 1:
 
-Rejected: subtracting compute from the makespan, which gives the same total but no classes; reading
-idle time off WAIT records, which a simulated step does not have.
+    rank 0   | UNSHARD |    F F F F    idle    B B B B   | REDUCE_GRAD |   idle    |
+             all-gather                other              reduce-scatter  cooldown
+
+Records come from a simulation or from a real step. Idle time is the time without compute records,
+because a simulated step has no WAIT records. `uniform_timeline` is a small simulator for plans that
+have not run. It uses the given durations, without memory or bandwidth.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.plan.transfers import action_inputs
 
 BubbleClass = Literal["warmup", "cooldown", "other", "dp_all_gather", "dp_reduce_scatter", "tp"]
-"""Why a rank is idle.
+"""Cause of a bubble.
 
-warmup: before its first compute action. cooldown: from its last compute action to the end of the
-step. other: waiting in between; all of the step on a rank that computes nothing.
-dp_all_gather, dp_reduce_scatter: in UNSHARD, in REDUCE_GRAD. tp: waiting inside a layer, which
-takes finer records than one per action: here it is part of the compute time, and its sum is 0.
+warmup: Before the first compute action of the rank.
+cooldown: From the last compute action of the rank to the end of the step.
+other: Between compute actions, and the complete step on a rank without compute actions.
+dp_all_gather, dp_reduce_scatter: During UNSHARD and REDUCE_GRAD.
+tp: Inside a layer. Records per action do not show it, so it is 0 and included in compute time.
 """
 BUBBLE_CLASSES: tuple[BubbleClass, ...] = get_args(BubbleClass)
 
-_Doing = Literal["compute", "wait"] | BubbleClass  # what a rank does at a time
+_Doing = Literal["compute", "wait"] | BubbleClass  # activity of a rank at a time
 
 _COLLECTIVES: dict[ActionType, BubbleClass] = {
     ActionType.UNSHARD: "dp_all_gather",
@@ -39,7 +42,7 @@ _COLLECTIVES: dict[ActionType, BubbleClass] = {
 
 
 class Bubble(NamedTuple):
-    """A time in which a rank computes nothing, for one reason."""
+    """A period in which a rank computes nothing, with one cause."""
 
     rank: int
     kind: BubbleClass
@@ -49,13 +52,13 @@ class Bubble(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where the time of a step went.
+    """Compute time and bubbles of a step.
 
     Attributes:
-        makespan_ms: from the start of the step to the end of its last record.
-        busy_ms: by rank: time in which at least one compute action ran.
-        bubbles: the rest, by rank and time.
-        module_ms: by module: by rank: time of its compute actions.
+        makespan_ms: Time from the start of the step to the end of its last record.
+        busy_ms: Time in which at least one compute action runs, by rank.
+        bubbles: Remaining time, sorted by rank and time.
+        module_ms: Time of the compute actions of each module, by rank.
     """
 
     makespan_ms: float
@@ -65,7 +68,7 @@ class Timeline:
 
     @cached_property
     def bubble_ms(self) -> dict[BubbleClass, float]:
-        """Idle time by class, summed over ranks; with `busy_ms` it adds up to ranks x makespan."""
+        """Idle time by class, summed over ranks. With `busy_ms` the sum is ranks x makespan."""
         sums = dict.fromkeys(BUBBLE_CLASSES, 0.0)
         for bubble in self.bubbles:
             sums[bubble.kind] += bubble.end_ms - bubble.start_ms
@@ -73,30 +76,30 @@ class Timeline:
 
     @cached_property
     def bubble_share(self) -> dict[BubbleClass, float]:
-        """Idle time by class as a share of ranks x makespan, 0..1."""
+        """Idle time by class as a fraction of ranks x makespan, 0 to 1."""
         total_ms = len(self.busy_ms) * self.makespan_ms
         return {k: ms / total_ms if total_ms else 0.0 for k, ms in self.bubble_ms.items()}
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of ranks x makespan, 0..1."""
+        """Idle time as a fraction of ranks x makespan, 0 to 1."""
         return sum(self.bubble_share.values())
 
     def mean_module_ms(self) -> dict[str, float]:
-        """Compute time by module, mean over ranks."""
+        """Return the compute time of each module, averaged over ranks."""
         return {module: sum(ms) / len(ms) for module, ms in self.module_ms.items()}
 
 
 def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Timeline:
-    """Classify the idle time of a step and sum up compute time.
+    """Classify the idle time of a step, and sum the compute time.
 
     Args:
-        records: of all ranks, in any order; actions that are neither compute nor a collective
-            (sends, receives, waits) are idle time wherever no compute runs alongside them.
-        layout: the stages the records' actions belong to.
+        records: Records of all ranks, in any order. Sends, receives and waits are idle time unless
+            computation runs at the same time.
+        layout: Layout of the step.
 
     Raises:
-        ValueError: a record has a rank, stage or time that cannot be.
+        ValueError: A record has an invalid rank, stage or time.
     """
     by_rank: list[list[ActionRecord]] = [[] for _ in range(layout.rank_count)]
     module_ms = {stage.module: [0.0] * layout.rank_count for stage in layout.stages}
@@ -109,8 +112,8 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
     makespan_ms = max((record.end_ms for record in records), default=0.0)
     busy_ms: list[float] = []
     bubbles: list[Bubble] = []
-    for rank, own in enumerate(by_rank):
-        pieces = list(_pieces(own, makespan_ms))
+    for rank, rank_records in enumerate(by_rank):
+        pieces = list(_pieces(rank_records, makespan_ms))
         busy_ms.append(sum(end - start for doing, start, end in pieces if doing == "compute"))
         bubbles += _bubbles(rank, pieces)
     return Timeline(
@@ -119,7 +122,7 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
 
 
 def _check_record(record: ActionRecord, layout: StageLayout) -> None:
-    """Raise a ValueError for what would make sums meaningless."""
+    """Raise a ValueError if a record would make sums meaningless."""
     if not 0 <= record.rank < layout.rank_count:
         remedy = f"the layout has ranks 0..{layout.rank_count - 1}; use the layout of the same step"
     elif not 0 <= record.action.stage < len(layout.stages):
@@ -137,10 +140,10 @@ def _check_record(record: ActionRecord, layout: StageLayout) -> None:
 def _pieces(
     records: Sequence[ActionRecord], makespan_ms: float
 ) -> Iterator[tuple[_Doing, float, float]]:
-    """What one rank does in [0, makespan]: (compute, a collective's class or wait, start, end).
+    """Yield (activity, start, end) of a rank in [0, makespan].
 
-    Compute counts first, so that a collective that runs alongside it is no bubble; records may
-    overlap.
+    The activity is "compute", the class of a collective, or "wait". Computation has precedence, so
+    a collective that overlaps with it is not a bubble. Records can overlap.
     """
     precedence: tuple[_Doing, ...] = ("compute", "dp_all_gather", "dp_reduce_scatter")
     changes: list[tuple[float, int, _Doing]] = [(makespan_ms, 0, "wait")]
@@ -152,9 +155,9 @@ def _pieces(
     running: dict[_Doing, int] = dict.fromkeys((*precedence, "wait"), 0)
     now: _Doing = "wait"
     since_ms = 0.0
-    # At equal times starts come first, so that two actions back to back make one piece.
-    for time_ms, change, what in sorted(changes, key=lambda c: (c[0], -c[1])):
-        running[what] += change
+    # At equal times, starts are first, so that two consecutive actions are one period.
+    for time_ms, change, activity in sorted(changes, key=lambda c: (c[0], -c[1])):
+        running[activity] += change
         new: _Doing = next((d for d in precedence if running[d]), "wait")
         if new != now or time_ms == makespan_ms:
             if time_ms > since_ms:
@@ -163,7 +166,7 @@ def _pieces(
 
 
 def _bubbles(rank: int, pieces: Sequence[tuple[_Doing, float, float]]) -> Iterator[Bubble]:
-    """The pieces of a rank that are no compute, waits classified by when they happen."""
+    """Yield the bubbles of a rank. The class of a wait depends on its time."""
     compute = [(start, end) for doing, start, end in pieces if doing == "compute"]
     for doing, start, end in pieces:
         if doing == "compute":
@@ -184,19 +187,21 @@ def uniform_timeline(
     duration_ms: Callable[[Action], float],
     transfer_ms: float = 0.0,
 ) -> list[ActionRecord]:
-    """Time an order of compute actions: each rank runs its own one after the other, without gaps
-    but for what it waits for.
+    """Simulate a compute order. Each rank runs its actions in order, as early as possible.
 
     Args:
-        order: by rank; the actions of a lowered plan may be given too, those that do not compute
-            are left out.
-        duration_ms: of a compute action.
-        transfer_ms: from the end of an action to the earliest start of one on another rank that
-            needs its result.
+        order: Actions of each rank. Actions of a lowered plan that do not compute are skipped.
+        graph: Graph of the step.
+        duration_ms: Returns the duration of a compute action.
+        transfer_ms: Time from the end of an action to the earliest start of a dependent action on
+            a different rank.
+
+    Returns:
+        Records, sorted by rank and start time.
 
     Raises:
-        ValueError: the order cannot be executed; the message has each waiting rank's next action.
-            Or a time is negative.
+        ValueError: The order cannot be executed, or a time is negative. The error message lists
+            the next action of each waiting rank.
     """
     if transfer_ms < 0:
         raise ValueError(f"transfer_ms = {transfer_ms}: must be 0 or more")
@@ -215,7 +220,7 @@ def uniform_timeline(
                 start_ms = max(start_ms, free_ms[rank])
                 free_ms[rank] = start_ms + duration_ms(action)
                 records.append(ActionRecord(rank, action, start_ms, free_ms[rank]))
-                # I gives the same gradients to the stages before it as B.
+                # I produces the same gradients for the preceding stages as B.
                 kind = ActionType.B if action.type is ActionType.I else action.type
                 finished[kind, action.task] = (rank, free_ms[rank])
                 position[rank] += 1
@@ -239,7 +244,7 @@ def _earliest_start(
     finished: Mapping[tuple[ActionType, Task], tuple[int, float]],
     transfer_ms: float,
 ) -> float | None:
-    """Return when all inputs of an action are on its rank, or None if some do not exist yet."""
+    """Return the time at which all inputs of an action are on its rank, or None if unknown."""
     start_ms = 0.0
     for kind, task, _ in action_inputs(action, graph):
         if (kind, task) not in finished:

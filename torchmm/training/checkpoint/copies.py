@@ -1,8 +1,8 @@
-"""The interface to copies of checkpoints at addresses, and the names of copies.
+"""Interface for uploaded checkpoints in remote storage, and the names of their folders.
 
-An extension adds copies with an entry of the table "checkpoint_stores". The name of the entry is
-"addresses", and its target a class with the parameters of `open_store` that implements
-`CheckpointStore`.
+An extension provides remote storage with an entry of the table "checkpoint_stores". The name of the
+entry is "addresses". Its target is a class that implements `CheckpointStore` and has the parameters
+of `open_store`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
 
 
 class Uploads(Protocol):
-    """Copies that run in the background. All ranks call all methods in the same order."""
+    """Uploads that run in the background. All ranks call all methods in the same order."""
 
     complaint: str
-    """Checkpoint that could not be copied, and the reason. Empty if there is none."""
+    """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
 
     @property
     def in_use(self) -> Path | None:
-        """Checkpoint that is being copied, as far as this rank knows."""
+        """Checkpoint that is being uploaded, as far as this rank has been notified."""
         ...
 
     def committed(self, path: Path, now: bool) -> None:
@@ -41,31 +41,31 @@ class Uploads(Protocol):
 
         Args:
             path: The checkpoint.
-            now: Whether to copy it now. True only if no rank is copying.
+            now: Whether to upload it now. True only if no rank is uploading.
         """
         ...
 
     def resumed(self, path: Path) -> None:
-        """Copy the checkpoint that training continues from, unless the store has it. Collective."""
+        """Upload the checkpoint that training resumes from, unless it is stored. Collective."""
         ...
 
     def finish(self) -> None:
-        """Wait for the current copy, then copy the newest checkpoint if that was skipped."""
+        """Wait for the current upload, then upload the newest checkpoint if it was skipped."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the current copy."""
+        """Wait for the current upload."""
         ...
 
 
 class CheckpointStore(Protocol):
-    """The checkpoints of one run at an address.
+    """The uploaded checkpoints of one run.
 
-    All methods raise CheckpointError if the store rejects a request or does not respond.
+    All methods raise CheckpointError if the remote storage rejects a request or does not respond.
     """
 
     address: str
-    """Address without credentials, for logs."""
+    """URL or path without credentials, for logs."""
 
     def committed(self) -> list[str]:
         """Return the folders that have a manifest, which may be damaged, newest first."""
@@ -78,20 +78,21 @@ class CheckpointStore(Protocol):
     def fetch_checkpoint(
         self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup
     ) -> tuple[Path, list[str]]:
-        """Copy a checkpoint into the directory of every site. Collective.
+        """Download a checkpoint into the directory of every site. Collective.
 
         Returns:
-            The path of the checkpoint, and its problems. It is not copied if there are problems.
+            The path of the checkpoint, and its problems. It is not downloaded if there are
+            problems.
         """
         ...
 
     def start_uploads(
         self, keep: int, best: Callable[[], Collection[int]], meter: SaveMeter
     ) -> Uploads:
-        """Return the copies of this run. Collective.
+        """Return the uploads of this run. Collective.
 
         Args:
-            keep: Number of checkpoints to retain in the store.
+            keep: Number of newest uploaded checkpoints to retain.
             best: Function that returns the steps of further checkpoints to retain.
             meter: Receives durations and sizes.
         """
@@ -99,38 +100,38 @@ class CheckpointStore(Protocol):
 
 
 def open_store(address: str, data: DataConfig, logger: logging.Logger) -> CheckpointStore:
-    """Return the checkpoints at an address.
+    """Return the uploaded checkpoints at a URL or path.
 
     Args:
-        address: Folder of the checkpoints: an address or a local path.
-        data: Section of the recipe with the settings of stores.
+        address: Folder of the checkpoints: a URL or a local path.
+        data: Section of the recipe with the settings of remote storage.
         logger: Logger of the run.
 
     Raises:
-        ConfigError: The library that reads the address is not installed.
-        ValueError: It is a `file://` address of another host.
+        ConfigError: The library that reads the URL is not installed.
+        ValueError: It is a `file://` URL of another host.
     """
     store: CheckpointStore = load_entry("checkpoint_stores", "addresses")(address, data, logger)
     return store
 
 
 def folder_of(manifest: dict[str, Any]) -> str:
-    """Return the name of the folder that a copy of a checkpoint has."""
+    """Return the folder name of an uploaded checkpoint."""
     return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
 
 
 def is_in_store(address: str) -> bool:
-    """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
+    """Return True if `checkpoint.resume` names an uploaded checkpoint, including local folders."""
     return is_address(address) or is_folder(address.rstrip("/").rpartition("/")[2])
 
 
 def is_folder(name: str) -> bool:
-    """Return True if a name is the name of a copy."""
+    """Return True if a name is the folder name of an uploaded checkpoint."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def step_of_folder(folder: str) -> int:
-    """Return the step of the copy in a folder; raise CheckpointError for other names."""
+    """Return the step of an uploaded checkpoint. Raise CheckpointError for other folder names."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         raise CheckpointError(

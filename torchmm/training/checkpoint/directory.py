@@ -1,8 +1,8 @@
 """The `checkpoints` directory of a run: its lock, commits and retention.
 
-Names: "step-N" is a committed checkpoint, "step-N.tmp-ID" one that is being written, and
-"step-N.set-aside-ID" one of a course of training that was given up. Only rank 0 writes to the
-directory. No torch.
+"step-N" is a committed checkpoint, and "step-N.tmp-ID" is a checkpoint that is being written.
+"step-N.set-aside-ID" is a checkpoint of a later step than the resumed one, which is never loaded.
+Only rank 0 writes to the directory. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CLAIM_RETRY_S = 0.2
 
 
 class InUseError(CheckpointError):
-    """Another live run uses the run directory."""
+    """Error of a run directory that another active run uses."""
 
 
 class CheckpointDirectory:
-    """A directory of checkpoints on rank 0, or on one rank of each node that has its own disk.
+    """A directory of checkpoints on rank 0, or on one rank of each node with a local disk.
 
     Args:
         path: The directory.
@@ -55,10 +55,10 @@ class CheckpointDirectory:
         self._known_valid: set[Path] = set()
 
     def try_claim(self) -> bool:
-        """Make this process the only writer; return False if another process is.
+        """Lock the directory for this process. Return False if another process has the lock.
 
-        A POSIX record lock vanishes with its process, however that ends, also on a network file
-        system, and is not inherited by forked data workers.
+        The operating system releases a POSIX record lock whenever its process exits, also on a
+        network file system. Forked data workers do not inherit it.
         """
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -69,19 +69,19 @@ class CheckpointDirectory:
                 os.close(lock)
                 return False
             self._lock = lock
-            holder = f"process {os.getpid()} on {os.uname().nodename}{_meeting_place()}\n"
-            with suppress(OSError):  # a full disk has no room for the text, but the lock holds
+            holder = f"process {os.getpid()} on {os.uname().nodename}{_rendezvous_address()}\n"
+            with suppress(OSError):  # a full disk cannot store the text, but can store the lock
                 os.truncate(lock, 0)
                 os.pwrite(lock, holder.encode(), 0)
         return True
 
     def claim(self) -> None:
-        """Claim the directory, and wait briefly for a previous run that is exiting.
+        """Claim the directory. Wait briefly for a previous run that is exiting.
 
-        Then remove unfinished saves: with the lock, no temporary directory belongs to a live run.
+        Then remove incomplete saves. No other run is active while this process has the lock.
 
         Raises:
-            InUseError: Another process holds the lock.
+            InUseError: Another process has the lock.
         """
         deadline = time.monotonic() + _CLAIM_WAIT_S
         while not self.try_claim():
@@ -96,21 +96,21 @@ class CheckpointDirectory:
             shutil.rmtree(stale)
 
     def is_of_this_run(self) -> bool:
-        """Return True if a rank of this run has claimed the directory, by the lock file.
+        """Return True if a rank of this run has claimed the directory, according to the lock file.
 
-        Two live runs never have the same rendezvous address.
+        Active runs have different rendezvous addresses.
         """
-        place = _meeting_place()
+        place = _rendezvous_address()
         return self._lock is not None or (bool(place) and self._holder().endswith(place))
 
     def release(self) -> None:
-        """Let other processes claim the directory."""
+        """Release the lock, so that other processes can claim the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def commit(self, temporary: Path) -> Path:
-        """Rename a finished temporary directory, atomically and durably; return its path."""
+        """Rename a complete temporary directory atomically and durably, and return its path."""
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         temporary.rename(final)
         sync_directory(self.path)
@@ -118,37 +118,37 @@ class CheckpointDirectory:
         return final
 
     def replace(self, temporary: Path) -> Path:
-        """Commit a temporary directory, and set an existing checkpoint of its name aside."""
+        """Commit a temporary directory, and rename an existing checkpoint of the same step."""
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         if final.exists():
             self._set_aside(final, "replaced by a complete copy")
         return self.commit(temporary)
 
     def best(self, of: BestConfig | None) -> list[int]:
-        """Return steps of the best valid checkpoints, by the metrics in their manifests.
+        """Return the steps of the best valid checkpoints, by the metrics in their manifests.
 
-        Of two equally good checkpoints the earlier one is better.
+        Of two equally good checkpoints, the earlier one is better.
         """
         if of is None:
             return []
-        found = []
+        candidates = []
         for path in list_steps(self.path):
             with suppress(CheckpointError):
                 value = read_manifest(path).get("figures", {}).get(of.metric)
                 if value is not None and self._is_valid(path):
-                    found.append((of.badness(value), step_of(path) or 0))
-        return [step for _, step in sorted(found)[: of.count]]
+                    candidates.append((of.badness(value), step_of(path) or 0))
+        return [step for _, step in sorted(candidates)[: of.count]]
 
     def retain(self, keep: int, in_use: Path | None = None, best: Collection[int] = ()) -> None:
-        """Remove checkpoints older than the `keep` newest valid ones.
+        """Remove checkpoints older than the `keep` newest valid checkpoints.
 
-        Damaged checkpoints are not counted, so they cannot displace the last good one. A checkpoint
-        that another process wrote is hashed once. Checkpoints of newer versions are neither counted
-        nor removed.
+        Damaged checkpoints are not counted, so they cannot displace the last valid one. Checkpoints
+        that another process wrote are hashed once. Checkpoints of newer versions are neither
+        counted nor removed.
 
         Args:
-            keep: Number of checkpoints to retain.
-            in_use: Checkpoint that is being copied, which is removed later.
+            keep: Number of newest checkpoints to retain.
+            in_use: Checkpoint that is being uploaded, which is removed later.
             best: Steps of further checkpoints to retain.
         """
         valid = 0
@@ -202,7 +202,8 @@ class CheckpointDirectory:
     def _holder(self) -> str:
         """Return the process that has or had the lock.
 
-        This process may not have it: closing the file would release it.
+        Call it only if this process does not have the lock, because closing the file would release
+        it.
         """
         assert self._lock is None
         try:
@@ -211,8 +212,8 @@ class CheckpointDirectory:
             return "unknown"
 
 
-def _meeting_place() -> str:
-    """Return the rendezvous address of this run, if there are several ranks."""
+def _rendezvous_address() -> str:
+    """Return the rendezvous address of this run, or "" for a single rank."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     return f", rendezvous at {address}:{port}" if address and port else ""

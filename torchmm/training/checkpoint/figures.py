@@ -1,4 +1,4 @@
-"""Durations and sizes of saves and copies of checkpoints."""
+"""Durations and sizes of checkpoint saves and uploads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 
 
 class SaveMeter:
-    """Metrics of the threads of this rank that save and copy, see `torchmm.training.metrics`."""
+    """Metrics of the save and upload threads of this rank, see `torchmm.training.metrics`."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def note(self, **metrics: float) -> None:
-        """Set metrics of a save or copy that finished."""
+        """Set the metrics of a finished save or upload."""
         with self._lock:
             self._metrics |= metrics
 

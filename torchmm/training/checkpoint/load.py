@@ -1,7 +1,7 @@
-"""Loading a checkpoint whose bytes match its manifest, into any layout.
+"""Verify a checkpoint and load it into any parallelism config.
 
 Everything is compared before anything is loaded: names, shapes and dtypes of the tensors of all
-ranks, and which parameters are trained. All differences are reported together.
+ranks, and the set of trained parameters. All differences are reported together.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ from torchmm.training.optimizers.average import WeightAverage
 
 STATE_NAME = "state.json"
 PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", "scipy")
-"""Packages, besides torch, that samples and random numbers depend on; some may be missing."""
+"""Packages that samples and random numbers depend on, besides torch. Some may be missing."""
 IMAGE_KERNELS = "attention of images"
-"""Entry for the attention kernels of encoders with images of one size, a part of torchmm."""
+"""Entry for the attention kernels of encoders with images of one size, which torchmm implements."""
 _SHOWN_PROBLEMS = 20
-_LEFT_OUT = "averaged weights, which are not loaded because training.ema_decay is not set"
-_BEGUN = "no averaged weights; they are initialized from the weights after the next step"
+_SKIPPED_AVERAGES = "averaged weights, which are not loaded because training.ema_decay is not set"
+_MISSING_AVERAGES = "no averaged weights; they are initialized from the weights after the next step"
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Values of a loaded checkpoint besides the tensors of model and optimizer."""
+    """Content of a loaded checkpoint other than model and optimizer tensors."""
 
     path: Path
     step: int
     state: dict[str, Any]
-    """The JSON that `save` received."""
+    """The JSON object that was passed to `save`."""
     rng: dict[str, Tensor] | None
-    """Random state of this rank for `restore_rng`, to be restored after the iterator of the data
-    loader exists (its creation draws random numbers). None if the checkpoint is from another number
-    of ranks or another layout, in which other ranks draw equal numbers. Then seed again, with
-    `step` as a coordinate."""
+    """Random state of this rank for `restore_rng`.
+
+    Restore it after the iterator of the data loader exists, because its creation samples random
+    numbers. None if the checkpoint is from a different number of ranks or parallelism config. Then
+    seed again, with `step` as a coordinate.
+    """
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe of the run that saved the checkpoint. Empty in checkpoints of old versions."""
 
@@ -78,15 +80,15 @@ def load_verified(
 
     Args:
         path: The checkpoint.
-        model: Part of the model on this rank.
-        optimizer: Optimizer whose state is replaced. If None, load the model only.
+        model: Model with the stages of this rank.
+        optimizer: Optimizer whose state is replaced. If None, load only the model.
         group: All ranks.
         facts: Facts of a manifest of this run. Differences are logged.
         logger: Logger of the run.
-        average: Averages to replace. They start again if the checkpoint has none.
+        average: Averages to replace. They are initialized again if the checkpoint has none.
 
     Raises:
-        CheckpointError: The checkpoint does not fit. Nothing was loaded.
+        CheckpointError: The checkpoint does not match the model. Nothing was loaded.
     """
     prefix = rng_prefix(group)
     manifest = read_manifest(path)
@@ -137,7 +139,7 @@ def load_verified(
     if average is not None:
         average.restore(averages or {})
     if has_averages != (average is not None):
-        logger.warning("%s has %s", path, _LEFT_OUT if has_averages else _BEGUN)
+        logger.warning("%s has %s", path, _SKIPPED_AVERAGES if has_averages else _MISSING_AVERAGES)
     _log_differences(path, manifest, facts, saved["state"], bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
     return Restored(
@@ -146,14 +148,14 @@ def load_verified(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of `PACKAGES` that are installed, and on a GPU `IMAGE_KERNELS`."""
-    found = {}
+    """Return the installed versions of `PACKAGES`, and on a GPU the `IMAGE_KERNELS`."""
+    versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
     if torch.cuda.is_available():
-        found[IMAGE_KERNELS] = describe_image_kernels(torch.device("cuda"))
-    return found
+        versions[IMAGE_KERNELS] = describe_image_kernels(torch.device("cuda"))
+    return versions
 
 
 def _log_differences(
@@ -164,7 +166,7 @@ def _log_differences(
     has_rng: bool,
     logger: logging.Logger,
 ) -> None:
-    """Log that recipe, layout or packages of a checkpoint differ from those of this run."""
+    """Log that recipe, parallelism or packages of a checkpoint differ from those of this run."""
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
         recipe = manifest.get("recipe")  # checkpoints of older versions have only the digest
         changed = changes(upgraded(recipe or {}), facts["recipe"])
@@ -191,7 +193,7 @@ def _log_differences(
         if IMAGE_KERNELS in now and IMAGE_KERNELS in manifest["versions"]:
             saved[IMAGE_KERNELS] = manifest["versions"][IMAGE_KERNELS]
     else:
-        # Older checkpoints have the version of transformers in their data position.
+        # Older checkpoints store the version of transformers in the loader state.
         with suppress(KeyError, TypeError):
             saved["transformers"] = str(state["data"]["content"]["settings"]["transformers"])
     saved["torch"] = manifest["torch"]
@@ -207,12 +209,12 @@ def _log_differences(
 
 
 def rng_prefix(group: SideGroup) -> str:
-    """Return the prefix of the random states of this rank."""
+    """Return the prefix of the names of the random states of this rank."""
     return f"rng.rank-{group.rank}-of-{group.size}."
 
 
 def _sizes(layout: dict[str, int]) -> dict[str, int]:
-    """Return the dimensions of a layout with a size above 1."""
+    """Return the parallel dimensions with a size above 1."""
     return {name: size for name, size in layout.items() if size != 1}
 
 

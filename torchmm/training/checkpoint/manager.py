@@ -1,17 +1,18 @@
-"""Saving and resuming: from any layout to any layout, with atomic checkpoints.
+"""Saving and resuming with atomic checkpoints, between any parallelism configs.
 
-A save copies all tensors to CPU memory (asynchronous) or uses them directly, lets DCP decide which
-rank writes which chunk, and commits with one rename (see `storage`). Ranks communicate over a
-separate gloo group during a save: a background thread on the training group would interleave its
-collectives with those of the step. With `checkpoint.remote_dir`, committed checkpoints are copied
-to a store (`copies`), and a start finds them there, on machines that share nothing with the earlier
-run.
+A save copies all tensors to CPU memory (asynchronous) or uses them directly. DCP assigns chunks to
+ranks, and one rename commits the checkpoint (see `storage`). Ranks communicate over a separate gloo
+group during a save. A background thread on the training group would interleave its collectives with
+those of the step. With `checkpoint.remote_dir`, committed checkpoints are uploaded (`copies`). A
+start also finds uploaded checkpoints, on machines that share no files with the earlier run.
 
-Names are independent of the layout: "model.FQN" for parameters and persistent buffers,
-"optimizer.FQN.NAME" for optimizer state, "ema.FQN" for averages of parameters,
-"rng.rank-R-of-W.NAME" for random state. Optimizer hyperparameters come from the recipe and are not
-saved. Rejected: DCP's get_optimizer_state_dict, which runs an optimizer step to create state that a
-frozen or new parameter does not have; `dcp.async_save`, which leaves hashing and the commit to the
+Tensor names are independent of the parallelism config: "model.FQN" for parameters and persistent
+buffers, "optimizer.FQN.NAME" for optimizer states, "ema.FQN" for averages of parameters,
+"rng.rank-R-of-W.NAME" for random states. Optimizer hyperparameters come from the recipe and are not
+saved.
+
+Two functions of DCP are not used. `get_optimizer_state_dict` runs an optimizer step to create the
+state of parameters that are frozen or new. `dcp.async_save` leaves hashing and the commit to the
 caller.
 """
 
@@ -84,23 +85,23 @@ _LEAVE_WAIT_S = 60.0
 
 
 class CheckpointManager:
-    """The checkpoints of one run directory. A context manager.
+    """Checkpoints of one run directory. A context manager.
 
-    All methods but `failed` and `wait` communicate: all ranks call them in the same order.
+    All methods except `failed` and `wait` communicate: all ranks call them in the same order.
 
     Args:
-        config: Section of the recipe.
+        config: Section [checkpoint] of the recipe.
         run_dir: Directory of the run. Checkpoints are in `run_dir`/checkpoints/step-N.
         logger: Logger of the run.
         layout: Sizes of the parallel dimensions, for the manifest.
-        recipe_sha256: Digest of the recipe, for the manifest. A resume logs if it differs.
-        recipe: The resolved recipe, for the manifest. A resume logs the keys that differ.
-        directory: Checkpoints of `run_dir`, if rank 0 claims and releases them elsewhere.
-        data: Section with the settings of stores. Default: the defaults of the section.
+        recipe_sha256: Digest of the recipe, for the manifest. Resuming logs a different digest.
+        recipe: Resolved recipe, for the manifest. Resuming logs different keys.
+        directory: Checkpoints of `run_dir`, if the caller claims and releases them on rank 0.
+        data: Section with the settings of remote storage. Defaults to the default section.
 
     Raises:
         ConfigError: `config.remote_dir` or `config.staging_dir` cannot be used.
-        InUseError: Another live process writes to the same run directory.
+        InUseError: Another active process writes to the same run directory.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class CheckpointManager:
         self._uploads: Uploads | None = None
         if config.remote_dir is None:
             return
-        # With copies in a store, ranks may write to the disks of their nodes.
+        # With uploaded checkpoints, ranks may write to the disks of their nodes.
         name = run_dir.name
         path = run.path if config.staging_dir is None else local_path(config.staging_dir) / name
         self._site = Site.find(self._group, path)
@@ -157,16 +158,16 @@ class CheckpointManager:
         self._uploads = self._remote.start_uploads(config.keep_latest, self._best, self._meter)
 
     def _best(self) -> list[int]:
-        """Return the steps to retain regardless of their age."""
+        """Return the steps of the checkpoints to retain at any age."""
         return self._directory.best(self._config.keep_best)
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Close the manager. After an error, only give a running save time to finish.
+        """Close the manager. After an error, only wait for a running save, up to `_LEAVE_WAIT_S`.
 
-        The run would resume from that save. With a lost peer it cannot finish.
+        The next start would resume from that save. After the loss of a peer, it cannot finish.
         """
         if error is None:
             self.close()
@@ -178,19 +179,19 @@ class CheckpointManager:
 
     @property
     def failed(self) -> bool:
-        """Whether a background save of this rank has failed; `wait` raises the reason.
+        """True if a background save of this rank has failed. `wait` raises the error.
 
-        Not collective: ranks agree on it in the reduction of a step, then all call `wait`.
+        Not collective: ranks synchronize it in the reduction of a step, then all call `wait`.
         """
         return self._failure is not None
 
     @property
     def complaint(self) -> str:
-        """Checkpoint that could not be copied to the store, and the reason; empty if none."""
+        """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
         return "" if self._uploads is None else self._uploads.complaint
 
     def take_figures(self) -> dict[str, Any]:
-        """Return metrics of the saves and copies that finished since the last call."""
+        """Return the metrics of the saves and uploads that finished since the last call."""
         return self._meter.take()
 
     def save(
@@ -204,20 +205,20 @@ class CheckpointManager:
     ) -> None:
         """Save a step. Return when the values are copied (asynchronous) or committed.
 
-        A step that has a checkpoint already is not saved again.
+        A step that already has a checkpoint is not saved again.
 
         Args:
             step: Step to save.
-            model: Part of the model on this rank.
-            optimizer: Optimizer of that part.
-            state: JSON, equal on all ranks (data position and so on).
-            figures: Metrics of the step, by which the best checkpoints are found.
+            model: Model with the stages of this rank.
+            optimizer: Optimizer of these stages.
+            state: JSON object, identical on all ranks (loader state and other progress).
+            figures: Metrics of the step that select the best checkpoints.
             average: Averages of the weights.
 
         Raises:
-            CheckpointError: This save or the previous one failed. Committed checkpoints are intact,
-                and the next save may succeed.
-            PeerError: A rank was lost while saving.
+            CheckpointError: This save or the previous save failed. Committed checkpoints are
+                intact, and the next save may succeed.
+            PeerError: A rank was lost during the save.
         """
         began_s = time.perf_counter()
         self.wait()
@@ -229,8 +230,8 @@ class CheckpointManager:
             self._logger.info("%s already exists; not saving it again", target)
             return
         if torch.cuda.is_available():
-            # Optimizer states in host memory may still be copied there after the update. Only the
-            # compute stream waits for the copies (`optimizers/host.py`).
+            # Copies of optimizer states to host memory may still be running after the update. Only
+            # the compute stream waits for these copies (`optimizers/host.py`).
             torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
         if average is not None:
@@ -262,7 +263,7 @@ class CheckpointManager:
         self._meter.note(checkpoint_wait_ms=(time.perf_counter() - began_s) * 1e3)
 
     def wait(self) -> None:
-        """Wait for a running save, and raise its failure, if any, once."""
+        """Wait for a running save. If it failed, raise its error once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -271,7 +272,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Finish saves and copies, copy the newest checkpoint, and release the directory."""
+        """Finish saves and uploads, upload the newest checkpoint, and release the directory."""
         try:
             self.wait()
             if self._uploads is not None:
@@ -289,18 +290,17 @@ class CheckpointManager:
         restarted: bool = False,
         average: WeightAverage | None = None,
     ) -> Restored | None:
-        """Load the checkpoint that `config.resume` selects; return None for a new run.
+        """Load the checkpoint that `config.resume` selects. Return None for a new run.
 
-        Checkpoints of later steps belong to a course of training that is given up. They are
-        renamed. Otherwise the next resume would prefer them, and retention would count them.
+        Checkpoints of later steps are renamed, because training repeats these steps. Otherwise the
+        next resume would select them, and retention would count them.
 
         Args:
-            model: Part of the model on this rank.
-            optimizer: Optimizer of that part.
+            model: Model with the stages of this rank.
+            optimizer: Optimizer of these stages.
             restarted: Whether torchrun has restarted this process. If it has restarted any rank,
-                `config.resume` has had its effect, and "auto" applies. Nodes have separate restart
-                counts.
-            average: Averages to replace. They start again if the checkpoint has none.
+                `config.resume` is ignored and "auto" applies. Nodes have separate restart counts.
+            average: Averages to replace. They are initialized again if the checkpoint has none.
 
         Raises:
             CheckpointError: The named checkpoint, or with "auto" every checkpoint, is unusable.
@@ -324,36 +324,36 @@ class CheckpointManager:
         step = -1 if restored is None else restored.step
         self._site.on_leaders(lambda: self._directory.set_aside_after(step))
         if self._uploads is not None:
-            own = None
+            folder_to_retain = None
             if restored is not None:
                 saved = restored.path
-                own = self._group.on_rank_0(lambda: folder_of(read_manifest(saved)))
-            self._group.on_rank_0(lambda: self._remote.set_aside_after(step, own))
+                folder_to_retain = self._group.on_rank_0(lambda: folder_of(read_manifest(saved)))
+            self._group.on_rank_0(lambda: self._remote.set_aside_after(step, folder_to_retain))
             if restored is not None and restored.path.parent == self._directory.path:
                 self._uploads.resumed(restored.path)
         return restored
 
     def latest_valid(self) -> Path | None:
-        """Return the newest intact checkpoint, or None if there is no checkpoint.
+        """Return the newest intact checkpoint, or None without checkpoints.
 
-        Copies in a store are candidates, too. They are fetched if they are newer than all local
-        checkpoints, or if the local checkpoint of the same step is damaged.
+        Uploaded checkpoints are candidates, too. They are downloaded if they are newer than all
+        local checkpoints, or if the local checkpoint of the same step is damaged.
 
         Raises:
             CheckpointError: A newer version wrote a checkpoint, all checkpoints are damaged, or the
-                store does not respond.
+                remote storage does not respond.
         """
 
         def find_candidates() -> list[Path | str]:
-            # Newest first; of the same step, the local checkpoint first.
-            found: list[tuple[int, bool, Path | str]] = [
+            # Newest first. For the same step, the local checkpoint is first.
+            entries: list[tuple[int, bool, Path | str]] = [
                 (step_of(path) or 0, True, path) for path in list_steps(self._directory.path)
             ]
             if self._uploads is not None:
                 stored = self._remote.committed()
-                found += [(step_of_folder(folder), False, folder) for folder in stored]
-            found.sort(key=lambda entry: entry[:2], reverse=True)
-            return [candidate for _, _, candidate in found]
+                entries += [(step_of_folder(folder), False, folder) for folder in stored]
+            entries.sort(key=lambda entry: entry[:2], reverse=True)
+            return [candidate for _, _, candidate in entries]
 
         candidates = self._group.on_rank_0(find_candidates)
         for candidate in candidates:
@@ -384,17 +384,17 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | None,
         average: WeightAverage | None = None,
     ) -> Restored:
-        """Verify a checkpoint of any layout and load it in place.
+        """Verify a checkpoint of any parallelism config and load it in place.
 
         Args:
             path: The checkpoint.
-            model: Part of the model on this rank.
-            optimizer: Optimizer whose state is replaced. If None, load the model only.
-            average: Averages to replace. They start again if the checkpoint has none.
+            model: Model with the stages of this rank.
+            optimizer: Optimizer whose state is replaced. If None, load only the model.
+            average: Averages to replace. They are initialized again if the checkpoint has none.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or names, shapes or dtypes differ. All
-                problems are listed, and nothing is loaded.
+            CheckpointError: The checkpoint is damaged, or names, shapes or dtypes differ. The error
+                lists all problems, and nothing is loaded.
         """
         problems = self._find_problems(path)
         if problems:
@@ -425,7 +425,7 @@ class CheckpointManager:
         began_s: float,
         copy: bool,
     ) -> None:
-        """Write and commit a checkpoint, and start to copy it to the store if `copy` is true."""
+        """Write and commit a checkpoint. Start to upload it if `copy` is True."""
         writer = SafetensorsWriter(target, self._group.rank, note, self._commit)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:

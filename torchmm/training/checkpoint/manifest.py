@@ -1,13 +1,13 @@
-"""MANIFEST.json: the content of a complete checkpoint, and the check that it is intact.
+"""MANIFEST.json: the files of a complete checkpoint, and the check that they are intact.
 
-The manifest has the size and SHA-256 of every other file, as computed from memory while writing,
-and a SHA-256 of itself. A directory without one is an interrupted save. A directory whose files
-differ from it was damaged later. Rejected: trusting file sizes or the metadata of DCP, with which
-flipped bits, zeroed pages and swapped shards would be loaded without an error. No torch, so that
-`scripts/verify_checkpoint.py` runs anywhere.
+The manifest has the size and SHA-256 of every other file, computed from memory during the write,
+and a SHA-256 of itself. A directory without a manifest is an incomplete save. A directory whose
+files differ from its manifest was damaged later. File sizes and the metadata of DCP are not
+sufficient, because flipped bits, zeroed pages and swapped shards would be loaded without an error.
+This module does not import torch, so that `scripts/verify_checkpoint.py` runs anywhere.
 
-All formats have the keys "format" and the SHA-256 of the manifest, also future ones. So an older
-version can distinguish a checkpoint that it cannot read from a damaged one.
+All formats, including future formats, have the keys "format" and "manifest_sha256". An older
+version can therefore distinguish an unsupported checkpoint from a damaged one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchmm.common.files import (
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
-_SELF_KEY = "manifest_sha256"
+_DIGEST_KEY = "manifest_sha256"
 _FACTS: dict[str, type] = {
     "files": dict,
     "layout": dict,
@@ -47,12 +47,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NewerFormatError(CheckpointError):
-    """A newer version saved the checkpoint. It is not damaged, as far as this version can tell."""
+    """Error of a checkpoint that a newer version saved. It may be intact."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a checkpoint, as it was written."""
+    """Name, size and hash of a file of a checkpoint, as it was written."""
 
     name: str
     size_bytes: int
@@ -69,7 +69,7 @@ def write_manifest(directory: Path, files: Iterable[WrittenFile], facts: dict[st
     """
     table = {f.name: {"bytes": f.size_bytes, "sha256": f.sha256} for f in files}
     manifest = {"format": FORMAT, "files": table, **facts}
-    manifest[_SELF_KEY] = hashlib.sha256(canonical_json(manifest)).hexdigest()
+    manifest[_DIGEST_KEY] = hashlib.sha256(canonical_json(manifest)).hexdigest()
     write_synced(directory / MANIFEST_NAME, canonical_json(manifest))
     sync_directory(directory)
 
@@ -109,22 +109,24 @@ def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(data)
-        digest = manifest.pop(_SELF_KEY)
+        digest = manifest.pop(_DIGEST_KEY)
         content = canonical_json(manifest)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a valid manifest: {error!r}") from None
-    whole = canonical_json({**manifest, _SELF_KEY: digest})
-    if data != whole or hashlib.sha256(content).hexdigest() != digest:
+    expected = canonical_json({**manifest, _DIGEST_KEY: digest})
+    if data != expected or hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(f"{file} was modified: its SHA-256 does not match")
-    found = manifest.get("format")
-    if isinstance(found, int) and found > FORMAT:
+    version = manifest.get("format")
+    if isinstance(version, int) and version > FORMAT:
         raise NewerFormatError(
-            f"{file} has format {found}, but this version of torchmm reads format {FORMAT}: a "
+            f"{file} has format {version}, but this version of torchmm reads format {FORMAT}: a "
             "newer version saved it. Continue with that version, or set checkpoint.resume to "
             "an older checkpoint"
         )
-    if found != FORMAT:
-        raise CheckpointError(f"{file} has format {found}, but this version reads format {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {version}, but this version reads format {FORMAT}"
+        )
     _validate_content(manifest, file)
     return manifest
 
@@ -201,7 +203,7 @@ def find_problems(path: Path, share: int = 0, shares: int = 1) -> list[str]:
 
     Args:
         path: The checkpoint.
-        share: Index of the fraction of the files to hash. Ranks divide the files.
+        share: Index of the fraction of files to hash. Ranks divide the files.
         shares: Number of fractions.
     """
     try:

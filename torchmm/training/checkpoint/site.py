@@ -1,9 +1,10 @@
-"""Find the ranks that see the same directory: all ranks if it is shared, else those of one node.
+"""Find the ranks that share a directory: all ranks, or the ranks of one node.
 
-Names of hosts do not show this. Every rank creates a marker file. The first rank whose marker a
-rank sees is the leader of both. The leader does what one rank must do for a directory: claim it,
-and rename and remove checkpoints. No rank lists the directory or looks for a marker before it can
-exist, so that network file systems have no outdated answer in their caches.
+Host names are not sufficient. Every rank creates a marker file. The first rank whose marker is
+visible to a rank is the leader of both. The leader performs the tasks of a single rank: it claims
+the directory, and renames and removes checkpoints. No rank lists the directory or looks for a
+marker before the marker can exist. Otherwise the cache of a network file system could return an
+outdated result.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torchmm.parallel.health.peers import SideGroup
 
 
 class Site:
-    """The ranks that see the same directory as this rank.
+    """The ranks that share a directory with this rank.
 
     Args:
         group: All ranks of the run.
-        members: Ranks that see the directory. The first one is the leader.
+        members: Ranks that share the directory. The first one is the leader.
     """
 
     def __init__(self, group: SideGroup, members: list[int]) -> None:
@@ -32,7 +33,7 @@ class Site:
 
     @classmethod
     def of_all(cls, group: SideGroup) -> Site:
-        """Return the site of a directory that all ranks share, as the run directory."""
+        """Return the site of a directory that all ranks share, such as the run directory."""
         return cls(group, list(range(group.size)))
 
     @classmethod
@@ -54,14 +55,14 @@ class Site:
             if found is not None:
                 raise ConfigError(f"checkpoint.staging_dir: rank {rank} {found}")
         leader = next(rank for rank, mark in enumerate(marks) if mark.exists())
-        leaders = group.gather(leader)  # no rank looks for markers after this
+        leaders = group.gather(leader)  # no rank looks for markers after this line
         marks[-1].unlink()
         return cls(group, [rank for rank, its in enumerate(leaders) if its == leader])
 
     def on_leaders(self, function: Callable[[], object]) -> None:
-        """Call a function on the leader of every site; all ranks raise its exception.
+        """Call a function on the leader of every site. All ranks raise its exception.
 
-        Collective. All calls are finished when it returns on one rank.
+        Collective. All calls are finished when it returns on any rank.
         """
         failure = None
         if self.is_leader:

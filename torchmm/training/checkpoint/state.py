@@ -1,9 +1,10 @@
-"""Model and optimizer as one flat dictionary of named tensors, equal in every layout.
+"""Model and optimizer as one flat dictionary of named tensors, independent of parallelism.
 
-"model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer state, "ema.FQN"
-the moving average of a parameter. A tied parameter has one entry, under the first of its names. So
-has a parameter of which pipeline stages have bit-equal copies. Values are the live tensors
-(DTensors if sharded), so loading writes into the model itself. Plain tensors count as replicated.
+"model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer states, and
+"ema.FQN" the moving average of a parameter. A tied parameter has one entry, under the first of its
+names. A parameter that several pipeline stages replicate also has one entry. Values are the live
+tensors (DTensors if sharded), so loading writes into the model itself. Regular tensors are treated
+as replicated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ AVERAGE_PREFIX = "ema."
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by "model.FQN", without the names of wrappers.
 
-    A copy has the name of its original.
+    A tied replica has the name of its original.
     """
     copies = model.tied_copies() if isinstance(model, MultimodalModel) else {}
     tensors: dict[str, Tensor] = {}
@@ -73,10 +74,10 @@ def trainable_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 def empty_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, index: dict[str, Any]
 ) -> OptimizerState:
-    """Return zero-filled state tensors to load into, as the optimizer itself would create them.
+    """Return zero-filled state tensors to load into, as the optimizer would create them.
 
-    The checkpoint decides which tensors exist: a parameter that never had a gradient has no state.
-    `find_misfits` reports other names, shapes and dtypes.
+    The checkpoint determines the existing tensors: a parameter that never had a gradient has no
+    state. `find_misfits` reports different names, shapes and dtypes.
     """
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in index.items():
@@ -86,7 +87,7 @@ def empty_optimizer_state(
     names = parameter_names(model)
     state: OptimizerState = {}
     for group in optimizer.param_groups:
-        # Fused and capturable kernels read the step count on the device, others on the host.
+        # Fused and capturable kernels read the step count on the device, other kernels on the host.
         on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             saved = entries[names[id(parameter)]]
@@ -113,14 +114,14 @@ def find_misfits(
     averages: bool,
     group: SideGroup,
 ) -> list[str]:
-    """Return why the tensors of all ranks cannot be filled from a checkpoint, sorted. Collective.
+    """Return the differences between a checkpoint and the tensors of all ranks, sorted. Collective.
 
     Args:
         index: Index of the checkpoint.
         saved_trainable: Names of the parameters that were trained when it was saved.
         tensors: Tensors of this rank. Together the ranks must have all tensors of the checkpoint.
         trainable: Trained parameters of this rank. None if only the model is loaded.
-        averages: Whether averages are loaded, equal on all ranks.
+        averages: Whether averages are loaded, identical on all ranks.
         group: All ranks.
     """
     local: set[str] = set()
@@ -137,7 +138,7 @@ def find_misfits(
             local.add(f"{name}: {saved} in the checkpoint, {tensor.dtype} in the model")
     of_ranks = group.gather((local, set(tensors), set(trainable or ())))
     problems = {problem for found, _, _ in of_ranks for problem in found}
-    wanted = {name for _, names, _ in of_ranks for name in names}
+    required = {name for _, names, _ in of_ranks for name in names}
     kinds = [MODEL_PREFIX]
     if trainable is not None:
         kinds.append("optimizer.")
@@ -153,11 +154,11 @@ def find_misfits(
         }
     if averages:
         kinds.append(AVERAGE_PREFIX)
-    extra = {name for name in index if name.startswith(tuple(kinds))} - wanted
+    extra = {name for name in index if name.startswith(tuple(kinds))} - required
     problems |= {f"not in the model: {name}" for name in extra}
     return sorted(problems)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return names by id, equal in every layout. A copy has the name of its original."""
+    """Return parameter names by id. A tied replica has the name of its original."""
     return {id(t): name.removeprefix(MODEL_PREFIX) for name, t in model_tensors(model).items()}

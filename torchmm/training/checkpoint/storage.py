@@ -1,16 +1,18 @@
-"""The files of a checkpoint: written through DCP, described by a manifest, never unpickled.
+"""Files of a checkpoint: written through DCP, listed in a manifest, without pickles.
 
     step-N/
       rank-00000.safetensors ...  the tensor chunks each rank wrote, key "NAME[offset,offset]"
-      index.json                  tensor name -> dtype, shape and which file has which chunk
-      state.json                  everything that is not a tensor
+      index.json                  tensor name -> dtype, shape and the file of each chunk
+      state.json                  all values that are not tensors
       MANIFEST.json               size and SHA-256 of each file above; written last
 
-torch.distributed.checkpoint (DCP) plans which rank writes and reads which chunk, so a checkpoint
-fits any layout; this module is its storage. Rejected: the formats of DCP. `.metadata` and its
-object entries are pickles that run code when loaded. The Hugging Face writer of DCP avoids pickles,
-but serializes all chunks of a rank in memory, hashes nothing and writes no index. So every rank has
-to open every file, and infers the size of a tensor from its chunks: a missing file goes unnoticed.
+torch.distributed.checkpoint (DCP) assigns chunks to ranks for writing and reading, so a checkpoint
+can be loaded with any parallelism config. This module is the storage layer of DCP.
+
+The file formats of DCP are not used. `.metadata` and its object entries are pickles that run code
+when loaded. The Hugging Face writer of DCP avoids pickles, but it serializes all chunks of a rank
+in memory, computes no hashes and writes no index. Every rank then has to open every file and infers
+tensor sizes from the chunks, so that a missing file is not detected.
 """
 
 from __future__ import annotations
@@ -75,30 +77,30 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class _GivenStorage:
-    """Methods of DCP for a storage that serves one save or load, and is never chosen by path."""
+class _SingleUseStorage:
+    """Methods of DCP for a storage object of one save or load, which is not selected by path."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to reset."""
+        """Do nothing."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True if a path could be one of this storage."""
+        """Return True for paths."""
         return isinstance(checkpoint_id, Path)
 
 
-class SafetensorsWriter(_GivenStorage, StorageWriter):
+class SafetensorsWriter(_SingleUseStorage, StorageWriter):
     """DCP storage that writes one file per rank into a new directory next to `target`.
 
-    No process reads the directory until `commit` renames it, so an interrupted save leaves nothing
-    that looks like a checkpoint. The coordinator (rank 0) chooses the unique name of the directory,
-    and sends it with the plan: no name is used twice. If nodes write to their own disks, each has a
-    directory of that name.
+    No process reads the directory until `commit` renames it, so an interrupted save leaves no
+    directory with the name of a checkpoint. The coordinator (rank 0) generates the unique name of
+    the directory and sends it with the plan. No name is used twice. If nodes write to local disks,
+    each node has a directory of that name.
 
     Args:
         target: Name of the complete directory, on the node of this rank.
         rank: This rank.
-        note: JSON that the coordinator receives from every rank before anything is written.
+        note: JSON object that the coordinator receives from every rank before any file is written.
         commit: Function that the coordinator calls with (temporary directory, all notes, all files)
             when every rank has written and synced its file.
     """
@@ -115,11 +117,11 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
         self.note = note
         self.commit = commit
         self.temporary: Path | None = None
-        """Directory that is being written, once this rank has received its name."""
+        """Directory that is being written. None until this rank has received its name."""
         self._notes: list[dict[str, Any]] = []
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Send the note of this rank to the coordinator."""
@@ -133,7 +135,7 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
         return [replace(plan, storage_data=self.temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the chunks of this rank; the storage data of each chunk is the written file."""
+        """Write the chunks of this rank. The storage data of each chunk is the written file."""
         future: Future[list[WriteResult]] = Future()
         results = []
         self.temporary = self.target.with_name(plan.storage_data)
@@ -177,8 +179,8 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-class SafetensorsReader(_GivenStorage, StorageReader):
-    """DCP storage that reads what `SafetensorsWriter` wrote; `path` must have been verified."""
+class SafetensorsReader(_SingleUseStorage, StorageReader):
+    """DCP storage that reads checkpoints of `SafetensorsWriter`. `path` must have been verified."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,7 +203,7 @@ class SafetensorsReader(_GivenStorage, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
@@ -212,7 +214,7 @@ class SafetensorsReader(_GivenStorage, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the requested slices into the tensors of the planner; files are memory-mapped."""
+        """Copy the requested slices into the tensors of the planner. Files are memory-mapped."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self._files[item.storage_index]].append(item)
@@ -242,8 +244,8 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return tensor name -> {"dtype", "shape", "chunks": [{"offsets", "sizes", "file"}]}.
 
     Raises:
-        CheckpointError: The index cannot be read, is not one, or names a file that the manifest of
-            the checkpoint does not list.
+        CheckpointError: The index cannot be read, is not valid, or names a file that is not listed
+            in the manifest of the checkpoint.
     """
     file = path / INDEX_NAME
     files = read_manifest(path)["files"]
@@ -275,10 +277,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> WrittenFile:
-    """Write chunks into a new safetensors file, hash it while writing, and sync it.
+    """Write chunks into a new safetensors file, hash it during the write, and sync it.
 
-    Only one chunk at a time is copied from the device. Larger element types come first, which keeps
-    every chunk aligned.
+    Only one chunk at a time is copied from the device. Chunks with larger element types are first,
+    so that every chunk is aligned.
     """
     items = sorted(items, key=lambda item: -_tensor(item).properties.dtype.itemsize)
 

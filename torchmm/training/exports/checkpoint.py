@@ -1,18 +1,18 @@
-"""A checkpoint as a Hugging Face directory, without the ranks, layout or memory of its run.
+"""Convert a checkpoint to a Hugging Face directory, on one process with any amount of memory.
 
     export_checkpoint(Path("outputs/mine/checkpoints/step-400"), Path("exports/mine"))
 
 The manifest of a checkpoint has the recipe, from which the model is built. A checkpoint has chunks
 of tensors, by rank, in the dtype of training. Each tensor is assembled, in the requested dtype, in
-an unnamed file that is mapped into memory. The system writes and reads its pages as memory
-requires, so a model may be larger than the memory. Chunks are read in blocks.
+an unnamed file that is mapped into memory. The operating system writes and reads its pages as
+required, so a model may be larger than the memory. Chunks are read in blocks.
 
-Rejected: the loader of DCP, which requires memory for everything that it loads; a separate writer
-for Hugging Face files, which would repeat the changes of names and shapes in Hugging Face classes.
+The loader of DCP is not used, because it loads all tensors into memory. The classes of Hugging Face
+write the files, because a separate writer would have to repeat their changes of names and shapes.
 
-Also rejected: exporting a run from checkpoints only, in a child process. Most runs would write a
-checkpoint for the export and need room for the weights three times, at their end. With
-`checkpoint.staging_dir` on the disks of nodes, no process can read a complete checkpoint.
+A run does not export from its checkpoints in a child process. Most runs would write a checkpoint
+only for the export and need disk space for three copies of the weights. With
+`checkpoint.staging_dir` on local disks, no process can read a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def export_checkpoint(
         directory: Directory to create. It must not exist.
         dtype: Dtype of the weights. If None, use the dtype of the parameters in the checkpoint.
         shard_bytes: Maximum size of a weight file.
-        apart: Whether to write adapters alone in PEFT format instead of merging them.
+        apart: Whether to write only the adapters, in PEFT format, instead of merging them.
         averaged: Whether to export the weights averaged over steps.
 
     Raises:
@@ -114,7 +114,7 @@ def export_checkpoint(
 
 
 def push(directory: Path, name: str, private: bool) -> str:
-    """Upload an export to the Hugging Face Hub, and return its address.
+    """Upload an export to the Hugging Face Hub, and return its URL.
 
     Args:
         directory: Directory of the export.
@@ -144,7 +144,7 @@ def recipe_of(path: Path) -> Recipe:
     """Return the recipe of the run that saved a checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has no recipe, or one of another version of torchmm.
+        CheckpointError: The checkpoint has no recipe, or a recipe of another version of torchmm.
     """
     table = read_manifest(path).get("recipe")
     if not table:
@@ -172,12 +172,12 @@ class _Place(NamedTuple):
 
 
 class CheckpointWeights:
-    """`torchmm.models.hf.export.Weights` of a checkpoint.
+    """Weights of a checkpoint, an implementation of `torchmm.models.hf.export.Weights`.
 
     Args:
         path: Checkpoint whose files match its manifest.
-        scratch: Existing directory with room for the weights of the model.
-        averaged: Whether to use averages instead of the weights that have one.
+        scratch: Existing directory with space for the weights of the model.
+        averaged: Whether to use moving averages for all weights that have one.
 
     Raises:
         CheckpointError: The index cannot be read, or has no averages.
@@ -197,10 +197,10 @@ class CheckpointWeights:
     def __call__(
         self, model: MultimodalModel, wanted: Callable[[str], bool]
     ) -> Iterator[tuple[LayeredModule, str, Tensor]]:
-        """Yield every tensor with a wanted name.
+        """Yield every tensor whose name `wanted` accepts.
 
         Raises:
-            CheckpointError: A tensor is missing, or has another shape.
+            CheckpointError: A tensor is missing, or has a different shape.
         """
         for prefix, module, name, like in whole_tensors(model):
             if wanted(name):
@@ -210,7 +210,7 @@ class CheckpointWeights:
                 yield module, name, self._whole(entry, like)
 
     def _whole(self, name: str, like: Tensor) -> Tensor:
-        """Return a tensor in a mapped file, with all of its chunks."""
+        """Assemble a tensor from its chunks in a mapped file and return it."""
         shape = like.shape
         entry = self._index.get(name)
         if entry is None or entry["shape"] != list(shape):
@@ -220,7 +220,9 @@ class CheckpointWeights:
                 "different model"
             )
         stored = dtype_named(entry["dtype"])
-        room, whole = self._mapped(shape, like.dtype if stored.is_floating_point else stored)
+        mapped_file, tensor = self._mapped(
+            shape, like.dtype if stored.is_floating_point else stored
+        )
         for chunk in entry["chunks"]:
             window = tuple(
                 slice(start, start + size)
@@ -228,27 +230,30 @@ class CheckpointWeights:
             )
             place = self._places(chunk["file"])[chunk_name(name, chunk["offsets"])]
             with (self._path / chunk["file"]).open("rb") as file:
-                _fill(whole[window], file, place, name)
-        if room is not None:
-            room.madvise(mmap.MADV_DONTNEED)  # `save_pretrained` reads the pages from the file
-        return whole
+                _fill(tensor[window], file, place, name)
+        if mapped_file is not None:
+            mapped_file.madvise(
+                mmap.MADV_DONTNEED
+            )  # `save_pretrained` reads the pages from the file
+        return tensor
 
     def keep(self, values: list[Tensor]) -> list[Tensor]:
         """Return copies of tensors in one mapped file.
 
-        A process can map about 65,000 files, fewer than a model has experts.
+        A process can map about 65,000 files, which is less than the number of experts of some
+        models.
         """
         ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
-        room = self._room(ends[-1]) if values else None
-        kept = []
+        mapped_file = self._room(ends[-1]) if values else None
+        copies = []
         for value, start in zip(values, [0, *ends], strict=False):
             count = value.numel()
-            copied = torch.frombuffer(room, dtype=value.dtype, count=count, offset=start)
-            kept.append(copied.view(value.shape).copy_(value))
-        return kept
+            copied = torch.frombuffer(mapped_file, dtype=value.dtype, count=count, offset=start)
+            copies.append(copied.view(value.shape).copy_(value))
+        return copies
 
     def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap | None, Tensor]:
-        """Return the bytes of a file, which exists as long as they are used, and zeros in it."""
+        """Return a mapped file, which exists as long as it is used, and a zero tensor in it."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
             return None, torch.empty(shape, dtype=dtype)
@@ -256,7 +261,7 @@ class CheckpointWeights:
         return room, torch.frombuffer(room, dtype=dtype).view(shape)
 
     def _room(self, size_bytes: int) -> mmap.mmap:
-        """Return the bytes of a new file without a name."""
+        """Return a new mapped file without a name."""
         with tempfile.TemporaryFile(dir=self._scratch) as file:
             # Writing to a page without a disk block would kill the process.
             os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -264,27 +269,27 @@ class CheckpointWeights:
 
 
 def _fill(target: Tensor, file: BinaryIO, place: _Place, name: str) -> None:
-    """Copy a stored chunk into its slice of the tensor `name`, by blocks of rows."""
+    """Copy a stored chunk into its slice of the tensor `name`, in blocks of rows."""
     rows_RN = target.view(1) if target.ndim == 0 else target
     row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
     count = max(1, BLOCK_BYTES // max(1, row_bytes))
     file.seek(place.start)
     for first in range(0, len(rows_RN), count):
-        part = rows_RN[first : first + count]
-        data = bytearray(part.numel() * place.dtype.itemsize)
+        block = rows_RN[first : first + count]
+        data = bytearray(block.numel() * place.dtype.itemsize)
         if not data:
             continue
         if file.readinto(data) < len(data):  # type: ignore[attr-defined]
             raise CheckpointError(f"{file.name} is truncated; verify the checkpoint")
-        values = torch.frombuffer(data, dtype=place.dtype).view(part.shape)
-        part.copy_(values)
-        if part.dtype != values.dtype:
+        values = torch.frombuffer(data, dtype=place.dtype).view(block.shape)
+        block.copy_(values)
+        if block.dtype != values.dtype:
             plain = name.removeprefix(MODEL_PREFIX).removeprefix(AVERAGE_PREFIX)
-            check_range(part, values, plain)
+            check_range(block, values, plain)
 
 
 def _places_in(file: Path) -> dict[str, _Place]:
-    """Return the places of the tensors of a safetensors file, from its header.
+    """Return the locations of the tensors of a safetensors file, from its header.
 
     Raises:
         CheckpointError: The header is damaged.

@@ -1,18 +1,18 @@
-"""A directory that appears when it is complete, or not at all.
+"""Create directories that have their final name only when all files are complete.
 
-Files are written to `.NAME.partial` next to the directory. The writer holds a lock on the file
-`.NAME.partial.lock`. The operating system releases the lock of a process that dies. So the next
-export in the same folder, or the next start of the run, detects directories without a writer and
+Files are written to `.NAME.partial` next to the directory. The writer locks the file
+`.NAME.partial.lock`. The operating system releases the lock if the process exits. The next export
+in the same folder, or the next start of the run, therefore detects directories without a writer and
 removes them. If several processes export to one name, one of them writes, and the others fail.
 
-A process that creates, renames or removes one of these directories holds its lock. After it has
+A process that creates, renames or removes one of these directories has its lock. After it has
 locked the file, it checks that the file still has its name, because the previous writer may have
 removed it.
 
-Rejected: removing everything that looks unfinished, because a script may export a checkpoint while
-the run exports another one; a name with the process id, which another node does not know; a lock on
-the directory itself, which other nodes do not see on NFS; a record lock (`lockf`), which does not
-protect a directory from the process that holds it.
+Simpler designs fail. All unfinished directories cannot be removed, because a script may export a
+checkpoint while the run exports another one. A process id in the name is meaningless on other
+nodes. A lock on the directory itself is not visible to other nodes on NFS. A record lock (`lockf`)
+does not protect a directory from its own process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RETRY_S = 0.05
 def whole_directory(directory: Path, replaces: bool = True) -> Iterator[Path]:
     """Yield a directory for files, and then rename it to `directory`.
 
-    If nothing was written, nothing changes.
+    If no file was written, `directory` is unchanged.
 
     Args:
         directory: Final name.
@@ -64,7 +64,7 @@ def whole_directory(directory: Path, replaces: bool = True) -> Iterator[Path]:
         for path in partial.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
-        before = _beside(directory, _BEFORE)
+        before = _hidden_path(directory, _BEFORE)
         is_replaced = replaces and directory.exists()
         if is_replaced:
             directory.rename(before)
@@ -87,16 +87,16 @@ def refuse_existing(directory: Path) -> None:
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Remove the files of processes that were killed, and restore exports that they replaced.
+    """Remove the files of killed processes, and restore exports that they were replacing.
 
-    Directories with a live writer, or without permission, stay.
+    Directories with an active writer, or without permission, are skipped.
     """
-    left = {
+    names = {
         path.name.removeprefix(".").removesuffix(suffix)
         for suffix in (_PARTIAL, _LOCK, _BEFORE)
         for path in parent.glob(f".*{suffix}")
     }
-    for name in left:
+    for name in names:
         with suppress(OSError):
             lock = _try_lock(parent / name)
             if lock is not None:
@@ -119,7 +119,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
                 "another directory"
             )
         time.sleep(_RETRY_S)
-    partial = _beside(directory, _PARTIAL)
+    partial = _hidden_path(directory, _PARTIAL)
     try:
         _clear(directory)
         partial.mkdir()
@@ -130,9 +130,9 @@ def _unfinished(directory: Path) -> Iterator[Path]:
 
 
 def _clear(directory: Path) -> None:
-    """Remove unfinished files of a directory whose lock this process holds."""
-    shutil.rmtree(_beside(directory, _PARTIAL), ignore_errors=True)
-    before = _beside(directory, _BEFORE)
+    """Remove unfinished files of a directory that this process has locked."""
+    shutil.rmtree(_hidden_path(directory, _PARTIAL), ignore_errors=True)
+    before = _hidden_path(directory, _BEFORE)
     if directory.exists():
         shutil.rmtree(before, ignore_errors=True)
     elif before.exists():
@@ -140,8 +140,8 @@ def _clear(directory: Path) -> None:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """Return a file descriptor that holds the lock, or None if another process holds it."""
-    path = _beside(directory, _LOCK)
+    """Return a file descriptor with the lock, or None if another process has the lock."""
+    path = _hidden_path(directory, _LOCK)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -165,9 +165,9 @@ def _has_name(descriptor: int, path: Path) -> bool:
 
 
 def _release(directory: Path, descriptor: int) -> None:
-    _beside(directory, _LOCK).unlink(missing_ok=True)
+    _hidden_path(directory, _LOCK).unlink(missing_ok=True)
     os.close(descriptor)
 
 
-def _beside(directory: Path, suffix: str) -> Path:
+def _hidden_path(directory: Path, suffix: str) -> Path:
     return directory.with_name(f".{directory.name}{suffix}")

@@ -1,8 +1,8 @@
-"""An export: the files of a model, and a card that describes its training and how to load it.
+"""Write an export: the files of a model, and a model card about its training and usage.
 
 The card (`README.md`) has facts that the run recorded: modules and their sources, data and their
-licenses, important settings and measured losses. The Hub reads its metadata. Rejected: the
-templates of the Hub, which require facts that only people know, and show them as missing.
+licenses, important settings and measured losses. The Hub reads its metadata. The templates of the
+Hub are not used, because they require facts that the run does not record, and show them as missing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from torchmm.training.exports.place import whole_directory
 
 CARD = "README.md"
 CHAT_TAG = "conversational"
-"""Tag of the Hub for models that answer chats."""
+"""Hub tag of models that are trained on chats."""
 _TASKS = {"image": "image-text-to-text", "audio": "audio-text-to-text"}
 _FILES = {"image": 'Image.open("image.jpg")', "audio": '"audio.wav"'}
-"""Files in the examples of cards, as the processors read them."""
+"""Files in the examples of cards, in the form that the processors accept."""
 _QUESTION = "What is this?"
 
 
@@ -64,7 +64,7 @@ def write_export(
     trained: Trained,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write the model of a run with its card. Collective; rank 0 writes.
+    """Write the model of a run with its card. Collective. Rank 0 writes the files.
 
     The directory appears, or replaces an earlier export, when all files are complete.
 
@@ -91,7 +91,7 @@ def write_files(
     weights: Weights,
     shard_bytes: int | None,
 ) -> None:
-    """Write an export into an existing directory. Collective; rank 0 writes."""
+    """Write an export into an existing directory. Collective. Rank 0 writes the files."""
     writes = not dist.is_initialized() or dist.get_rank() == 0
     data = trained.recipe.data
     chats = {has_chats(source, data) for source in data.sources if writes}
@@ -105,7 +105,7 @@ def write_files(
 def write_adapters(model: MultimodalModel, directory: Path) -> None:
     """Write the adapters of a run in PEFT format, or nothing if the model has none.
 
-    Collective; rank 0 writes.
+    Collective. Rank 0 writes the files.
 
     Raises:
         ConfigError: Another process writes the directory.
@@ -116,7 +116,7 @@ def write_adapters(model: MultimodalModel, directory: Path) -> None:
 
 
 def is_chat_model(directory: Path) -> bool:
-    """Return whether the model of an export was trained on chats, by the tags of its card."""
+    """Return True if the model of an export was trained on chats, by the tags of its card."""
     try:
         tags = ModelCard.load(directory / CARD).data.tags or []
     except (OSError, ValueError, yaml.YAMLError):
@@ -127,14 +127,14 @@ def is_chat_model(directory: Path) -> bool:
 def _as_in_training(
     tokenizer: PreTrainedTokenizerBase, chats: Collection[bool | None]
 ) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that prepares text as training did.
+    """Return a tokenizer that prepares text as in training.
 
-    Training begins each text without a chat template with the BOS token. It renders chats with a
-    simple template if the tokenizer has none.
+    In training, text without a chat template starts with the BOS token. Chats use a simple template
+    if the tokenizer has none.
 
     Args:
         tokenizer: Tokenizer of the LLM.
-        chats: For each source, whether it has chats; None if that is unknown.
+        chats: Whether each source has chats, or None if that is unknown.
     """
     tokenizer = copy.deepcopy(tokenizer)
     if True in chats and not tokenizer.chat_template:
@@ -148,7 +148,7 @@ def _as_in_training(
                 rendered = str(tokenizer.apply_chat_template([message], tokenize=False))
             except TEMPLATE_ERRORS:
                 rendered = ""
-        # Programs that tokenize rendered chats would get BOS twice if the template writes it, too.
+        # Programs that tokenize rendered chats would add BOS twice if the template also adds it.
         if not rendered.startswith(str(tokenizer.bos_token)):
             tokenizer.add_bos_token = True
     return tokenizer
@@ -182,8 +182,8 @@ def card(
         if len(modalities) == 1:
             task = _TASKS.get(modalities[0], task)
         lines.append(f"pipeline_tag: {task}")
-    begun = {split_place(m.weights.source)[0] for m in modules if m.weights.source}
-    bases = sorted(name for name in begun if not Path(name).exists())
+    sources_of_weights = {split_place(m.weights.source)[0] for m in modules if m.weights.source}
+    bases = sorted(name for name in sources_of_weights if not Path(name).exists())
     datasets = sorted({source.path for source in sources if source.format == "hub"})
     lines += [f"base_model: {json.dumps(bases)}"] if bases else []
     lines += [f"datasets: {json.dumps(datasets)}"] if datasets else []
@@ -280,13 +280,13 @@ def _example(
     prompt: str,
     chats: bool,
 ) -> list[str]:
-    """Return code that loads a model, prepares a chat or a file with a text, and generates.
+    """Return code that loads a model, prepares a chat or a file with text, and generates text.
 
     Args:
         model: Model that is exported.
         kind: Class of the model.
         tokenizer: Tokenizer that is exported.
-        processor: Processor of the export; None for LLMs.
+        processor: Processor of the export. None for LLMs.
         prompt: Text for models that were not trained on chats.
         chats: Whether the model was trained on chats.
     """
@@ -342,13 +342,13 @@ def _separate_inputs(
     """Return code that prepares inputs with the tokenizer and the image processor.
 
     The processor of PaliGemma writes the BOS token after the image, and a newline after the text.
-    Token types of 0 mark the prompt, which the model reads in both directions.
+    Token type 0 selects the prompt, to which the model applies bidirectional attention.
 
     Args:
         model: Model that is exported.
         tokenizer: Tokenizer that is exported.
-        prompt: Text if there is no question.
-        question: Code that sets `messages`; empty for models that were not trained on chats.
+        prompt: Text, used without a question.
+        question: Code that sets `messages`. Empty for models that were not trained on chats.
     """
     (encoder,) = model.encoder_modules()
     placeholder = model.image_token_id(tokenizer)

@@ -1,1 +1,1 @@
-"""Hooks: what happens after a training step, from validation to checkpoints."""
+"""Hooks that run before and after training steps, from validation to checkpoints."""

@@ -1,4 +1,4 @@
-"""Saves checkpoints: at intervals, after the last step, and when the run is stopped."""
+"""Save checkpoints at intervals, after the last step, and when the run is stopped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.metrics import Record, metric_value
 
 WARMUP_STEPS = 2
-"""Steps of a start that compile layers and start workers. Later steps have the usual duration."""
+"""First steps after a start, which compile layers and start workers and are therefore slower."""
 
 
 class CheckpointHook(Hook):
-    """Saves checkpoints with `CheckpointManager`."""
+    """Hook that saves checkpoints with `CheckpointManager`."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._warning_step = training.state.step + 1 + WARMUP_STEPS
         self._saved_step = -1
         self._complaint = ""
-        """Text in STATUS.json about a checkpoint that could not be uploaded."""
+        """Message in STATUS.json about a checkpoint that could not be uploaded."""
         if self.parts.recorder is not None:
             self.parts.recorder.add_source(self.parts.checkpoints.take_figures)
 
@@ -38,17 +38,17 @@ class CheckpointHook(Hook):
         """Save the last step of a stopped run, then wait until all checkpoints are complete."""
         step = self.training.state.step
         if step and not self.is_complete() and step != self._saved_step:
-            # A rank had no data for the next step after a stop signal.
+            # A rank had no data for the next step when the run was stopped.
             with self.training.health.phase(step, "checkpoint"):
                 self.save(None)
-        self.training.health.finish()  # ranks need not wait for each other from here on
+        self.training.health.finish()  # ranks do not synchronize after this line
         self.parts.checkpoints.close()
 
     def save(self, record: Record | None) -> None:
-        """Save the last finished step; collective.
+        """Save the last finished step. Collective.
 
         Args:
-            record: metrics of that step, to find the best checkpoints; None if they are unknown.
+            record: Metrics of that step, to select the best checkpoints. None if they are unknown.
         """
         parts = self.parts
         state = self.training.state

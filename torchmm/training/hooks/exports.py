@@ -1,4 +1,4 @@
-"""Exports to Hugging Face directories: at intervals, of the best model, at the end of training."""
+"""Export Hugging Face directories at intervals, for the best model, and after training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmm.training.metrics import metric_value
 
 
 class ExportHook(Hook):
-    """Writes the exports of `checkpoint.export_hf`, `export_interval` and `keep_best`."""
+    """Hook that writes the exports of `checkpoint.export_hf`, `export_interval` and `keep_best`."""
 
     def after_step(self, done: StepDone) -> None:
         """Export the model if the interval is due or the model is the best so far."""
@@ -42,7 +42,7 @@ class ExportHook(Hook):
         return [("", nullcontext()), *averages]
 
     def _is_best(self, done: StepDone) -> bool:
-        """Return True if no earlier step was better in `keep_best`; collective."""
+        """Return True if no earlier step was better in `keep_best`. Collective."""
         keep_best = self.recipe.checkpoint.keep_best
         if keep_best is None:
             return False
@@ -57,7 +57,7 @@ class ExportHook(Hook):
 
 
 def export_model(training: Training, name: str) -> None:
-    """Export the model to a directory of the run; collective."""
+    """Export the model to a directory of the run. Collective."""
     parts = training.parts
     step = training.state.step
     trained = Trained(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Excludes long-lived objects from Python's garbage collection."""
+"""Exclude long-lived objects from Python garbage collection."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torchmm.training.hooks.hook import Hook, StepDone
 
 
 class GarbageCollectionHook(Hook):
-    """Freezes all objects that exist after the first step.
+    """Hook that freezes all objects that exist after the first step.
 
-    Without it, collections of the oldest generation search these objects again and again. They take
-    up to 0.3 s and happen on each rank in a different step, so that all ranks wait each time.
+    Otherwise, each collection of the oldest generation scans these objects. A scan takes up to 0.3
+    s and occurs in a different step on each rank, so that all ranks are idle each time.
     """
 
     _is_frozen = False

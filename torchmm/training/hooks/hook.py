@@ -21,7 +21,7 @@ from torchmm.training.step import StepOutcome
 
 @dataclass
 class TrainState:
-    """Training progress that checkpoints store next to the tensors. Equal on all ranks."""
+    """Training progress that checkpoints store in addition to tensors. Identical on all ranks."""
 
     step: int
     """Last finished step."""
@@ -69,8 +69,8 @@ class StepDone:
 class Training:
     """Objects of the training loop that hooks may use.
 
-    Not the trainer itself: a reference cycle would keep data workers alive after training, and the
-    process waits for them when it exits.
+    The trainer is excluded, because a reference cycle would keep data workers alive after training,
+    and the process waits for them when it exits.
     """
 
     parts: RunParts
@@ -83,7 +83,7 @@ class Hook:
     """Base class of hooks. All methods do nothing by default.
 
     Args:
-        training: objects of the training loop.
+        training: Objects of the training loop.
     """
 
     def __init__(self, training: Training) -> None:
@@ -92,19 +92,19 @@ class Hook:
         self.recipe = training.parts.run.recipe
 
     def before_step(self, step: int) -> None:
-        """Prepare for a step. May not communicate."""
+        """Prepare for a step. Must not communicate."""
 
     def after_step(self, done: StepDone) -> None:
-        """Act on a finished step. May communicate."""
+        """Process a finished step. May communicate."""
 
     def finish(self) -> None:
-        """Act on the end of training: the last step is done or a rank received a stop signal.
+        """Complete the work of the hook after the last step or a stop signal.
 
         May communicate. Not called if training fails.
         """
 
     def close(self) -> None:
-        """Release resources, also if training fails. May not communicate."""
+        """Release resources, also if training fails. Must not communicate."""
 
     def is_due(self, step: int, interval: int) -> bool:
         """Return True after every `interval` steps and after the last step of the run."""
@@ -112,5 +112,5 @@ class Hook:
         return interval > 0 and (is_last or step % interval == 0)
 
     def is_complete(self) -> bool:
-        """Return True if all steps of the run are done."""
+        """Return True if all steps of the run are finished."""
         return self.training.state.step >= self.recipe.training.steps

@@ -1,4 +1,4 @@
-"""Records the metrics of each step: metrics.jsonl, progress line, trackers (rank 0)."""
+"""Record the metrics of each step on rank 0: metrics.jsonl, progress line, trackers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchmm.training.hooks.hook import Hook, StepDone
 
 
 class RecordingHook(Hook):
-    """Writes the record of each step. Hooks that add metrics to the record must run before it."""
+    """Hook that writes the record of each step, after all hooks that add metrics to the record."""
 
     def after_step(self, done: StepDone) -> None:
         """Write the record."""

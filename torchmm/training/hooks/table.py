@@ -22,18 +22,18 @@ HOOKS: Sequence[Entry] = (
     Entry("exports", "torchmm.training.hooks.exports:ExportHook"),
     Entry("checkpoints", "torchmm.training.hooks.checkpoints:CheckpointHook"),
 )
-"""Hooks of the core, in the order in which they run.
+"""Hooks of the core, in execution order.
 
-The argument of `is_used` is the `Resolved` recipe, and its result is equal on all ranks. Modules of
-unused hooks are not imported.
+The argument of `is_used` is the `Resolved` recipe, and its result is identical on all ranks.
+Modules of unused hooks are not imported.
 
-Hooks that measure run before "recording". "checkpoints" comes after all hooks that change the
-training state, and its `finish` waits for the last save.
+Hooks that measure metrics run before "recording". "checkpoints" runs after all hooks that change
+the training state, and its `finish` waits for the last save.
 """
 
 
 def order_hooks(hooks: Sequence[Entry], added: Sequence[Entry]) -> list[Entry]:
-    """Return the hooks of the core with those of extensions, each after the hook it names."""
+    """Insert the hooks of extensions after the hooks that they name, and return all hooks."""
     ordered = list(hooks)
     for entry in added:
         names = ["", *(other.name for other in ordered)]
@@ -42,7 +42,7 @@ def order_hooks(hooks: Sequence[Entry], added: Sequence[Entry]) -> list[Entry]:
 
 
 def build_hooks(training: Training) -> list[Hook]:
-    """Return the hooks of a run, in the order in which they run."""
+    """Return the hooks of a run in execution order."""
     run = training.parts.run
     entries = order_hooks(HOOKS, find_entries("hooks"))
     return [entry.load()(training) for entry in entries if entry.is_used(run)]

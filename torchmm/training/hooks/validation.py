@@ -1,4 +1,4 @@
-"""Validation during training: losses on held-out samples."""
+"""Validate during training: losses on held-out samples."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchmm.training.validation import held_out_losses
 
 
 class ValidationHook(Hook):
-    """Validates the model every `validation.interval` steps and adds the losses to the record."""
+    """Hook that validates every `validation.interval` steps and adds the losses to the record."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._config = self.recipe.validation
         self._loss_weights = loss_weights(self.recipe.model.generator)
         self._batches: list[StepBatch] | None = None
-        """Batches of every validation, loaded by the first one."""
+        """Batches of every validation, loaded before the first one."""
 
     def after_step(self, done: StepDone) -> None:
         """Validate the model if it is due."""
@@ -34,7 +34,7 @@ class ValidationHook(Hook):
             self._validate(done.record)
 
     def _validate(self, record: Record) -> None:
-        """Set the losses of held-out samples in a record; collective."""
+        """Add the losses of held-out samples to a record. Collective."""
         parts = self.parts
         parts.model.eval()
         if self._batches is None:
@@ -49,7 +49,7 @@ class ValidationHook(Hook):
             record["validation_loss_image"] = losses[GENERATOR]
 
     def _load_batches(self) -> list[StepBatch]:
-        """Return the batches of every validation, decoded as training batches are; collective."""
+        """Return the batches of every validation, decoded as in training. Collective."""
         parts = self.parts
         loader = build_data(
             parts.run,

@@ -1,10 +1,11 @@
-"""Muon (Jordan et al. 2024): a matrix moves by its momentum, made orthogonal.
+"""Muon (Jordan et al. 2024): matrices are updated with their orthogonalized momentum.
 
-The algorithm is that of torch.optim.Muon, with the size of updates of "Muon is Scalable" (arXiv
-2502.16982), for which learning rates and weight decay of AdamW fit. The class of torch is not used:
-it always iterates in bfloat16, and on sharded matrices every product of an iteration communicates.
-Here, matrices are gathered once, and the ranks that share them take turns: each makes some of them
-orthogonal, then all ranks receive their shards. Each expert in a stacked tensor is one matrix.
+The algorithm is that of torch.optim.Muon, with the update scale of "Muon is Scalable" (arXiv
+2502.16982), which permits learning rates and weight decay of AdamW. The class of torch is not used:
+it always iterates in bfloat16, and on sharded matrices every matmul of an iteration communicates.
+`LocalMuon` instead all-gathers matrices once. The ranks that share matrices orthogonalize different
+matrices in parallel. Then all ranks receive their shards. Each expert in a stacked tensor is one
+matrix.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ def update_momentum(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> Tensor:
-    """Update a moment in place and return the matrix to make orthogonal, in `dtype`.
+    """Update a moment in place and return the matrix to orthogonalize, in `dtype`.
 
     Args:
-        moment: float32, like `gradient`.
-        grad_scale, found_inf: see `RunOptimizer`.
+        moment: Momentum of the matrix, float32, with the shape of `gradient`.
+        gradient: Local gradient.
+        momentum: Decay of the momentum.
+        dtype: Dtype of the result.
+        grad_scale, found_inf: See `RunOptimizer`.
     """
     if grad_scale is not None:
         gradient = gradient / grad_scale
@@ -97,11 +101,14 @@ def move_matrix(
     group: Mapping[str, Any],
     found_inf: Tensor | None,
 ) -> None:
-    """Decay a float32 value and move it by its update, in place.
+    """Apply weight decay and the update to a float32 value, in place.
 
     Args:
+        value: Local shard of the parameter.
+        update: Local shard of the orthogonalized matrix.
         shape: Shape of the unsharded parameter.
-        group: Parameter group, for the learning rate and weight decay.
+        group: Parameter group with learning rate and weight decay.
+        found_inf: See `RunOptimizer`.
     """
     lr = group["lr"]
     value.mul_(unless_skipped(found_inf, 1 - lr * group["weight_decay"], 1.0))
@@ -110,30 +117,32 @@ def move_matrix(
 
 
 def unless_skipped(found_inf: Tensor | None, value: Any, otherwise: Any) -> Any:
-    """Return `value`, or `otherwise` if the step is skipped; both may be numbers."""
+    """Return `value`, or `otherwise` if the step is skipped. Both may be numbers."""
     if found_inf is None:
         return value
     return torch.where(found_inf == 0, value, otherwise)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Nearly U V^T of each U S V^T, with singular values of about 0.7 to 1.2, by Newton-Schulz.
+    """Return approximately U V^T of each U S V^T, by Newton-Schulz iterations.
+
+    The singular values of the result are about 0.7 to 1.2.
 
     Args:
-        matrices: (..., rows, columns), in the dtype to compute in.
+        matrices: (..., rows, columns), in the compute dtype.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 def update_scale(shape: Sequence[int]) -> float:
-    """Return the factor that gives orthogonal matrices the root mean square of AdamW updates."""
+    """Return the scale with which orthogonal matrices have the RMS of AdamW updates."""
     return 0.2 * sqrt(max(shape[-2:]))
 
 
@@ -150,39 +159,42 @@ def split_turns(parameters: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Para
 
 
 def orthogonal_shared(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's part of each matrix, made orthogonal as a whole; collective over their mesh.
+    """Return the local shard of each orthogonalized matrix. Collective over the mesh.
 
     Args:
-        updates: this rank's parts, in the dtype to compute in.
-        parameters: whose they are, of one mesh; best as many as it has ranks.
+        updates: Local shards of the matrices, in the compute dtype.
+        parameters: Parameters of these matrices, on one mesh. One parameter per rank is most
+            efficient.
     """
     if not isinstance(parameters[0], DTensor):
         return [orthogonal(update) for update in updates]
-    made = []
+    results = []
     for turn, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
         assert isinstance(parameter, DTensor)
-        whole = placed_like(update, parameter, parameter.shape).full_tensor()
-        # Only the one whose turn it is keeps what was gathered.
-        own = turn % turns(parameter) == _own_turn(parameter)
-        made.append(orthogonal(whole) if own else torch.zeros_like(whole))
-    made.reverse()  # each is let go of as soon as its sum is there
-    return [_own_part(made.pop(), parameter) for parameter in parameters]
+        matrix = placed_like(update, parameter, parameter.shape).full_tensor()
+        # Only the rank that orthogonalizes a matrix retains the all-gathered result.
+        is_local = turn % turns(parameter) == _mesh_index(parameter)
+        results.append(orthogonal(matrix) if is_local else torch.zeros_like(matrix))
+    results.reverse()  # `pop` then frees each matrix when its sum is computed
+    return [_local_shard(results.pop(), parameter) for parameter in parameters]
 
 
-def _own_turn(parameter: DTensor) -> int:
+def _mesh_index(parameter: DTensor) -> int:
     mesh = parameter.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None
-    number = 0
-    for size, own in zip(mesh.shape, place, strict=True):
-        number = number * size + own
-    return number
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = 0
+    for size, position in zip(mesh.shape, coordinate, strict=True):
+        index = index * size + position
+    return index
 
 
-def _own_part(made: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of what one rank has and others have zeros for."""
+def _local_shard(matrix_or_zeros: Tensor, parameter: Tensor) -> Tensor:
+    """Return the local shard of a matrix that is on one rank, with zeros on the other ranks."""
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
-    somewhere = DTensor.from_local(made, mesh, [Partial()] * mesh.ndim, run_check=False)
-    whole = somewhere.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    return whole[local_slices(parameter)].clone()  # a view would hold the whole
+    partial_sum = DTensor.from_local(
+        matrix_or_zeros, mesh, [Partial()] * mesh.ndim, run_check=False
+    )
+    matrix = partial_sum.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    return matrix[local_slices(parameter)].clone()  # a view would keep the full matrix in memory

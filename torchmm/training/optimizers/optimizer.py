@@ -27,22 +27,22 @@ class RunOptimizer(torch.optim.Optimizer):
     """Base class of optimizers.
 
     `step` updates the parameters that have a gradient. It does not wait for the device. States are
-    tensors by name. States with elements are DTensors like their parameters. They include "step",
-    a float32 scalar on the device.
+    tensors by name. States with elements are DTensors like their parameters. They include "step", a
+    float32 scalar on the device.
 
     Subclasses are constructed with these arguments:
 
         groups: Parameter groups with "lr", "weight_decay", and parameters of one device mesh each.
             "rule" is the name of the optimizer for matrices of layers, and "adamw" for others.
-        config: Section of the recipe.
-        names: Parameter names by id, equal in all layouts and for copies of one parameter.
+        config: Section [optimizer] of the recipe.
+        names: Parameter names by id, independent of parallelism and equal for tied replicas.
         dtype: Compute dtype of the modules.
     """
 
     grad_scale: Tensor | None = None
     """Divisor of the gradients, a float32 device scalar."""
     found_inf: Tensor | None = None
-    """1 if the step must change neither parameters nor states, else 0; a float32 device scalar."""
+    """Float32 device scalar: 1 if the step must not change parameters and states, else 0."""
 
     @abstractmethod
     def new_state(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class RunOptimizer(torch.optim.Optimizer):
         """Return why the optimizer cannot update a module. Called before the process group starts.
 
         Args:
-            config: Section of the recipe.
+            config: Section [optimizer] of the recipe.
             module: Module to update.
             tensor: Number of tensor-parallel ranks of the module.
         """
@@ -66,7 +66,7 @@ def find_optimizer(config: OptimizerConfig, *, is_narrow: bool) -> type[RunOptim
     """Return the optimizer of a recipe.
 
     Args:
-        config: Section of the recipe.
+        config: Section [optimizer] of the recipe.
         is_narrow: Whether parameters are stored in bfloat16.
     """
     entry = optimizer_entry(config, is_narrow=is_narrow)

@@ -1,14 +1,14 @@
-"""Sharing of the plan of a step: the first rank of a pipeline plans, the other ranks read the plan.
+"""Share the plan of a step: the first rank of a pipeline plans, the other ranks decode the plan.
 
     numbers = shared.exchange(step, digest, numbers)     collective over all ranks
 
-Every rank could plan the step. But lowering and checking a plan takes microseconds for every action
-of all ranks, and reading it a fifth of a microsecond for every action of one rank. Before the
-plan is sent, all ranks compare a digest of the inputs: microbatches, stages, `[parallel]`. If the
-digests of two ranks differ or a plan cannot be made, all ranks of the run raise the same error
-before the step begins.
+Every rank could plan the step. But lowering and checking a plan takes microseconds per action of
+all ranks, and decoding it takes 0.2 microseconds per action of one rank. Before the plan is sent,
+all ranks compare a digest of the inputs: microbatches, stages, `[parallel]`. If the digests of two
+ranks differ or a plan cannot be made, all ranks of the run raise the same error before the step
+starts.
 
-Each step has one all-reduce of a few numbers for every data-parallel rank, over all ranks, and a
+Each step has one all-reduce of a few numbers per data-parallel rank, over all ranks, and a
 broadcast of the plan in each pipeline. Neither depends on the result of planning.
 """
 
@@ -31,36 +31,37 @@ from torchmm.parallel.gather import exchange_device, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 
 SHOWN = 8
-"""Ranks that an error names."""
+"""Maximum number of ranks in an error message."""
 
 
 def digest_of(fixed: str, metas: Sequence[MicrobatchMeta]) -> int:
-    """What a plan is made from, as a number that a float64 holds.
+    """Return a digest of the inputs of planning, an integer of 48 bits that float64 represents.
 
     Args:
-        fixed: what stays the same during a run.
+        fixed: Inputs that do not change during a run.
+        metas: Microbatches of the step.
     """
     text = f"{fixed}{list(metas)}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
 
 class SharedPlans:
-    """Of the pipeline that this rank is part of. Creating it is collective over all ranks.
+    """Exchange of plans in the pipeline of this rank. Construction is collective over all ranks.
 
     Attributes:
-        leads: whether this rank makes the plans.
-        leaders: ranks of this machine that do.
-        group: of the pipeline's ranks, on the CPU.
+        leads: Whether this rank makes the plans.
+        leaders: Number of ranks on this host that make plans.
+        group: Process group of the pipeline ranks, on the CPU.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # torchrun's
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # set by torchrun
         self._mesh = mesh
         self.leaders = 0
         for share in mesh.shares:
-            members = [rank for alike in share for rank in alike]
+            members = [rank for ranks in share for rank in ranks]
             group = dist.new_group(members, backend="gloo")
-            self.leaders += members[0] // here == mesh.rank // here
+            self.leaders += members[0] // local_size == mesh.rank // local_size
             if mesh.rank in members:
                 self.group = group
                 self._leader = members[0]
@@ -76,26 +77,30 @@ class SharedPlans:
         """Return the encoded plan of the first rank of the pipeline. Collective over all ranks.
 
         Args:
-            step: number of the step.
-            digest: digest of the inputs of planning on this rank.
-            numbers: encoded plan. None on all ranks but the first.
-            problems: reasons why the first rank could not plan the step.
+            step: Number of the step.
+            digest: Digest of the inputs of planning on this rank.
+            numbers: Encoded plan. None on all ranks but the first.
+            problems: Reasons why the first rank could not plan the step.
 
         Raises:
             PlanError: A rank could not plan its step, or ranks have different inputs.
         """
-        # One row for each data-parallel rank. Its ranks have the same digest if the highest digest
-        # equals the lowest one, which is the negative of the highest negative digest.
+        # One row per data-parallel rank. The ranks of a row have identical digests if the maximum
+        # digest equals the minimum, which is the negative of the maximum of the negative digests.
         length = 0 if numbers is None else len(numbers)
         headers = torch.full((self._mesh.data_parallel_size, 4), -inf, dtype=torch.float64)
-        own = [float(digest), -float(digest), float(bool(problems)), float(length)]
-        headers[self._mesh.data_parallel_rank] = torch.tensor(own, dtype=torch.float64)
+        local = [float(digest), -float(digest), float(bool(problems)), float(length)]
+        headers[self._mesh.data_parallel_rank] = torch.tensor(local, dtype=torch.float64)
         headers = headers.to(exchange_device())
         dist.all_reduce(headers, dist.ReduceOp.MAX)
         rows = headers.tolist()
         if any(has_problem for *_, has_problem, _ in rows):
-            every = [json.loads(text) for text in gather_texts(json.dumps(list(problems)))]
-            raise PlanError(next(found for found in every if found))
+            problems_of_ranks = [
+                json.loads(text) for text in gather_texts(json.dumps(list(problems)))
+            ]
+            raise PlanError(
+                next(some_problems for some_problems in problems_of_ranks if some_problems)
+            )
         if any(highest != -lowest for highest, lowest, *_ in rows):
             raise PlanError(self._differing(step, gather_texts(str(digest))))
         if numbers is None:
@@ -104,17 +109,17 @@ class SharedPlans:
         return numbers
 
     def _differing(self, step: int, digests: Sequence[str]) -> list[str]:
-        """Which ranks are not as the first of their pipeline, by the digests of all ranks."""
-        found = []
+        """Return messages about ranks whose digest differs from that of the first pipeline rank."""
+        messages = []
         for share in self._mesh.shares:
-            members = [rank for alike in share for rank in alike]
+            members = [rank for ranks in share for rank in ranks]
             other = [rank for rank in members if digests[rank] != digests[members[0]]]
             if other:
                 more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-                found.append(
+                messages.append(
                     f"step {step}: ranks {other[:SHOWN]}{more} have different microbatches or "
                     f"stages than rank {members[0]} of the same pipeline, because they read "
                     "different data or a different recipe. Compare the data "
                     "(data.index_cache_dir) and the torchmm versions of their nodes"
                 )
-        return found
+        return messages

@@ -23,11 +23,11 @@ def build_single_planner(
 
 
 class SinglePlanner(Planner):
-    """Plans the steps of one rank, see `Planner`. Its methods do not communicate.
+    """Planner of the steps of one rank, see `Planner`. Its methods do not communicate.
 
     Args:
-        pipeline: pipeline with one rank.
-        data_parallel_rank: data-parallel rank of this process.
+        pipeline: Pipeline with one rank.
+        data_parallel_rank: Data-parallel rank of this process.
     """
 
     def __init__(self, pipeline: Pipeline, data_parallel_rank: int) -> None:
@@ -53,7 +53,7 @@ class SinglePlanner(Planner):
         if every is None:
             return
         metas = list(every[self._data_parallel_rank])
-        # A step that cannot be planned fails when it begins, after this step is finished.
+        # If the next step cannot be planned, its error is raised after this step is finished.
         with suppress(PlanError):
             self._ahead = metas, self._make_plan(metas)
 

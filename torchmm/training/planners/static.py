@@ -35,11 +35,11 @@ def build_static_planner(
 
 
 class StaticPlanner(Planner):
-    """Plans the steps of a pipeline, see `Planner`. Construction is collective over all ranks.
+    """Planner of the steps of a pipeline, see `Planner`. Construction is collective over all ranks.
 
     Args:
-        pipeline: pipeline of this rank.
-        mesh: mesh of the run.
+        pipeline: Pipeline of this rank.
+        mesh: Mesh of the run.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: ParallelMesh) -> None:
@@ -49,7 +49,7 @@ class StaticPlanner(Planner):
         cut = f"{layout.stages}{layout.edges}{sorted(layout.sub_microbatched)}"
         # Ranks without sharded parameters run no all-gather, even if the plan has one.
         every = gather_texts(pipeline.sharding)
-        members = [rank for alike in mesh.plan_ranks for rank in alike]
+        members = [rank for ranks in mesh.plan_ranks for rank in ranks]
         self._sharding: Gathering = (
             "step" if "step" in {every[rank] for rank in members} else "none"
         )

@@ -23,12 +23,11 @@ PLANNERS: Sequence[Entry] = (
     ),
     Entry("static", "torchmm.training.planners.static:build_static_planner"),
 )
-"""Planners of the core. A run uses the first planner whose `is_used` returns True; the entries of
-extensions come before these.
+"""Planners of the core. A run uses the first planner whose `is_used` returns True.
 
-The arguments of `is_used` are the `Resolved` recipe and the number of pipeline ranks, and its
-result is equal on all ranks. The parameters of the target are run, pipeline, mesh and logger.
-Modules of unused planners are not imported.
+The entries of extensions precede these entries. The arguments of `is_used` are the `Resolved`
+recipe and the number of pipeline ranks, and its result is identical on all ranks. The parameters of
+the target are run, pipeline, mesh and logger. Modules of unused planners are not imported.
 """
 
 

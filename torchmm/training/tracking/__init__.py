@@ -1,1 +1,1 @@
-"""Metrics of a step and the trackers that display them. `figures` defines the metrics."""
+"""Record metrics and run files, and send them to trackers."""

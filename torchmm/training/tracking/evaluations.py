@@ -1,6 +1,6 @@
 """Scores of exports: lines of `evaluations.jsonl` in a run directory.
 
-They are not in metrics.jsonl, which only the run itself writes, with one line for each step. Other
+They are not in metrics.jsonl, which only the run itself writes, with one line per step. Other
 processes may add evaluations of any export at any time.
 """
 
@@ -37,7 +37,7 @@ def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
     """Append a line to evaluations.jsonl.
 
     Raises:
-        OSError: The file cannot be written; the message names it.
+        OSError: The file cannot be written. The message has its path.
     """
     line = json.dumps(asdict(evaluation)) + "\n"
     path = run_dir / RESULTS
@@ -46,7 +46,7 @@ def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Return all evaluations of a run, in order; raise ValueError if a line is damaged."""
+    """Return all evaluations of a run, in order. Raise ValueError if a line is damaged."""
     path = run_dir / RESULTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [parse_evaluation(line) for line in lines]
@@ -59,8 +59,8 @@ def parse_evaluation(line: str) -> Evaluation:
         ValueError: The line has other keys or types.
     """
     try:
-        found = Evaluation(**json.loads(line))
-        scores = {name: float(value) for name, value in found.scores.items()}
-        return Evaluation(str(found.export), found.step, scores, dict(found.samples))
+        evaluation = Evaluation(**json.loads(line))
+        scores = {name: float(value) for name, value in evaluation.scores.items()}
+        return Evaluation(str(evaluation.export), evaluation.step, scores, dict(evaluation.samples))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"a line of {RESULTS} is not a valid evaluation: {error!r}") from None

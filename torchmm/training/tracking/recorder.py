@@ -1,6 +1,6 @@
-"""The recorder of a run on rank 0: metrics.jsonl, the progress line, trackers and loss.png.
+"""Recorder of a run on rank 0: metrics.jsonl, the progress line, trackers and loss.png.
 
-metrics.jsonl is written first and for every step.
+metrics.jsonl is written first and has every step.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class MetricsRecorder:
     """Writer of the records of a run, on rank 0.
 
     Args:
-        config: recipe section `[metrics]`.
-        run_dir: directory of the run.
-        name: name of the run.
-        steps: number of steps of the run.
-        start_step: number of finished steps. Records of later steps, which a run wrote after its
+        config: Recipe section `[metrics]`.
+        run_dir: Directory of the run.
+        name: Name of the run.
+        steps: Number of steps of the run.
+        start_step: Number of finished steps. Records of later steps, which a run wrote after its
             last checkpoint, are removed, because they will be written again.
-        recipe: resolved recipe.
-        console: console of the progress line.
-        log: logger of rank 0.
+        recipe: Resolved recipe.
+        console: Console of the progress line.
+        log: Logger of rank 0.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class MetricsRecorder:
         """
         record = dict(record)
         for take in self._sources:
-            found = dict(take())
-            if scores := found.pop("scores", None):
-                found["scores"] = {**(record["scores"] or {}), **scores}
-            record |= found
+            added = dict(take())
+            if scores := added.pop("scores", None):
+                added["scores"] = {**(record["scores"] or {}), **scores}
+            record |= added
         self._last = record
         self._jsonl.write(record)
         shown = record["step"] % self._log_interval == 0 or record["step"] == self._steps

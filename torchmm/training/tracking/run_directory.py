@@ -1,8 +1,8 @@
-"""Generated files of a run directory: samples, drawings and timelines.
+"""Generated files of a run directory: samples, generated images and timelines.
 
 A file may be missing, incomplete after a crash, or written by another version or program. Values of
-unexpected types are skipped with a note. Only regular files inside the directory are read, so no
-link can expose a file outside.
+unexpected types are skipped with a note. Only regular files inside the directory are read, so that
+a link cannot expose other files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SAMPLES_FILE = "samples.json"
 SAMPLES_FOLDER = "samples"
 """Thumbnails of the images of these samples."""
 DRAWINGS_FOLDER = "generated_images"
-"""Generated images, in one picture for each step."""
+"""Generated images, in one image file per step."""
 FORMER_DRAWINGS_FOLDER = "drawings"
-"""The same in runs of earlier versions."""
+"""Former name of `DRAWINGS_FOLDER`, in runs of earlier versions."""
 TIMELINE_FOLDER = "timeline"
 """Timelines of pipeline steps."""
 
@@ -38,7 +38,7 @@ CONTENT_ERRORS = (ValueError, KeyError, TypeError, RecursionError, OverflowError
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """The text that was generated for a held-out sample at one step."""
+    """Generated text of a held-out sample at one step."""
 
     step: int
     source: str
@@ -48,11 +48,11 @@ class GeneratedSample:
     truth: str
     references: tuple[str, ...]
     picture: str | None
-    """Name of its image in `SAMPLES_FOLDER`."""
+    """File name of the image of the sample in `SAMPLES_FOLDER`."""
 
     @classmethod
     def of(cls, entry: Any) -> GeneratedSample:
-        """Return an entry of samples.json; raise one of `CONTENT_ERRORS` if types differ."""
+        """Return an entry of samples.json. Raise one of `CONTENT_ERRORS` if types differ."""
         step = entry["step"]
         index = entry["index"]
         picture = entry.get("picture")
@@ -73,7 +73,7 @@ class GeneratedSample:
 
     @property
     def is_right(self) -> bool:
-        """Return True if the text equals the truth or a reference."""
+        """True if the text equals the truth or a reference."""
         return self.generated in {self.truth, *self.references}
 
 
@@ -91,11 +91,11 @@ class RunDirectory:
 
     @cached_property
     def samples(self) -> dict[tuple[str, int], list[GeneratedSample]]:
-        """Generated text by source and index of the held-out sample, in the order of steps."""
-        found: dict[tuple[str, int], list[GeneratedSample]] = {}
+        """Generated text by source and index of the held-out sample, in step order."""
+        by_sample: dict[tuple[str, int], list[GeneratedSample]] = {}
         for sample in sorted(self._samples(), key=lambda sample: sample.step):
-            found.setdefault((sample.source, sample.index), []).append(sample)
-        return found
+            by_sample.setdefault((sample.source, sample.index), []).append(sample)
+        return by_sample
 
     def _samples(self) -> Iterator[GeneratedSample]:
         entries = self.read_json(SAMPLES_FILE)
@@ -110,7 +110,7 @@ class RunDirectory:
                 self.skip(f"{SAMPLES_FILE}: entry {number}", error)
 
     def timelines(self) -> Iterator[tuple[str, str]]:
-        """Yield (file name, SVG) of the pipeline timelines, in the order of steps."""
+        """Yield (file name, SVG) of the pipeline timelines, in step order."""
         files = (self.directory / TIMELINE_FOLDER).glob("step-*.svg")
         for file in sorted(files, key=lambda f: (len(f.name), f.name)):
             svg = self.read_text(f"{TIMELINE_FOLDER}/{file.name}")
@@ -118,7 +118,7 @@ class RunDirectory:
                 yield file.name, svg[svg.index("<svg") :]
 
     def drawings(self) -> list[Path]:
-        """Return the pictures of generated images, in the order of steps."""
+        """Return the files of generated images, in step order."""
         folders = (self.directory / FORMER_DRAWINGS_FOLDER, self.directory / DRAWINGS_FOLDER)
         files = [file for folder in folders for file in folder.glob("step-*.png")]
         return sorted(files, key=lambda f: (len(f.name), f.name))
@@ -129,7 +129,7 @@ class RunDirectory:
             self.skipped.append(f"{what} is skipped: {why!r}"[:500])
 
     def read_json(self, name: str) -> Any:
-        """Return the content of a JSON file; None if there is none or it cannot be read."""
+        """Return the content of a JSON file, or None if it is missing or cannot be read."""
         text = self.read_text(name)
         try:
             return json.loads(text) if text else None
@@ -138,11 +138,11 @@ class RunDirectory:
             return None
 
     def read_text(self, name: str) -> str:
-        """Return the text of a file inside the directory; empty if it cannot be read."""
+        """Return the text of a file inside the directory, or "" if it cannot be read."""
         return self.read_bytes(name).decode(errors="replace")
 
     def read_bytes(self, name: object) -> bytes:
-        """Return the content of a file inside the directory; empty if it cannot be read."""
+        """Return the content of a file inside the directory, or b"" if it cannot be read."""
         try:
             return read_inside(self.directory, name)
         except FileNotFoundError:
@@ -156,7 +156,7 @@ def read_inside(directory: Path, name: object) -> bytes:
     """Return the content of a regular file of a run directory, at most `MAX_BYTES`.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         OSError: It cannot be read.
         ValueError: The name, or a symbolic link, leads out of the directory, or the file is too
             large or not a regular one.

@@ -1,7 +1,7 @@
-"""Files of a run directory that a tracker has not shown yet: samples, pictures, complete models.
+"""Files of a run directory that a tracker has not shown yet: samples, images, complete models.
 
-Trackers read everything except metrics from these files. The training loop is therefore independent
-of tables and pictures, and a tracker that lags behind shows the same content.
+Trackers read all data except metrics from these files. The training loop is therefore independent
+of tables and images, and a slow tracker shows the same content.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _EXPORTS = ("hf", "hf-*", "adapters", "adapters-*")
 
 @dataclass(frozen=True)
 class NewFiles:
-    """Files of some steps.
+    """Files of a range of steps.
 
     Attributes:
         samples: Generated text of held-out samples, each with the file of its image.
         timelines: SVG by file name.
-        measured: Panels of the same timelines by step, for other drawings.
-        drawings: Pictures of generated images by step.
+        measured: Panels of the same timelines by step, for other plots.
+        drawings: Files of generated images by step.
     """
 
     samples: Sequence[tuple[GeneratedSample, Path | None]]
@@ -92,18 +92,18 @@ class RunFiles:
 
 
 def _step(name: str) -> int:
-    found = _STEP.match(name)
-    return int(found[1]) if found else 0
+    match = _STEP.match(name)
+    return int(match[1]) if match else 0
 
 
 class WholeModels:
     """New checkpoints and exports of a run.
 
-    Both get their names when they are complete. An export that is written again (`hf-best/`) is
+    Both get their final names when they are complete. An export that is replaced (`hf-best/`) is
     new again.
 
     Args:
-        run_dir: Directory of the run. Checkpoints and exports that it already has are not new.
+        run_dir: Directory of the run. Existing checkpoints and exports are not new.
         kinds: Types to find.
     """
 
@@ -113,9 +113,9 @@ class WholeModels:
 
     def new(self) -> list[Path]:
         """Return the directories that are new since the last call."""
-        found = dict(self._found())
-        new = [path for path, node in found.items() if self._known.get(path) != node]
-        self._known = found
+        current = dict(self._found())
+        new = [path for path, node in current.items() if self._known.get(path) != node]
+        self._known = current
         return new
 
     def _found(self) -> Iterator[tuple[Path, int]]:
@@ -133,18 +133,19 @@ class WholeModels:
 def code_version() -> dict[str, str]:
     """Return the versions of the packages, and the commit if the code is in a repository."""
     root = Path(__file__).parents[3]
-    found = {}
+    versions = {}
     for name in ("torchmm", "torch", "transformers"):
         with suppress(PackageNotFoundError):  # torchmm may run from a clone
-            found[name] = version(name)
+            versions[name] = version(name)
     if (root / ".git").exists():
         try:
-            found["commit"] = _git(root, "rev-parse", "HEAD")
+            versions["commit"] = _git(root, "rev-parse", "HEAD")
             if _git(root, "status", "--porcelain", "--untracked-files=no"):
-                found["commit"] += " with changes"
+                versions["commit"] += " with changes"
         except (OSError, subprocess.SubprocessError):
-            found.pop("commit", None)  # git is not installed, or the repository has another owner
-    return found
+            # git is not installed, or the repository has another owner
+            versions.pop("commit", None)
+    return versions
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -1,7 +1,7 @@
 """The table of trackers, and the threads in which trackers run.
 
-A tracker cannot stop or slow training. Each tracker has its own thread behind a bounded queue. The
-thread connects, sends and closes. The first failure turns the tracker off with one warning.
+A tracker cannot stop or slow training. Each tracker has a separate thread behind a bounded queue.
+The thread connects, sends and closes. The first failure disables the tracker with one warning.
 metrics.jsonl has every record in any case.
 
 A new tracker of the core is a function and an entry in `TRACKERS`. An extension adds trackers with
@@ -47,11 +47,11 @@ class Sink(Protocol):
         """Show or store one step."""
 
     def close(self) -> None:
-        """Finish; nothing is emitted afterwards."""
+        """Finish. No record is emitted after this call."""
 
 
 class TrackedRun(NamedTuple):
-    """The run that a tracker shows."""
+    """Run that a tracker shows."""
 
     config: MetricsConfig
     run_dir: Path
@@ -60,11 +60,14 @@ class TrackedRun(NamedTuple):
     """The resolved recipe."""
     log: logging.Logger
     start_step: int
-    """Step of the checkpoint that the run resumes; 0 for a new run. Trackers continue its run."""
+    """Step of the checkpoint that the run resumes, or 0 for a new run.
+
+    Trackers continue the run of this checkpoint.
+    """
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the run resumes a checkpoint."""
+        """True if the run resumes a checkpoint."""
         return self.start_step > 0
 
     def files(self) -> RunFiles:
@@ -72,7 +75,7 @@ class TrackedRun(NamedTuple):
         return RunFiles(self.run_dir, self.start_step)
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the recipe, and the versions of the code."""
+        """Return the recipe and the versions of the code."""
         return {**self.recipe, "code": code_version()}
 
 
@@ -87,7 +90,7 @@ def start_trackers(run: TrackedRun) -> list[Sink]:
 
 
 class BackgroundSink:
-    """Runs a sink in a daemon thread until its first failure."""
+    """Sink in a daemon thread, which runs until its first failure."""
 
     def __init__(
         self,
@@ -96,10 +99,13 @@ class BackgroundSink:
         log: logging.Logger,
         close_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
-        """Start `start()` in the background; records queue up until it returns.
+        """Start the sink in the background. Records are queued until `start` returns.
 
         Args:
-            close_s: how long its end is waited for.
+            label: Name of the tracker in messages.
+            start: Function that connects the sink.
+            log: Logger of the run.
+            close_s: Time limit of `close` in seconds.
         """
         self._label = label
         self._start = start
@@ -112,7 +118,7 @@ class BackgroundSink:
         self._thread.start()
 
     def emit(self, record: Record) -> None:
-        """Hand over one record without waiting."""
+        """Add one record to the queue without blocking."""
         if self._off.is_set():
             return
         try:
@@ -121,7 +127,7 @@ class BackgroundSink:
             self._switch_off(f"is too slow ({QUEUE_LENGTH} records are queued)")
 
     def close(self) -> None:
-        """Let the sink finish, but wait no longer than `close_s`."""
+        """Wait until the sink has finished, for at most `close_s`."""
         timeout_s = self._close_s
         if self._off.is_set():
             return
@@ -140,7 +146,7 @@ class BackgroundSink:
             while (record := self._queue.get()) is not None and not self._off.is_set():
                 sink.emit(record)
             sink.close()
-        except Exception as error:  # counted: the first one ends the tracker
+        except Exception as error:  # the first error disables the tracker
             self._switch_off(f"failed: {type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
@@ -151,4 +157,4 @@ class BackgroundSink:
                     self._label,
                     reason,
                 )
-                self._off.set()  # last: a closing run does not wait for what is off already
+                self._off.set()  # last, because `close` does not wait for a disabled tracker

@@ -1,8 +1,8 @@
-"""A run in Weights & Biases: metrics in groups, a table of held-out samples, pictures, artifacts.
+"""Weights & Biases tracker: metrics in groups, a table of held-out samples, images, artifacts.
 
-One HTTP request before the first `init` checks that the server can be reached. If not, the run is
-recorded offline, and `wandb sync` can upload it later. Rejected: falling back to offline after a
-failed online `init`, because a failed `init` can hang as well.
+One HTTP request before the first `init` checks that the server can be reached. Otherwise the run is
+recorded offline, and `wandb sync` can upload it later. A failed online `init` is not a usable
+check, because it can hang as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchmm.training.tracking.run_files import WholeModels
 from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, TrackedRun
 
 ARTIFACTS_TIMEOUT_S = 3600.0
-"""Time limit of closing if checkpoints or exports are uploaded, which may be large."""
+"""Time limit of closing if checkpoints or exports are uploaded, which may be large, in seconds."""
 PROBE_TIMEOUT_S = 5.0
 COLUMNS: list[str | int] = ["step", "sample", "image", "prompt", "reference", "generated"]
 
@@ -40,7 +40,7 @@ def _read_run_id(run_dir: Path, is_resumed: bool) -> str:
     """Return the id of the Weights & Biases run and store it in the run directory.
 
     A resumed run continues the run of the stored id. The steps that it repeats are logged with the
-    same numbers; Weights & Biases keeps the first.
+    same numbers, and Weights & Biases retains the first values.
     """
     file = run_dir / "wandb_run_id"
     if not is_resumed or not file.is_file():
@@ -49,17 +49,17 @@ def _read_run_id(run_dir: Path, is_resumed: bool) -> str:
 
 
 class WandbTracker:
-    """A Weights & Biases run; its files are in `wandb/` of the run directory.
+    """A Weights & Biases run. Its files are in `wandb/` of the run directory.
 
     Args:
         run: Run to show.
         run_id: Id of the run in Weights & Biases.
-        models: Checkpoints and exports that become artifacts.
+        models: Checkpoints and exports that are uploaded as artifacts.
         finish_s: Time limit of the last upload, in seconds.
     """
 
     def __init__(self, run: TrackedRun, run_id: str, models: WholeModels, finish_s: float) -> None:
-        """Connect; may block for the `init_timeout` of the service."""
+        """Connect. May block for the `init_timeout` of the service."""
         self._name = run.name
         self._log = run.log
         self._files = run.files()
@@ -69,7 +69,7 @@ class WandbTracker:
             finish_timeout=finish_s,
             console="off",
             silent=True,
-            disable_git=True,  # of the working directory, which need not be that of the code
+            disable_git=True,  # the working directory may not be the repository of the code
         )
         base_url = str(wandb.setup().settings.base_url)  # from environment or settings file
         mode = run.config.wandb
@@ -95,7 +95,7 @@ class WandbTracker:
             run.log.info("Weights & Biases run: %s", self._run.url)
 
     def emit(self, record: Record) -> None:
-        """Log one step, and the files that are new since the previous one."""
+        """Log one step, and the files that are new since the previous step."""
         step = record["step"]
         new = self._files.until(step)
         shown = group_by_panel(record)

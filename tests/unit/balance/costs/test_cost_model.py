@@ -185,7 +185,7 @@ def test_learned_factors_scale_actions() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="peaks for bfloat16, float32"):
+    with pytest.raises(ValueError, match="FLOP/s only for bfloat16, float32"):
         CostModel(PROFILE, "float64")
 
 

@@ -268,8 +268,8 @@ def test_plan_counts_devices_in_use():
         ([(1, 2, 1)], "1 sizes for 2 units"),
         ([(1, 1, 1), (1, 3, 1)], "llm: data = 3 .* step, 8"),
         ([(1, 3, 1), (1, 4, 1)], "vision: data = 3 .* LLM data-parallel degree, 4"),
-        ([(4, 1, 1), (1, 1, 1)], r"vision: tensor = 4; .*\[1, 2\]"),
-        ([(1, 1, 5), (1, 1, 1)], "vision: pipeline = 5.* 1 and 4"),
+        ([(4, 1, 1), (1, 1, 1)], r"vision: tensor = 4, .*\[1, 2\]"),
+        ([(1, 1, 5), (1, 1, 1)], "vision: pipeline = 5.* 1 to 4"),
         ([(2, 2, 1), (2, 2, 2)], "12 devices, but 8 are available"),
     ],
 )

@@ -141,5 +141,5 @@ def test_what_cannot_be_timed_is_refused():
         llm_timeline(graph, (order[0], ()), PlanCosts(compute), pieces)
     with pytest.raises(SimulationError, match="requires an action that is not in the order"):
         llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute), pieces)
-    with pytest.raises(SimulationError, match="circle"):
+    with pytest.raises(SimulationError, match="form a cycle"):
         llm_timeline(graph, (order[0][::-1], order[1]), PlanCosts(compute), pieces)

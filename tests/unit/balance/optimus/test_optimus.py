@@ -228,5 +228,5 @@ def test_costs_and_layouts_that_do_not_fit_are_refused():
     missing = {a: ms for a, ms in costs.compute_ms.items() if a.stage or a.type is not T.F}
     with pytest.raises(SimulationError, match="has no duration; compute the costs from the graph"):
         optimus(graph, PlanCosts(missing))
-    with pytest.raises(ValueError, match="no schedule 'none'"):
+    with pytest.raises(ValueError, match="unknown schedule 'none'"):
         optimus(graph, costs, llm_schedule="none")

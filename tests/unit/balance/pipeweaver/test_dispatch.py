@@ -231,7 +231,7 @@ def test_ranks_that_fill_up_with_encoders_block_each_other():
     encoders = [i for i, s in enumerate(dispatcher.segments) if s.module == "vision"]
     others = [i for i, s in enumerate(dispatcher.segments) if s.module == "llm"]
     done = dispatcher.dispatch(np.array(encoders + others))
-    assert [text.split(" needs")[0] for text in done.blocked] == ["rank 0: 2F0"]
+    assert [text.split(" requires")[0] for text in done.blocked] == ["rank 0: 2F0"]
     assert [str(a) for a in done.order[0]] == ["0F0", "0F1", "0F2"]
     assert not dispatcher.dispatch().blocked
 

@@ -187,7 +187,7 @@ def test_without_a_plan_in_time_it_is_made_before_the_step(monkeypatch, caplog, 
     assert [led.step() for _ in range(4)][-1]
     led.made[0].mood = mood
     assert not led.step() and not led.step()
-    assert ("before" in caplog.text) and "natural" not in caplog.text
+    assert "planned synchronously" in caplog.text and "natural" not in caplog.text
 
 
 def test_a_step_that_became_another_one_is_planned_again(monkeypatch, caplog):

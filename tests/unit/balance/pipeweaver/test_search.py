@@ -177,7 +177,7 @@ def test_orders_of_other_steps_are_refused():
     order = separated(dispatcher.graph)
     with pytest.raises(ValueError, match="for a step of"):
         time_order(dispatcher, [row[1:] for row in order])
-    with pytest.raises(ValueError, match="form"):
+    with pytest.raises(ValueError, match="wait for each other in this order"):
         time_order(dispatcher, [row[::-1] for row in order])
 
 

@@ -281,7 +281,7 @@ def test_a_plan_whose_ranks_wait_for_each_other_is_refused():
     receive = next(a for a in first if a.type is T.RECV_B)
     first.remove(receive)
     first[begin:begin] = [receive, late]
-    with pytest.raises(SimulationError, match="circle"):
+    with pytest.raises(SimulationError, match="form a cycle"):
         simulate(replace(plan, actions=(tuple(first), tuple(second))), flat_costs(plan))
 
 

@@ -96,8 +96,8 @@ def test_sizes_make_no_kinds_of_layers() -> None:
     [
         ("gpt2", "weights outside of embeddings, layers, one norm and head: wpe"),
         ("bert", "are not in the same module as its embeddings"),
-        ("stablelm", "of samples packed, whole differs by"),  # attention ignores the segments
-        ("nanochat", "in one stage per layer"),  # norms what enters its first layer
+        ("stablelm", "of samples packed, whole"),  # attention ignores the segments
+        ("nanochat", ", one stage per layer"),  # norms what enters its first layer
         ("gemma3n_text", "altup_projections"),
         ("mamba", "num_attention_heads"),
     ],

@@ -118,7 +118,7 @@ def test_code_next_to_the_data_is_never_run(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("MyOwnSample", {"text": "txt"}, "MyOwnSample.* not known; known are Captioning"),
+        ("MyOwnSample", {"text": "txt"}, "MyOwnSample.* not supported; use one of Captioning"),
         ("TextSample", None, "no field_map"),
         ("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}, "'jpgs', which is a pickle"),
     ],
@@ -161,7 +161,7 @@ def test_an_index_of_a_shard_is_used_unless_it_is_older(tmp_path):
 def test_missing_shards_and_broken_files_are_named(tmp_path):
     write(tmp_path, {"a.txt": b"a"}, "TextSample", {"text": "txt"})
     (tmp_path / "shards" / "s-0.tar").unlink()
-    with pytest.raises(DataError, match=r"split\.yaml names .*s-0\.tar, which does not exist"):
+    with pytest.raises(DataError, match=r"split\.yaml lists .*s-0\.tar, which does not exist"):
         columns(tmp_path)
     (tmp_path / ".nv-meta" / "split.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"split\.yaml cannot be read"):

@@ -249,7 +249,7 @@ def test_sizes_of_stages_and_messages(model):
             "A U-Net has no layers that can be split into stages",
         ),
         ({"num_layer": 3}, "did you mean 'num_layers'"),
-        ({"in_channels": 4}, "in_channels = 4 is not supported; use 3"),
+        ({"in_channels": 4}, "in_channels = 4, but it must be 3"),
         ({"sample_size": 18}, "not a multiple of patch_size"),
         ({"attention_head_dim": 3, "num_attention_heads": 2}, "must be a multiple of 4"),
         ({"ffn_size": 0}, "ffn_size = 0"),

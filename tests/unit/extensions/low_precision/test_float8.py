@@ -60,7 +60,7 @@ def test_sizes_that_are_no_multiples_of_16_stay() -> None:
         (CPU, {}, "requires a GPU; set float8.emulate = true"),
         (CPU, {"emulate": True}, None),
         (CPU, {"emulate": True, "first_layers": 2}, "'llm' has no linear layer for float8"),
-        (CPU, {"recipe": "none"}, None),
+        (CPU, {"scaling": "none"}, None),
         (CPU, {"modules": []}, None),
         (torch.device("cuda"), {}, "Ampere does not support float8 matmuls"),
     ],

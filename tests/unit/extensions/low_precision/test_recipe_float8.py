@@ -65,7 +65,11 @@ def test_valid(recipe: Path, arguments: str) -> None:
         ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.scaling", "zero_bubble"),
         ("--float8.emulate false", "float8.scaling", 'training.dtype = "bfloat16"'),
         ("--float8.modules ['visoin']", "float8.modules", 'did you mean "vision"'),
-        (VISION + "--parallel.pipeline 2", "float8.modules", "which images of 'vision'"),
+        (
+            VISION + "--parallel.pipeline 2",
+            "float8.modules",
+            "images that share a scale in 'vision'",
+        ),
         ("--freeze.modules ['llm']", "float8.modules", "compute its weight gradients"),
     ],
 )

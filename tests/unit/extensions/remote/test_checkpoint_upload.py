@@ -482,7 +482,7 @@ def test_a_store_that_cannot_be_asked_stops_the_start(tmp_path, machines, monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     manager = Machine(tmp_path / "machine", "s3://nowhere/runs").manager()
-    with pytest.raises(StoreError, match="s3://nowhere/runs/run did not answer"):
+    with pytest.raises(StoreError, match="s3://nowhere/runs/run did not respond"):
         manager.resume(*build())
     manager.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -179,15 +180,15 @@ def wrong_numbers(each: Requested):
             continue
         places = message.tensors["places"]
         for value in (-1, len(ids), 2**62):
-            yield part, "places", {"tensors": {"places": put(places, 0, value)}}
-        yield part, "places", {"tensors": {"places": put(places, 0, int(places[1]))}}
+            yield part, "places|position", {"tensors": {"places": put(places, 0, value)}}
+        yield part, "places|position", {"tensors": {"places": put(places, 0, int(places[1]))}}
         grids = message.values["grids_thw"]
         yield part, "grids_thw", {"values": {"grids_thw": [[t, w * h, 1] for t, h, w in grids]}}
         yield part, "grids_thw", {"values": {"grids_thw": grids[:-1]}}
         yield part, "held", {"values": {"held": list(range(len(grids)))}}
         if "blank" in message.values:
             yield part, "blank", {"values": {"blank": [*message.values["blank"], 99]}}
-            yield part, "places", {"tensors": {"places": places.flip(0) - 1}}
+            yield part, "places|position", {"tensors": {"places": places.flip(0) - 1}}
             yield part, "patches_per_token", {"values": {"patches_per_token": 0}}
         else:
             times, contexts = message.values["times"], message.values["contexts"]
@@ -195,7 +196,7 @@ def wrong_numbers(each: Requested):
             yield part, "contexts", {"values": {"contexts": [each + 1 for each in contexts]}}
             counted = [not each for each in message.values["counted"]]
             yield part, "counted", {"values": {"counted": counted}}
-            yield part, "places", {"tensors": {"places": places.flip(0)}}
+            yield part, "places|position", {"tensors": {"places": places.flip(0)}}
 
 
 def put(tensor, index, value):
@@ -208,7 +209,7 @@ def test_wrong_number_is_rejected_and_named(requested):
     tried = 0
     for each in requested:
         for part, field, changes in wrong_numbers(each):
-            assert field in each.rejection(part, **changes), (part, field, changes)
+            assert re.search(field, each.rejection(part, **changes)), (part, field, changes)
             tried += 1
     assert tried > 50
 
@@ -274,7 +275,7 @@ def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
     (record,) = [r for r in caplog.records if "wrong response" in r.message]
     assert wrong in record.message and "input_ids_T" in record.message
     assert site.opened[0].asked == 1  # by one data worker, in the whole run
-    with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed answer.*input_ids_T"):
+    with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed response.*input_ids_T"):
         take(site.loader(wrong, retry_timeout_s=60), 1)  # at once
 
 

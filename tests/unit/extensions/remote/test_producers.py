@@ -187,7 +187,7 @@ def test_busy_producers_are_asked_again(site):
     room = site.opened[0]._room
     for _ in range(4):
         room.acquire()
-    message = r"no producer.*retry_timeout_s = 0.5.*Unavailable: it has no room"
+    message = r"no producer.*retry_timeout_s = 0.5.*Unavailable: its queue of requests is full"
     with pytest.raises(DataError, match=message):
         take(site.loader(address, retry_timeout_s=0.5), 1)
     room.release()

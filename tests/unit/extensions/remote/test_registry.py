@@ -265,7 +265,7 @@ def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
 
 
 def test_nothing_is_reported_unencrypted_to_other_machines():
-    with pytest.raises(ConnectionError, match="unencrypted"):
+    with pytest.raises(ConnectionError, match="requires encryption"):
         Reporter("192.0.2.1:7", lambda: Reported("a:1", "f", 1, 0))
 
 

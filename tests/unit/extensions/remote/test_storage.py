@@ -126,7 +126,7 @@ def test_a_store_that_stays_away_ends_the_run_in_time(store, tmp_path):
     finally:
         store.come_back()
     assert time.monotonic() - began < 15
-    assert "s3://first/x/a.bin did not answer" in str(caught.value)
+    assert "s3://first/x/a.bin did not respond" in str(caught.value)
     assert "data.storage.retry_timeout_s" in str(caught.value)
 
 

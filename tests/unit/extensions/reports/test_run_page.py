@@ -74,8 +74,8 @@ def made_run(folder: Path, lr: float) -> Path:
 def test_a_page_has_what_the_files_say(run_dir: Path) -> None:
     page = write_run_page(run_dir).read_text()
     assert "data:image/png;base64," in page and "captions[3]: torn" in page
-    assert "step 20: 1 of 1 are written exactly" in page and "optimizer.lr" in page
-    assert '"points":[[1,5.0],' in page and '"held out"' in page and '"MFU"' not in page
+    assert "step 20: 1 of 1 generated texts match" in page and "optimizer.lr" in page
+    assert '"points":[[1,5.0],' in page and '"validation"' in page and '"MFU"' not in page
     assert "<td>3.00 GiB</td><td>2.00 GiB</td><td>150%</td>" in page
     assert "<td>2.50 GiB</td><td></td><td></td>" in page
     assert "<svg" not in page and page.count("data:image/svg+xml;base64,") == 1
@@ -105,7 +105,7 @@ def test_page_runs_no_script_of_files(run_dir: Path) -> None:
     assert "<svg" not in page and "<img src=x" not in page and "alert(1)&gt;" in page
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in page and "default-src 'none'" in page
-    assert "samples.json: entry 2 is left out" in page
+    assert "samples.json: entry 2 is skipped" in page
 
 
 @pytest.mark.parametrize("name", ["/{}", "../../{}", "../{}", "link.png", "pipe.png", "text.png"])
@@ -130,7 +130,7 @@ def test_page_follows_no_link_outside(run_dir: Path, tmp_path: Path, file: str) 
     (run_dir / file).unlink(missing_ok=True)
     (run_dir / file).symlink_to(tmp_path / "secret")
     page = run_page(read_run(run_dir))
-    assert SECRET not in page and f"{file}&#x27; is left out" in page
+    assert SECRET not in page and f"{file}&#x27; is skipped" in page
     assert page.count("data:image/svg+xml") == 1
 
 
@@ -289,7 +289,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     assert figures["peak memory"] == ["1.00 GiB"] * 2 and "MFU (median)" not in figures
     page = comparison_page(runs)
-    assert '"name":"a: training"' in page and '"name":"b: held out"' in page
+    assert '"name":"a: training"' in page and '"name":"b: validation"' in page
     print_comparison(Console(width=100), runs)
     assert "optimizer.lr" in capsys.readouterr().out
 

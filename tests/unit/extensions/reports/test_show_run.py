@@ -58,4 +58,4 @@ def test_state_line_of_killed_run_shows_silence(tmp_path, age_s, shown):
     os.utime(tmp_path / "STATUS.json", (past_s, past_s))
     line = show_run.state_line(RunContents(tmp_path, [], {"name": "mine"}))
     assert line.startswith("mine: running") and shown in line
-    assert ("killed?" in line) == (age_s > 600)
+    assert ("may have been killed" in line) == (age_s > 600)

@@ -1,28 +1,42 @@
-"""What it costs and saves to let layers run again in backward, task by task.
+"""Time and memory of recomputing layers, by stage, task and recomputation mode.
 
-`plan_costs` knows one mode of recomputation per module. Where a plan chooses for itself
-(`PipelinePlan.recompute`), its costs are those of keeping everything, and what each layer's mode
-changes: a longer backward, fewer bytes kept, no backward in two halves, and the layer's own
-activations once more while its backward runs.
+`plan_costs` supports one recomputation mode per module. If a plan has a mode per layer and task
+(`PipelinePlan.recompute`), its costs are those of saving all activations, plus the changes of each
+layer (`charged`):
 
-The first layers are the best to recompute: when their turn comes, those after them have released
-theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
+    mode         backward             saved on the device        host memory
+    none         -                    all activations            -
+    selective    + cheap operators    input, matmul results      -
+    full         + forward            input                      -
+    offload      + forward, copy      -                          input
 
-Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
-It goes while the layer runs and comes back while the layer behind it has its backward
-(`torchmm.parallel.host_inputs`): a layer takes as long as the longer of computing and copying, if
-kernels are queued, and the sum of both if not. The next input is there ahead of its use, so a rank
-that offloads holds the largest of them throughout. What a stage received stays on the device
-whatever its first layer keeps, as the runtime holds it: that layer gains nothing by "offload".
+Recomputation also disables the split of a backward pass into I and W, and needs the activations of
+one layer while its backward pass runs (`passing_bytes_N`). Recomputing the first layers is best,
+because later layers have already freed their activations at that time. Only tasks that recompute
+their last layers need more memory than they saved.
 
-Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
-knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
-than something else is dropped (the Pareto front). Equal layers are counted, not distinguished,
-so the front of a stage is exact and small. Of a long front, the fastest and the leanest stay, and
-of each of K - 2 equal ranges of bytes the fastest (PipeWeaver §6.3).
+With "offload", the input of a recomputed layer is stored in host memory, if the device has separate
+memory. It is copied while the layer runs, and copied back during the backward pass of the following
+layer (`torchmm.parallel.host_inputs`). On GPUs, the time of the layer is the maximum of computing
+and copying. Otherwise, it is the sum. The next input is prefetched, so a rank with offloading
+always has memory for the largest input. The runtime retains the received input of a stage on the
+device, so offloading does not help for the first layer of such a stage.
 
-The front is that of a stage's mean task, which gives each task of the stage the same candidates, at
-its own times and bytes: tasks differ in size, hardly in what their layers' modes cost per byte.
+The candidates of a stage are the Pareto front of a multiple-choice knapsack problem. Each layer has
+one mode, times and bytes are added, and dominated combinations are dropped:
+
+    saved bytes
+      ^ x  none for all layers (fastest)
+      |   x
+      |     x   .  <- dominated
+      |         x
+      |               x  full or offload for all layers (lowest memory)
+      +----------------------> extra time
+
+Equal layers are counted instead of enumerated, so the front of a stage is exact and small. A long
+front is reduced to its two ends and the fastest point of K - 2 equal ranges of bytes (PipeWeaver,
+section 6.3). The front is computed for the mean task of a stage. All tasks of the stage have the
+same candidates, with times and bytes per task.
 """
 
 from __future__ import annotations
@@ -48,28 +62,31 @@ from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan
 
 LAYER_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Of any device."""
+"""Modes on all devices."""
 ALL_MODES: tuple[LayerMode, ...] = (*LAYER_MODES, "offload")
-"""Of devices with memory of their own."""
+"""Modes on devices with separate memory. Their indices are the mode indices M of arrays."""
 Modes = tuple[LayerMode, ...]
+"""Mode of each layer of a stage."""
 PINNED_SHARE = 0.8
-"""Of a link's bandwidth that copies to and from pinned memory reach; assumed."""
+"""Assumed fraction of the link bandwidth that copies to and from pinned memory achieve."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageRecompute:
-    """Choices of one stage. N tasks with a backward, K kinds of layers, in M modes: `ALL_MODES`, or
-    the first of them.
+    """Times and bytes of the recomputation modes of one stage.
+
+    Shapes are N tasks with a backward pass, K layer types, and M modes. The modes are `ALL_MODES`,
+    or its first elements.
 
     Attributes:
-        tasks: N of them.
-        kinds: by layer: which kind it is.
-        forward_ms_KMN: what a layer's mode adds to the forward.
-        again_ms_KMN: what it adds to the backward.
-        tensor_ms_KMN: of that, exposed tensor-parallel communication.
-        kept_bytes_KMN: what the layer keeps on the device.
-        received_bytes_MN: what the stage's input holds there beside what its first layer keeps.
-        ranks: that have the stage.
+        tasks: The N tasks.
+        kinds: Index of the layer type of each layer.
+        forward_ms_KMN: Time that a mode adds to the forward pass of a layer.
+        again_ms_KMN: Time that a mode adds to the backward pass of a layer.
+        tensor_ms_KMN: Exposed tensor-parallel communication in `again_ms_KMN`.
+        kept_bytes_KMN: Bytes that a layer saves on the device.
+        received_bytes_MN: Bytes of the stage input that `kept_bytes_KMN` does not include.
+        ranks: Ranks of the plan with the stage.
     """
 
     tasks: tuple[Task, ...]
@@ -83,25 +100,26 @@ class StageRecompute:
 
     @property
     def ahead_bytes(self) -> int:
-        """The largest input that may come back from the host."""
+        """Bytes of the largest input that is prefetched from host memory."""
         if self.kept_bytes_KMN.shape[1] < len(ALL_MODES):
             return 0
+        # Inputs are offloaded only if this saves memory.
         leaner_KN = self.kept_bytes_KMN[:, -1] < self.kept_bytes_KMN[:, ALL_MODES.index("full")]
         inputs_KN = self.kept_bytes_KMN[:, ALL_MODES.index("full")] * leaner_KN
         return round(float(inputs_KN.max(initial=0.0)))
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
-        """What modes of all layers add to forward and backward together."""
+        """Return the time that modes add to the forward and backward pass, by task."""
         return self.sum_N(self.forward_ms_KMN, modes) + self.sum_N(self.again_ms_KMN, modes)
 
     def saved_bytes_N(self, modes: Modes) -> Float64s:
-        """What is not kept, compared with keeping everything."""
+        """Return the bytes that modes save compared with saving all activations, by task."""
         saved_N = self.sum_N(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
         received_MN = self.received_bytes_MN
         return saved_N + received_MN[0] - received_MN[ALL_MODES.index(modes[0])]
 
     def host_bytes_N(self, modes: Modes) -> Float64s:
-        """What waits in the host's memory, where torch rounds buffers up to a power of two."""
+        """Return the bytes in pinned host memory by task, which torch rounds to powers of 2."""
         if "offload" not in modes:
             return np.zeros(len(self.tasks))
         inputs_KN = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
@@ -111,20 +129,28 @@ class StageRecompute:
         return self.sum_N(inputs_KMN, modes)
 
     def passing_bytes_N(self, modes: Modes) -> Float64s:
-        """What backward needs beyond what was kept, while it runs."""
-        most_N = np.zeros(len(self.tasks))
-        behind_N = np.zeros(len(self.tasks))
+        """Return the bytes that a backward pass needs beyond the saved bytes, by task.
+
+        A recomputed layer needs all of its activations. The saved bytes of later layers are free by
+        then.
+        """
+        peak_N = np.zeros(len(self.tasks))
+        later_N = np.zeros(len(self.tasks))
         for index, kind in reversed(list(enumerate(self.kinds))):
             kept_N = self.kept_bytes_KMN[kind, ALL_MODES.index(modes[index])]
             if index == 0:
                 kept_N = kept_N + self.received_bytes_MN[ALL_MODES.index(modes[0])]
             whole_N = self.kept_bytes_KMN[kind, 0]
-            most_N = np.maximum(most_N, whole_N - kept_N - behind_N)
-            behind_N = behind_N + kept_N
-        return most_N
+            peak_N = np.maximum(peak_N, whole_N - kept_N - later_N)
+            later_N = later_N + kept_N
+        return peak_N
 
     def sum_N(self, table_KMN: Float64s, modes: Modes) -> Float64s:
-        """What a table says of modes of all layers together."""
+        """Return the sum over layers of the entries of their modes, by task.
+
+        Raises:
+            ValueError: The number of modes differs from the number of layers.
+        """
         if len(modes) != len(self.kinds):
             raise ValueError(f"{len(modes)} modes for {len(self.kinds)} layers")
         found_N = np.zeros(len(self.tasks))
@@ -155,56 +181,60 @@ def stage_choices(
     """Return the costs and savings of recomputation by stage, for stages with backward passes.
 
     Args:
-        modules: encoders, LLM and generator, complete.
-        names: modules whose tasks may choose.
-        offloads: modules among them that may use host memory.
-        targets: positions that are included in the loss, by microbatch. By default, all text.
-        peers: as for `plan_costs`.
+        graph: Task graph of the step.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the graph.
+        model: Cost model of the device.
+        names: Modules with a mode per layer and task.
+        offloads: Modules of `names` that can offload to host memory.
+        targets: Number of positions that are included in the loss, by microbatch. By default, all
+            text tokens.
+        peers: Microbatches of the ranks that run in lockstep, as for `plan_costs`.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     tables: _Tables = {}
-    found = {}
+    by_stage = {}
     for module in modules:
         if module.name not in names:
             continue
         execution = model.execution(module.name)
-        own = lockstep_tasks(graph, module, microbatches, counts, execution, peers)
+        of_module = lockstep_tasks(graph, module, microbatches, counts, execution, peers)
         modes: Modes = ALL_MODES if module.name in offloads else LAYER_MODES
         for stage in graph.layout.stages:
             if stage.module == module.name:
-                choices = _stage(graph, stage, own, model, modes, tables)
+                choices = _stage(graph, stage, of_module, model, modes, tables)
                 if choices is not None:
-                    found[stage.index] = choices
-    return found
+                    by_stage[stage.index] = choices
+    return by_stage
 
 
 def _stage(
     graph: StageGraph,
     stage: StageSpec,
-    own: ModuleTasks,
+    of_module: ModuleTasks,
     model: CostModel,
     modes: Modes,
     tables: _Tables,
 ) -> StageRecompute | None:
-    module = own.module
-    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in own.keys], bool)
+    module = of_module.module
+    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in of_module.keys], bool)
     if stage.stop == stage.start or not needed_N.any():
         return None
     layers = module.layers[stage.start : stage.stop]
     distinct = list(dict.fromkeys(layers))
-    arrives_N = own.gradient_arrives_N(graph, stage.index)
+    arrives_N = of_module.gradient_arrives_N(graph, stage.index)
     if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
-        arrives_N = np.ones_like(arrives_N)  # to the connector, before the layers
+        arrives_N = np.ones_like(arrives_N)  # for the connector before the layers
     rows = []
     for layer in distinct:
         key = module.name, layer, arrives_N.tobytes()
         if key not in tables:
-            tables[key] = _layer(layer, own, model, arrives_N, modes)
+            tables[key] = _layer(layer, of_module, model, arrives_N, modes)
         rows.append(tables[key])
     forward, again, tensor, kept, received = (
         np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)
     )
-    tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
+    tasks = [Task(stage.index, *key) for key, n in zip(of_module.keys, needed_N, strict=True) if n]
     kinds = tuple(map(distinct.index, layers))
     first = received[kinds[0]] * (stage.start > 0)
     return StageRecompute(
@@ -214,15 +244,19 @@ def _stage(
 
 def _layer(
     layer: LayerDescription,
-    own: ModuleTasks,
+    of_module: ModuleTasks,
     model: CostModel,
     arrives_N: np.ndarray,
     modes: Modes,
 ) -> _LayerTables:
-    """Of one layer, by mode and task: time added to forward and backward, communication of the
-    latter, bytes kept, and bytes of a received input beside them."""
-    module = own.module
-    sizes = own.of_ranks
+    """Return the tables of one layer, by mode and task.
+
+    Returns:
+        Time added to the forward pass, time added to the backward pass, exposed communication in
+        the latter, saved bytes, and bytes of a received input that are not in the saved bytes.
+    """
+    module = of_module.module
+    sizes = of_module.of_ranks
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = arrives_N | trained
@@ -233,20 +267,20 @@ def _layer(
         execution = replace(model.execution(module.name), recompute=mode)
         changed = replace(model, executions={**model.executions, module.name: execution})
         costs = changed.stage_costs(
-            module, index, index + 1, sizes, arrives_N, own.useful, ranks=own.ranks
+            module, index, index + 1, sizes, arrives_N, of_module.useful, ranks=of_module.ranks
         )
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
-        setting = changed.setting(module, own.sizes.tasks)
+        setting = changed.setting(module, of_module.sizes.tasks)
         kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
         received_N = received_bytes(layer, sizes, setting, weights=trained)
-        for found, own_N in ((kept, kept_N), (received, received_N)):
-            of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(own.ranks, -1)
-            found.append(has_backward_N * of_ranks_RN.max(0))
+        for by_mode, own_N in ((kept, kept_N), (received, received_N)):
+            of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(of_module.ranks, -1)
+            by_mode.append(has_backward_N * of_ranks_RN.max(0))
     if "offload" in modes:
         for times in (forward, again):
-            times.append(_beside_copy_ms(times[-1], kept[-1], model))
+            times.append(_with_copy_ms(times[-1], kept[-1], model))
         tensor.append(tensor[-1])
         own_memory = model.profile.device.host_bytes_per_s > 0
         received.append(np.maximum(received[-1], kept[-1] * own_memory))
@@ -257,18 +291,20 @@ def _layer(
     return forward_MN, again_MN, tensor_MN, np.stack(kept), np.stack(received)
 
 
-def _beside_copy_ms(computing_ms_N: Float64s, nbytes_N: Float64s, model: CostModel) -> Float64s:
-    """Of a layer, and of copying its input to the host's memory or back meanwhile; no more than the
-    layer where that is the device's own."""
+def _with_copy_ms(computing_ms_N: Float64s, nbytes_N: Float64s, model: CostModel) -> Float64s:
+    """Return the time of a layer while its input is copied to or from host memory.
+
+    Devices without separate memory copy nothing.
+    """
     device = model.profile.device
     rate = PINNED_SHARE * device.host_bytes_per_s
     if rate == 0:
         return computing_ms_N
-    begun_ms_N = model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
+    launch_ms_N = model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
     copying_ms_N = nbytes_N / rate * 1e3
     if device.asynchronous:
-        return np.maximum(computing_ms_N, copying_ms_N) + begun_ms_N
-    return computing_ms_N + copying_ms_N + begun_ms_N
+        return np.maximum(computing_ms_N, copying_ms_N) + launch_ms_N
+    return computing_ms_N + copying_ms_N + launch_ms_N
 
 
 def costs_of_plan(
@@ -284,10 +320,17 @@ def costs_of_plan(
     """Return the costs of a plan, with its recomputation.
 
     Args:
-        model: modules whose tasks choose keep all activations in it.
+        plan: Plan of the step.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the plan.
+        model: Cost model. Modules with a mode per layer must save all activations in it.
+        targets: Number of positions that are included in the loss, by microbatch. By default, all
+            text tokens.
+        layerwise: Whether FSDP2 shards each layer.
+        peers: Microbatches of the ranks that run in lockstep, as for `plan_costs`.
 
     Raises:
-        ValueError: as `plan_costs`.
+        ValueError: `plan_costs` raises.
     """
     costs = plan_costs(
         plan.graph,
@@ -325,27 +368,29 @@ def charged(
     """Return costs that include recomputation.
 
     Args:
-        costs: costs without recomputation.
-        recompute: modes of the layers of a stage, by task.
-        choices: times and bytes of the modes, by stage.
+        costs: Costs without recomputation.
+        recompute: Modes of the layers of a stage, by task.
+        choices: Times and bytes of the modes, by stage.
     """
-    # Tasks of one stage with the same modes have common tables.
-    alike: dict[tuple[int, Modes], list[Task]] = {}
+    # Tasks of one stage with the same modes share the sums over layers.
+    by_modes: dict[tuple[int, Modes], list[Task]] = {}
     for task, modes in recompute.items():
         if any(mode != "none" for mode in modes):
-            alike.setdefault((task.stage, modes), []).append(task)
+            by_modes.setdefault((task.stage, modes), []).append(task)
     compute = dict(costs.compute_ms)
     tensor = dict(costs.tensor_ms)
     kept = dict(costs.kept_bytes)
     waiting = dict(costs.kept_for_weights_bytes)
     temporary = dict(costs.temporary_bytes)
-    places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
-    for (stage, modes), tasks in alike.items():
-        own = choices[stage]
-        tables = (own.forward_ms_KMN, own.again_ms_KMN, own.tensor_ms_KMN)
-        before, extra, exposed = (own.sum_N(table, modes).tolist() for table in tables)
-        saved = own.saved_bytes_N(modes).tolist()
-        passing = own.passing_bytes_N(modes).tolist()
+    places = {
+        index: {t: i for i, t in enumerate(of_stage.tasks)} for index, of_stage in choices.items()
+    }
+    for (stage, modes), tasks in by_modes.items():
+        of_stage = choices[stage]
+        tables = (of_stage.forward_ms_KMN, of_stage.again_ms_KMN, of_stage.tensor_ms_KMN)
+        before, extra, exposed = (of_stage.sum_N(table, modes).tolist() for table in tables)
+        saved = of_stage.saved_bytes_N(modes).tolist()
+        passing = of_stage.passing_bytes_N(modes).tolist()
         for task in tasks:
             place = places[stage][task]
             whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
@@ -353,7 +398,7 @@ def charged(
             compute[whole] += extra[place]
             tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
             temporary[whole] = round(passing[place])
-            if half in compute:  # The backward with recomputation is not split.
+            if half in compute:  # A backward pass with recomputation is not split.
                 compute[half] = compute[whole]
                 tensor[half] = tensor[whole]
                 temporary[half] = temporary[whole]
@@ -380,41 +425,43 @@ def charged(
 
 
 def inputs_ahead(choices: Mapping[int, StageRecompute]) -> dict[int, int]:
-    """By rank: the largest input of a layer that may come from the host ahead of its use."""
-    found: dict[int, int] = {}
-    for own in choices.values():
-        for rank in own.ranks:
-            found[rank] = max(found.get(rank, 0), own.ahead_bytes)
-    return found
+    """Return the bytes of the largest prefetched layer input, by rank."""
+    by_rank: dict[int, int] = {}
+    for of_stage in choices.values():
+        for rank in of_stage.ranks:
+            by_rank[rank] = max(by_rank.get(rank, 0), of_stage.ahead_bytes)
+    return by_rank
 
 
 _BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)
 
 
 MOST_CANDIDATES = 16
-"""K of the paper, which does not print it."""
+"""Maximum number of candidates per stage, K in the paper, which does not state its value."""
 MOST_PARTIAL = 256
-"""Points of a front of some of the layers."""
+"""Maximum number of points of a front of some of the layer types."""
 FROM_THE_FRONT = tuple(map(ALL_MODES.index, ("full", "offload", "selective", "none")))
-"""Which of equal layers have which mode. The first ones recompute more; the first one may be given
-by the stage before, and then gains nothing from being offloaded."""
+"""Modes of equal layers, from the first layer to the last.
+
+The first layers recompute more. Full recomputation comes before offloading, because the first layer
+does not benefit from offloading a received input."""
 
 
 class _Point(NamedTuple):
-    """Modes of some layers."""
+    """Time, memory and mode counts of some layers."""
 
     extra_ms: float
     kept_bytes: float
     counts: tuple[tuple[int, ...], ...]
-    """By kind of layer: how many have which mode."""
+    """Number of layers by layer type and mode."""
 
 
 def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> list[Modes]:
-    """Modes of all layers of a stage, from the fastest to the leanest.
+    """Return candidates of a stage, from the fastest to the lowest memory.
 
     Args:
-        choices: of the stage.
-        most: how many at most; at least 2.
+        choices: Times and bytes of the stage.
+        most: Maximum number of candidates, at least 2.
 
     Raises:
         ValueError: `most` is less than 2.
@@ -430,45 +477,44 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
     for kind in range(kinds):
         again = extra_ms_KMN[kind].mean(1)
         kept = choices.kept_bytes_KMN[kind].mean(1)
-        own = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
+        of_kind = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
         sums = [
             _Point(a.extra_ms + b.extra_ms, a.kept_bytes + b.kept_bytes, a.counts + b.counts)
             for a in front
-            for b in own
+            for b in of_kind
         ]
         front = _thinned(_front(sums), most if kind == kinds - 1 else MOST_PARTIAL)
     return [_modes(choices.kinds, point.counts) for point in front]
 
 
 def ordered(extra_ms_NC: Float64s, kept_bytes_NC: Int64s) -> Int64s:
-    """By pair: indices of its candidates, so that times rise and bytes fall.
+    """Return indices of the candidates of each pair, by increasing time and decreasing bytes.
 
-    What is neither faster nor leaner than another candidate of the same pair is left out; the last
-    one then stands there again.
+    Dominated candidates of a pair are dropped, and the last candidate is repeated instead.
     """
     pairs, candidates = extra_ms_NC.shape
-    found_NC = np.tile(np.arange(candidates), (pairs, 1))
+    index_NC = np.tile(np.arange(candidates), (pairs, 1))
     wrong_N = (np.diff(extra_ms_NC) < 0).any(1) | (np.diff(kept_bytes_NC) > 0).any(1)
     for pair in np.flatnonzero(wrong_N).tolist():
-        own = zip(extra_ms_NC[pair].tolist(), kept_bytes_NC[pair].tolist(), strict=True)
+        of_pair = zip(extra_ms_NC[pair].tolist(), kept_bytes_NC[pair].tolist(), strict=True)
         kept: list[int] = []
-        for _, nbytes, index in sorted((ms, n, i) for i, (ms, n) in enumerate(own)):
+        for _, nbytes, index in sorted((ms, n, i) for i, (ms, n) in enumerate(of_pair)):
             if not kept or nbytes < kept_bytes_NC[pair, kept[-1]]:
                 kept.append(index)
-        found_NC[pair] = kept + kept[-1:] * (candidates - len(kept))
-    return found_NC
+        index_NC[pair] = kept + kept[-1:] * (candidates - len(kept))
+    return index_NC
 
 
 @cache
 def _counts(layers: int, modes: int) -> Int64s:
-    """All ways to give each of some equal layers a mode, as counts by mode: a row for each."""
+    """Return all assignments of modes to equal layers as counts by mode, one row each."""
     rest = np.indices((layers + 1,) * (modes - 1)).reshape(modes - 1, -1).T
     rest = rest[rest.sum(1) <= layers]
     return np.concatenate([layers - rest.sum(1, keepdims=True), rest], axis=1)
 
 
 def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) -> list[_Point]:
-    """Of all ways to run layers of one kind, those that are faster or leaner than any other."""
+    """Return the Pareto front of all assignments of modes to layers of one type."""
     times = counts @ extra_ms_M
     nbytes = counts @ kept_bytes_M
     order = np.lexsort((nbytes, times))
@@ -481,33 +527,33 @@ def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) ->
 
 
 def _front(points: list[_Point]) -> list[_Point]:
-    """Those that are faster or leaner than any other, from the fastest to the leanest."""
-    found: list[_Point] = []
+    """Return the Pareto front, from the fastest point to the lowest memory."""
+    front: list[_Point] = []
     for point in sorted(points, key=lambda p: (p.extra_ms, p.kept_bytes)):
-        if not found or point.kept_bytes < found[-1].kept_bytes:
-            found.append(point)
-    return found
+        if not front or point.kept_bytes < front[-1].kept_bytes:
+            front.append(point)
+    return front
 
 
 def _thinned(front: list[_Point], most: int) -> list[_Point]:
-    """The first, the last, and the fastest of each of `most` - 2 equal ranges of bytes between."""
+    """Return both ends, and the fastest point of each of `most` - 2 equal ranges of bytes."""
     if len(front) <= most:
         return front
     first = front[0]
     last = front[-1]
     width = (first.kept_bytes - last.kept_bytes) / max(1, most - 2)
-    found: dict[int, _Point] = {}
+    by_range: dict[int, _Point] = {}
     for point in front[1:-1]:  # the fastest of a range comes first
-        found.setdefault(int((first.kept_bytes - point.kept_bytes) / width), point)
-    return [first, *found.values(), last]
+        by_range.setdefault(int((first.kept_bytes - point.kept_bytes) / width), point)
+    return [first, *by_range.values(), last]
 
 
 def _modes(kinds: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Modes:
-    """Modes by layer, see `FROM_THE_FRONT`."""
-    left = [list(own) for own in counts]
-    found = []
+    """Return the mode of each layer from counts, in the order of `FROM_THE_FRONT`."""
+    remaining = [list(of_type) for of_type in counts]
+    modes: list[LayerMode] = []
     for kind in kinds:
-        mode = next(m for m in FROM_THE_FRONT if m < len(left[kind]) and left[kind][m])
-        left[kind][mode] -= 1
-        found.append(ALL_MODES[mode])
-    return tuple(found)
+        mode = next(m for m in FROM_THE_FRONT if m < len(remaining[kind]) and remaining[kind][m])
+        remaining[kind][mode] -= 1
+        modes.append(ALL_MODES[mode])
+    return tuple(modes)

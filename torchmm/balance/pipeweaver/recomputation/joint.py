@@ -1,22 +1,27 @@
-"""Orders of a step, each as fast as it is once its layers are tuned: PipeWeaver §6.1 and §6.3.
+"""Joint search for a schedule and its recomputation (PipeWeaver, sections 6.1 and 6.3).
 
     step = TunedSearch(graph, costs, tuner)
-    found = step.search(Budget(evaluations=2000))
+    result = step.search(Budget(evaluations=2000))
 
-How far microbatches may run ahead depends on what they keep, what they may keep on which others are
-in memory, so an order and what its tasks recompute have to be chosen together. The paper scores
-every rollout of its search by the time after layer tuning. That takes 100 to 1,000 times as long
-as an evaluation of the dispatcher; here the search sees tuned steps as a few *levels*: at one
-price of memory for the whole step every stage runs its layers in the cheapest way, which
-gives times and bytes that the dispatcher counts with. From "keep everything" to "recompute
-everything" there are at most `LEVELS`. Each is searched for a part of the budget; its best order is
-tuned for real; the most promising levels are searched for the rest, and of all tuned orders the
-fastest stays.
+The number of microbatches in flight depends on their saved bytes. The bytes that they can save
+depend on the microbatches in flight. Schedule and recomputation therefore have to be selected
+jointly. The paper scores every rollout of the search by the time after memory tuning, which takes
+100 to 1,000 times the time of an evaluation of the dispatcher. torchmm approximates tuned steps by
+a few levels:
 
-Rejected: searching with the costs of keeping everything and tuning what comes out: little then runs
-ahead, and steps that fit only recomputed are not searched at all (PipeWeaver's VLM-L took 21.6 s
-in simulation, recomputing everything 20.3 s). Rejected: searching again with the times and bytes
-of the tuned plan: its memory is full, so hardly any other order fits.
+    level     0                 1, 2, ...                        LEVELS
+    price     0                 one price per byte for all       infinite
+    layers    save everything   cheapest mode at this price      recompute everything
+
+1. Each level is searched with a fraction of the budget, with the times and bytes of its modes.
+2. The best schedule of each level is tuned exactly.
+3. The `KEPT_LEVELS` fastest levels are searched with the remaining budget.
+4. The result is the fastest of all tuned schedules.
+
+Two alternatives are worse. If the search uses the costs of saving everything, few microbatches run
+ahead, and steps that require recomputation are not searched (VLM-L of PipeWeaver: 21.6 s simulated,
+20.3 s with full recomputation). If a second search uses the costs of the tuned plan, hardly any
+other schedule fits, because its memory is full.
 """
 
 from __future__ import annotations
@@ -45,25 +50,28 @@ from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.separated import separated
 
 LEVELS = 8
-"""Shares of what recomputing everything would save: 1/8, 2/8, ... Some are the same."""
+"""Number of levels. Level i saves at least i / LEVELS of the bytes of full recomputation.
+
+Several levels can be equal."""
 FEW_LEVELS = 3
-"""The same where layouts are compared."""
+"""Number of levels for comparing layouts."""
 FIRST_SHARE = 0.5
-"""Of the budget, for all levels alike; the rest is for the best."""
+"""Fraction of the budget that all levels share equally. The rest is for the fastest levels."""
 KEPT_LEVELS = 2
+"""Number of levels that are searched with the rest of the budget."""
 
 
 class TunedSearch:
-    """One step whose layers are tuned; the same interface as `StepSearch`.
+    """Search for schedules of one step with memory tuning. Same interface as `StepSearch`.
 
     Args:
-        graph: of a training step.
-        costs: of keeping everything, perhaps corrected by what was measured.
-        tuner: of the step.
-        least_gain: see `StepSearch`.
+        graph: Task graph of a training step.
+        costs: Costs of saving all activations, optionally corrected by measurements.
+        tuner: Tuner of the step.
+        least_gain: Minimum gain over static schedules, see `StepSearch`.
 
     Raises:
-        SimulationError: a cost is missing or no number.
+        SimulationError: A cost is missing or is not a number.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class TunedSearch:
 
     @cached_property
     def _steps(self) -> list[StepSearch]:
-        """Searches with the costs of levels at which anything fits."""
+        """Searches of the levels at which a schedule fits into memory."""
         steps = [StepSearch(self._graph, costs) for costs in self._levels(LEVELS)]
         return [step for step in steps if step.fits]
 
@@ -88,19 +96,19 @@ class TunedSearch:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Of the fastest level, whose segments are those of all."""
+        """Dispatcher of the fastest level. All levels have the same segments."""
         return self._steps[0].dispatcher
 
     @property
     def fits(self) -> bool:
-        """Whether any order was found that stays within memory when it is tuned."""
+        """True if a schedule fits into memory after tuning."""
         return self._static is not None
 
     def best(self) -> SearchedOrder:
-        """The best of static and natural orders.
+        """Return the fastest static or natural schedule.
 
         Raises:
-            ValueError: none fits.
+            ValueError: No schedule fits into memory.
         """
         if self._static is None:
             raise ValueError("no order fits in memory, even with full recomputation of all layers")
@@ -152,40 +160,42 @@ class TunedSearch:
         )
 
     def estimate_ms(self, budget: Budget, settings: Settings) -> float:
-        """About how long the step takes, from the best of few levels; infinite if it does not fit
-        there. To compare layouts of a step."""
+        """Return an estimate of the step time in ms for comparing layouts.
+
+        Only `FEW_LEVELS` levels are searched. The estimate is infinite if none of them fits.
+        """
         steps = [StepSearch(self._graph, costs) for costs in self._levels(FEW_LEVELS)]
         share = budget.part(1 / len(steps))
-        found = [step.search(share, settings) for step in steps if step.fits]
-        if not found:
+        results = [step.search(share, settings) for step in steps if step.fits]
+        if not results:
             return inf
-        tuned = self._tune(min(found, key=lambda each: each.predicted_ms))
+        tuned = self._tune(min(results, key=lambda each: each.predicted_ms))
         return inf if tuned is None else tuned.predicted_ms
 
     def _levels(self, count: int) -> list[PlanCosts]:
-        """Return different costs at some prices of memory, from the fastest to the leanest."""
-        found: dict[float, PlanCosts] = {}
+        """Return the distinct costs of the levels, from the fastest to the lowest memory."""
+        by_saving: dict[float, PlanCosts] = {}
         everything = self._at_price(inf)[1]
         for level in range(count + 1):
             recompute, saved = self._saving(everything * level / count)
-            if saved in found:
+            if saved in by_saving:
                 continue
             costs = charged(self._costs, recompute, self._choices)
             room = self._room(costs)
             # The dispatcher counts neither messages nor temporary tensors.
             static = costs.static_bytes or (0,) * len(room)
             in_use = [a + b for a, b in zip(static, room, strict=True)]
-            found[saved] = replace(costs, static_bytes=tuple(in_use))
+            by_saving[saved] = replace(costs, static_bytes=tuple(in_use))
             if level == 0:
                 for task in self._graph.tasks():
                     in_use[self._graph.rank(task)] += costs.kept_bytes.get(task, 0)
                 limit_bytes = costs.memory_limit_bytes
                 if limit_bytes is None or max(in_use) <= limit_bytes:
                     break  # Everything fits without recomputation.
-        return list(found.values())
+        return list(by_saving.values())
 
     def _room(self, costs: PlanCosts) -> list[int]:
-        """By rank: what messages take, and the most that any one action needs while it runs."""
+        """Return the bytes of messages plus the largest temporaries of an action, by rank."""
         room = [0] * self._graph.layout.rank_count
         for action, nbytes in costs.temporary_bytes.items():
             rank = self._graph.rank(action.task)
@@ -194,15 +204,15 @@ class TunedSearch:
 
     @cached_property
     def _message_bytes(self) -> list[int]:
-        """By rank: the most that messages take at any time, in the separated schedule."""
+        """Maximum bytes of messages at any time in the separated schedule, by rank."""
         if not self._tuner.specs:
             return [0] * self._graph.layout.rank_count
         order = separated(self._graph, self._costs.compute_ms.__getitem__)
         plan = lower_plan(order, self._graph, self._tuner.specs)
-        return [int(np.cumsum(own).max()) for own in memory_changes(plan, PlanCosts({}))]
+        return [int(np.cumsum(of_rank).max()) for of_rank in memory_changes(plan, PlanCosts({}))]
 
     def _saving(self, nbytes: float) -> tuple[dict[Task, Modes], float]:
-        """What to recompute at the lowest price at which so much is saved."""
+        """Return modes and saved bytes at the lowest price that saves at least `nbytes`."""
         low, high = 1e-15, 1e9  # milliseconds per byte
         while high / low > 1.001:
             middle = (low * high) ** 0.5
@@ -213,7 +223,7 @@ class TunedSearch:
         return self._at_price(high)
 
     def _at_price(self, price: float) -> tuple[dict[Task, Modes], float]:
-        """What to recompute if memory costs so much per byte, and what that saves."""
+        """Return the modes at a memory price in ms per byte, and the saved bytes."""
         recompute: dict[Task, Modes] = {}
         saved = 0.0
         for stage, (extra_ms_C, saved_bytes_C) in self._sums.items():
@@ -227,17 +237,17 @@ class TunedSearch:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[Float64s, Float64s]]:
-        """By stage, over all of its tasks: time that each candidate adds, and bytes it saves."""
-        found = {}
-        for stage, own in self._choices.items():
+        """Added time and saved bytes of each candidate by stage, summed over tasks."""
+        sums = {}
+        for stage, of_stage in self._choices.items():
             modes = self._tuner.rows.stage_candidates[stage]
-            extra_ms_C = np.array([own.extra_ms_N(m).sum() for m in modes])
-            saved_bytes_C = np.array([own.saved_bytes_N(m).sum() for m in modes])
-            found[stage] = extra_ms_C, saved_bytes_C
-        return found
+            extra_ms_C = np.array([of_stage.extra_ms_N(m).sum() for m in modes])
+            saved_bytes_C = np.array([of_stage.saved_bytes_N(m).sum() for m in modes])
+            sums[stage] = extra_ms_C, saved_bytes_C
+        return sums
 
     def _best_of(self, orders: Sequence[SearchedOrder]) -> SearchedOrder | None:
-        """The fastest of some orders when they are tuned; None if none fits then."""
+        """Return the fastest schedule after tuning, or None if no schedule fits."""
         tuned = [each for each in map(self._tune, orders) if each is not None]
         if not tuned:
             return None
@@ -247,12 +257,12 @@ class TunedSearch:
         times_ms = min(natural, default=best.predicted_ms), min(static, default=inf)
         return replace(best, natural_ms=times_ms[0], static_ms=times_ms[1])
 
-    def _tune(self, found: SearchedOrder) -> SearchedOrder | None:
+    def _tune(self, result: SearchedOrder) -> SearchedOrder | None:
         """Return an order with its time and memory after tuning, or None if it does not fit."""
-        key = found.order
+        key = result.order
         if key in self._tuned:
             return self._tuned[key]
-        plan = lower_plan(found.order, self._graph, self._tuner.specs)
+        plan = lower_plan(result.order, self._graph, self._tuner.specs)
         if self._book is None:
             self._book = RuleBook(plan)  # All orders have the same rules.
         try:
@@ -263,11 +273,12 @@ class TunedSearch:
         assert tuned.plan.recompute is not None
         costs = charged(self._costs, tuned.plan.recompute, self._choices)
         free = Dispatcher(self._graph, replace(costs, memory_limit_bytes=None))
-        makespan_ms = time_order(free, found.order).makespan_ms
-        retimed = replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
+        makespan_ms = time_order(free, result.order).makespan_ms
+        retimed = replace(result, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
         self._tuned[key] = retimed
         return retimed
 
 
-def _is_static(found: SearchedOrder) -> bool:
-    return found.segments is None
+def _is_static(result: SearchedOrder) -> bool:
+    """Return True for a static schedule, which has no segments."""
+    return result.segments is None

@@ -1,7 +1,7 @@
-"""Layer tuning in milliseconds: prices of memory, and choices made with them.
+"""Fast solver for memory tuning with Lagrangian relaxation, which takes milliseconds per rank.
 
-Rejected: HiGHS alone (`benchmarks/support/integer_program.py`): 6 to 30 s for each rank of a step
-with 64 microbatches.
+The integer program of the paper (`benchmarks/support/integer_program.py`, HiGHS) takes 6 to 30 s
+per rank for a step with 64 microbatches.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem, Tuni
 
 # Note: Lagrangian relaxation
 #
-# To be chosen: one candidate c for every pair n, so that the sum of extra_NC[n, c] is least and at
-# every position t all pairs together keep at most free_T[t]. The limits tie the pairs to each
-# other, which makes the problem hard. Relaxed, each limit is replaced by a price per byte:
+# The solver selects a candidate c for every pair n. It minimizes the sum of extra_NC[n, c], with at
+# most free_T[t] bytes of all pairs at every position t. These limits couple the pairs, which makes
+# the problem hard. The relaxation replaces each limit by a multiplier, the price per byte:
 #
-#     bytes  free_T  .............._______............        position t of the rank's order
+#     bytes  free_T  .............._______............        position t of the schedule
 #     pair 0         |===== kept =====|                       start_N .. middle_N
-#     pair 1              |======== kept ======|-later-|      middle_N + 1 .. end_N: only with a
-#     pair 2                      |=== kept ==|                 backward in halves
-#     price_T        0    0    2    5    5    1    0          high where memory is short
+#     pair 1              |======== kept ======|-later-|      middle_N + 1 .. end_N: only if the
+#     pair 2                      |=== kept ==|                 backward pass is split
+#     price_T        0    0    2    5    5    1    0          high at positions with little memory
 #
-# - Given prices, every pair picks the candidate with the least time plus price of its bytes, alone
-#   (`_answer`). What all pay, less what the free memory is worth, is a lower bound on the time that
-#   any choice that fits adds: a choice that fits pays for no more memory than there is.
-# - Prices rise where the picked candidates keep too much, and fall to at least 0 where they do not
-#   (`_change_prices`: subgradient with momentum; Polyak's step, as long as the distance between the
-#   best choice and the bound allows).
-# - From time to time the picked choice, which may not fit, is made to fit (`_repair`): from the
-#   first position to the last, wherever memory is short, the pair moves to a leaner candidate that
-#   gives up the least, at current prices, for each byte still needed. Then pairs take faster
-#   candidates where there is room left (`_relax`). The best choice so far is kept.
+#     bound(price) = sum over n of min over c of (extra_NC[n, c] + price of the bytes of (n, c))
+#                    - sum over t of price_T[t] * free_T[t]
 #
-# Pairs are intervals, so the relaxed problem is one of covering points by intervals: its prices are
-# good after a few rounds, and what is left between bound and choice is mostly that candidates are
-# whole.
+# - For constant prices, pairs are independent. Each pair selects the candidate with the minimum of
+#   time plus price of its bytes (`_answer`). The bound above is a lower bound on the time of any
+#   valid choice, because a valid choice uses at most free_T bytes.
+# - Prices increase at positions with too many bytes, and otherwise decrease to at least 0
+#   (`_change_prices`: subgradient with momentum and Polyak step size).
+# - Every `REPAIR_EVERY` rounds, the selected choice is made valid (`_repair`). From the first to
+#   the last position, pairs change to candidates with less memory, at the minimum cost per needed
+#   byte. Then pairs change to faster candidates that fit into the remaining memory (`_relax`).
 #
-# Invariants: `best_N` always fits; `bound` never falls; used_T is what choice_N keeps where both
-# are passed; worth_T[t + 1] - worth_T[s] is the price of a byte from s to t, both included.
-# Shapes: N pairs, C candidates from the fastest to the leanest, T positions.
+# Pairs are intervals, so the relaxed problem is a covering of points by intervals. Its prices are
+# good after a few rounds. The remaining gap is mostly due to integrality.
+#
+# Invariants: `best_N` is always valid. `bound` never decreases. used_T contains the bytes of
+# choice_N if both are arguments. worth_T[t + 1] - worth_T[s] is the price of a byte from position s
+# to t, both included.
+# Shapes: N pairs, C candidates from the fastest to the lowest memory, T positions.
 
 ROUNDS = 1000
-"""Most improvements of prices."""
+"""Maximum number of price updates."""
 REPAIR_EVERY = 20
-"""Rounds from one choice that is made to fit to the next."""
+"""Number of rounds between repairs of the selected choice."""
 PATIENCE = 20
-"""Rounds without a better bound, after which steps become half as long."""
+"""Number of rounds without a better bound before the step size is halved."""
 SHORTEST = 1 / 64
-"""Shorter steps lead nowhere: what is left is that candidates are whole, on ranks that need few."""
+"""Minimum step size. Smaller steps do not improve the bound, because of integrality."""
 MOMENTUM = 0.8
-"""Share of the last direction in the next one: bounds are 1 to 3 % higher than without."""
+"""Weight of the previous direction. It raises bounds by 1 to 3 %."""
 
 
 class _Tables(NamedTuple):
-    """A `TuningProblem`'s."""
+    """Arrays of a `TuningProblem`."""
 
     start_N: Int64s
     middle_N: Int64s
@@ -70,22 +71,23 @@ class _Tables(NamedTuple):
 
 
 class _Prices(NamedTuple):
-    """Milliseconds per byte."""
+    """Memory prices in ms per byte."""
 
     price_T: Float64s
     worth_T: Float64s
-    """Sum of the prices before a position; one more than there are positions."""
+    """Prefix sums of the prices, with T + 1 elements."""
     way_T: Float64s
-    """Direction of the last change."""
+    """Direction of the previous update."""
 
 
 def solve_quickly(problem: TuningProblem, gap: float = 0.045) -> TuningSolution | None:
-    """A good choice and a bound on the best one; None if nothing fits.
+    """Return a choice and a lower bound, or None if no choice fits into memory.
 
     Args:
-        gap: stop when the choice adds at most this share more time than the best one. A little
-            less than the paper's 5 %, which then holds for all ranks together even if it does not
-            for one with very little to choose.
+        problem: Problem of one rank.
+        gap: Maximum excess time over the optimum, as a fraction. It is slightly below the 5 % of
+            the paper, so that all ranks together satisfy 5 % even if a rank with few candidates
+            does not.
     """
     if problem.fits(problem.fastest_N):
         extra_ms = problem.extra_ms(problem.fastest_N)
@@ -109,7 +111,7 @@ def solve_quickly(problem: TuningProblem, gap: float = 0.045) -> TuningSolution 
 
 @inner
 def _use(pair, candidate, sign, tables, used_T):  # type: ignore[no-untyped-def]
-    """Adds what a pair keeps under a candidate, or takes it away."""
+    """Add the bytes of a candidate to `used_T`, or subtract them if `sign` is -1."""
     middle = tables.middle_N[pair]
     for position in range(tables.start_N[pair], middle + 1):
         used_T[position] += sign * tables.kept_NC[pair, candidate]
@@ -120,7 +122,7 @@ def _use(pair, candidate, sign, tables, used_T):  # type: ignore[no-untyped-def]
 
 @inner
 def _relieves(pair, old, new, position, tables):  # type: ignore[no-untyped-def]
-    """Bytes that another candidate keeps less at a position."""
+    """Return the bytes at a position that candidate `new` saves compared with `old`."""
     if position > tables.middle_N[pair]:
         return tables.later_NC[pair, old] - tables.later_NC[pair, new]
     less = tables.kept_NC[pair, old] - tables.kept_NC[pair, new]
@@ -131,7 +133,7 @@ def _relieves(pair, old, new, position, tables):  # type: ignore[no-untyped-def]
 
 @inner
 def _cost(pair, candidate, tables, prices):  # type: ignore[no-untyped-def]
-    """Of a candidate, in time and memory."""
+    """Return the extra time of a candidate plus the price of its bytes."""
     middle = tables.middle_N[pair]
     worth_T = prices.worth_T
     first = worth_T[middle + 1] - worth_T[tables.start_N[pair]]
@@ -146,9 +148,9 @@ def _cost(pair, candidate, tables, prices):  # type: ignore[no-untyped-def]
 
 @inner
 def _cheapest(position, open_pairs, tables, prices, choice_N, used_T):  # type: ignore[no-untyped-def]
-    """The pair and its new candidate that relieve a position for the least; or -1, -1.
+    """Return the pair and candidate with the minimum cost per byte at a position, or -1, -1.
 
-    Of equal ones, the pair that stays longest.
+    Ties are resolved in favor of the pair with the latest end.
     """
     needed = used_T[position] - tables.free_T[position]
     best = np.inf
@@ -162,7 +164,7 @@ def _cheapest(position, open_pairs, tables, prices, choice_N, used_T):  # type: 
             less = _relieves(pair, old, new, position, tables)
             if less <= 0:
                 continue
-            if position > middle:  # what is done already must stay within memory
+            if position > middle:  # earlier positions must stay valid
                 more = -_relieves(pair, old, new, middle, tables)
                 if more > 0 and used_T[middle] + more > tables.free_T[middle]:
                     continue
@@ -177,7 +179,7 @@ def _cheapest(position, open_pairs, tables, prices, choice_N, used_T):  # type: 
 
 @inner
 def _repair(tables, prices, choice_N, used_T, open_N):  # type: ignore[no-untyped-def]
-    """Makes a choice fit; whether it does. `open_N` is room for a list of pairs."""
+    """Make a choice valid in place and return True on success. `open_N` is a scratch buffer."""
     opened, next_pair = 0, 0
     for position in range(len(tables.free_T)):
         still = 0
@@ -202,7 +204,7 @@ def _repair(tables, prices, choice_N, used_T, open_N):  # type: ignore[no-untype
 
 @inner
 def _relax(tables, order_N, choice_N, used_T):  # type: ignore[no-untyped-def]
-    """Gives pairs, in the given order, faster candidates where there is room."""
+    """Change pairs to faster candidates that fit into the free memory, in the order `order_N`."""
     free_T = tables.free_T
     for pair in order_N:
         old = choice_N[pair]
@@ -228,7 +230,7 @@ def _relax(tables, order_N, choice_N, used_T):  # type: ignore[no-untyped-def]
 
 @inner
 def _answer(tables, prices, choice_N, used_T):  # type: ignore[no-untyped-def]
-    """What every pair picks at these prices, what that keeps, and the bound that follows."""
+    """Select candidates at constant prices, update `used_T`, and return the lower bound."""
     used_T[:] = 0
     bound = 0.0
     for pair in range(len(choice_N)):
@@ -255,8 +257,18 @@ def _answer(tables, prices, choice_N, used_T):  # type: ignore[no-untyped-def]
 
 @inner
 def _change_prices(tables, used_T, aim, pace, prices):  # type: ignore[no-untyped-def]
-    """Along the violation and the way before, as far as would close the distance `aim`; False if
-    there is none."""
+    """Update prices in the direction of the violation plus momentum (Polyak step).
+
+    Args:
+        tables: Arrays of the problem.
+        used_T: Bytes of the selected candidates.
+        aim: Distance between the best choice and the current bound in ms.
+        pace: Step size factor.
+        prices: Prices, updated in place.
+
+    Returns:
+        False if there is no direction or no distance.
+    """
     price_T, worth_T, way_T = prices
     size = 0.0
     for position in range(len(price_T)):
@@ -274,7 +286,7 @@ def _change_prices(tables, used_T, aim, pace, prices):  # type: ignore[no-untype
 
 @compiled
 def _search(tables: _Tables, gap: float, best_N: Int64s) -> float:
-    """Improves `best_N`, which fits, in place; the bound on the time that any choice adds."""
+    """Improve the valid choice `best_N` in place, and return the lower bound on the added time."""
     pairs = len(tables.start_N)
     positions = len(tables.free_T)
     prices = _Prices(np.zeros(positions), np.zeros(positions + 1), np.zeros(positions))
@@ -314,7 +326,7 @@ def _search(tables: _Tables, gap: float, best_N: Int64s) -> float:
 
 @inner
 def _extra(tables, choice_N):  # type: ignore[no-untyped-def]
-    """Time that a choice adds."""
+    """Return the time that a choice adds."""
     total = 0.0
     for pair in range(len(choice_N)):
         total += tables.extra_NC[pair, choice_N[pair]]

@@ -1,13 +1,24 @@
-"""Choosing what every task of a rank keeps: the problem, as arrays, and what a choice comes to.
+"""Memory tuning of one rank as an optimization problem in arrays (PipeWeaver, section 6.3).
 
-A *stage pair* is a task's forward and backward. It has candidates, each a way to run its layers:
-how much longer its backward takes, and what the pair keeps. On one rank the order of actions is
-given, so it is known which pairs overlap, and every action is a limit on what may be kept
-together. Ranks share neither memory nor costs: each is a problem of its own. PipeWeaver §6.3, whose
-memory constraint has no rank and must have one.
+A stage pair is the forward and backward pass of a task. Each candidate of a pair has an extra time
+and saved bytes. The schedule of the rank is constant, so the pairs that overlap are known, and
+every action is a limit on the sum of saved bytes:
 
-The objective is the paper's, the sum of all times. It is not the makespan: a rank that waits
-anyway may recompute for nothing, which the sum does not see.
+    minimize    sum over n of extra_ms_NC[n, c_n]
+    subject to  sum over pairs n that overlap t of bytes(n, c_n, t) <= free_bytes_T[t]  for all t
+
+    bytes(n, c, t) = kept     for start <= t <= middle
+                     passing  in addition, at t = middle
+                     later    for middle < t <= end
+
+    F ================ I - - - - - W         positions t
+    start            middle       end
+
+Ranks share neither memory nor costs, so each rank is a separate problem. The memory constraint of
+the paper has no rank index, but requires one.
+
+The objective of the paper is the sum of times, not the makespan. A rank that is idle could
+recompute without extra time, which the sum does not consider.
 """
 
 from __future__ import annotations
@@ -21,24 +32,23 @@ from torchmm.balance.compiled import Float64s, Int64s
 
 @dataclass(frozen=True, eq=False)
 class TuningProblem:
-    """One rank. N pairs with C candidates each, T positions: its compute actions in order.
+    """Problem of one rank: N pairs with C candidates each, and T positions (compute actions).
 
-    Pairs are sorted by start, and there from `start` to `end`, both included. Candidates go from
-    the fastest to the leanest; pairs with fewer than C repeat their last.
+    Pairs are sorted by start, and use memory from `start` to `end`, both included. Candidates are
+    sorted from the fastest to the lowest memory. Pairs with fewer candidates repeat the last one.
 
     Attributes:
-        start_N: position of the forward.
-        middle_N: position of the backward, or of its half for inputs.
-        end_N: position where the last of it is let go: `middle_N`, or that of the other half.
-        extra_ms_NC: what a candidate adds to the pair's time.
-        kept_bytes_NC: kept from `start` to `middle`.
-        passing_bytes_NC: more, at `middle` only.
-        later_bytes_NC: kept after `middle`, to `end`.
-        free_bytes_T: what all pairs together may keep at a position.
+        start_N: Position of F.
+        middle_N: Position of B or I.
+        end_N: Position after which all memory is free: `middle_N`, or the position of W.
+        extra_ms_NC: Time that a candidate adds.
+        kept_bytes_NC: Bytes saved from `start` to `middle`.
+        passing_bytes_NC: Additional bytes at `middle`.
+        later_bytes_NC: Bytes saved after `middle` until `end`.
+        free_bytes_T: Maximum bytes of all pairs at a position.
 
     Raises:
-        ValueError: shapes or positions do not fit each other, or a candidate takes less time or
-            keeps more than the one before it.
+        ValueError: Shapes or positions are inconsistent, or candidates are not sorted.
     """
 
     start_N: Int64s
@@ -77,25 +87,25 @@ class TuningProblem:
 
     @property
     def positions(self) -> int:
-        """How many there are."""
+        """Number of positions T."""
         return len(self.free_bytes_T)
 
     @property
     def fastest_N(self) -> Int64s:
-        """The choice of what takes the least time."""
+        """Choice of the fastest candidate for each pair."""
         return np.zeros(len(self), np.int64)
 
     @property
     def leanest_N(self) -> Int64s:
-        """The choice of what keeps the least."""
+        """Choice of the candidate with the lowest memory for each pair."""
         return np.full(len(self), self.extra_ms_NC.shape[1] - 1, np.int64)
 
     def extra_ms(self, choice_N: Int64s) -> float:
-        """Time that a choice adds."""
+        """Return the time that a choice adds."""
         return float(self.extra_ms_NC[np.arange(len(self)), choice_N].sum())
 
     def used_bytes_T(self, choice_N: Int64s) -> Int64s:
-        """What all pairs keep under a choice, by position."""
+        """Return the bytes that all pairs use with a choice, by position."""
         pairs = np.arange(len(self))
         kept_N = self.kept_bytes_NC[pairs, choice_N]
         later_N = self.later_bytes_NC[pairs, choice_N]
@@ -108,18 +118,18 @@ class TuningProblem:
         return used_T
 
     def fits(self, choice_N: Int64s) -> bool:
-        """Whether a choice stays within what is free, everywhere."""
+        """Return True if a choice is within `free_bytes_T` at all positions."""
         return bool((self.used_bytes_T(choice_N) <= self.free_bytes_T).all())
 
 
 @dataclass(frozen=True, eq=False)
 class TuningSolution:
-    """A choice for one rank.
+    """Choice of candidates for one rank.
 
     Attributes:
-        choice_N: by pair: its candidate.
-        extra_ms: time it adds.
-        bound_ms: no choice that fits adds less than this.
+        choice_N: Index of the candidate of each pair.
+        extra_ms: Time that the choice adds.
+        bound_ms: Lower bound on the time that any valid choice adds.
     """
 
     choice_N: Int64s
@@ -128,5 +138,5 @@ class TuningSolution:
 
     @property
     def gap(self) -> float:
-        """How much more time it may add than the best one, as a share of its own; 0..1."""
+        """Upper bound on the excess time over the optimum, as a fraction of `extra_ms`, 0 to 1."""
         return (self.extra_ms - self.bound_ms) / self.extra_ms if self.extra_ms > 0 else 0.0

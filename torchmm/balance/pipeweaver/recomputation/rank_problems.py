@@ -1,4 +1,4 @@
-"""What every rank of a plan may recompute, put together for solvers: the `problem` of each."""
+"""Memory tuning problems of the ranks of a plan, built from candidates and memory changes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 
 @dataclass(frozen=True)
 class RankProblem:
-    """What there is to choose on one rank.
+    """Memory tuning problem of one rank, and the meaning of its indices.
 
     Attributes:
-        problem: in numbers.
-        tasks: by pair.
-        stage_candidates: modes of layers, by stage.
-        keeping: by stage: which of them recompute nothing.
-        index_NC: by pair and candidate: which of its stage's candidates it is.
-        host_bytes_NC: by pair and candidate: what waits in the host's memory.
-        actions: by position; one fewer than there are positions, as the last is the step's end.
-        ahead_bytes: of what is taken, room for an input that comes from the host ahead of its use.
+        problem: Arrays for solvers.
+        tasks: Task of each pair.
+        stage_candidates: Candidates of each stage: the modes of its layers.
+        keeping: Indices of the candidates of each stage that recompute nothing.
+        index_NC: Index into `stage_candidates`, by pair and candidate.
+        host_bytes_NC: Bytes in host memory, by pair and candidate.
+        actions: Action of each position. The last position is the end of the step and has none.
+        ahead_bytes: Memory that is reserved for an input that is prefetched from host memory.
     """
 
     problem: TuningProblem
@@ -50,15 +50,15 @@ class RankProblem:
     ahead_bytes: int = 0
 
     def host_bytes(self, choice_N: Int64s) -> int:
-        """The most that waits in the host's memory at any time."""
-        own_N = self.host_bytes_NC[np.arange(len(self.tasks)), choice_N]
+        """Return the maximum bytes in host memory at any time."""
+        chosen_N = self.host_bytes_NC[np.arange(len(self.tasks)), choice_N]
         change_T = np.zeros(self.problem.positions + 1, np.int64)
-        np.add.at(change_T, self.problem.start_N, own_N)
-        np.add.at(change_T, self.problem.middle_N + 1, -own_N)
+        np.add.at(change_T, self.problem.start_N, chosen_N)
+        np.add.at(change_T, self.problem.middle_N + 1, -chosen_N)
         return int(np.cumsum(change_T).max())
 
     def recompute(self, choice_N: Int64s) -> dict[Task, Modes]:
-        """Tasks that run anything again, with modes of their layers."""
+        """Return the modes of the layers of all tasks that recompute or offload."""
         chosen = self.index_NC[np.arange(len(self.tasks)), choice_N].tolist()
         return {
             task: self.stage_candidates[task.stage][index]
@@ -67,7 +67,11 @@ class RankProblem:
         }
 
     def settled(self, places: Mapping[Task, int]) -> RankProblem:
-        """The problem in which some tasks have one candidate only, given by its place."""
+        """Return the problem with only one candidate for some tasks.
+
+        Args:
+            places: Index of the candidate, by task.
+        """
         columns = np.tile(np.arange(self.index_NC.shape[1]), (len(self.tasks), 1))
         for pair, task in enumerate(self.tasks):
             if task in places:
@@ -76,13 +80,13 @@ class RankProblem:
         def chosen(table_NC: Any) -> Any:
             return np.take_along_axis(table_NC, columns, 1)
 
-        given = self.problem
+        base = self.problem
         problem = replace(
-            given,
-            extra_ms_NC=chosen(given.extra_ms_NC),
-            kept_bytes_NC=chosen(given.kept_bytes_NC),
-            passing_bytes_NC=chosen(given.passing_bytes_NC),
-            later_bytes_NC=chosen(given.later_bytes_NC),
+            base,
+            extra_ms_NC=chosen(base.extra_ms_NC),
+            kept_bytes_NC=chosen(base.kept_bytes_NC),
+            passing_bytes_NC=chosen(base.passing_bytes_NC),
+            later_bytes_NC=chosen(base.later_bytes_NC),
         )
         index_NC, host_NC = chosen(self.index_NC), chosen(self.host_bytes_NC)
         return replace(self, problem=problem, index_NC=index_NC, host_bytes_NC=host_NC)
@@ -95,12 +99,14 @@ def rank_problems(
     memory_limit_bytes: int,
     book: RuleBook | None = None,
 ) -> list[RankProblem]:
-    """What there is to choose, by rank of the plan.
+    """Return the memory tuning problem of each rank of the plan.
 
     Args:
-        costs: of keeping everything.
-        rows: of the step, the same for all its plans.
-        book: as of `memory_changes`.
+        plan: Plan of the step.
+        costs: Costs of saving all activations.
+        rows: Times and bytes of the candidates, which all plans of a step share.
+        memory_limit_bytes: Memory limit of each rank.
+        book: Rules of the plan, as for `memory_changes`.
     """
     fixed = replace(
         costs,
@@ -111,16 +117,32 @@ def rank_problems(
     )
     static = costs.static_bytes or (0,) * len(plan.actions)
     every = zip(plan.actions, memory_changes(plan, fixed, book), static, strict=True)
-    found = []
-    for rank, (program, changes, own) in enumerate(every):
+    problems = []
+    for rank, (program, changes, static_bytes) in enumerate(every):
         ahead = rows.ahead_bytes.get(rank, 0)
-        available = memory_limit_bytes - own - ahead
-        found.append(replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead))
-    return found
+        available = memory_limit_bytes - static_bytes - ahead
+        problems.append(
+            replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead)
+        )
+    return problems
 
 
 class Rows:
-    """Times and bytes of every task's candidates."""
+    """Times and bytes of the candidates of all tasks.
+
+    Args:
+        costs: Costs of saving all activations.
+        choices: Times and bytes of the modes, by stage.
+        candidates: Maximum number of candidates per stage.
+
+    Attributes:
+        ahead_bytes: Bytes of the largest prefetched input, by rank.
+        stage_candidates: Candidates of each stage, from the fastest to the lowest memory.
+        of_task: Arrays over candidates of each task: extra time, saved bytes, passing bytes, host
+            bytes, and index into `stage_candidates`.
+        width: Number of candidates C of all tasks.
+        keeping: Indices of the candidates of each stage that recompute nothing.
+    """
 
     def __init__(
         self, costs: PlanCosts, choices: Mapping[int, StageRecompute], candidates: int
@@ -129,30 +151,30 @@ class Rows:
         self.ahead_bytes = inputs_ahead(choices)
         self.stage_candidates: dict[int, list[Modes]] = {}
         self.of_task: dict[Task, tuple[np.ndarray, ...]] = {}
-        alike: dict[tuple[bytes, ...], list[Modes]] = {}
+        by_costs: dict[tuple[bytes, ...], list[Modes]] = {}
         self.width = 1
-        for stage, own in choices.items():
-            tables = own.forward_ms_KMN, own.again_ms_KMN, own.kept_bytes_KMN
-            key = bytes(own.kinds), *(table.tobytes() for table in tables)
-            if key not in alike:
-                alike[key] = stage_candidates(own, candidates)
-            self.stage_candidates[stage] = alike[key]
-            self.width = max(self.width, len(alike[key]))
-        for stage, own in choices.items():
-            self._add(own, self.stage_candidates[stage])
+        for stage, of_stage in choices.items():
+            tables = of_stage.forward_ms_KMN, of_stage.again_ms_KMN, of_stage.kept_bytes_KMN
+            key = bytes(of_stage.kinds), *(table.tobytes() for table in tables)
+            if key not in by_costs:
+                by_costs[key] = stage_candidates(of_stage, candidates)
+            self.stage_candidates[stage] = by_costs[key]
+            self.width = max(self.width, len(by_costs[key]))
+        for stage, of_stage in choices.items():
+            self._add(of_stage, self.stage_candidates[stage])
         self.keeping = {
             stage: {i for i, modes in enumerate(found) if set(modes) == {"none"}}
             for stage, found in self.stage_candidates.items()
         }
 
-    def _add(self, own: StageRecompute, modes: list[Modes]) -> None:
-        kept_N = np.array([self.costs.kept_bytes[t] for t in own.tasks], float)
+    def _add(self, of_stage: StageRecompute, modes: list[Modes]) -> None:
+        kept_N = np.array([self.costs.kept_bytes[t] for t in of_stage.tasks], float)
         columns = [
             (
-                own.extra_ms_N(m),
-                kept_N - own.saved_bytes_N(m),
-                own.passing_bytes_N(m),
-                own.host_bytes_N(m),
+                of_stage.extra_ms_N(m),
+                kept_N - of_stage.saved_bytes_N(m),
+                of_stage.passing_bytes_N(m),
+                of_stage.host_bytes_N(m),
             )
             for m in modes
         ]
@@ -165,14 +187,23 @@ class Rows:
             np.take_along_axis(table, index_NC, 1)
             for table in (extra, kept_NC, *(np.rint(t).astype(np.int64) for t in (passing, host)))
         ]
-        for task, *row in zip(own.tasks, *tables, index_NC, strict=True):
+        for task, *row in zip(of_stage.tasks, *tables, index_NC, strict=True):
             self.of_task[task] = tuple(row)
 
 
 def _rank_problem(
     program: Sequence[Action], changes: Int64s, available_bytes: int, rows: Rows
 ) -> RankProblem:
-    """One rank's pairs; what the rest of its memory holds is taken off what is free."""
+    """Return the problem of one rank.
+
+    Memory other than that of pairs, such as messages, is subtracted from the free memory.
+
+    Args:
+        program: Actions of the rank.
+        changes: Memory changes before and after each action, without those of pairs.
+        available_bytes: Memory limit without static memory.
+        rows: Times and bytes of the candidates.
+    """
     used = np.cumsum(changes)[::2]  # while each action runs
     actions: list[Action] = []
     base, highest = [], 0
@@ -198,14 +229,14 @@ def _rank_problem(
     for pair, task in enumerate(tasks):
         if actions[spans[task][1]].type is not ActionType.I:
             continue
-        # Only what recomputes nothing is done in halves, and then keeps gradients too.
+        # Only candidates without recomputation have I and W, and save gradients between them.
         whole = np.isin(index_NC[pair], list(rows.keeping[task.stage]))
         split = spans[task][-1] > spans[task][1]
         waiting = whole * split * rows.costs.kept_for_weights_bytes[task]
         later[pair] = waiting
         passing[pair] = np.where(whole, np.maximum(0, waiting - kept[pair]), passing[pair])
     starts, middles, ends = (
-        np.array([own[i] for own in spans.values()], np.int64) for i in (0, 1, -1)
+        np.array([positions[i] for positions in spans.values()], np.int64) for i in (0, 1, -1)
     )
     free_T = available_bytes - np.array(base, np.int64)
     problem = TuningProblem(

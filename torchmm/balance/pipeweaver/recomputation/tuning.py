@@ -1,22 +1,26 @@
-"""Layer tuning: what each task's layers recompute, so that a plan fits into memory and is fast.
+"""Memory tuning: select a recomputation mode per layer and task, so that a fast plan fits.
 
-PipeWeaver §6.3. The order of a plan is given, and with it which tasks are in memory together. Each
-pair of a forward and its backward has candidates (`costs`), and each rank is a problem of its own
-(`problem`), solved by prices of memory with a bound on what is lost (`prices`), or by another
-solver, such as the paper's integer program in `benchmarks/support/integer_program.py`. Any
-schedule's plan will do; the choice is stored in the plan (`PipelinePlan.recompute`).
+This implements PipeWeaver, section 6.3, for plans of any schedule. The actions of the plan define
+which tasks are in memory at the same time.
 
-Counted against the limit are weights, gradients, optimizer state, messages, what tasks keep, and
-what a layer that runs again needs. Not counted: temporaries inside layers, and what the
-allocator and the framework take; leave room for them in the limit.
+    plan, costs  ->  candidates per stage (`costs`)
+                 ->  problem per rank (`problem`, `rank_problems`)
+                 ->  solution per rank (`prices`, or another `Solver`)
+                 ->  mirrors agree
+                 ->  plan with `PipelinePlan.recompute`
 
-Mirrors communicate in what they run again, so all of them choose the same for a task: where their
-ranks' solutions differ, the leanest, and the rest is solved again.
+The memory limit includes weights, gradients, optimizer states, messages, saved activations, and the
+activations of a layer during recomputation. It does not include temporaries inside layers, the
+allocator and the framework, so the limit needs a margin for them.
 
-Where the device has memory of its own, inputs of recomputed layers may wait in the host's; one of
-them may be on its way back on a rank, for which there is room; ranks that are as fast without have
-none there. A plan that would need more than half of the host's memory is tuned without. Rejected:
-limits for two memories in one problem, of which the second hardly ever binds.
+Mirrors communicate in recomputed layers, so all of them must have the same modes for a task. If
+their solutions differ, the candidate with the lowest memory applies, and the remaining pairs are
+solved again.
+
+On devices with separate memory, inputs of recomputed layers can be offloaded to host memory. Ranks
+with offloading reserve memory for one prefetched input. Ranks that are as fast without offloading
+do not use it. A plan that needs more than half of the host memory is tuned without offloading. Host
+memory is not a limit of the problem, because it is hardly ever exhausted.
 """
 
 from __future__ import annotations
@@ -50,26 +54,27 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
 
 Solver = Callable[[TuningProblem], TuningSolution | None]
+"""Solver for the problem of one rank, which returns None if no choice fits."""
 HOST_SHARE = 0.5
-"""Of the host's memory that activations may take; the rest is for data and checkpoints."""
+"""Fraction of host memory for offloaded activations. The rest is for data and checkpoints."""
 
 
 @dataclass(frozen=True)
 class LayerTuning:
-    """How plans are tuned.
+    """Settings of memory tuning.
 
     Attributes:
-        model: costs on the device; modules in `names` keep everything in it.
-        names: modules whose tasks may choose; all others stay as `model` has them.
-        memory_limit_bytes: of every rank.
-        layerwise: whether FSDP2 gathers layer by layer.
-        peers: microbatches of the ranks that run the layers in lockstep, as for `plan_costs`.
-        candidates: most of them for a task.
-        solver: of one rank.
-        offloads: modules whose layers' inputs may wait in the host's memory; none on devices that
-            share it.
-        refuses: whether a plan that cannot stay within the limit is an error; if not, its full
-            ranks recompute all they may.
+        model: Cost model of the device. Modules in `names` must save all activations in it.
+        names: Modules with a mode per layer and task. All other modules use the mode of `model`.
+        memory_limit_bytes: Memory limit of each rank.
+        layerwise: Whether FSDP2 shards each layer.
+        peers: Microbatches of the ranks that run in lockstep, as for `plan_costs`.
+        candidates: Maximum number of candidates per task.
+        solver: Solver for the problem of one rank.
+        offloads: Modules with layers that can offload inputs to host memory. Ignored on devices
+            without separate memory.
+        refuses: Whether a plan that cannot fit raises `PlanError`. If False, ranks without a
+            solution use the candidates with the lowest memory.
     """
 
     model: CostModel
@@ -84,7 +89,7 @@ class LayerTuning:
 
     @property
     def host_limit_bytes(self) -> float:
-        """Of the host's memory, for a rank."""
+        """Host memory limit of one rank."""
         return HOST_SHARE * self.model.profile.device.host_memory_bytes
 
     def choices(
@@ -94,7 +99,7 @@ class LayerTuning:
         microbatches: Sequence[MicrobatchMeta],
         targets: Sequence[int] | None = None,
     ) -> dict[int, StageRecompute]:
-        """`stage_choices`."""
+        """Return the result of `stage_choices` for these settings."""
         shares = self.model.profile.device.host_bytes_per_s == 0
         return stage_choices(
             graph,
@@ -110,15 +115,15 @@ class LayerTuning:
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """A plan with what its tasks recompute.
+    """Plan with selected recomputation modes.
 
     Attributes:
-        plan: with `recompute`.
-        costs: of this plan.
-        peak_bytes: by rank: no more than this is in use at any time.
-        extra_ms: how long what is recomputed takes, by rank.
-        bound_ms: the least that anything that fits takes, by rank.
-        host_bytes: by rank: no more than this waits in the host's memory.
+        plan: Plan with `recompute`.
+        costs: Costs of this plan.
+        peak_bytes: Peak device memory of each rank.
+        extra_ms: Time of recomputation of each rank.
+        bound_ms: Lower bound on the recomputation time of each rank for any valid choice.
+        host_bytes: Peak host memory of each rank.
     """
 
     plan: PipelinePlan
@@ -136,30 +141,35 @@ def tune_layers(
     tuning: LayerTuning,
     targets: Sequence[int] | None = None,
 ) -> TunedPlan:
-    """Chooses for each task of a plan what its layers recompute.
+    """Select recomputation modes for the layers of each task of a plan.
 
     Args:
-        plan: for training; without specs, messages take no memory.
-        modules: encoders, LLM and generator, whole.
-        microbatches: of the plan.
-        targets: positions that count in the loss, by microbatch; None: all text.
+        plan: Training plan. Messages without specs use no memory.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the plan.
+        tuning: Settings of memory tuning.
+        targets: Number of positions that are included in the loss, by microbatch. If None, all
+            text tokens.
 
     Raises:
-        PlanError: a rank cannot stay within the limit; all such are listed.
+        PlanError: Ranks cannot stay within the limit. The error message lists all of them.
     """
     return Tuner(plan.graph, modules, microbatches, tuning, targets).tune(plan)
 
 
 class Tuner:
-    """Tunes any number of plans of one step.
+    """Memory tuning of any number of plans of one step.
 
     Args:
-        graph: of the plans, for training.
-        modules, microbatches, targets: as for `tune_layers`.
-        specs: tensors of the messages of plans that are yet to be made; none: they take no memory.
+        graph: Task graph of the training plans.
+        modules: Complete descriptions of the encoders, the LLM and the generator.
+        microbatches: Metadata of the microbatches of the graph.
+        tuning: Settings of memory tuning.
+        targets: Number of positions that are included in the loss, by microbatch.
+        specs: Tensors of messages for new plans. Without specs, messages use no memory.
 
     Attributes:
-        costs: of keeping everything.
+        costs: Costs of saving all activations.
     """
 
     def __init__(
@@ -189,42 +199,45 @@ class Tuner:
 
     @cached_property
     def choices(self) -> dict[int, StageRecompute]:
-        """By stage, where tasks may choose."""
+        """Times and bytes of the modes, by stage with selectable modes."""
         graph, modules, microbatches, targets = self._step
         return self.tuning.choices(graph, modules, microbatches, targets)
 
     @cached_property
     def rows(self) -> Rows:
-        """Times and bytes of the choices."""
+        """Times and bytes of the candidates."""
         return Rows(self.costs, self.choices, self.tuning.candidates)
 
     def choices_at(self, costs: PlanCosts) -> dict[int, StageRecompute]:
-        """The choices, whose times are the model's, as much longer as the backwards of each stage
-        are in other costs of the step, measured ones."""
-        found = {}
-        for stage, own in self.choices.items():
-            backwards = [Action(ActionType.B, *task) for task in own.tasks]
+        """Return the choices with times scaled to other costs of the step, such as measured costs.
+
+        The factor of a stage is the ratio of its total backward time in both costs.
+        """
+        scaled = {}
+        for stage, of_stage in self.choices.items():
+            backwards = [Action(ActionType.B, *task) for task in of_stage.tasks]
             modelled_ms = sum(self.costs.compute_ms[action] for action in backwards)
             factor = 1.0
             if modelled_ms > 0:
                 factor = sum(costs.compute_ms[action] for action in backwards) / modelled_ms
-            found[stage] = replace(
-                own,
-                forward_ms_KMN=factor * own.forward_ms_KMN,
-                again_ms_KMN=factor * own.again_ms_KMN,
-                tensor_ms_KMN=factor * own.tensor_ms_KMN,
+            scaled[stage] = replace(
+                of_stage,
+                forward_ms_KMN=factor * of_stage.forward_ms_KMN,
+                again_ms_KMN=factor * of_stage.again_ms_KMN,
+                tensor_ms_KMN=factor * of_stage.tensor_ms_KMN,
             )
-        return found
+        return scaled
 
     def tune(self, plan: PipelinePlan, book: RuleBook | None = None) -> TunedPlan:
-        """A plan of the step with what its tasks recompute: nothing if all of it fits.
+        """Return a plan of the step with recomputation modes, or without if all activations fit.
 
         Args:
-            book: of the plan; None: it is made.
+            plan: Plan of the step.
+            book: Rules of the plan. If None, they are created.
 
         Raises:
-            PlanError: a rank cannot stay within the limit, if that is to be refused; all such are
-                listed.
+            PlanError: Ranks cannot stay within the limit, and `LayerTuning.refuses` is set. The
+                error message lists all of them.
         """
         limit_bytes = self.tuning.memory_limit_bytes
         book = RuleBook(plan) if book is None else book
@@ -233,16 +246,16 @@ class Tuner:
             nothing = (0.0,) * len(kept_bytes)
             kept = replace(plan, recompute={})
             return TunedPlan(kept, self.costs, kept_bytes, nothing, nothing, (0,) * len(nothing))
-        found = self._solved(plan, book)
+        solved = self._solved(plan, book)
         if short := [
             _shortage(rank, each, limit_bytes)
-            for rank, (each, solution) in enumerate(found)
+            for rank, (each, solution) in enumerate(solved)
             if solution is None
         ]:
             raise PlanError(short)
         recompute: dict[Task, Modes] = {}
         peaks, extra, bounds, hosts = [], [], [], []
-        for each, solution in found:
+        for each, solution in solved:
             assert solution is not None
             recompute |= each.recompute(solution.choice_N)
             free_T = each.problem.free_bytes_T
@@ -265,46 +278,49 @@ class Tuner:
         )
 
     def _solved(self, plan: PipelinePlan, book: RuleBook) -> list[Solved]:
-        """Every rank's problem and its solution. Where inputs may wait in the host's memory there
-        are two, as these need room for one on its way back: the faster one counts."""
+        """Return the problem and the solution of each rank.
+
+        With offloading, each rank is solved with and without it, because offloading reserves memory
+        for a prefetched input. The faster solution is used.
+        """
         limit_bytes = self.tuning.memory_limit_bytes
         problems = rank_problems(plan, self.costs, self.rows, limit_bytes, book)
-        found = [(each, self._solve(each.problem)) for each in problems]
+        solved = [(each, self._solve(each.problem)) for each in problems]
         if not any(self.rows.ahead_bytes.values()):
-            return self._agreed(plan.graph.layout, found)
+            return self._agreed(plan.graph.layout, solved)
         other = self._without_offloads
         leaner = rank_problems(plan, other.costs, other.rows, limit_bytes, book)
         for rank, each in enumerate(leaner):
-            solution = self._solve(each.problem) if found[rank][0].ahead_bytes else None
-            best = found[rank][1]
+            solution = self._solve(each.problem) if solved[rank][0].ahead_bytes else None
+            best = solved[rank][1]
             if solution and (best is None or solution.extra_ms <= best.extra_ms):
-                found[rank] = each, solution
-        differ = _differing(plan.graph.layout, found, {})
-        return other._solved(plan, book) if differ else found
+                solved[rank] = each, solution
+        differ = _differing(plan.graph.layout, solved, {})
+        return other._solved(plan, book) if differ else solved
 
-    def _agreed(self, layout: StageLayout, found: list[Solved]) -> list[Solved]:
-        """Solutions in which mirrors choose the same."""
+    def _agreed(self, layout: StageLayout, solved: list[Solved]) -> list[Solved]:
+        """Return solutions in which mirrors have the same modes."""
         places: dict[Task, int] = {}
-        free = [each for each, _ in found]
-        while more := _differing(layout, found, places):
+        free = [each for each, _ in solved]
+        while more := _differing(layout, solved, places):
             places |= more
             problems = [each.settled(places) for each in free]
-            found = [(each, self._solve(each.problem)) for each in problems]
-        return found
+            solved = [(each, self._solve(each.problem)) for each in problems]
+        return solved
 
     def _all_kept_bytes(self, plan: PipelinePlan, book: RuleBook) -> tuple[int, ...]:
-        """By rank: the peak if nothing is recomputed."""
+        """Return the peak memory of each rank without recomputation."""
         static = self.costs.static_bytes or (0,) * len(plan.actions)
         changes = memory_changes(plan, self.costs, book)
         return tuple(
-            own + int(np.cumsum(rows).max(initial=0))
-            for own, rows in zip(static, changes, strict=True)
+            static_bytes + int(np.cumsum(rows).max(initial=0))
+            for static_bytes, rows in zip(static, changes, strict=True)
         )
 
     def _solve(self, problem: TuningProblem) -> TuningSolution | None:
-        found = self.tuning.solver(problem)
-        if found is not None or self.tuning.refuses:
-            return found
+        solution = self.tuning.solver(problem)
+        if solution is not None or self.tuning.refuses:
+            return solution
         extra_ms = problem.extra_ms(problem.leanest_N)
         return TuningSolution(problem.leanest_N, extra_ms, extra_ms)
 
@@ -316,21 +332,30 @@ class Tuner:
 
 
 Solved = tuple[RankProblem, TuningSolution | None]
+"""Problem of a rank, and its solution if one exists."""
 
 
 def _differing(
-    layout: StageLayout, found: Sequence[Solved], settled: Mapping[Task, int]
+    layout: StageLayout, solved: Sequence[Solved], decided: Mapping[Task, int]
 ) -> dict[Task, int]:
-    """Tasks that are not settled and for which mirrors have chosen differently, with the place of
-    the leanest candidate that one of them has chosen."""
+    """Return the tasks with different candidates on mirrors, and the one with the lowest memory.
+
+    Args:
+        layout: Stages of the run.
+        solved: Problem and solution of each rank.
+        decided: Tasks whose candidate is already decided.
+
+    Returns:
+        Index of the candidate with the lowest memory that a mirror has selected, by task.
+    """
     chosen: dict[Task, dict[Task, int]] = {}
-    for each, solution in found:
+    for each, solution in solved:
         if solution is None:
             return {}
         for task, place in zip(each.tasks, solution.choice_N.tolist(), strict=True):
-            alike = layout.mirrored[task.stage]
-            if len(alike) > 1 and task not in settled:
-                of_mirrors = chosen.setdefault(task._replace(stage=alike[0]), {})
+            mirrors = layout.mirrored[task.stage]
+            if len(mirrors) > 1 and task not in decided:
+                of_mirrors = chosen.setdefault(task._replace(stage=mirrors[0]), {})
                 of_mirrors[task] = place
     return {
         task: max(of_mirrors.values())
@@ -341,7 +366,7 @@ def _differing(
 
 
 def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:
-    """Where the leanest choice needs the most."""
+    """Return the error message for a rank: the action with the largest memory deficit."""
     problem = each.problem
     over_T = problem.used_bytes_T(problem.leanest_N) - problem.free_bytes_T
     position = int(over_T.argmax())

@@ -1,18 +1,17 @@
-"""Measure the index of a source: in one process, in its workers, or in a job array before the run.
+"""Build the index of a source in a run, in worker processes, or in a job array before the run.
 
     index = Building(name, source, reader, directory, workers).load()      every rank
     building.measure(numbers); building.finish()                           scripts/index_data.py
 
-If ranks find no manifest, one of them measures, in worker processes if the source is large. The
-other ranks wait for the manifest. The measuring process holds `building.lock`, a file with its host
-and process that it touches while it measures. If that process has ended, or has measured nothing
-for `STALE_S`, another process takes over and continues with the missing shards. An error ends the
-measuring process and releases the lock, so that other processes find the same error.
+If no rank finds a manifest, one rank builds the index, and the remaining ranks wait for it. The
+building process owns `building.lock`, a file with its host and process id whose modification time
+it updates. If the process exits, or makes no progress for `STALE_S`, another process continues with
+the missing shards. On an error the process releases the lock, so that each process reports it.
 
-The lock saves work, but correctness does not depend on it: every process writes the same bytes for
-a shard, under another name first. So two processes that both hold the lock, as on file systems that
-show new files late, do no harm. A collective does not work here, because producers, inspection and
-`index_data.py` have no process group. Kernel locks do not work on most network file systems.
+The lock only avoids duplicate work. Each process writes the same bytes for a shard to a temporary
+file and renames it. Therefore two lock owners do no harm, for example on network file systems that
+show new files late. Collectives are not an option, because producers and `index_data.py` have no
+process group. Kernel locks do not work on most network file systems.
 """
 
 from __future__ import annotations
@@ -43,24 +42,25 @@ from torchmm.data.sources.reader import SampleReader
 
 LOCK = "building.lock"
 STALE_S = 120.0
-"""Who has measured nothing for so long is believed to be gone, or stuck in a read."""
+"""Seconds without progress after which another process takes over."""
 POLL_S = 0.2
+"""Seconds between checks for the manifest."""
 TOLD_S = 10.0
-"""Between touches of the lock."""
+"""Seconds between updates of the lock file."""
 WORKERS_FROM = 20_000
-"""Samples from which on starting worker processes, which takes seconds, is worth it."""
+"""Minimum number of samples for which worker processes are started."""
 
 
 @dataclass
 class Building:
-    """The index of one source, and the process that measures it.
+    """Index of one source, to be built or loaded.
 
-    Args:
+    Attributes:
         name: Name of the source, for messages.
-        source: Its records.
-        reader: Measures records.
+        source: Records of the source.
+        reader: Reader that measures records.
         directory: Directory of the index.
-        workers: Processes that measure a large source. If 0, this process does.
+        workers: Number of worker processes for a large source. With 0, this process measures.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Building:
         """Create the directory. Raise ConfigError if it cannot be written."""
         with naming_the_cache(self.directory.parent):
             self.directory.mkdir(parents=True, exist_ok=True)
-            check_writable(self.directory)  # measuring may take hours, in vain
+            check_writable(self.directory)  # before hours of work
 
     def load(self) -> LengthIndex:
-        """Return the index. Measure it, or wait for the process that does, if it is missing.
+        """Return the index. If it is missing, build it or wait for the process that builds it.
 
         Raises:
             ConfigError: The index is missing and cannot be written.
-            DataError: A record ended a worker process, or the source changed while it was read.
+            DataError: A worker process crashed, or the source changed while it was read.
         """
         index = read_index(self.directory)
         if index is None:
@@ -109,7 +109,7 @@ class Building:
         return index
 
     def measure(self, numbers: Iterable[int]) -> None:
-        """Measure the missing ones of these shards. Raise DataError if a worker process dies."""
+        """Measure missing shards among `numbers`. Raise DataError if a worker process crashes."""
         missing = [n for n in numbers if read_shard(self.directory, n, self.ranges[n]) is None]
         samples = sum(self.ranges[n].samples for n in missing)
         done = 0
@@ -123,12 +123,12 @@ class Building:
                 work.at(done)
 
     def finish(self) -> bool:
-        """Write the manifest if no shard is missing. Return whether it was written."""
+        """Write the manifest if no shard is missing, and return True if it was written."""
         shards = [read_shard(self.directory, n, r) for n, r in enumerate(self.ranges)]
-        found = [shard for shard in shards if shard is not None]
-        if len(found) < len(shards):
+        complete = [shard for shard in shards if shard is not None]
+        if len(complete) < len(shards):
             return False
-        manifest = canonical_json({"shards": [dataclasses.asdict(shard) for shard in found]})
+        manifest = canonical_json({"shards": [dataclasses.asdict(shard) for shard in complete]})
         replace_atomically(self.directory / MANIFEST, manifest)
         return True
 
@@ -162,17 +162,17 @@ class Building:
                 "ran out, lower data.workers; finished shards are kept"
             ) from error
         except BaseException:
-            end_workers(list(pool._processes.values()))  # the exit would wait for their shards
+            end_workers(list(pool._processes.values()))  # the exit would wait for them
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Heartbeat:
-    """Touches a file, at most every `TOLD_S`, while it is there.
+    """Callable that updates the modification time of a file, at most every `TOLD_S`.
 
     Args:
-        path: of it.
+        path: The file, which may not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,10 +187,10 @@ class Heartbeat:
 
 
 class Lock:
-    """A file that says who measures.
+    """Lock file with the host and process id of its owner.
 
     Args:
-        path: of it.
+        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,12 +199,12 @@ class Lock:
         self._since_s = 0.0
 
     def take(self) -> bool:
-        """Whether this process holds it now."""
+        """Try to acquire the lock, and return True on success."""
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             if self._abandoned():
-                # Whoever renames it was the only one: the others do not find it any more.
+                # Only one process can rename the file.
                 with suppress(FileNotFoundError):
                     gone = self._path.with_name(f".{self._path.name}.{uuid4().hex}")
                     self._path.rename(gone)
@@ -216,27 +216,29 @@ class Lock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Gives it free in the end."""
+        """Return a context that releases the lock at its end."""
         try:
             yield
         finally:
             self._path.unlink(missing_ok=True)
 
     def owner(self) -> str:
-        """Who holds it, in words."""
-        said = self._read()
-        return f"process {said.get('pid')} of {said.get('host')}" if said else "another process"
+        """Return a description of the owner, for messages."""
+        owner = self._read()
+        return f"process {owner.get('pid')} of {owner.get('host')}" if owner else "another process"
 
     def _read(self) -> dict[str, Any]:
         try:
-            said = json.loads(self._path.read_bytes())
+            owner = json.loads(self._path.read_bytes())
         except (OSError, ValueError):
             return {}
-        return said if isinstance(said, dict) else {}
+        return owner if isinstance(owner, dict) else {}
 
     def _abandoned(self) -> bool:
-        """Whether its owner is gone, or has not touched it for long; by this process's clock, as
-        those of machines and file servers differ."""
+        """Return True if the owner has exited, or has not updated the file for `STALE_S`.
+
+        Only the clock of this process is used, because clocks of nodes and file servers differ.
+        """
         try:
             seen = self._path.read_bytes(), self._path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -244,28 +246,28 @@ class Lock:
         if seen != self._seen:
             self._seen = seen
             self._since_s = time.monotonic()
-        said = self._read()
-        if said.get("host") == socket.gethostname() and isinstance(said.get("pid"), int):
+        owner = self._read()
+        if owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int):
             try:
-                os.kill(said["pid"], 0)
+                os.kill(owner["pid"], 0)
             except ProcessLookupError:
                 return True
             except PermissionError:
-                pass  # alive, of another user
+                pass  # the process runs as another user
         return time.monotonic() - self._since_s > STALE_S
 
 
-_own: list[Building] = []
-"""What this worker process measures for."""
+_building: list[Building] = []
+"""Index that this worker process measures, set by `_begin`."""
 
 
 def _begin(setup: Any, building: Building) -> None:
     setup(0)
-    _own.append(building)
+    _building.append(building)
 
 
 def _measure(number: int) -> None:
-    building = _own[0]
+    building = _building[0]
     beat = Heartbeat(building.directory / LOCK)
     measure_shard(
         building.source,

@@ -1,17 +1,15 @@
-"""The length index of a source with random access: tokens and image sizes of every sample.
+"""Length index of a source with random access: tokens and image sizes of all samples.
 
-It makes sample order, packing and planning independent of any data access. It is a directory, named
-by a hash of everything that sizes depend on:
+With the index, sample order, packing and planning require no data access. It is a directory whose
+name is a hash of all inputs of the sizes (`cache_key`):
 
-    manifest.json     of all shards: samples, corrupt ones, shortest, longest, SHA-256 of the file
-    000017.sizes      arrays of one shard, mapped when they are needed: 8 to 16 bytes a sample
-    000017.json       its line of the manifest, and why samples are corrupt
+    manifest.json     all shards: samples, corrupt samples, shortest, longest, SHA-256 of the file
+    000017.sizes      memory-mapped arrays of one shard: 8 to 16 bytes per sample
+    000017.json       entry of the shard in the manifest, and the reasons of corrupt samples
 
-A shard is a range of consecutive records, not a file of the source: order and identity then do not
-depend on how records are distributed over files. Every process maps the shards it works on, so a
-machine has one copy of them, in the system's page cache. Rejected: Arrow files and npz archives,
-which are read as a whole or have to be searched; one file of all shards, which jobs that measure on
-several machines could not write side by side.
+A shard is a range of consecutive records instead of a file of the source. So sample order and
+identity do not depend on the distribution of records over files. All processes of a node share the
+mapped shards in the page cache. Separate files allow several jobs to write shards concurrently.
 """
 
 from __future__ import annotations
@@ -42,42 +40,45 @@ from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
 FORMAT_VERSION = 10
-"""Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
+"""Version of parsing, tokenizing and measuring. Indexes of different versions are not used."""
 MANIFEST = "manifest.json"
 PATCHES, DURATION = 2, 6
 """Columns of `sizes_D8`."""
 IMAGE_SIZES = [5, PATCHES, 3, 4]
-"""Columns of `sizes_D8` that `ImageSizes` has."""
+"""Columns of `sizes_D8` for the columns of `ImageSizes`."""
 KEPT_OPEN = 512
-"""Shards kept mapped; a block of the order has at most 256."""
+"""Maximum number of mapped shards. A block of the sample order has at most 256."""
 DESCRIBED_SHARDS = 64
-"""Shards from which lengths are told to people."""
+"""Maximum number of shards for the logged summary of lengths."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A line of the manifest."""
+    """Entry of a shard in the manifest."""
 
     first: int
-    """Its first sample's index."""
+    """Index of the first sample."""
     samples: int
+    """Number of samples."""
     corrupt: int
+    """Number of corrupt samples."""
     shortest: int
-    """Tokens of its shortest usable sample; 0: it has none."""
+    """Number of tokens of the shortest usable sample. 0 without usable samples."""
     longest: int
+    """Number of tokens of the longest usable sample."""
     content: str
-    """Identifies its samples as they reach the model."""
+    """Digest of the samples (`SamplesDigest`)."""
     sha256: str
-    """Of the file with its sizes."""
+    """SHA-256 of the `.sizes` file."""
     size_bytes: int
-    """Of that file."""
+    """Size of the `.sizes` file."""
     arrays: dict[str, tuple[str, list[int], int]]
-    """Type, shape and place (bytes) of every array in that file."""
+    """Dtype, shape and byte offset of each array in the `.sizes` file."""
     filtered: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples that exceed it, and the
-    index of the first one with its reason."""
+    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples, and the index and reason
+    of the first sample."""
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Maps dropped content (`MeasuredSample.dropped`) to the number of samples and of items."""
 
@@ -95,10 +96,11 @@ class Shard:
 class ShardSizes(NamedTuple):
     """Sizes of the N samples of a shard.
 
-    `tokens_N` is 0 for corrupt samples and for samples beyond a limit. Sample n has the images and
-    audio clips `images_M[starts_N1[n] : starts_N1[n + 1]]`, each a row of `sizes_D8`: (width_px,
-    height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the encoder as its
-    position in the model. Rows of images to be drawn are (frames, rows, columns, context).
+    `tokens_N` is 0 for corrupt samples and for samples beyond a limit. Sample n has the images,
+    videos and audio files `images_M[starts_N1[n] : starts_N1[n + 1]]`. Each is the index of a row
+    of `sizes_D8`: (width_px, height_px, patches, tokens, frames, encoder, duration_ms,
+    frame_pixels), where the encoder is its index in the model. Target images have the same
+    structure, with rows (frames, rows, columns, context).
     """
 
     tokens_N: np.ndarray
@@ -110,13 +112,13 @@ class ShardSizes(NamedTuple):
     drawn_D4: np.ndarray
 
     def tiles_N(self) -> np.ndarray:
-        """Pictures and tiles of each sample: neither sounds nor clips nor their frames."""
+        """Return the number of images and tiles of each sample, without audio and video frames."""
         is_tile_M = (self.sizes_D8[:, DURATION] == 0)[self.images_M]
         before = np.concatenate([[0], np.cumsum(is_tile_M)])
         return np.diff(before[self.starts_N1]).astype(np.uint16)
 
     def patches_N(self) -> np.ndarray:
-        """Return the patches of all images, audio clips and generated images of each sample."""
+        """Return the number of patches of each sample, including audio and target images."""
         read_M = self.sizes_D8[:, PATCHES][self.images_M]
         drawn_M = self.drawn_D4[:, :3].prod(1)[self.drawn_M]
         read_before = np.append(0, np.cumsum(read_M, dtype=np.int64))
@@ -125,10 +127,11 @@ class ShardSizes(NamedTuple):
         return read_N + np.diff(drawn_before[self.drawn_starts_N1])
 
     def image_sizes(self, places_N: np.ndarray, generator: int | None = None) -> ImageSizes:
-        """Return the sizes of the images of the samples at some places.
+        """Return the sizes of the images of some samples.
 
         Args:
-            generator: Position of the generator among the modules; None: no generated images.
+            places_N: Indices of the samples in the shard.
+            generator: Index of the generator among the modules. None to omit target images.
         """
         starts_N = self.starts_N1[places_N].astype(np.int64)
         counts_N = self.starts_N1[places_N + 1] - starts_N
@@ -144,14 +147,14 @@ class ShardSizes(NamedTuple):
         return read.followed_by(ImageSizes(counts_N, np.stack(sizes, axis=1)))
 
     def kept_by(self, wanted: LengthFilter) -> np.ndarray:
-        """Places of the usable samples that a filter leaves in, ascending."""
-        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so without the corrupt ones
+        """Return the indices of usable samples that a filter keeps, ascending."""
+        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so corrupt samples are excluded
         if wanted.max_tokens is not None:
             kept &= self.tokens_N <= wanted.max_tokens
         return np.flatnonzero(kept)
 
     def meta(self, source: str, first: int, place: int, encoders: Sequence[str]) -> SampleMeta:
-        """Metadata of the sample at a place, for a model with these encoders."""
+        """Return the metadata of a sample by its index in the shard, for these encoders."""
         start, stop = self.starts_N1[place : place + 2].tolist()
         rows = self.sizes_D8[self.images_M[start:stop]].tolist()
         several = len(encoders) > 1
@@ -168,12 +171,12 @@ class ShardSizes(NamedTuple):
 
 
 class LengthIndex:
-    """Sizes of all samples of a source.
+    """Index with the sizes of all samples of a source.
 
     Args:
-        shards: in order.
-        open_shard: its sizes.
-        reasons: why samples of a shard are corrupt, by their places.
+        shards: Entries of the manifest in order.
+        open_shard: Returns the sizes of a shard by number.
+        reasons: Returns the reasons of corrupt samples of a shard, by index in the shard.
     """
 
     def __init__(
@@ -197,14 +200,10 @@ class LengthIndex:
                 self.dropped[content] = before[0] + samples, before[1] + items
         self._open_shard, self._reasons = open_shard, reasons
         self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
-        """Sizes of a shard's samples.
-
-        Raises:
-            DataError: its file is damaged.
-        """
+        """Function that returns the sizes of a shard, or raises DataError if its file is damaged."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process, which maps the shards itself."""
+        """Pickle without mapped arrays, which each process maps again."""
         return LengthIndex, (self.shards, self._open_shard, self._reasons)
 
     def __len__(self) -> int:
@@ -212,12 +211,12 @@ class LengthIndex:
 
     @property
     def content(self) -> str:
-        """Identifies all samples, wherever their files are."""
+        """Digest of all samples, independent of file locations."""
         parts = [[shard.samples, shard.content] for shard in self.shards]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def usable(self, wanted: LengthFilter) -> np.ndarray:
-        """Return the number of usable samples of every shard that a filter keeps."""
+        """Return the number of usable samples of each shard that a filter keeps."""
         return np.array(
             [
                 shard.usable
@@ -229,7 +228,7 @@ class LengthIndex:
         )
 
     def corrupt(self) -> Iterator[tuple[int, str]]:
-        """Corrupt samples and the reasons."""
+        """Yield the index and reason of each corrupt sample."""
         for number, shard in enumerate(self.shards):
             if shard.corrupt:
                 for place, reason in sorted(self._reasons(number).items()):
@@ -238,20 +237,20 @@ class LengthIndex:
     def beyond_limits(self) -> Iterator[tuple[int, str]]:
         """Yield the first sample beyond each limit, with the reason."""
         first = {
-            limit: found for shard in self.shards[::-1] for limit, found in shard.filtered.items()
+            limit: entry for shard in self.shards[::-1] for limit, entry in shard.filtered.items()
         }
         for _, index, reason in first.values():
             yield index, reason
 
     def has(self, index: int) -> bool:
-        """Whether there is such a sample, and a usable one."""
+        """Return True if a sample exists and is usable."""
         if index >= len(self):
             return False
         number, place = self._find(index)
         return bool(self.sizes(number).tokens_N[place])
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
-        """Metadata of sample `index` for a model with these encoders."""
+        """Return the metadata of sample `index` for a model with these encoders."""
         number, place = self._find(index)
         return self.sizes(number).meta(source, int(self.firsts_S[number]), place, encoders)
 
@@ -260,12 +259,12 @@ class LengthIndex:
         shards_N = np.searchsorted(self.firsts_S, indices_N, side="right") - 1
         places_N = indices_N - self.firsts_S[shards_N]
         return ImageSizes.of_groups(
-            shards_N, lambda shard, own: self.sizes(shard).image_sizes(places_N[own], generator)
+            shards_N,
+            lambda shard, members: self.sizes(shard).image_sizes(places_N[members], generator),
         )
 
     def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and number of images of usable samples; of large sources, of evenly spread
-        shards."""
+        """Return tokens and number of images of usable samples, in large sources of some shards."""
         count = min(len(self.shards), DESCRIBED_SHARDS)
         some = np.linspace(0, len(self.shards) - 1, count).astype(int)
         tokens, images = [], []
@@ -281,7 +280,7 @@ class LengthIndex:
 
 
 def read_index(directory: Path) -> LengthIndex | None:
-    """The index in a directory; None where it is not, or not yet, complete."""
+    """Return the index in a directory, or None if it is missing or incomplete."""
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
         shards = [Shard(**line) for line in manifest["shards"]]
@@ -302,15 +301,15 @@ def read_index(directory: Path) -> LengthIndex | None:
 
 
 class _ShardFiles:
-    """What is in the files of an index."""
+    """Reader of the shard files of an index."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory, self._shards = directory, shards
         self._checked: set[int] = set()
 
     def reasons(self, number: int) -> Mapping[int, str]:
-        told = json.loads(shard_file(self._directory, number, "json").read_bytes())["reasons"]
-        return {int(place): reason for place, reason in told.items()}
+        content = json.loads(shard_file(self._directory, number, "json").read_bytes())
+        return {int(index): reason for index, reason in content["reasons"].items()}
 
     def sizes(self, number: int) -> ShardSizes:
         shard = self._shards[number]
@@ -337,7 +336,7 @@ class _ShardFiles:
 
 
 def shard_file(directory: Path, number: int, kind: str) -> Path:
-    """A file of a shard."""
+    """Return the path of a file of a shard."""
     return directory / f"{number:06d}.{kind}"
 
 
@@ -349,7 +348,7 @@ def cache_key(
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Hash of everything that the lengths of a source's samples depend on."""
+    """Return a hash of all inputs that determine the sizes of samples."""
     parts = {
         "format": FORMAT_VERSION,
         "transformers": __version__,
@@ -370,16 +369,16 @@ def cache_key(
 
 
 def describe_lengths(tokens_N: np.ndarray) -> list[str]:
-    """Lengths of samples in words: half of them, nearly all, the longest."""
+    """Return descriptions of the median, the 95th percentile and the maximum length."""
     middle, high = np.percentile(tokens_N, [50, 95])
     return [f"median {middle:.0f}", f"95 % <= {high:.0f}", f"most {tokens_N.max():,}"]
 
 
 def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
-    """Log how many samples of a source are used, filtered and truncated.
+    """Log the number of used, filtered and truncated samples of a source.
 
     Raises:
-        DataError: no sample is usable.
+        DataError: No sample is usable.
     """
     kept = int(index.usable(config.filter).sum())
     total = len(index)
@@ -403,7 +402,7 @@ def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
             name, f"none of its {total} samples are usable: {counts}{found}", messages
         )
     if kept < total:
-        # Not a warning: every rank would write it to its own log file.
+        # A warning would be logged by each rank.
         logger.info("source %r: %d of %d samples are used: %s", name, kept, total, counts)
     if index.dropped:
         logger.info(
@@ -417,8 +416,8 @@ def describe_filtered(filtered: Mapping[str, int], total: int) -> list[str]:
     """Return descriptions of the samples beyond each limit, most frequent first.
 
     Args:
-        filtered: number of samples by limit.
-        total: number of all samples of the source.
+        filtered: Number of samples by limit.
+        total: Number of all samples of the source.
     """
     counted = sorted(filtered.items(), key=lambda pair: -pair[1])
     return [f"{n:,} ({n / total:.1%}): {limit}" for limit, n in counted]
@@ -428,19 +427,19 @@ def describe_dropped(dropped: Mapping[str, tuple[int, int]], samples: int) -> li
     """Return descriptions of the content that is dropped from samples in use.
 
     Args:
-        dropped: number of samples, and of items, by content.
-        samples: number of usable samples.
+        dropped: Number of samples, and of items, by content.
+        samples: Number of usable samples.
     """
-    found = []
+    descriptions = []
     for content, (count, items) in dropped.items():
         fraction = f"{count / max(1, samples):.1%}"
         of_samples = fraction if items == count else f"in {count:,} samples, {fraction}"
-        found.append(f"{items:,} {content} ({of_samples})")
-    return found
+        descriptions.append(f"{items:,} {content} ({of_samples})")
+    return descriptions
 
 
 def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:
-    """The error of a source that gives nothing."""
+    """Return the error for a source without usable samples."""
     return DataError(
         f"source {name!r}: {found}{first_of(messages)}\nCorrect the source in the recipe "
         "(`columns` maps column names, `filter` limits lengths), repair its samples, or "

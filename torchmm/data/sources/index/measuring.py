@@ -1,7 +1,7 @@
-"""Measures one shard of a source: reads its records as training would, and writes their sizes.
+"""Measure one shard of a source: read its records as in training, and write their sizes.
 
-A file of a shard is complete or is not there, and is the same whoever writes it. So shards may be
-measured by several processes at a time, on several machines, again after a crash, even twice.
+Shard files are written atomically, and each process writes the same content. Therefore several
+processes on several nodes may measure shards concurrently, repeatedly, or again after a crash.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from torchmm.data.sources.reader import MeasuredSample, SampleReader
 
 FEW_SAMPLES = 8192
 MANY_SAMPLES = 65536
-"""Most samples of a shard: in sources of up to 2^24 samples, so that several processes have work
-and a crash loses little of it, and in larger ones, so that a manifest stays small."""
+"""Maximum samples of a shard in sources of up to 2^24 samples and in larger sources. Small shards
+give work to several processes, and lose little in a crash. Large shards keep the manifest small."""
 LARGE_SOURCE = 1 << 24
+"""Maximum number of samples of a source with small shards."""
 
 
 class Range(NamedTuple):
-    """Records of a shard."""
+    """Range of the records of a shard."""
 
     first: int
     samples: int
 
 
 def cut(total: int) -> list[Range]:
-    """The shards of a source of `total` records."""
+    """Split `total` records into shards."""
     size = FEW_SAMPLES if total <= LARGE_SOURCE else MANY_SAMPLES
     return [Range(first, min(size, total - first)) for first in range(0, total, size)]
 
 
 @dataclass
 class _Rows:
-    """Rows of several samples; each distinct row is kept once."""
+    """Rows of several samples, deduplicated."""
 
     width: int
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -54,12 +55,12 @@ class _Rows:
     starts: list[int] = field(default_factory=lambda: [0])
 
     def add(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """The rows of the next sample."""
+        """Add the rows of the next sample."""
         self.numbers += [self.known.setdefault(row, len(self.known)) for row in rows]
         self.starts.append(len(self.numbers))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Starts, numbers and distinct rows."""
+        """Return starts by sample, row numbers, and distinct rows."""
         small = np.uint16 if len(self.known) <= 1 << 16 else np.uint32
         rows = np.array(list(self.known), "<i4").reshape(-1, self.width)
         return np.array(self.starts, "<u4"), np.array(self.numbers, small), rows
@@ -73,15 +74,15 @@ def measure_shard(
     number: int,
     tell: Callable[[int], None] = lambda measured: None,
 ) -> None:
-    """Writes the two files of a shard.
+    """Measure the samples of a shard, and write its two files.
 
     Args:
-        source: its records.
-        reader: measures records.
-        records: which of them are in the shard.
-        directory: of the index.
-        number: of the shard.
-        tell: is called after each record with how many are measured.
+        source: Records of the source.
+        reader: Reader that measures records.
+        records: Range of records of the shard.
+        directory: Directory of the index.
+        number: Number of the shard.
+        tell: Called after each record with the number of measured records.
     """
     tokens: list[int] = []
     images = _Rows(8)
@@ -130,20 +131,19 @@ def measure_shard(
 
 
 def read_shard(directory: Path, number: int, records: Range) -> Shard | None:
-    """A shard that was measured before; None where its files are missing, damaged, or not of these
-    records."""
+    """Return an existing shard, or None if its files are missing, damaged or of other records."""
     try:
         told = json.loads(shard_file(directory, number, "json").read_bytes())
         shard = Shard(**told["shard"])
         data = shard_file(directory, number, "sizes").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = hashlib.sha256(data).hexdigest() == shard.sha256
-    return shard if whole and (shard.first, shard.samples) == records else None
+    intact = hashlib.sha256(data).hexdigest() == shard.sha256
+    return shard if intact and (shard.first, shard.samples) == records else None
 
 
 def packed(sizes: ShardSizes) -> tuple[bytes, dict[str, tuple[str, list[int], int]]]:
-    """All arrays in one piece, and where each is."""
+    """Return the bytes of all arrays, and the dtype, shape and offset of each."""
     data = bytearray()
     arrays: dict[str, tuple[str, list[int], int]] = {}
     for name, array in sizes._asdict().items():

@@ -1,1 +1,1 @@
-"""Checkpoints in object stores: upload, download and removal."""
+"""Upload, download and remove checkpoints in remote storage."""

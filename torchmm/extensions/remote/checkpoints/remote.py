@@ -1,17 +1,18 @@
-"""Checkpoints at an address: copies to and from it, and retention.
+"""Checkpoints at a URL: upload, download and retention.
 
     ADDRESS/step-200-1f3a5c7e9b0d/
       rank-00000.safetensors ...  the files of step-200, unchanged
       index.json, state.json
-      MANIFEST.json               written last: from then on the checkpoint is complete
+      MANIFEST.json               written last, marks the checkpoint as complete
 
-The name of a folder ends with the first digits of the SHA-256 of the manifest. So two checkpoints
-never share a folder, regardless of interrupted uploads of this run or another one of its name, and
-an interrupted upload starts again over its own files. Object stores cannot rename. If a checkpoint
-is set aside, its manifest, a few kilobytes, is copied to another name instead.
+The name of a folder ends with the first digits of the SHA-256 of the manifest. Two checkpoints
+therefore never share a folder, regardless of interrupted uploads by this run or another run of the
+same name. An interrupted upload starts again and overwrites its files. Object stores cannot rename
+objects. If a checkpoint is set aside, its manifest, a few kilobytes, is copied to another name
+instead.
 
-This module is the view of one process, without torch. It uses the clients that also read data
-(`torchmm/extensions/remote/storage/clients.py`). A local path is an address like others.
+This module is the view of one process and does not import torch. It uses the same clients as the
+data loader (`torchmm/extensions/remote/storage/clients.py`). Local paths are supported like URLs.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ _SET_ASIDE = "set-aside"
 _REQUEST_BYTES = 16 << 20
 
 Folders = dict[str, dict[str, int]]
-"""Sizes in bytes of the objects of each folder."""
+"""Maps a folder to the sizes of its objects in bytes."""
 
 
 class StoreError(CheckpointError):
-    """A store rejects a request, is full or does not respond. Its checkpoints may be intact."""
+    """Error of remote storage that rejects a request, is full or does not respond.
+
+    The uploaded checkpoints may be intact.
+    """
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run in a store.
+    """The uploaded checkpoints of one run, as one process uses them.
 
     Args:
         address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
@@ -58,8 +62,8 @@ class RemoteCheckpoints:
         logger: Logger of the run.
 
     Raises:
-        ConfigError: The library that reads the address is not installed.
-        ValueError: It is a `file://` address of another host.
+        ConfigError: The library that reads the URL is not installed.
+        ValueError: It is a `file://` URL of another host.
     """
 
     def __init__(self, address: str, retry_timeout_s: float, logger: logging.Logger) -> None:
@@ -81,7 +85,7 @@ class RemoteCheckpoints:
 
         Raises:
             NewerFormatError: A newer version wrote the manifest.
-            StoreError: The store does not respond.
+            StoreError: The remote storage does not respond.
             CheckpointError: The manifest is missing, altered, or of another checkpoint.
         """
         name = f"{self.address}/{folder}/{MANIFEST_NAME}"
@@ -99,7 +103,7 @@ class RemoteCheckpoints:
         return data, manifest
 
     def fetch(self, folder: str, entry: dict[str, Any], target: Path, present: Path) -> str | None:
-        """Copy a file of a checkpoint from the store; return its problem, or None.
+        """Download a file of a checkpoint. Return its problem, or None.
 
         Args:
             folder: Folder of the checkpoint.
@@ -108,11 +112,11 @@ class RemoteCheckpoints:
             present: Path that may have the same file, which is then linked.
 
         Raises:
-            StoreError: The store does not respond.
+            StoreError: The remote storage does not respond.
             OSError: The file cannot be written.
         """
         if file_problem(present, entry) is None:
-            with suppress(OSError):  # two file systems
+            with suppress(OSError):  # the paths are on different file systems
                 os.link(present, target)
                 return None
         place = self._object(folder, target.name)
@@ -134,10 +138,10 @@ class RemoteCheckpoints:
         return None if problem is None else f"{name} after download: {problem}"
 
     def put(self, folder: str, file: Path) -> int:
-        """Copy a file of a checkpoint to the store, and return its size in bytes.
+        """Upload a file of a checkpoint, and return its size in bytes.
 
         Raises:
-            StoreError: The store rejects the file.
+            StoreError: The remote storage rejects the file.
             OSError: The file cannot be read.
         """
         with _store_errors():
@@ -145,15 +149,17 @@ class RemoteCheckpoints:
         return file.stat().st_size
 
     def commit(self, folder: str, data: bytes) -> None:
-        """Write the manifest of a checkpoint whose files were all put and have their sizes.
+        """Upload the manifest of a checkpoint after all of its files, whose sizes are checked.
 
-        If that fails, no manifest remains, so that the folder does not look committed.
+        If that fails, no manifest remains, so that the folder is not committed.
 
         Args:
+            folder: Folder of the checkpoint.
             data: Content of the manifest.
 
         Raises:
-            StoreError: The store rejects the manifest, or a file in the store has another size.
+            StoreError: The remote storage rejects the manifest, or an uploaded file has a different
+                size.
         """
         files = parse_manifest(data, folder)["files"]
         there = self._folders().get(folder, {})
@@ -168,21 +174,21 @@ class RemoteCheckpoints:
             try:
                 self._client.write(place, data)
             except DataError:
-                with suppress(DataError):  # the first error says why
+                with suppress(DataError):  # the first error has the reason
                     self._client.remove(place)
                 raise
             for name in there:
-                if name.startswith("."):  # of a process that died while it wrote a file
+                if name.startswith("."):  # from a process that was killed during a write
                     self._client.remove(self._object(folder, name))
 
     def is_committed(self, folder: str) -> bool:
         """Return True if the manifest is intact and all files have the sizes that it lists.
 
-        The SHA-256 of the files is compared when they are fetched.
+        The SHA-256 of the files is compared when they are downloaded.
 
         Raises:
             NewerFormatError: A newer version wrote the manifest.
-            StoreError: The store does not respond.
+            StoreError: The remote storage does not respond.
         """
         there = self._folders().get(folder, {})
         return MANIFEST_NAME in there and self._is_whole(folder, there)
@@ -199,7 +205,8 @@ class RemoteCheckpoints:
             best: Steps of further checkpoints to retain.
 
         Raises:
-            StoreError: The store rejects a request. Too many checkpoints may remain, never too few.
+            StoreError: The remote storage rejects a request. Too many checkpoints may remain, never
+                too few.
         """
         folders = self._folders()
         newest_first = _committed(folders)
@@ -224,7 +231,7 @@ class RemoteCheckpoints:
         """Rename the manifests of this step and later steps, except in folder `but`.
 
         Raises:
-            StoreError: The store rejects a request.
+            StoreError: The remote storage rejects a request.
         """
         for folder in self.committed():
             if step_of_folder(folder) < step or folder == but:

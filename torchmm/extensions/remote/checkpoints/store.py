@@ -1,9 +1,9 @@
-"""The entry of "checkpoint_stores": checkpoints of a run at an address, as all ranks use them.
+"""The entry of "checkpoint_stores": uploaded checkpoints of a run, as all ranks use them.
 
-A checkpoint is fetched to every node that needs it. The ranks that see the same directory divide
-the files. A directory is renamed to "step-N" when all of its bytes match the manifest, so a fetched
-checkpoint is like any other. Rejected: loading tensors directly from the store, which would find
-damage in the middle of loading, and only on the ranks that read the damaged part.
+A checkpoint is downloaded to every node that requires it. The ranks that share a directory divide
+the files. A directory is renamed to "step-N" when all of its bytes match the manifest, so that a
+downloaded checkpoint is the same as any other. Tensors are not loaded directly from remote storage,
+because damage would be detected during loading, and only on the ranks that read the damaged files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchmm.training.checkpoint.site import Site
 
 
 class StoredCheckpoints(RemoteCheckpoints):
-    """The checkpoints of one run in a store, with the operations of all ranks."""
+    """The uploaded checkpoints of one run, with the collective operations."""
 
     def __init__(self, address: str, data: DataConfig, logger: logging.Logger) -> None:
         super().__init__(address, StorageConfig.of(data).retry_timeout_s, logger)
@@ -36,13 +36,13 @@ class StoredCheckpoints(RemoteCheckpoints):
     def fetch_checkpoint(
         self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup
     ) -> tuple[Path, list[str]]:
-        """Copy a checkpoint into the directory of every site; see `CheckpointStore`.
+        """Download a checkpoint into the directory of every site, see `CheckpointStore`.
 
         All ranks return or raise the same.
 
         Raises:
             NewerFormatError: A newer version wrote the checkpoint.
-            CheckpointError: The store does not respond, or the disk is full.
+            CheckpointError: The remote storage does not respond, or the disk is full.
         """
         try:
             data, manifest = group.on_rank_0(lambda: self.manifest(folder))
@@ -83,6 +83,6 @@ class StoredCheckpoints(RemoteCheckpoints):
     def start_uploads(
         self, keep: int, best: Callable[[], Collection[int]], meter: SaveMeter
     ) -> BackgroundUploads:
-        """Return the copies of this run; see `CheckpointStore`."""
+        """Return the uploads of this run, see `CheckpointStore`."""
         group = SideGroup.create(UPLOAD_TIMEOUT_S)
         return BackgroundUploads(self, keep, best, group, meter, self._logger)

@@ -1,13 +1,15 @@
-"""Copies committed checkpoints to a store while training continues, and reports failures.
+"""Upload committed checkpoints during training, and report failures.
 
-Every rank copies files of its node, then rank 0 the manifest, so readers see a complete copy or
-none. One checkpoint is copied at a time. Checkpoints that are saved meanwhile are skipped, except
-the last one: a slow store receives every second or third checkpoint, and the newest at the end of
-training. A failed copy is logged and counted, and training continues with its local checkpoints.
-Ranks communicate over a separate group, as for saves.
+Every rank uploads files of its node. Then rank 0 uploads the manifest, so that an upload is
+complete or ignored. One checkpoint is uploaded at a time. Checkpoints that are saved during an
+upload are skipped, except the last one: slow remote storage receives every second or third
+checkpoint, and the newest at the end of training. A failed upload is logged and counted, and
+training continues with its local checkpoints. Ranks communicate over a separate group, as for
+saves.
 
-Rejected: copies by rank 0 alone, over the link of one node and only of the files that it sees; one
-thread for saves and copies, in which the next save would wait for a slow store.
+Rank 0 does not upload all files, because it has the network link of one node and only the files of
+its node. Saves and uploads have separate threads, because the next save would wait for slow
+storage.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.storage import file_of
 
 UPLOAD_TIMEOUT_S = 86_400.0
-"""Time that a rank may wait for the slowest copy of a file. A lost peer ends the wait."""
+"""Time limit of the wait for the slowest upload of a file. A lost peer stops the wait."""
 
 
 class BackgroundUploads:
-    """The copies of the checkpoints of one run. All ranks call all methods in the same order.
+    """The uploads of the checkpoints of one run. All ranks call all methods in the same order.
 
     Args:
-        remote: Store.
-        keep: Number of checkpoints to retain in the store.
+        remote: Remote storage.
+        keep: Number of uploaded checkpoints to retain.
         best: Function that returns the steps of further checkpoints to retain.
-        group: Side group for copies alone.
+        group: Side group that only uploads use.
         meter: Receives durations and sizes.
         logger: Logger of the run.
     """
@@ -62,11 +64,11 @@ class BackgroundUploads:
         self._tried: Path | None = None
         self._failed = 0
         self.complaint = ""
-        """Checkpoint that could not be copied, and the reason; empty if there is none."""
+        """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
 
     @property
     def in_use(self) -> Path | None:
-        """Checkpoint that is being copied, as far as this rank knows."""
+        """Checkpoint that is being uploaded, as far as this rank has been notified."""
         return self._tried if self._thread is not None and self._thread.is_alive() else None
 
     def committed(self, path: Path, now: bool) -> None:
@@ -74,17 +76,17 @@ class BackgroundUploads:
 
         Args:
             path: The checkpoint.
-            now: Whether to copy it now. True only if no rank is copying.
+            now: Whether to upload it now. True only if no rank is uploading.
         """
         self._newest = path
         if now:
             self._start(path)
 
     def resumed(self, path: Path) -> None:
-        """Copy the checkpoint that training continues from, unless the store has it; collective.
+        """Upload the checkpoint that training resumes from, unless it is stored. Collective.
 
-        The last run may have ended before the copy was complete. A folder counts if its manifest
-        is intact and its files have their sizes: a name alone proves nothing.
+        The last run may have exited before the upload was complete. A folder is complete if its
+        manifest is intact and its files have the listed sizes. Its name alone is not sufficient.
         """
         file = path / MANIFEST_NAME
 
@@ -98,14 +100,14 @@ class BackgroundUploads:
             self.committed(path, now=True)
 
     def finish(self) -> None:
-        """Wait for the current copy, then copy the newest checkpoint if that was skipped."""
+        """Wait for the current upload, then upload the newest checkpoint if it was skipped."""
         self.wait()
         if self._newest is not None and self._newest != self._tried:
             self._start(self._newest)
         self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the current copy."""
+        """Wait for the current upload."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -120,7 +122,7 @@ class BackgroundUploads:
         size_bytes = 0
         try:
             size_bytes, problem = self._copy(path)
-        except Exception as error:  # counted below: a failed copy does not end the run
+        except Exception as error:  # counted below, because a failed upload does not stop the run
             problem = "a rank was lost" if is_peer_trouble(error) else _in_one_line(error)
         took_s = time.perf_counter() - began_s
         if problem is None:
@@ -142,7 +144,7 @@ class BackgroundUploads:
             )
 
     def _copy(self, path: Path) -> tuple[int, str | None]:
-        """Copy a checkpoint; return the bytes of all ranks, and why it failed. Collective."""
+        """Upload a checkpoint. Return the bytes of all ranks, and the problem. Collective."""
         file = path / MANIFEST_NAME
 
         def read() -> bytes | str:
@@ -175,7 +177,7 @@ class BackgroundUploads:
         return sum(sent for sent, _ in outcomes), problem
 
     def _commit(self, folder: str, data: bytes, problems: list[str]) -> str | None:
-        """Commit a copy on rank 0 after all ranks; return why there is no copy."""
+        """Commit an upload on rank 0 after all ranks have finished. Return the problem, or None."""
         try:
             if problems:
                 self._remote.discard(folder)
@@ -192,7 +194,7 @@ class BackgroundUploads:
 
 
 def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the files that each rank copies: its own file, and the others in turn.
+    """Return the files that each rank uploads: its file, and further files in round-robin order.
 
     Args:
         names: Names of all files.

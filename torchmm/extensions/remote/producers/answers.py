@@ -1,9 +1,8 @@
-"""Validation of producer responses: the trainer accepts a step only if it matches the request.
+"""Validate producer responses: the trainer accepts a step only if it matches the request.
 
-The trainer has the metadata of all requested samples. It computes everything in a microbatch that
-follows from the metadata (`StepDecoder.rebuild`) and compares. Only token ids, targets, positions
-of images, kept parts of tiles and pixels come from the producer. These are checked for dtype,
-shape and range.
+The trainer has the metadata of all requested samples. It computes all values of a microbatch that
+follow from the metadata (`StepDecoder.rebuild`) and compares. Only token ids, targets, image
+positions, tile crops and pixels come from the producer. Their dtype, shape and range are checked.
 
 Each message is checked when it arrives, so that a response is never much larger than the step.
 
@@ -39,7 +38,7 @@ from torchmm.extensions.remote.producers.messages import (
 PIXELS, PLACES = "pixels", "places"
 MAX_REASON_CHARACTERS = 10_000
 UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
-"""Errors of reading values of a wrong type, besides ValueError."""
+"""Errors of reading values of a wrong type, in addition to ValueError."""
 SHRUNK_FORM = [[0, 0], [0, 0], 0, 0, [0, 0], [0, 0]]
 """`Shrunk` as JSON."""
 
@@ -49,14 +48,15 @@ def unpack_step(
     microbatches: Sequence[list[PackItems]],
     decoder: StepDecoder,
 ) -> DecodedStep:
-    """Return the decoded step that messages contain, without noise.
+    """Return the decoded step in the messages, without noise.
 
     Args:
+        messages: Messages of the response.
         microbatches: Requested samples.
         decoder: Decoder of the trainer, for this rank.
 
     Raises:
-        ValueError: The messages are not the requested step. The text names the wrong field.
+        ValueError: The messages are not the requested step. The error names the wrong field.
     """
     expected = [
         _Expected(packs, images, decoder)
@@ -82,7 +82,7 @@ def unpack_step(
 
 
 class _Expected:
-    """A requested microbatch and the messages received for it.
+    """A requested microbatch, and the messages that were received for it.
 
     Args:
         packs: Requested samples.
@@ -97,12 +97,12 @@ class _Expected:
         self._images = images
         self._decoder = decoder
         self._form = decoder.rebuild(packs, images)
-        """Microbatch of blank samples, with the dtypes and shapes of all tensors but pixels."""
+        """Microbatch of zeroed samples, with the dtypes and shapes of all tensors except pixels."""
         self._expected = _messages_by_part(self._form)
         self._parts: dict[str, Message] = {}
 
     def receive(self, message: Message) -> None:
-        """Store a part of the microbatch; raise ValueError if its form is wrong."""
+        """Store a part of the microbatch. Raise ValueError if its form is wrong."""
         part = message.values.get("part")
         if not isinstance(part, str) or part not in self._expected:
             raise ValueError(f"part = {_short(part)} was not requested")
@@ -129,7 +129,7 @@ class _Expected:
         self._parts[part] = message
 
     def finish(self, step: DecodedStep) -> None:
-        """Append the microbatch to a step; raise ValueError if a value is wrong."""
+        """Append the microbatch to a step. Raise ValueError if a value is wrong."""
         _require_equal("parts", sorted(self._parts), sorted(self._expected))
         counts = self._parts[TEXT].values
         corrupt = self._read_corrupt(counts["corrupt"])
@@ -150,7 +150,7 @@ class _Expected:
         step.read_bytes += _count("read_bytes", counts["read_bytes"], 1 << 62)
 
     def _read_corrupt(self, values: Any) -> dict[str, str]:
-        """Return reasons by name of a sample."""
+        """Return the reasons why samples are corrupt, by sample name."""
         names = {sample_name(item.meta) for pack in self._packs for item in pack}
         if not isinstance(values, dict):
             raise ValueError(f"corrupt = {_short(values)} is not an object")
@@ -162,7 +162,7 @@ class _Expected:
         return {name: printable(why, MAX_REASON_CHARACTERS) for name, why in values.items()}
 
     def _copy_positions(self, corrupt: Mapping[str, str]) -> Microbatch:
-        """Return the microbatch with the texts, positions and kept parts that were sent."""
+        """Return the microbatch with the text, positions and tile crops that were sent."""
         texts = self._parts[TEXT].tensors
         encoders = {
             name: replace(
@@ -180,9 +180,9 @@ class _Expected:
         return replace(self._form, encoders=encoders, generator=drawn, **tensors)
 
     def _read_kept(self, name: str, values: Any, corrupt: Mapping[str, str]) -> list[Kept] | None:
-        """Return the kept rectangles of tiles; None if the encoder has no such rectangles."""
+        """Return the cropped rectangles of tiles, or None if the encoder has no cropped tiles."""
         if not self._decoder.reader.media[name].spec.ends_lines:
-            return None  # `_compare` finds a value that was sent nevertheless
+            return None  # `_compare` detects a value that was sent nevertheless
         samples = [s for s in self._form.meta.samples for _ in s.images_read_by(name)]
         images = self._form.meta.images_read_by(name)
         if not isinstance(values, list) or len(values) != len(images):
@@ -210,7 +210,7 @@ class _Expected:
             raise ValueError("part '': targets_T has targets that are not the next token")
 
     def _check_positions(self, found: Microbatch) -> None:
-        """Check that images use placeholders of their own sample, each of them once."""
+        """Check that images use placeholders of their sample, each of them once."""
         meta = found.meta
         spec = self._decoder.reader.text_spec
         known = [spec.image_token_id, spec.video_token_id, spec.sound_token_id]
@@ -226,7 +226,7 @@ class _Expected:
             each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
             if any(len(own.unique()) != len(own) for own in each):
                 raise ValueError(f"part {name!r}: an image uses a position twice")
-            # Tiles that are shrunk together share tokens with their neighbors.
+            # Tiles that are shrunk together share tokens with adjacent tiles.
             shared = self._decoder.reader.media[name].spec.ends_lines
             exclusive.append(positions_K.unique() if shared else positions_K)
         every = torch.cat(exclusive) if exclusive else torch.zeros(0)
@@ -239,7 +239,7 @@ class _Expected:
             _require_inside(GENERATOR, positions_K, lower, upper)
 
     def _sample_bounds(self) -> tuple[list[int], list[int]]:
-        """Return first positions of samples and the positions after their last tokens."""
+        """Return the first position of each sample, and the position after its last token."""
         firsts, stops = [], []
         pack_tokens = self._form.meta.tokens // max(1, len(self._packs))
         for number, pack in enumerate(self._packs):
@@ -251,7 +251,7 @@ class _Expected:
         return firsts, stops
 
     def _compare(self, part: str, expected: Message) -> None:
-        """Raise ValueError if a part differs from the rebuilt one in more than pixels."""
+        """Raise ValueError if a part differs from the rebuilt part in more than pixels."""
         found = self._parts[part]
         for key, value in expected.values.items():
             if key not in COUNTS:
@@ -266,12 +266,13 @@ def _messages_by_part(microbatch: Microbatch) -> dict[str, Message]:
 
 
 def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int) -> bool:
-    """Return True if values are a rectangle of a tile that has the tokens of the image.
+    """Return True if values are a rectangle of a tile that contains the tokens of the image.
 
     Args:
         values: `Kept` as JSON.
+        image: Metadata of the image.
         rows, columns: Output tokens of a tile.
-        tiles: Upper bound on the tiles of an image.
+        tiles: Upper bound on the number of tiles of an image.
     """
     if _zeros(values) not in ([0] * 5 + [None], [0] * 5 + [SHRUNK_FORM]):
         return False
@@ -294,11 +295,14 @@ def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int)
 def _is_span(
     sizes: tuple[int, int], first: int, length: int, to: tuple[int, int], limit: int
 ) -> bool:
-    """Return True if `length` rows from `first` on become the rows `to` of the smaller image.
+    """Return True if `length` rows from `first` on map to the rows `to` of the smaller image.
 
     Args:
         sizes: Rows of all tiles, before and after.
-        limit: Upper bound on the rows before.
+        first: First row.
+        length: Number of rows.
+        to: First row and number of rows in the smaller image.
+        limit: Upper bound on the number of rows before.
     """
     before, after = sizes
     return (
@@ -314,7 +318,7 @@ def _zeros(values: Any) -> Any:
 
 
 def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: np.ndarray) -> None:
-    """Raise ValueError if a position is outside of its sample."""
+    """Raise ValueError if a position is outside its sample."""
     inside = (positions_K.numpy() >= firsts) & (positions_K.numpy() < stops)
     if not inside.all():
         raise ValueError(f"part {name!r}: positions are outside of their samples")

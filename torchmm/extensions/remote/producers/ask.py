@@ -1,13 +1,13 @@
-"""The trainer's side of disaggregated preprocessing: producers are asked for steps.
+"""Trainer side of disaggregated preprocessing: data workers request steps from producers.
 
-`RemoteDecoder` takes the place of `StepDecoder` in the data workers, which then only wait, so that
-exactly as many steps are in flight as they would prepare ahead (back-pressure). If a producer
-fails, hangs or is busy, the next one is asked; no sample is lost, because a request is
-self-contained. DistTrain §4.2.
+`RemoteDecoder` replaces `StepDecoder` in the data workers, which then only wait for responses. The
+number of steps in flight is therefore the prefetch depth (back-pressure). If a producer fails,
+hangs or is busy, the next producer is asked. No sample is lost, because a request is self-contained
+(DistTrain section 4.2).
 
-A producer whose response is wrong is logged and not asked again until the run ends.
+A producer with a wrong response is logged and not used again until the end of the run.
 
-Which is asked first: `choosing.py`.
+`choosing.py` selects the order of producers.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from torchmm.extensions.remote.producers.messages import (
 from torchmm.recipe.data_section import ProducersConfig
 
 FRAMING_BYTES = 10**6
-"""More than what gRPC and Arrow add to a message."""
+"""Upper bound on the bytes that gRPC and Arrow add to a message."""
 
 T = TypeVar("T")
 Question = Callable[[flight.FlightClient, flight.FlightCallOptions], T]
-"""A call of a producer; raises an error in `IN_VAIN`."""
+"""A call of a producer, which raises an error in `IN_VAIN`."""
 
 
 class OtherDataError(OSError):
-    """A producer that answers, but not for this run; another one may."""
+    """Error of a producer that has different data. Another producer may have the requested data."""
 
 
 class Asking:
-    """Asks one producer after another until one answers; picklable until it is used.
+    """Client that calls producers in order until one responds. Picklable before its first use.
 
     Args:
-        config: who they are.
-        fingerprint: of the data that they are to have; None: any.
+        config: Section [data.producers] of the recipe.
+        fingerprint: Fingerprint of the data that producers must have, or None for any data.
 
     Raises:
-        ConfigError: the certificate cannot be read.
+        ConfigError: The certificate cannot be read.
     """
 
     def __init__(self, config: ProducersConfig, fingerprint: str | None) -> None:
@@ -77,13 +77,14 @@ class Asking:
         self._choice = Choice(config, fingerprint, self._certificate)
         self._clients: dict[str, flight.FlightClient] = {}
         self.most_bytes = int(config.max_message_mb * 1e6)
-        """Of a message."""
+        """Maximum size of a message in bytes."""
 
     def ask(self, first: int, question: Question[T]) -> T:
         """Return the first correct response.
 
         Args:
             first: Turn of the first producer (`Choice.in_turn`).
+            question: Call to a producer.
 
         Raises:
             DataError: No producer has responded for `retry_timeout_s`, a producer rejects the
@@ -152,13 +153,13 @@ class Asking:
 
 
 class RemoteDecoder(Dataset[DecodedStep]):
-    """Asks producers for the microbatches of one rank; picklable until it is used.
+    """Dataset that requests the microbatches of one rank. Picklable before its first use.
 
     Args:
-        asking: asks those with the same data.
-        fingerprint: of the data and how they are prepared.
-        rank: this data-parallel rank; ranks begin with different producers.
-        reads: which images this rank decodes; None: all.
+        asking: Client for producers with the same data.
+        fingerprint: Fingerprint of the data and the preprocessing settings.
+        rank: Data-parallel rank of this process. Ranks start with different producers.
+        reads: Images that this rank decodes. If None, it decodes all images.
         decoder: Decoder of this run, which validates responses and adds noise.
     """
 
@@ -178,17 +179,17 @@ class RemoteDecoder(Dataset[DecodedStep]):
         self._asked = 0
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
-        """The prepared step, or one with a `failure` and no microbatches."""
+        """Return the prepared step, or a step with a `failure` and no microbatches."""
         names = names_of(microbatches)
         most_bytes = self._asking.most_bytes
-        # Ranks begin with different producers, and so do the steps of a rank. Workers take turns.
+        # Ranks and steps start with different producers. Workers are assigned in round-robin order.
         worker = get_worker_info()
         self._asked += 1
         turn = self._asked if worker is None else self._asked * worker.num_workers + worker.id
         request = pack_request(Request(self._fingerprint, names, self._reads, most_bytes))
         try:
             step = self._asking.ask(self._rank + turn, partial(self._get, request, microbatches))
-        except DataError as error:  # a traceback of the worker would hide what it says
+        except DataError as error:  # a traceback of the worker would hide the message
             return DecodedStep([], {}, str(error))
         return with_noise(self._decoder.drawings, step, microbatches)
 
@@ -203,7 +204,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
         try:
             return unpack_step(_messages(stream), microbatches, self._decoder)
         finally:
-            stream.cancel()  # it has ended, unless something is wrong
+            stream.cancel()  # no effect on a complete stream
 
 
 def _messages(stream: flight.FlightStreamReader) -> Iterator[Message]:

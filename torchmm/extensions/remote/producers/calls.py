@@ -1,7 +1,6 @@
-"""How processes that prepare samples, and those that ask them, call each other.
+"""Calls between producers, registries and trainers over Arrow Flight.
 
-Everything goes over Arrow Flight. To another machine nothing goes unencrypted, the token least of
-all, whoever has said that there is a producer.
+Connections to other hosts are always encrypted, because calls carry the token.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
 TOKEN_HEADER = "torchmm-token"
 LONGEST_WAIT_S = 2.0
 IN_VAIN = (flight.FlightError, pa.ArrowException, OSError, ValueError)
-"""What comes in the place of an answer."""
+"""Errors of calls that receive no valid response."""
 
 Certificate = tuple[bytes, bytes]
 """PEM certificate and private key."""
 
 
 class TokenCheck(flight.ServerMiddlewareFactory):
-    """Lets those in who know a secret."""
+    """Middleware that accepts only calls with the token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -41,7 +40,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):
     def start_call(
         self, info: flight.CallInfo, headers: dict[str, list[str | bytes]]
     ) -> flight.ServerMiddleware | None:
-        """Raises an error if a call does not carry the secret."""
+        """Raise an error if a call does not have the token."""
         sent = headers.get(TOKEN_HEADER, [""])[0]
         sent = sent.encode() if isinstance(sent, str) else sent
         if not hmac.compare_digest(sent, self._token):
@@ -50,15 +49,15 @@ class TokenCheck(flight.ServerMiddlewareFactory):
 
 
 class Server(flight.FlightServerBase):
-    """Listens from when it is made; `watch` limits what clients send.
+    """Flight server that listens from construction on. `watch` limits the data that clients send.
 
     Args:
-        bind: HOST:PORT; port 0: the system chooses one (`port`).
-        token: secret that calls must carry; None: none.
-        certificate: None: nothing is encrypted.
+        bind: HOST:PORT. With port 0, the system selects a port (`port`).
+        token: Token that calls must have. If None, no token is required.
+        certificate: Certificate and private key. If None, connections are not encrypted.
 
     Raises:
-        ConfigError: the address is not available, or the certificate cannot be used.
+        ConfigError: The address is not available, or the certificate cannot be used.
     """
 
     def __init__(
@@ -86,18 +85,20 @@ class Server(flight.FlightServerBase):
     def shutdown(self) -> None:
         """Stop listening, and wait for current requests."""
         super().shutdown()
-        self.watch.close()  # until then it ends responses that are not read
+        self.watch.close()  # stops responses that are not read, until the shutdown is complete
 
 
 def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.FlightClient:
-    """A client of HOST:PORT, which connects when it calls.
+    """Return a client of HOST:PORT, which connects at its first call.
 
     Args:
-        certificate: PEM, of who signed the other side's; None: nothing is encrypted.
-        most_bytes: of a message from there.
+        address: HOST:PORT.
+        certificate: PEM certificate of the signer of the server certificate. If None, the
+            connection is not encrypted.
+        most_bytes: Maximum size of a received message.
 
     Raises:
-        ConnectionError: that is another machine, and there is no certificate.
+        ConnectionError: The server is on another host, and no certificate is set.
     """
     if certificate is None and not is_local(address):
         raise ConnectionError("on another host, which requires encryption")
@@ -112,7 +113,7 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
 
 
 def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
-    """Return the only response to an action; raise ValueError if there are more, or it is large."""
+    """Return the only response to an action. Raise ValueError for several or large responses."""
     found: list[bytes] = []
     for result in results:
         if found:
@@ -126,27 +127,27 @@ def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
 
 
 def within(timeout_s: float) -> flight.FlightCallOptions:
-    """Of a call: its deadline, and this process's token."""
+    """Return the options of a call: its deadline, and the token of this process."""
     token = os.environ.get(TOKEN_VARIABLE)
     headers = [(TOKEN_HEADER.encode(), token.encode())] if token else []
     return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
 
 
 def describe(error: Exception) -> str:
-    """What happened to a call, in a few words."""
+    """Return a short description of the error of a call."""
     if isinstance(error, ValueError):
         return f"malformed response: {said(error)}"
     return f"{type(error).__name__.removeprefix('Flight').removesuffix('Error')}: {said(error)}"
 
 
 def said(error: Exception) -> str:
-    """Return the message of the other side, printable and without additions of libraries."""
+    """Return the error message of the other process, printable and without library additions."""
     text = str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
     return printable(text)
 
 
 def ended_by_signals() -> threading.Event:
-    """Set by SIGTERM or SIGINT, which do nothing else from now on."""
+    """Return an event that SIGTERM or SIGINT sets. The signals have no other effect."""
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -158,10 +159,10 @@ def ended_by_signals() -> threading.Event:
 
 
 def read_certificate(key: str, path: str | None) -> bytes | None:
-    """The PEM file that a recipe's key names.
+    """Return the content of the PEM file in a key of the recipe.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: The file cannot be read.
     """
     if path is None:
         return None
@@ -172,10 +173,10 @@ def read_certificate(key: str, path: str | None) -> bytes | None:
 
 
 def key_pair(certificate: str | None, key: str | None) -> Certificate | None:
-    """The contents of --tls-certificate and --tls-key.
+    """Return the contents of --tls-certificate and --tls-key.
 
     Raises:
-        ConfigError: one of them is missing, or cannot be read.
+        ConfigError: One of them is missing, or cannot be read.
     """
     if certificate is None and key is None:
         return None
@@ -188,10 +189,10 @@ def key_pair(certificate: str | None, key: str | None) -> Certificate | None:
 
 
 def check_exposure(bind: str, encrypted: bool, token: str | None) -> None:
-    """Other machines may only ask with a token, over an encrypted connection.
+    """Require a token and an encrypted connection for addresses that other hosts can reach.
 
     Raises:
-        ConfigError: they could without.
+        ConfigError: One of them is missing.
     """
     if not is_local(bind) and not (encrypted and token):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Which producers a trainer asks for a step, and in which order.
+"""Select the producers that a trainer asks for a step, and their order.
 
-Steps go to producers in turn, to each as often as it has workers: all ranks that work on the same
-samples count steps alike and ask the same one, which decodes what they share once. Those that have
-much to do, or did not answer lately, come last.
+Steps are assigned to producers in round-robin order, in proportion to their workers. All ranks that
+work on the same samples have the same step numbers and select the same producer, which decodes
+shared images once. Busy producers, and producers that did not respond recently, are last.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torchmm.extensions.remote.producers.registry import MOST_LIST_BYTES, Report
 from torchmm.recipe.data_section import ProducersConfig
 
 REFRESH_S = 2.0
-"""How old what is known of a registry's producers may be."""
+"""Maximum age of the list of producers of a registry in seconds."""
 BUSY = 2.0
-"""Unfinished microbatches per worker from which on others are asked first."""
+"""Number of unfinished microbatches per worker above which other producers are preferred."""
 MAX_TURNS = 20_000
 """Limit on the turns of all producers before a producer has its next turn."""
 AVOIDED_S = 5.0
-"""How long one that did not answer comes last."""
+"""Time in seconds for which a producer that did not respond is last."""
 
 logger = logging.getLogger(__name__)
 
 
 class Choice:
-    """The producers that one data worker asks; picklable until it is used.
+    """Selection of producers for one data worker. Picklable before its first use.
 
     Args:
-        config: their addresses, or the registry that they report to.
-        fingerprint: of the data and how they are prepared; None: any.
-        certificate: PEM; None: nothing is encrypted.
+        config: Addresses of the producers, or the registry to which they report.
+        fingerprint: Fingerprint of the data and the preprocessing settings, or None for any data.
+        certificate: PEM certificate. If None, connections are not encrypted.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Choice:
         self._asked_s = -REFRESH_S
         self._failed_s: dict[str, float] = {}
         self.left_out: dict[str, str] = {}
-        """Wrong responses by address; these producers are not asked again."""
+        """Wrong responses by address. These producers are not used again."""
         self.complaint = ""
-        """What is wrong with the registry."""
+        """Error of the registry, or "" without an error."""
 
     def in_turn(self, number: int) -> list[str]:
-        """Addresses in the order in which they are to be asked for step `number`."""
+        """Return the addresses in the order in which they are asked for step `number`."""
         now = time.monotonic()
         if self._registry is not None and now - self._asked_s > REFRESH_S:
             self._refresh(self._registry)
@@ -63,12 +63,12 @@ class Choice:
         return in_turn(known, number, avoided)
 
     def failed(self, address: str) -> None:
-        """It did not answer, or not as it should."""
+        """Move a producer to the end of the order for `AVOIDED_S`, after an error."""
         self._failed_s[address] = time.monotonic()
         self._asked_s = min(self._asked_s, time.monotonic() - REFRESH_S / 2)
 
     def leave_out(self, address: str, why: str) -> None:
-        """Log a wrong response and stop asking this producer."""
+        """Log a wrong response and stop using this producer."""
         self.left_out[address] = why
         logger.warning(
             "producer %s sent a wrong response and is not used any more in this run: %s. Use "
@@ -84,7 +84,7 @@ class Choice:
             if self._client is None:
                 self._client = connect(registry, self._certificate, MOST_LIST_BYTES)
             listed = ask_registry(self._client)
-        except IN_VAIN as error:  # those that were known may still be there
+        except IN_VAIN as error:  # known producers may still be available
             self.complaint = f"registry {registry}: {describe(error)}"
             logger.debug("%s", self.complaint)
             return
@@ -99,12 +99,14 @@ class Choice:
 def in_turn(
     producers: Sequence[Reported], number: int, avoided: Mapping[str, float] = {}
 ) -> list[str]:
-    """Addresses in the order in which producers are to be asked for step `number`.
+    """Return the addresses in the order in which producers are asked for step `number`.
 
     Args:
-        avoided: addresses that come last.
+        producers: Reports of the producers.
+        number: Number of the step.
+        avoided: Addresses that are last.
     """
-    # Larger clusters get the same shares of fewer turns, so that sorting stays fast.
+    # Larger clusters have the same fractions of fewer turns, so that sorting stays fast.
     scale = max(1.0, sum(each.workers for each in producers) / MAX_TURNS)
     workers = {each.address: max(1, int(each.workers / scale)) for each in producers}
     slots = sorted(

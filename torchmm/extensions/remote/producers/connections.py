@@ -1,15 +1,15 @@
-"""Limits on the connections of a server: bytes per request, and time to read a response.
+"""Limit the connections of a server: bytes per request, and time to read a response.
 
 pyarrow receives a complete message before any Python code runs, also before the token is checked,
-and it has no option for the size of messages. It cannot cancel a response that a client does not
-read either. So a thread looks at the TCP connections of the server and closes them:
+and it has no option for the size of messages. It also cannot cancel a response that a client does
+not read. A thread therefore polls the TCP connections of the server and closes them:
 
     bytes     A client has sent more than `MAX_REQUEST_BYTES` since its last accepted request.
     reading   A client has not read a message of its response in time.
 
-gRPC then drops the partial message, and the response ends. Between two looks a client can send
-more than the limit, as fast as the network is. The kernel counts the bytes (TCP_INFO), so the
-limits only apply on Linux.
+gRPC then drops the partial message, and the response fails. Between two polls a client can exceed
+the limit, at the speed of the network. The kernel counts the bytes (TCP_INFO), so the limits apply
+only on Linux.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectionWatch:
-    """Closes connections of clients that send too much or do not read.
+    """Thread that closes the connections of clients that send too much or do not read.
 
     Args:
         port: Port of the server.
@@ -51,7 +51,7 @@ class ConnectionWatch:
         self._port = port
         self._lock = threading.Lock()
         self._accepted: set[str] = set()
-        """Peers with a request or progress since the last look."""
+        """Peers with a request or progress since the last poll."""
         self._deadlines: dict[int, tuple[str, float]] = {}
         """Peer and deadline of each message that is being sent."""
         self._sent = 0
@@ -86,7 +86,7 @@ class ConnectionWatch:
             self.accept(peer)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -109,10 +109,10 @@ class ConnectionWatch:
         self._bases = bases
 
     def _cut(self, connection: socket.socket, peer: str, why: str) -> None:
-        with suppress(OSError):  # the client has closed it meanwhile
+        with suppress(OSError):  # the client may have closed it
             connection.shutdown(socket.SHUT_RDWR)
         self.closed += 1
-        if self.closed & (self.closed - 1) == 0:  # 1, 2, 4, ...: no flood of lines
+        if self.closed & (self.closed - 1) == 0:  # 1, 2, 4, ...: limits the number of log lines
             logger.warning(
                 "connection of %s closed: %s (closed_connections=%d)", peer, why, self.closed
             )
@@ -125,7 +125,7 @@ def _connections(port: int) -> Iterator[tuple[socket.socket, str]]:
     except OSError:  # not Linux
         return
     for number in numbers:
-        with suppress(OSError):  # closed meanwhile, or not connected
+        with suppress(OSError):  # closed in the meantime, or not connected
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             connection = _copy_of(number)
@@ -138,7 +138,7 @@ def _connections(port: int) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _copy_of(number: int) -> socket.socket:
-    """Return a copy of an open socket, which no other file can replace meanwhile."""
+    """Return a duplicate of an open socket, whose number no other file can reuse."""
     copy = os.dup(number)
     try:
         return socket.socket(fileno=copy)

@@ -1,4 +1,4 @@
-"""Who starts a run's producers."""
+"""Start the producers of a run with the engine of the recipe."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Makes a cluster of this machine listen on the loopback interface; Ray reads it when imported.
+"""Setting with which a local cluster listens on the loopback interface.
 
-Ray replaces 127.0.0.1 in its address options by another address, except on Windows and macOS, where
-this is the default.
+Ray reads it at import. Ray replaces 127.0.0.1 in its address options by another address, except on
+Windows and macOS, where this is the default.
 """
 
 
@@ -23,13 +23,15 @@ this is the default.
 def started_producers(
     data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Those of the recipe's engine, until the run ends; for one process of the run.
+    """Run the producers of the engine of the recipe. For one process of the run.
 
     Args:
-        specs: what samples are opened with besides (`open_samples`).
+        data: Section [data] of the recipe.
+        training: Section [training] of the recipe.
+        specs: Further arguments of `open_samples`.
 
     Raises:
-        ConfigError: the engine is not installed, or cannot be reached.
+        ConfigError: The engine is not installed, or cannot be reached.
     """
     if data.producers.engine != "ray":
         yield

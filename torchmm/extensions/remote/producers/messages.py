@@ -1,16 +1,18 @@
-"""What trainers and producers send each other: JSON for requests, Arrow record batches for tensors.
+"""Messages between trainers and producers: JSON requests, and tensors as Arrow record batches.
 
-A request names samples (source, epoch, index) and which of their images the rank decodes, so that
-producers need no state. It has no sizes: those are in the producer's own index, which is the
-trainer's, as fingerprints are compared. So nothing that is sent makes a producer allocate anything.
+A request names samples (source, epoch, index) and the images that the rank decodes, so that
+producers are stateless. It has no sizes. They are in the index of the producer, which is identical
+to the index of the trainer, because fingerprints are compared. A request therefore cannot cause
+large allocations in a producer.
 
-The answer is a stream of small messages: for every microbatch its text, then what each module reads
-of it. Pixels are bytes (`torchmm.common.dtypes`), noise is not sent at all. A message is one
-row of bytes, a column for each tensor, so that none is copied; all else is JSON beside it.
+The response is a stream of small messages: for every microbatch its text, then the inputs of each
+module. Pixels are bytes (`torchmm.common.dtypes`), and noise is not sent. A message is one row of
+bytes with a column for each tensor, so that tensors are not copied. All other values are JSON
+metadata.
 
-Rejected: asking only by (step, rank), as DistTrain (§4.2) describes, because producers would then
-also have to plan, in the trainer's order and from its state; and pickle, which runs code of any
-peer that answers.
+Requests do not have only (step, rank), as in DistTrain (section 4.2), because producers would then
+also have to plan, in the order and from the state of the trainer. pickle is not used, because it
+runs code of any peer.
 
 Shape legend as in `torchmm.common.batch`.
 """
@@ -34,32 +36,33 @@ from torchmm.data.items import PackItems
 
 VERSION = 6
 BUSY = b"busy"
-"""Comes with errors of who has no room at the moment."""
+"""Marks errors of producers without capacity at the moment."""
 REFUSED = b"refused"
+"""Marks errors of invalid requests, which a retry does not fix."""
 TOO_LARGE = b"too large"
-"""Come with errors that another try does not fix."""
+"""Marks errors of responses above the size limit, which a retry does not fix."""
 
 TEXT = ""
-"""The part of a microbatch that is not a module's."""
+"""Part of a microbatch that does not belong to a module."""
 TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
 GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
 COUNTS = ("corrupt", "decoded_media", "read_bytes")
 SCHEMA = pa.schema([(str(number), pa.large_binary()) for number in range(3)])
 MAX_VALUES_BYTES = 8 * 10**6
-"""Limit on the JSON of a message. Python objects of hostile JSON use some 20 times its bytes."""
+"""Limit on the JSON of a message. Python objects of hostile JSON use about 20 times its bytes."""
 MOST_RANKS = 1 << 16
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
 
 
 class Request(NamedTuple):
-    """What a trainer asks for.
+    """Request of a trainer for samples.
 
     Attributes:
-        fingerprint: of the data and how they are prepared.
-        samples: source, epoch and index of each, by microbatch and pack of one rank's share of a
+        fingerprint: Fingerprint of the data and the preprocessing settings.
+        samples: Source, epoch and index of each sample, by microbatch and pack of one rank and
             step.
-        reads: which of their images it decodes; None: all.
-        most_bytes: of a message.
+        reads: Images to decode. If None, all images are decoded.
+        most_bytes: Maximum size of a message in bytes.
     """
 
     fingerprint: str
@@ -69,15 +72,15 @@ class Request(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A part of an answer."""
+    """Part of a response."""
 
     values: dict[str, Any]
-    """For JSON; `microbatch` and `part` are always there."""
+    """JSON values. `microbatch` and `part` are always present."""
     tensors: dict[str, Tensor]
 
 
 def names_of(microbatches: Sequence[Sequence[PackItems]]) -> list[list[list[tuple[int, int, int]]]]:
-    """What a request says of these samples."""
+    """Return source, epoch and index of samples, for a request."""
     return [
         [[(item.feed, item.epoch, item.meta.index) for item in pack] for pack in packs]
         for packs in microbatches
@@ -85,17 +88,17 @@ def names_of(microbatches: Sequence[Sequence[PackItems]]) -> list[list[list[tupl
 
 
 def pack_request(request: Request) -> bytes:
-    """As it is sent."""
+    """Encode a request as JSON."""
     values: dict[str, Any] = {"version": VERSION} | request._asdict()
     values["reads"] = request.reads and [request.reads.shares, request.reads.context]
     return json.dumps(values).encode()
 
 
 def unpack_request(data: bytes) -> Request:
-    """What was asked for.
+    """Decode a request.
 
     Raises:
-        ValueError: this is no such request.
+        ValueError: The data are not a valid request.
     """
     try:
         request = json.loads(data)
@@ -115,7 +118,7 @@ def unpack_request(data: bytes) -> Request:
 
 
 def messages_of(step: DecodedStep) -> list[Message]:
-    """A decoded step of one microbatch, without its metadata, which the trainer has."""
+    """Return the messages of a decoded step of one microbatch, without metadata of the samples."""
     (microbatch,) = step.microbatches
     values = {"cu_seqlens": microbatch.cu_seqlens} | {key: getattr(step, key) for key in COUNTS}
     tensors = {key: getattr(microbatch, key) for key in TEXT_TENSORS}
@@ -138,7 +141,7 @@ def messages_of(step: DecodedStep) -> list[Message]:
 
 
 def to_arrow(message: Message, microbatch: int) -> tuple[pa.RecordBatch, bytes]:
-    """A message about this microbatch, as it is sent."""
+    """Encode a message about this microbatch as a record batch with JSON metadata."""
     columns: list[pa.Array] = []
     described = {}
     for name, tensor in message.tensors.items():
@@ -152,10 +155,10 @@ def to_arrow(message: Message, microbatch: int) -> tuple[pa.RecordBatch, bytes]:
 
 
 def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
-    """The message that was sent.
+    """Decode a message.
 
     Raises:
-        ValueError: this is none.
+        ValueError: The data are not a valid message.
     """
     batch = chunk.data
     if batch is None or chunk.app_metadata is None or batch.schema != SCHEMA:
@@ -184,7 +187,7 @@ def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError(f"a tensor of shape {shape}")
     values = np.frombuffer(data, kind) if data.size else np.zeros(0, kind)
-    return torch.from_numpy(values.reshape(shape).copy())  # others may read the buffer
+    return torch.from_numpy(values.reshape(shape).copy())  # the buffer may be shared
 
 
 def _sample(feed: int, epoch: int, index: int) -> tuple[int, int, int]:

@@ -1,13 +1,13 @@
-"""Steps planned by producers, for trainers that have neither the data nor their index.
+"""Planning of steps by producers, for trainers that have neither the data nor their index.
 
-With `data.producers.plan` a producer answers three more questions, as JSON:
+With `data.producers.plan`, a producer accepts three more types of requests, as JSON:
 
-    describe   which data it has: what decides order and content of samples, names of sources
+    describe   identity of its data (order and content of samples), and names of sources
     plan       packs of the step after a state (`torchmm.data.steps.elsewhere`)
-    pictures, references   a sample's images, as PNG files, and texts, to be shown
+    pictures, references   images of a sample as PNG files, and reference text, to show them
 
-All ranks ask the same producer, which plans a step once; if it is gone, any other goes on from the
-state that it is sent. What a trainer can know itself, its recipe's settings, it compares.
+All ranks ask the same producer, which plans a step once. If it fails, any other producer continues
+from the state in the request. The trainer compares all settings that its recipe has.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ERRORS: dict[str, type[TorchmmError]] = {"checkpoint": CheckpointError, "data": 
 UNKNOWN = {"unknown": True}
 END = {"end": True}
 UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-"""Errors of reading values of a wrong type, besides ValueError."""
+"""Errors of reading values of a wrong type, in addition to ValueError."""
 MAX_INTEGER = 1 << 53
 MAX_PLAN_BYTES = 64 * 10**6
 MAX_IMAGES_BYTES = 10**9
@@ -52,15 +52,15 @@ T = TypeVar("T")
 
 
 class Described(NamedTuple):
-    """What a producer says of its data.
+    """Description of the data of a producer.
 
     Attributes:
-        listed: fingerprint by which a registry knows it.
-        fingerprint: of these samples, which are others if they are held out.
-        names: of the sources, in order.
-        identity: see `torchmm.data.identity`.
-        digest: see `Samples.digest`.
-        global_batch_size: packs of the steps that it plans.
+        listed: Fingerprint of the producer in a registry.
+        fingerprint: Fingerprint of these samples. Validation samples have a different one.
+        names: Names of the sources, in order.
+        identity: See `torchmm.data.identity`.
+        digest: See `Samples.digest`.
+        global_batch_size: Number of packs of the planned steps.
     """
 
     listed: str
@@ -79,16 +79,16 @@ DESCRIBED_TYPES = {
     "digest": list,
     "global_batch_size": int,
 }
-"""Types of `Described` in JSON."""
+"""JSON types of the fields of `Described`."""
 
 
 class Plans:
-    """The producer's side; may be called by several threads.
+    """Producer side of planning. Thread-safe.
 
     Args:
-        data, training: of the recipe.
-        samples: to train on.
-        held_out: None: there are none.
+        data, training: Sections of the recipe.
+        samples: Training samples.
+        held_out: Validation samples, or None without validation.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Plans:
         self._steps = {kind: each.shared(data, training) for kind, each in self._samples.items()}
 
     def answer(self, kind: str, body: bytes) -> bytes:
-        """What is sent back; raises ValueError if that was no question."""
+        """Return the response to a request. Raise ValueError for invalid requests."""
         try:
             asked = json.loads(body)
             held_out = asked["held_out"]
@@ -161,18 +161,19 @@ class Plans:
 
 
 class ProducersPlans:
-    """The trainer's side.
+    """Trainer side of planning.
 
     Args:
-        config: the producers.
-        held_out: ask for held-out samples.
-        differences: what is other in a producer's data than this run says.
+        config: Section [data.producers] of the recipe.
+        held_out: Whether to request validation samples.
+        differences: Function that returns the differences between the data of a producer and the
+            settings of this run.
         reader: Media of this run, which validate the sizes of samples.
         sequence_length: Limit on the tokens of the samples of a pack.
 
     Raises:
-        ConfigError: a certificate cannot be read.
-        DataError: no producer answers, or none has these data.
+        ConfigError: A certificate cannot be read.
+        DataError: No producer responds, or no producer has these data.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class ProducersPlans:
         self._asking = Asking(config, self.described.listed)
 
     def part(self, asked: Asked) -> StepPart | None:
-        """Of a step; see `SharedSteps.part`."""
+        """Return a part of a step, see `SharedSteps.part`."""
         found = self._ask("plan", asked._asdict(), partial(self._read_part, asked))
         if isinstance(found, Exception):
             raise found
@@ -202,7 +203,7 @@ class ProducersPlans:
         return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
-        """Texts of a sample, to be compared with."""
+        """Return the reference text of a sample."""
         return self._ask("references", {"feed": feed, "index": index}, _read_texts)
 
     def _ask(self, kind: str, values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
@@ -229,7 +230,7 @@ class ProducersPlans:
         return found
 
     def _read_part(self, asked: Asked, values: Mapping[str, Any]) -> StepPart | Exception | None:
-        """Return a part of a step; raise ValueError if it is not the requested one."""
+        """Return a part of a step. Raise ValueError if it is not the requested part."""
         if values == END:
             return None
         if values == UNKNOWN:
@@ -266,7 +267,7 @@ class ProducersPlans:
         return pack
 
     def _check_images(self, meta: SampleMeta) -> None:
-        """Raise ValueError if the sizes of images do not fit to each other or to the model."""
+        """Raise ValueError if the sizes of images do not match each other or the model."""
         name = sample_name(meta)
         known = self._reader.encoders
         if meta.encoder is not None and meta.encoder not in known:
@@ -294,7 +295,7 @@ def _call(
     client: flight.FlightClient,
     options: flight.FlightCallOptions,
 ) -> T:
-    """An answer, read; raises ValueError if it is none."""
+    """Return a validated response. Raise ValueError if it is invalid."""
     most_bytes = MAX_PLAN_BYTES if kind in ("describe", "plan") else MAX_IMAGES_BYTES
     body = single_response(client.do_action(flight.Action(kind, body), options), most_bytes)
     try:
@@ -326,21 +327,21 @@ def _read_images(values: list[str]) -> list[Image.Image]:
 
 
 def _integer(key: str, value: Any, most: int = MAX_INTEGER) -> int:
-    """Return an integer; raise ValueError if it is not between 0 and `most`."""
+    """Return an integer. Raise ValueError if it is not between 0 and `most`."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{key} = {printable(repr(value), 200)} is not between 0 and {most}")
     return value
 
 
 def _number(key: str, value: Any) -> float:
-    """Return a float; raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
+    """Return a float. Raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
     if type(value) not in (int, float) or not 0 <= value <= MAX_INTEGER:  # False for NaN
         raise ValueError(f"{key} = {printable(repr(value), 200)} is not a number of passes")
     return float(value)
 
 
 def _packed(item: Item) -> list[Any]:
-    """A sample as JSON."""
+    """Return a sample as JSON."""
     meta = item.meta
     images = [
         [i.width_px, i.height_px, i.patches, i.tokens, i.frames, i.encoder, i.duration_ms,

@@ -1,9 +1,11 @@
-"""Producers as Ray actors: Ray starts them wherever its cluster has cores, and starts those again
-that die. They report to the run's registry like all others, and answer like all others: Ray carries
-no samples, as its tasks and data sets have no order that can be resumed exactly.
+"""Producers as Ray actors, which Ray starts on available cores and restarts after failures.
 
-An actor is given what `train.py` opens samples with, so no recipe has to be where it runs; sources
-have to be. Ray itself lets everybody who reaches it run code: keep it in a network of one's own.
+They report to the registry of the run and respond to requests like all producers. Ray transfers no
+samples, because its tasks and data sets have no order that can be resumed exactly.
+
+An actor receives the arguments with which `train.py` opens samples, so that its host requires no
+recipe. The sources must exist on its host. Any host that reaches Ray can run code on it: keep Ray
+in a private network.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from torchmm.recipe.data_section import DataConfig, is_local
 from torchmm.recipe.training_section import TrainingConfig
 
 OBJECT_STORE_BYTES = 10**8
-"""Of a cluster that is started here; nothing is kept in it."""
+"""Size of the object store of a local cluster, which stores no samples."""
 
 logger = logging.getLogger(__name__)
 
 
 class ProducerActor:
-    """A producer, from when it is made; arguments as `RayProducers`."""
+    """Producer that is started by its construction, with the arguments of `RayProducers`."""
 
     def __init__(
         self, data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
@@ -67,17 +69,17 @@ class ProducerActor:
         self._reporter = Reporter(config.registry, load, trusted)
 
     def describe(self) -> tuple[str, int]:
-        """Where it can be asked, and its process."""
+        """Return the address and the process id of the producer."""
         return self._address, os.getpid()
 
 
 class RayProducers:
-    """Producers that Ray keeps alive until they are closed.
+    """Producers that Ray restarts until they are closed.
 
     Args:
-        data: sources and limits; how many producers, and where they report.
-        training: packs and batches.
-        specs: what else samples are opened with (`open_samples`).
+        data: Section [data] of the recipe, with the number of producers and the registry.
+        training: Section [training] of the recipe.
+        specs: Further arguments of `open_samples`.
 
     Raises:
         ConfigError: Ray cannot be reached or started.
@@ -90,10 +92,10 @@ class RayProducers:
         workers = data.producers.workers
         alone = not os.environ.get("RAY_ADDRESS")
         self._ours = _connect(alone)
-        # Put there once, for all actors and each of their lives.
+        # Stored once, for all actors and all of their restarts.
         self._given = [ray.put(each) for each in (data, training, dict(specs))]
         kind = ray.remote(ProducerActor)
-        # In a cluster of our own there is nobody to share cores with.
+        # A local cluster does not share its cores with other programs.
         self._kind = kind.options(num_cpus=0 if alone else workers, max_restarts=-1)
         self.actors: list[Any] = []
         for _ in range(count):
@@ -101,17 +103,17 @@ class RayProducers:
         logger.info("Ray starts %d producers with %d workers", count, workers)
 
     def add(self) -> Any:
-        """Starts one more, as soon as the cluster has cores for it."""
+        """Start one more producer as soon as the cluster has cores for it."""
         self.actors.append(self._kind.remote(*self._given))
         return self.actors[-1]
 
     def remove(self, actor: Any) -> None:
-        """Ends one for good."""
+        """Stop a producer permanently."""
         self.actors.remove(actor)
         ray.kill(actor)
 
     def close(self) -> None:
-        """Ends all, and Ray where it was started here."""
+        """Stop all producers, and Ray if this process has started it."""
         for actor in list(self.actors):
             self.remove(actor)
         if self._ours:
@@ -119,32 +121,33 @@ class RayProducers:
 
 
 def _make_directory() -> str:
-    """Return a temporary directory for a cluster, which ends and is removed with this process."""
-    # As Ray itself, not in TMPDIR: Ray appends 63 bytes for sockets, whose paths have at most 107.
+    """Return a temporary directory of a cluster, which is removed when this process exits."""
+    # Ray also uses /tmp instead of TMPDIR: it appends 63 bytes for sockets, whose paths are limited
+    # to 107 bytes.
     directory = tempfile.mkdtemp(prefix="torchmm-ray-", dir="/tmp")
     command = [sys.executable, str(Path(ray_cleanup.__file__)), directory]
-    # This process has the only writing end of the pipe until it exits, however it does.
+    # Only this process has the write end of the pipe, which is closed whenever the process exits.
     subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     return directory
 
 
 def _connect(alone: bool) -> bool:
-    """Connect to the cluster at RAY_ADDRESS, or start one that only this machine reaches.
+    """Connect to the cluster at RAY_ADDRESS, or start a cluster that is limited to this host.
 
     Args:
-        alone: Whether to start one.
+        alone: Whether to start a cluster.
 
     Returns:
         Whether this process has to disconnect.
     """
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # says nothing to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # disables usage reports
     local: dict[str, Any] = {
         "address": "local",
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "_system_config": {"worker_niceness": 0},  # not behind all else that runs here
+        "_system_config": {"worker_niceness": 0},  # same priority as other processes
     }
     stopped_by = signal.getsignal(signal.SIGTERM)
     try:
@@ -153,5 +156,7 @@ def _connect(alone: bool) -> bool:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f'data.producers.engine = "ray": {error}') from error
     finally:
-        signal.signal(signal.SIGTERM, stopped_by)  # Ray's own would end the run at once
+        signal.signal(
+            signal.SIGTERM, stopped_by
+        )  # the handler of Ray would stop the run immediately
     return True

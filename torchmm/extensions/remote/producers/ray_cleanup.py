@@ -1,4 +1,4 @@
-"""Kill the processes of a Ray cluster when the process that started the cluster is gone.
+"""Kill the processes of a Ray cluster after the process that started the cluster has exited.
 
 usage: ray_cleanup.py DIRECTORY
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 
 def kill_users_of(directory: str) -> None:
-    """Kill all processes that have a file below a directory open."""
+    """Kill all processes with an open file below a directory."""
     for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
+        with suppress(OSError):  # the process has exited, or has another owner
             if str(file.readlink()).startswith(f"{directory}/"):
                 os.kill(int(file.parts[2]), signal.SIGKILL)
 

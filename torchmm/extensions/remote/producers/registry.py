@@ -1,12 +1,13 @@
-"""Who prepares samples at the moment, and how busy they are.
+"""Registry of the available producers and their load.
 
-Producers report every second; who has not for `FORGOTTEN_S` is forgotten, so that they may come, go
-and die while runs go on. Trainers ask now and then. A registry decides nothing and keeps nothing:
-started again, it knows all producers a second later, and meanwhile trainers go on with those that
-they knew.
+Producers report every second. A producer that has not reported for `FORGOTTEN_S` is removed, so
+that producers may start, stop and fail during a run. Trainers request the list periodically. A
+registry makes no decisions and stores no state: after a restart, it has all producers within a
+second. In the meantime, trainers continue with the producers of their last list.
 
-Rejected: etcd or the rendezvous's store, which a run on one machine does not have, or loses with
-the ranks; Kubernetes's or Ray's own lists of services, which only know what they have started.
+etcd and the store of the rendezvous are not used, because a run on one host does not have etcd and
+loses the store together with its ranks. Service lists of Kubernetes or Ray have only the services
+that they have started.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torchmm.recipe.data_section import (
 REPORT_S = 1.0
 FORGOTTEN_S = 5.0
 ANSWER_S = 5.0
-"""How long a registry may take to answer."""
+"""Time limit of the response of a registry in seconds."""
 MOST_REPORT_BYTES = 10_000
 MOST_PRODUCERS = 10_000
 MAX_PRODUCERS_PER_HOST = 256
@@ -56,13 +57,13 @@ logger = logging.getLogger(__name__)
 
 
 class Reported(NamedTuple):
-    """What a producer says of itself.
+    """Report of a producer.
 
     Attributes:
-        address: HOST:PORT where it can be asked.
-        fingerprint: of its data and how they are prepared.
-        workers: processes that decode.
-        unfinished: microbatches that are being decoded or wait for it.
+        address: HOST:PORT of the producer.
+        fingerprint: Fingerprint of its data and preprocessing settings.
+        workers: Number of decoding processes.
+        unfinished: Number of microbatches that are queued or being decoded.
     """
 
     address: str
@@ -102,7 +103,7 @@ class Reported(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A report and its origin.
+    """Report and its origin.
 
     Attributes:
         at_s: Time of the report.
@@ -120,7 +121,7 @@ class _Known(NamedTuple):
 
 
 class Registry(Server):
-    """Knows the producers; arguments as `Server`."""
+    """Server that stores the reports of producers, with the arguments of `Server`."""
 
     def __init__(
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
@@ -131,7 +132,7 @@ class Registry(Server):
         super().__init__(bind, token, certificate)
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[Any]:
-        """`report` and `leave` of a producer, `list` for a trainer."""
+        """Handle `report` and `leave` of a producer, and `list` of a trainer."""
         self.watch.accept(context.peer())
         if action.type == "list":
             body = json.dumps([each._asdict() for each in self.listed()]).encode()
@@ -181,10 +182,10 @@ class Registry(Server):
 
 @contextmanager
 def own_registry(config: ProducersConfig) -> Iterator[Registry | None]:
-    """Listens as a run's registry, if that is on this machine; for one process of the run.
+    """Run the registry of a run if its address is on this host. For one process of the run.
 
     Raises:
-        ConfigError: the address is not available.
+        ConfigError: The address is not available.
     """
     if config.registry is None or not is_local(config.registry):
         yield None
@@ -197,15 +198,16 @@ def own_registry(config: ProducersConfig) -> Iterator[Registry | None]:
 
 
 class Reporter:
-    """Tells a registry of a producer, from when it is made until it is closed.
+    """Thread that reports the load of a producer to a registry until it is closed.
 
     Args:
         registry: HOST:PORT.
-        load: what there is to tell.
-        certificate: PEM, of who signed the registry's; None: nothing is encrypted.
+        load: Function that returns the report.
+        certificate: PEM certificate of the signer of the registry certificate. If None, the
+            connection is not encrypted.
 
     Raises:
-        ConfigError, ConnectionError: it may not be told so.
+        ConfigError, ConnectionError: The connection to the registry is not permitted.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Says that the producer leaves."""
+        """Report that the producer stops."""
         self._closing.set()
         self._thread.join(2 * ANSWER_S)
         with suppress(*IN_VAIN):
@@ -232,7 +234,7 @@ class Reporter:
                 self._send("report")
                 self._silent = False
             except IN_VAIN as error:
-                if not self._silent:  # once, however long it lasts
+                if not self._silent:  # logged once per outage
                     logger.warning(
                         "registry %s: %s; reporting continues", self._registry, describe(error)
                     )
@@ -247,10 +249,10 @@ class Reporter:
 
 
 def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> list[Reported]:
-    """Producers that a registry knows.
+    """Return the producers in a registry.
 
     Raises:
-        errors in `IN_VAIN`: it does not answer, or something else.
+        errors in `IN_VAIN`: The registry does not respond, or the response is invalid.
     """
     results = client.do_action(flight.Action("list", b""), within(timeout_s))
     listed = json.loads(single_response(results, MOST_LIST_BYTES))

@@ -1,12 +1,11 @@
-"""The producer's side: answers requests with streams of tensors, over Arrow Flight.
+"""Producer side of disaggregated preprocessing: streams of tensors over Arrow Flight.
 
-A producer keeps no state: any number of them may run, be killed and be started
-again. It refuses more requests than it can work on, and the trainer asks another one
-(back-pressure). Of a request it decodes a few microbatches ahead of what was sent, and stops when
-the trainer has gone. DistTrain §4.2.
+A producer is stateless: any number of producers may run, be killed and be restarted. It rejects
+requests that exceed its queue, and the trainer asks another producer (back-pressure). It decodes a
+few microbatches of a request ahead, and stops when the trainer disconnects (DistTrain section 4.2).
 
-Flight was chosen for its streams without copies, deadlines, cancellation and TLS. Rejected: gRPC
-with messages of our own, into and out of which tensors have to be copied.
+Flight provides streams without copies, deadlines, cancellation and TLS. gRPC with custom messages
+would require copying tensors into and out of messages.
 """
 
 from __future__ import annotations
@@ -42,29 +41,30 @@ from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 QUEUED_PER_WORKER = 4
-"""Requests answered at a time, for each worker."""
+"""Number of concurrent requests per worker."""
 AHEAD = 2
-"""Microbatches of a request that are decoded, beyond those in workers, before they are sent."""
+"""Number of microbatches of a request that are decoded ahead, in addition to those in workers."""
 LOOK_S = 0.1
-"""How often a request that waits looks whether the trainer is still there."""
+"""Interval in seconds at which a blocked request checks the connection to the trainer."""
 MOST_REQUEST_BYTES = 8 * 10**6
 
 
 class Producer(Server):
-    """Answers requests from when it is made.
+    """Server that prepares samples, from construction on.
 
     Args:
-        samples: of the recipe, opened here.
-        training: their packs and batches.
-        bind: HOST:PORT to listen on; port 0: the system chooses one (`port`).
-        workers: processes that decode; 0: a thread of this one.
-        token: secret that requests must carry; None: none.
-        certificate: PEM certificate and private key; None: nothing is encrypted.
-        data: of the recipe, where it plans steps for trainers that have no data; None: they plan.
-        held_out: what they are validated on, in this case.
+        samples: Samples of the recipe, opened in this process.
+        training: Section [training] of the recipe.
+        bind: HOST:PORT to listen on. With port 0, the system selects a port (`port`).
+        workers: Number of decoding processes. With 0, a thread of this process decodes.
+        token: Token that requests must have. If None, no token is required.
+        certificate: PEM certificate and private key. If None, connections are not encrypted.
+        data: Section [data] of the recipe if the producer plans steps for trainers without data. If
+            None, trainers plan.
+        held_out: Validation samples, if the producer plans steps.
 
     Raises:
-        ConfigError: the address is not available, or the certificate cannot be used.
+        ConfigError: The address is not available, or the certificate cannot be used.
     """
 
     def __init__(
@@ -93,27 +93,27 @@ class Producer(Server):
         self.work = Work({name: s.decoder for name, s in self._samples.items()}, workers)
 
     def load(self, address: str) -> Reported:
-        """What it tells a registry.
+        """Return the report for a registry.
 
         Args:
-            address: HOST:PORT where others find it.
+            address: HOST:PORT at which others connect.
         """
         return Reported(address, self._fingerprint, self._workers, self.work.unfinished)
 
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.GeneratorStream:
-        """The samples that a request names."""
+        """Return a stream of the requested samples."""
         self.watch.accept(context.peer())
-        # All is done in the generator: what it holds is given back however the stream ends.
+        # The generator does all the work and releases its resources, however the stream ends.
         return flight.GeneratorStream(SCHEMA, self._answer(context, ticket.ticket))
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
-        """Questions about steps (`torchmm.extensions.remote.producers.planning`)."""
+        """Handle requests about steps (`torchmm.extensions.remote.producers.planning`)."""
         self.watch.accept(context.peer())
-        if self._plans is None:  # another one may
+        if self._plans is None:  # another producer may plan
             raise flight.FlightServerError("its recipe does not set data.producers.plan = true")
         try:
             body = action.body.to_pybytes()
@@ -124,7 +124,7 @@ class Producer(Server):
         return self.respond(context, answer)
 
     def close(self) -> None:
-        """Ends requests and work."""
+        """Stop all requests and the decoding."""
         self._closing.set()
         self.work.close()
         self.shutdown()
@@ -173,7 +173,7 @@ class Producer(Server):
         return job.future.result()
 
     def _read(self, data: bytes) -> Request:
-        """A request for samples that are here; raises ValueError."""
+        """Return a request for available samples. Raise ValueError for other requests."""
         _check_size(data)
         asked = unpack_request(data)
         if asked.fingerprint not in self._samples:
@@ -188,7 +188,7 @@ class Producer(Server):
         return asked
 
     def _items(self, asked: Request) -> list[list[PackItems]]:
-        """The samples, with the sizes that they have here; raises ValueError."""
+        """Return the samples with their sizes in the local index. May raise ValueError."""
         samples = self._samples[asked.fingerprint]
         return [[self._pack(samples, pack) for pack in packs] for packs in asked.samples]
 
@@ -218,13 +218,16 @@ def open_producer(
     token: str | None,
     certificate: Certificate | None,
 ) -> Producer:
-    """Opens a recipe's sources, and begins to listen.
+    """Open the sources of a recipe, and start to listen.
 
     Args:
-        specs: what else samples are opened with (`open_samples`).
+        data: Section [data] of the recipe.
+        training: Section [training] of the recipe.
+        specs: Further arguments of `open_samples`.
+        bind, workers, token, certificate: See `Producer`.
 
     Raises:
-        ConfigError, DataError: that failed.
+        ConfigError, DataError: The sources or the address cannot be opened.
     """
     held_out = None
     if data.producers.plan and data.validation:
@@ -251,7 +254,7 @@ def _check_size(data: bytes) -> None:
 def _within(
     most_bytes: int, sent: tuple[pa.RecordBatch, bytes]
 ) -> tuple[tuple[pa.RecordBatch, bytes], int]:
-    """Return a message and its size; raise FlightServerError if it is too large."""
+    """Return a message and its size. Raise FlightServerError if it is too large."""
     batch, values = sent
     if (size := batch.nbytes + len(values)) > most_bytes:
         raise flight.FlightServerError(f"{size} bytes", TOO_LARGE)

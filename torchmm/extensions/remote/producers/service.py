@@ -1,4 +1,4 @@
-"""Producers as the sample service of a run; see `SampleService`."""
+"""Producers as the sample service of a run, see `SampleService`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchmm.recipe.training_section import TrainingConfig
 
 
 class Producers:
-    """Processes started with `python -m torchmm.data.serve`, or by the engine of the recipe."""
+    """Sample service with producer processes, started manually or by the engine of the recipe."""
 
     def __init__(self, data: DataConfig) -> None:
         self._data = data
@@ -53,7 +53,7 @@ class Producers:
 
         Raises:
             ConfigError: A certificate cannot be read.
-            DataError: No producer responds, or none has these samples.
+            DataError: No producer responds, or no producer has these samples.
         """
         data = self._data
         differences = partial(_differences, data, training, reader, tokenizer, validation)
@@ -71,7 +71,7 @@ class Producers:
     ) -> RemoteDecoder | None:
         """Return a dataset that requests decoded steps from producers.
 
-        None for held-out samples of this process, which ranks decode.
+        Return None for validation samples of this process, which ranks decode.
         """
         listed = samples.listed if isinstance(samples, SamplesElsewhere) else None
         if listed is None and validation:

@@ -1,10 +1,10 @@
-"""A producer's work: microbatches being decoded, each of them once, however many ranks ask for it.
+"""Decoding queue of a producer: each microbatch is decoded once for all ranks that request it.
 
-Pipeline ranks of a replica that read no pixels ask for the very same, and so does whoever asks a
-second time because the first took too long. What is under way, and what was sent a moment ago, is
-found by its samples. What nobody waits for any more is not begun.
+Pipeline ranks of a replica that read no pixels request identical microbatches. A trainer also
+repeats a request that timed out. Microbatches that are being decoded or were sent recently are
+found by their samples. Decoding of a microbatch does not start if no request waits for it.
 
-Workers are processes; tensors come from them in shared memory.
+Workers are processes and return tensors in shared memory.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from torchmm.extensions.remote.producers.messages import Message, messages_of
 
 KEPT = 64
 KEPT_BYTES = 256 * 10**6
-"""Most that is kept of what was sent."""
+"""Maximum size of the cache of sent microbatches in bytes."""
 
 logger = logging.getLogger(__name__)
 
 _decoders: dict[str, StepDecoder] = {}
-"""The worker process's decoders, put there by its initializer."""
+"""Decoders of the worker process, set by its initializer."""
 
 Key = tuple[object, ...]
 
 
 @dataclass
 class Job:
-    """A microbatch that somebody asked for."""
+    """A requested microbatch."""
 
     key: Key
     future: Future[list[Message]]
     wanted: int = 0
-    """Requests that wait for it, or send it."""
+    """Number of requests that wait for it, or send it."""
 
     @property
     def finished(self) -> bool:
-        """Whether it can be sent."""
+        """True if the microbatch can be sent."""
         return self.future.done() and not self.future.cancelled() and not self.future.exception()
 
     @property
     def bytes(self) -> int:
-        """Of a finished one."""
+        """Size of a finished microbatch in bytes."""
         return sum(t.nbytes for message in self.future.result() for t in message.tensors.values())
 
 
@@ -59,8 +59,8 @@ class Work:
     """All microbatches that are being decoded.
 
     Args:
-        decoders: of the recipe's samples, by their fingerprint.
-        workers: processes; 0: a thread of this one.
+        decoders: Decoders by the fingerprint of their samples.
+        workers: Number of processes. With 0, a thread of this process decodes.
     """
 
     def __init__(self, decoders: Mapping[str, StepDecoder], workers: int) -> None:
@@ -68,23 +68,26 @@ class Work:
         self._workers = workers
         self._lock = threading.Lock()
         self._jobs: OrderedDict[Key, Job] = OrderedDict()
-        """Those asked for least recently come first."""
+        """Jobs by key, least recently requested first."""
         self._pool = self._make_pool()
         self.decoded = 0
-        """Microbatches whose decoding was begun or is queued."""
+        """Number of microbatches that were queued for decoding."""
 
     @property
     def unfinished(self) -> int:
-        """Microbatches being decoded or waiting for it."""
+        """Number of microbatches that are queued or being decoded."""
         with self._lock:
             return sum(not job.future.done() for job in self._jobs.values())
 
     def take(self, samples: str, packs: list[PackItems], images: Mapping[str, range]) -> Job:
-        """Begins to decode a microbatch, or finds it; to be given back (`leave`).
+        """Return the job of a microbatch, and start to decode it if necessary.
+
+        The caller must release the job with `leave`.
 
         Args:
-            samples: fingerprint.
-            images: which of them are decoded (`StepDecoder.wanted`).
+            samples: Fingerprint of the samples.
+            packs: Samples of the microbatch.
+            images: Images to decode, by module (`StepDecoder.wanted`).
         """
         names = tuple(
             tuple((item.feed, item.epoch, item.meta.index) for item in pack) for pack in packs
@@ -104,22 +107,22 @@ class Work:
         return job
 
     def leave(self, job: Job) -> None:
-        """A request needs it no more."""
+        """Release a job that a request no longer requires."""
         with self._lock:
             job.wanted -= 1
             if job.wanted == 0 and self._jobs.get(job.key) is job:
                 if not job.finished:
-                    job.future.cancel()  # unless it has begun: then it is found, if asked again
+                    job.future.cancel()  # no effect on running jobs, which can be reused
                 if job.future.done() and not job.finished:
                     del self._jobs[job.key]
             self._forget()
 
     def close(self) -> None:
-        """Begins nothing more; what is being decoded is left alone."""
+        """Cancel queued jobs. Running jobs continue."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self) -> None:
-        """What was sent longest ago, as far as it is too much."""
+        """Remove the least recently sent microbatches above the limits of the cache."""
         old = [job for job in self._jobs.values() if job.finished and not job.wanted]
         sizes = [job.bytes for job in old]
         number = len(old)

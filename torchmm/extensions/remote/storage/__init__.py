@@ -1,1 +1,1 @@
-"""File system of addresses (`s3://`, `gs://`, `hf://`) with a cache on the local disk."""
+"""Access files at URLs (`s3://`, `gs://`, `hf://`), with a cache on the local disk."""

@@ -1,21 +1,22 @@
-"""The cache of remote data on the local disk: bounded, checked, and shared by all processes.
+"""Cache of remote data on the local disk: bounded, verified, and shared by all processes.
 
     cache = BlockCache(directory, limit_bytes)
     cache.put(entry_name(file, block), content)
     cache.get(entry_name(file, block))
 
-An entry is a file of the content and its 16-byte checksum (xxh3), which is compared at each read.
-So a damaged disk, or a file that a crash cut off, costs another request and never a wrong sample.
-Entries are written under another name and renamed, so any number of processes read and write
-without locks; processes that race write the same bytes. When the directory is full, one process
-removes the entries that were used longest ago. A process that has an entry mapped keeps its bytes.
-A process writes at most 1/32 of the limit before it looks how full the directory is, so the limit
-is exceeded by at most that much per process.
+An entry is a file of the content and its 16-byte checksum (xxh3), which is compared at each read. A
+damaged disk or a truncated file therefore causes another request and never a wrong sample. Entries
+are written under a temporary name and renamed, so any number of processes read and write without
+locks. Concurrent processes write the same bytes. When the directory is full, one process removes
+the least recently used entries. A process that has mapped an entry can still read it. A process
+writes at most 1/32 of the limit before it checks the size of the directory, so each process exceeds
+the limit by at most this fraction.
 
-Checksums of received blocks stay when entries are removed (`Sums`). They show whether a store sends
-other bytes for the same version of an object.
+Checksums of received blocks remain when entries are removed (`Sums`). They detect remote storage
+that sends different bytes for the same version of an object.
 
-The caches of fsspec do not fit: none is bounded on disk, and none checks its content.
+The caches of fsspec are not used, because they neither limit their disk usage nor verify their
+content.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ from torchmm.data.files.places import SUM_BYTES, checksum
 from torchmm.data.files.remote import RemoteFile
 
 TOUCH_S = 60.0
-"""How exactly it is known when an entry was last used."""
+"""Resolution of the time of the last use of an entry in seconds."""
 SWEPT_TO = 0.9
-"""Share of the limit that is left when entries are removed."""
+"""Fraction of the limit that remains when entries are removed."""
 
 logger = logging.getLogger(__name__)
 
 
 def entry_name(file: RemoteFile, block: int | str) -> str:
-    """Return the name of a block of a file, or of data made from it, in the cache."""
+    """Return the cache name of a block of a file, or of data derived from the file."""
     return f"{file.key}-{block}"
 
 
 class BlockCache:
-    """Entries under names. Copies in other processes share the directory.
+    """Entries by name. Instances in other processes share the directory.
 
     Args:
-        directory: made if there is none.
-        limit_bytes: of all entries together; 0: nothing is kept.
+        directory: Directory of the cache. It is created if it does not exist.
+        limit_bytes: Maximum size of all entries together. 0 disables the cache.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: The directory cannot be written.
     """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._entries = directory / "entries"
         self._sweeping = directory / "sweeping"
         self.limit_bytes = limit_bytes
-        self._unswept = limit_bytes  # so that the first entry looks what others have left
+        self._unswept = limit_bytes  # the first entry checks the entries of other processes
         self.damaged = 0
-        """Entries found damaged."""
+        """Number of damaged entries that were read."""
         if limit_bytes:
             try:
                 self._entries.mkdir(parents=True, exist_ok=True)
@@ -75,11 +76,11 @@ class BlockCache:
                 ) from error
 
     def place(self, name: str) -> Path:
-        """The file of an entry, whether it exists or not."""
+        """Return the path of an entry, which may not exist."""
         return self._entries / name[:2] / name
 
     def get(self, name: str) -> memoryview | None:
-        """The content of an entry, mapped from its file; None: there is none, or it is damaged."""
+        """Return the content of an entry, memory-mapped, or None if it is missing or damaged."""
         if not self.limit_bytes:
             return None
         path = self.place(name)
@@ -104,7 +105,7 @@ class BlockCache:
         return content
 
     def put(self, name: str, content: bytes | memoryview) -> None:
-        """Keeps a content, if there is room on the disk."""
+        """Store an entry if the disk has space."""
         if not 0 < len(content) + SUM_BYTES <= self.limit_bytes:
             return
         path = self.place(name)
@@ -120,7 +121,9 @@ class BlockCache:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             logger.warning("cannot cache %s (%s); it is read again when required", path, error)
-            self._unswept = self.limit_bytes  # a full disk: others' entries may be old
+            self._unswept = (
+                self.limit_bytes
+            )  # the disk is full, and other processes may have old entries
         if self._unswept >= self.limit_bytes / 32:
             self._unswept = 0
             self._sweep()
@@ -132,7 +135,7 @@ class BlockCache:
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove the entries that were used longest ago, unless another process does so now."""
+        """Remove the least recently used entries, unless another process is removing entries."""
         with self._sweeping.open("rb") as lock:
             found: list[tuple[float, int, str]] = []
             try:
@@ -140,7 +143,7 @@ class BlockCache:
                 for folder in os.scandir(self._entries):
                     for entry in os.scandir(
                         folder.path
-                    ):  # with partial entries of killed processes
+                    ):  # includes partial entries of killed processes
                         with suppress(FileNotFoundError):
                             stat = entry.stat()
                             found.append((stat.st_mtime, stat.st_size, entry.path))

@@ -1,21 +1,20 @@
-"""Asks object stores for sizes, lists and ranges of bytes; asks again when they do not answer.
+"""Clients of remote storage: sizes, lists and byte ranges of objects, with retries.
 
     client = StoreClient("s3://bucket", retry_timeout_s=180)
     found = client.stat("shards/0.tar")
     client.read("shards/0.tar", 0, 512, found.version)
     client.write("runs/a/MANIFEST.json", b"{}")        # checkpoints; data are never written
 
-Buckets (`s3://`, `gs://`, `az://`) and plain web servers (`https://`) are read through obstore,
-everything else through fsspec, which Hugging Face brings along for `hf://`. Both could be one
-library. Not fsspec: s3fs fixes the version of fsspec and, through aiobotocore, that of botocore
-(datasets fixes the first too), its event loop does not survive a fork, and it cannot ask for a
-range of exactly one version. Not obstore alone: it does not know hf://. obstore is one wheel
-without dependencies, and asks with If-Match: bytes of an object that was replaced meanwhile are
-never mixed with those of the old one.
+Buckets (`s3://`, `gs://`, `az://`) and web servers (`https://`) are read through obstore, all other
+URLs through fsspec, which is a dependency of Hugging Face for `hf://`. One library is not
+sufficient. s3fs pins the version of fsspec and, through aiobotocore, that of botocore. datasets
+pins the version of fsspec as well. The event loop of s3fs does not survive a fork, and it cannot
+request a range of exactly one version. obstore does not support hf://. obstore is one wheel without
+dependencies and uses If-Match, so that bytes of different versions of an object are never mixed.
 
-Repeating is done here for both: waits double from 0.1 s to 8 s, shortened by chance so that a
-thousand ranks do not return at once, until `retry_timeout_s` have passed. Credentials are read from
-the environment by the libraries themselves; nothing here ever holds one.
+This module implements retries for both libraries. Waits double from 0.1 s to 8 s with random
+jitter, so that a thousand ranks do not retry at the same time, until `retry_timeout_s` has passed.
+The libraries read credentials from the environment, and this module never stores them.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.files.addresses import split_address, without_secrets
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
-"""Schemes that obstore reads."""
+"""URL schemes that obstore reads."""
 LOCAL = ("file", "local", "dir", "blockcache", "filecache", "simplecache", "cached", "reference")
-"""Schemes of fsspec that name files of this machine in another way."""
+"""URL schemes of fsspec for local files."""
 THIS_MACHINE = "file://"
-"""Root of paths of this machine where any address will do; sources have other ways to read them."""
+"""Root of local paths, for uses in which any URL is accepted."""
 SOURCES_KEY = "`path` in [[data.sources]]"
 CONNECT_S, SILENCE_S = 5.0, 30.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 8.0
 PART_BYTES = 16 << 20
 MOST_PARTS = 9000
-"""Of large objects that are written: stores take no more than 10,000 parts."""
+"""Maximum number of parts of written objects. Object stores accept at most 10,000 parts."""
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|status: 4(?!08|29)\d\d")
 _DENIED = re.compile(r"status(?: code)?: 40[13]\b")
@@ -72,32 +71,32 @@ T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """What a store says of an object."""
+    """Metadata of an object in remote storage."""
 
     path: str
     size: int
     version: str
-    """Changes with its content: ETag, commit, or the time of its last change."""
+    """Version of the content: ETag, commit, or time of the last modification."""
 
 
 class MissingError(FileNotFoundError):
-    """There is no such object."""
+    """Error of an object that does not exist."""
 
 
 class ReplacedError(DataError):
-    """An object is not the one any more that it was when the source was opened."""
+    """Error of an object that was replaced after the source was opened."""
 
 
 class StoreClient:
-    """Asks one store (a bucket, a host). Not shared between processes.
+    """Client of one remote storage (a bucket, a host). Not shared between processes.
 
     Args:
-        root: its address, or `THIS_MACHINE`.
-        retry_timeout_s: seconds after which a request that still fails ends the run.
-        key: what in a recipe has named it, for messages.
+        root: Root URL, or `THIS_MACHINE`.
+        retry_timeout_s: Time in seconds after which a failing request stops the run.
+        key: Recipe key of the URL, for error messages.
 
     Raises:
-        ConfigError: the library that reads it is not installed.
+        ConfigError: The library that reads the URL is not installed.
     """
 
     def __init__(self, root: str, retry_timeout_s: float, key: str = SOURCES_KEY) -> None:
@@ -112,19 +111,19 @@ class StoreClient:
             self._store = _Filesystem(root)
         self._random = random.Random()
         self.bytes_read = 0
-        """Received so far."""
+        """Number of bytes received so far."""
 
     def stat(self, path: str) -> Found:
-        """Size and version of an object.
+        """Return size and version of an object.
 
         Raises:
-            MissingError: there is none.
-            DataError: the store refuses, or does not answer.
+            MissingError: The object does not exist.
+            DataError: The remote storage rejects the request or does not respond.
         """
         return self._repeat(path, lambda: self._store.stat(path))
 
     def list(self, path: str) -> list[Found]:
-        """All objects below a folder, by name; raises DataError."""
+        """Return all objects below a folder, sorted by name. May raise DataError."""
         try:
             found = self._repeat(path, lambda: list(self._store.list(path)))
         except MissingError:
@@ -132,12 +131,12 @@ class StoreClient:
         return sorted(found)
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes:
-        """Bytes [start, end) of an object of this version.
+        """Return the bytes [start, end) of an object of this version.
 
         Raises:
-            MissingError: it is gone.
-            ReplacedError: it has another version now.
-            DataError: the store refuses, or does not answer.
+            MissingError: The object does not exist any more.
+            ReplacedError: The object has a different version.
+            DataError: The remote storage rejects the request or does not respond.
         """
 
         def read() -> bytes:
@@ -155,11 +154,11 @@ class StoreClient:
     def write(self, path: str, content: bytes | Path) -> None:
         """Write bytes or a local file to an object, replacing the object of this name.
 
-        Objects of buckets and of local directories appear complete or not at all. Other file
-        systems that fsspec opens may keep an incomplete object if the write fails.
+        Objects of buckets and of local directories are complete or do not appear. Other file
+        systems that fsspec opens may retain an incomplete object if the write fails.
 
         Raises:
-            DataError: The store rejects the object, is full, or does not respond.
+            DataError: The remote storage rejects the object, is full, or does not respond.
             OSError: The file cannot be read.
         """
         if isinstance(content, Path):
@@ -167,12 +166,12 @@ class StoreClient:
         self._repeat(path, lambda: self._store.write(path, content))
 
     def remove(self, path: str) -> None:
-        """Removes an object, if there is one; raises DataError."""
+        """Remove an object if it exists. May raise DataError."""
         with suppress(MissingError):
             self._repeat(path, lambda: self._store.remove(path))
 
     def _repeat(self, path: str, request: Callable[[], T]) -> T:
-        """The answer to a request that is made until it succeeds, or it is known that it cannot."""
+        """Repeat a request until it succeeds or fails permanently, and return its response."""
         began = time.monotonic()
         wait_s = FIRST_WAIT_S
         while True:
@@ -180,7 +179,7 @@ class StoreClient:
                 return request()
             except (DataError, ConfigError):
                 raise
-            except Exception as error:  # those of any library; raised again when time is up
+            except Exception as error:  # any error of the libraries; raised again at the time limit
                 self._raise_if_final(path, error)
                 waited_s = time.monotonic() - began
                 if waited_s >= self._give_up_s:
@@ -200,7 +199,7 @@ class StoreClient:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _raise_if_final(self, path: str, error: Exception) -> None:
-        """Raises what no repeating mends."""
+        """Raise errors that a retry cannot fix."""
         name = self._name(path)
         kind = type(error).__name__
         text = str(error)
@@ -233,7 +232,7 @@ class StoreClient:
 
 
 class _ObjectStore:
-    """A bucket, through obstore."""
+    """Bucket that is accessed through obstore."""
 
     def __init__(self, root: str, retry_timeout_s: float) -> None:
         try:
@@ -242,7 +241,7 @@ class _ObjectStore:
         except ImportError as error:
             raise ConfigError(f"{root}: requires obstore; {install_command('storage')}") from error
         self._obstore: Any = obstore
-        # Encryption may only be left out where the user's own address of the server says so.
+        # Connections are unencrypted only if the user sets an http:// endpoint.
         endpoints = (os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))
         plain = root.startswith("http://") or any(e.startswith("http://") for e in endpoints)
         self._store: Any = obstore.store.from_url(
@@ -281,13 +280,13 @@ class _ObjectStore:
 
 def _of_object(meta: Any) -> Found:
     etag = meta["e_tag"]
-    # Weak ones ("W/...") match nothing.
+    # Weak ETags ("W/...") never match.
     version = etag if etag and not etag.startswith("W/") else meta["last_modified"].isoformat()
     return Found(meta["path"], meta["size"], version)
 
 
 class _Filesystem:
-    """Anything else that fsspec opens."""
+    """Other URLs, which are accessed through fsspec."""
 
     def __init__(self, root: str) -> None:
         address = split_address(root)
@@ -309,7 +308,7 @@ class _Filesystem:
         return self._found(info)
 
     def list(self, path: str) -> Iterator[Found]:
-        self._files.invalidate_cache()  # other processes may have written meanwhile
+        self._files.invalidate_cache()  # other processes may have written files
         found = self._files.find(self._prefix + path, detail=True)
         return map(self._found, found.values())
 
@@ -341,6 +340,6 @@ class _Filesystem:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of a library's error, without anything secret."""
+    """Return the first line of a library error, without credentials."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {without_secrets(lines[0])[:300]}"

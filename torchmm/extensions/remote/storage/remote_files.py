@@ -1,12 +1,13 @@
-"""The file system of addresses, which reads blocks through a cache on the local disk.
+"""File system of URLs, which reads blocks through a cache on the local disk.
 
-A file is the version of an object when it was listed. All reads fetch blocks of 256 KiB, which stay
-in the cache (`block_cache.py`). Adjacent blocks share a request, and sequential reads fetch more
-blocks ahead. Worker processes receive a copy without connections.
+A file is the version of an object when it was listed. All reads fetch blocks of 256 KiB, which are
+stored in the cache (`block_cache.py`). Adjacent blocks share a request, and sequential reads fetch
+more blocks ahead. Worker processes receive a copy without connections.
 
-Why blocks and not shards: the sample order is global and is the same for any number of hosts. So
-each host reads a random part of every shard, and a sample costs the blocks that it is in. With a
-cache of shards, each host would download every shard, and before the first step one per sample.
+The cache stores blocks instead of shards, because the sample order is global and independent of the
+number of hosts. Each host therefore reads a random part of every shard, and a sample requires only
+its blocks. With a cache of shards, each host would download every shard, and one shard per sample
+before the first step.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from torchmm.recipe.data_section import DataConfig
 
 BLOCK_BYTES = 256 << 10
 REQUEST_BYTES = 16 << 20
-"""Most bytes of one request."""
+"""Maximum size of one request in bytes."""
 BUFFER_BYTES = 64 << 10
 WRONG_ANSWERS = 3
-"""How often a store may send other bytes than at first before the run ends."""
+"""Number of responses with changed bytes after which the run stops."""
 
 logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """All that lies elsewhere, and the cache of it.
+    """All files at URLs, and their cache.
 
     Args:
-        cache: directory of the cache.
-        limit_bytes: of the cache.
-        retry_timeout_s: seconds after which a request that still fails ends the run.
+        cache: Directory of the cache.
+        limit_bytes: Maximum size of the cache.
+        retry_timeout_s: Time in seconds after which a failing request stops the run.
 
     Raises:
-        ConfigError: the cache cannot be written.
+        ConfigError: The cache cannot be written.
     """
 
     def __init__(self, cache: Path, limit_bytes: int, retry_timeout_s: float) -> None:
@@ -63,10 +64,10 @@ class Storage:
         self.cache = BlockCache(cache, limit_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Storage, self._settings  # connections stay with their process
+        return Storage, self._settings  # connections are not shared between processes
 
     def client(self, address: str) -> StoreClient:
-        """This process' connection to the store of an address; raises ConfigError."""
+        """Return the client of this process for the storage of a URL. May raise ConfigError."""
         if self._process != os.getpid():
             self._clients = {}
             self._process = os.getpid()
@@ -76,7 +77,11 @@ class Storage:
         return self._clients[root]
 
     def find(self, address: str) -> RemoteFile | None:
-        """The file at an address, as it is now; None: there is none; raises DataError."""
+        """Return the current version of the file at a URL, or None if it does not exist.
+
+        Raises:
+            DataError: The remote storage rejects the request or does not respond.
+        """
         try:
             found = self.client(address).stat(split_address(address).path)
         except MissingError:
@@ -84,7 +89,7 @@ class Storage:
         return RemoteFile(address, found.size, found.version, self)
 
     def list(self, address: str) -> list[RemoteFile]:
-        """Return the files at, below or matching an address; see `FileSystem.list`."""
+        """Return the files at, below or matching a URL, see `FileSystem.list`."""
         folder = split_address(fixed_part(address))
         pattern = split_address(address).path if is_pattern(address) else None
         if pattern is None and folder.path and (one := self.find(address)) is not None:
@@ -109,7 +114,7 @@ class Storage:
             keep: Whether to store the blocks in the cache.
 
         Raises:
-            DataError: The store rejects a request, does not respond, or sends wrong bytes.
+            DataError: The remote storage rejects a request, does not respond, or sends wrong bytes.
         """
         end = min(end, file.size)
         if start >= end:
@@ -142,7 +147,7 @@ class Storage:
     def derive(
         self, file: RemoteFile, name: str, make: Callable[[BinaryIO], memoryview]
     ) -> tuple[memoryview, Path | None]:
-        """Return data made from a file; see `FileSystem.derive`."""
+        """Return data derived from a file, see `FileSystem.derive`."""
         entry = entry_name(file, name)
         kept = self.cache.get(entry)
         if kept is None:
@@ -155,8 +160,7 @@ class Storage:
         return kept, self.cache.place(entry)
 
     def _fetch(self, file: RemoteFile, first: int, last: int, keep: bool) -> dict[int, memoryview]:
-        """Blocks [first, last), or as many of them as one request gives, up to one that is there
-        already."""
+        """Fetch blocks from `first` on with one request, up to `last` or the first cached block."""
         stop = first + 1
         while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
             if self.cache.place(entry_name(file, stop)).exists():
@@ -187,7 +191,10 @@ class Storage:
         return blocks
 
     def _changed(self, file: RemoteFile, blocks: dict[int, memoryview]) -> int | None:
-        """Where a file's bytes differ from what they were; small files are read too rarely."""
+        """Return the first block whose bytes have changed, or None.
+
+        Small files are read too rarely to compare them.
+        """
         if file.size <= BLOCK_BYTES:
             return None
         sums = Sums(self._directory / "sums" / file.key[:2] / file.key)
@@ -202,14 +209,14 @@ class Storage:
 
 
 def open_storage(data: DataConfig) -> Storage:
-    """Return the file system with the cache of `data.storage`; raise ConfigError."""
+    """Return the file system with the cache of `data.storage`. May raise ConfigError."""
     config = StorageConfig.of(data)
     directory = config.cache_dir or Path(data.index_cache_dir) / "storage"
     return Storage(Path(directory), int(config.cache_gb * 1e9), config.retry_timeout_s)
 
 
 class _Stream(io.RawIOBase):
-    """Reads a file by ranges. The longer it is read sequentially, the more is fetched ahead."""
+    """Stream that reads byte ranges of a file. Longer sequential reads fetch more data ahead."""
 
     def __init__(self, storage: Storage, file: RemoteFile, keep: bool) -> None:
         self._storage = storage
@@ -219,7 +226,7 @@ class _Stream(io.RawIOBase):
         self._expected = 0
         self._ahead = 0
         self._held: tuple[int, bytes] = (0, b"")
-        """Offset and content of the bytes that were fetched last."""
+        """Offset and content of the last fetched bytes."""
 
     def readable(self) -> bool:
         return True
@@ -238,7 +245,7 @@ class _Stream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         start = self._at
         end = start + len(buffer)
-        if len(buffer) <= BUFFER_BYTES:  # never fetch one more block to fill a buffer
+        if len(buffer) <= BUFFER_BYTES:  # do not fetch another block to fill a buffer
             end = min(end, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
         end = max(start, min(end, self._file.size))
         held_from, held = self._held
@@ -255,7 +262,7 @@ class _Stream(io.RawIOBase):
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """As globs do: "*" stays within a folder, "**" does not."""
+    """Return True if a path matches a glob: "*" stays within a folder, "**" does not."""
     parts = path.split("/")
     wanted = pattern.split("/")
     if "**" not in wanted:

@@ -49,7 +49,7 @@ def take_glm4v(config: Any) -> CompositeParts:
         found = getattr(config, key).model_type
         if found != f"{part_family}_{kind}":
             problems.append(
-                f"{key}.model_type = {found!r} is not supported; supported: {part_family}_{kind}"
+                f"{key}.model_type = {found!r} is not supported; use {part_family}_{kind}"
             )
     refuse(config, problems)
     refuse(config, width_problems(config, "out_hidden_size"))

@@ -1,25 +1,22 @@
-"""How Whisper and Wav2Vec2 are cut into pre, context, layers and post.
+"""Families of the audio encoders Whisper and Wav2Vec2.
 
-Sounds of any length are concatenated, as images of variable sizes are, and attend only to
-themselves. Hugging Face's own forward pads each to 30 s and lets it attend to the silence;
-a model whose `max_source_positions` is the sound's length gives the same numbers as here.
+Audio inputs of any length are concatenated to one packed sequence, and each attends only to itself.
 
-Shape legend: P positions of all sounds, F mel frames of one (two per position), M mel bins,
-D features.
+Whisper. The Hugging Face forward pads each audio to 30 s and attends to the silence. Results are
+equal to those of a Hugging Face model whose `max_source_positions` is the length of the audio.
 
-Wav2Vec2 reads the waveform itself. Convolutions without padding make one position of every 320
-samples, but look at 400: each sound is followed by the 80 zeros that its last position would lack,
-so that a sound of n patches has n positions, those of Hugging Face's model for the sound with its
-zeros.
+Wav2Vec2 reads the waveform. Convolutions without padding compute one position per 320 samples from
+400 samples. Each audio is padded with 80 zeros, so that n patches have n positions. They are equal
+to those of the Hugging Face model for the padded audio.
 
-Each sound passes through the part before the layers separately. Rejected: all of them in one call,
-which leaks from sound to sound in two places, the edges of the convolutions and the "group" norm
-over time, whose statistics are those of everything in the call, padding included.
+Each audio passes the part before the layers in a separate call. In a joint call, the edges of the
+convolutions and the "group" norm over time would depend on the other inputs and on padding.
 
-Left out: masked spans (SpecAugment), which Hugging Face's model draws in training, and the adapter
-that some checkpoints have after the layers.
+Masked spans (SpecAugment), which the Hugging Face model samples in training, are omitted. So is the
+adapter that some checkpoints have after the layers.
 
-Shape legend: P positions of all sounds, S samples of one, C channels, D features.
+Shape legend: P positions of all audio inputs, F mel frames of one input (two per position), M mel
+bins, S samples of a position, C channels, D features.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED, Segments
 
 SAMPLES_PER_POSITION = 320
-"""Two mel frames, 10 ms apart, at 16 kHz."""
+"""Samples per position: two mel frames of 10 ms each, at 16 kHz."""
 
 
 class SoundFamily(EncoderFamily):
-    """What audio encoders have in common: the concatenated positions of all sounds."""
+    """The base class of audio encoders, whose inputs are concatenated."""
 
     modality: Literal["image", "audio"] = "audio"
     inputs = "patches"
@@ -63,12 +60,16 @@ class SoundFamily(EncoderFamily):
         return (patches, values), (1, 1, patches)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
-        """Folds consecutive positions of sounds whose lengths are whole groups."""
+        """Concatenate the features of consecutive positions. Lengths must be full groups.
+
+        Returns:
+            (P / shuffle**2, D shuffle**2).
+        """
         return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
 
 
 class WhisperFamily(SoundFamily):
-    """Whisper's encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
+    """The Whisper encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
 
     processor_class = "WhisperFeatureExtractor"
     layers = "layers"
@@ -99,7 +100,10 @@ class WhisperFamily(SoundFamily):
         return (2 * 3 * mels, hidden), (3 * hidden, hidden)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        """(1, P, D); one call per sound, because its edges see zeros and not its neighbours."""
+        """Return the hidden states before the layers, (1, P, D).
+
+        Each audio is a separate call, so that convolutions are padded with zeros at its edges.
+        """
         positions = [prod(grid) for grid in inputs.grids_thw]
         weight = tower.conv1.weight
         mels = tower.conv1.in_channels
@@ -143,7 +147,7 @@ class WhisperFamily(SoundFamily):
 
 
 class Wav2Vec2Family(SoundFamily):
-    """Wav2Vec2 with norms after attention and feed-forward, as in the base model."""
+    """Wav2Vec2 with norms after attention and MLP, as in the base model."""
 
     processor_class = "Wav2Vec2FeatureExtractor"
     pre: tuple[str, ...] = (
@@ -179,7 +183,7 @@ class Wav2Vec2Family(SoundFamily):
         return Wav2Vec2StableFamily() if config.do_stable_layer_norm else self
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """What one output of the convolutions reads, and their outputs per patch."""
+        """Return (values read per output, outputs per patch) of the convolutions and the projection."""
         config = tower.config
         inputs, positions, sizes = 1, self.patch_size(config), []
         layers = zip(config.conv_dim, config.conv_kernel, config.conv_stride, strict=True)
@@ -192,14 +196,14 @@ class Wav2Vec2Family(SoundFamily):
         return *sizes, (config.num_conv_pos_embeddings * hidden // groups, hidden)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        """(1, P, D)."""
+        """Return the hidden states before the layers, (1, P, D)."""
         patches = [prod(grid) for grid in inputs.grids_thw]
         weight = tower.feature_projection.projection.weight
-        lacking = receptive_field(tower.config) - self.patch_size(tower.config)
+        padding = receptive_field(tower.config) - self.patch_size(tower.config)
         embedded = []
         for sound_PS in inputs.pixels.to(weight.dtype).split(patches):
-            hidden = functional.pad(sound_PS.reshape(1, 1, -1), (0, max(lacking, 0)))
-            # Not the extractor's own forward, which asks for gradients of the waveform.
+            hidden = functional.pad(sound_PS.reshape(1, 1, -1), (0, max(padding, 0)))
+            # The forward of the extractor would enable gradients of the waveform.
             for layer in tower.feature_extractor.conv_layers:
                 hidden = layer(hidden)
             hidden_1PD, _ = tower.feature_projection(hidden[:, :, : len(sound_PS)].mT)
@@ -207,7 +211,7 @@ class Wav2Vec2Family(SoundFamily):
         return self.norm_before(tower, torch.cat(embedded, dim=1))
 
     def norm_before(self, tower: Any, hidden: Tensor) -> Tensor:
-        """What is between positions and layers."""
+        """Return the output of the norm between position embeddings and layers, (1, P, D)."""
         return tower.encoder.layer_norm(hidden)
 
     def patch_size(self, config: Any) -> int:
@@ -221,7 +225,7 @@ class Wav2Vec2Family(SoundFamily):
 
 
 class Wav2Vec2StableFamily(Wav2Vec2Family):
-    """With norms before attention and feed-forward, and one after all layers: the large ones."""
+    """Wav2Vec2 with norms before attention and MLP and after all layers (large models)."""
 
     pre = ("feature_extractor", "feature_projection", "encoder.pos_conv_embed")
     final_norm = "encoder.layer_norm"
@@ -231,7 +235,14 @@ class Wav2Vec2StableFamily(Wav2Vec2Family):
 
 
 def window_lengths(grids_thw: list[tuple[int, int, int]], window: int) -> list[int]:
-    """Positions of each window of all sounds; the last one of a sound may be shorter."""
+    """Return the number of positions of each window of all audio inputs.
+
+    The last window of an input may be shorter.
+
+    Args:
+        grids_thw: Grids, whose product is the number of positions of an input.
+        window: Number of positions of a full window.
+    """
     lengths = []
     for grid in grids_thw:
         whole, rest = divmod(prod(grid), window)
@@ -240,7 +251,7 @@ def window_lengths(grids_thw: list[tuple[int, int, int]], window: int) -> list[i
 
 
 def receptive_field(config: Any) -> int:
-    """Samples that one position depends on."""
+    """Return the number of samples that one position depends on."""
     field, step = 1, 1
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         field += (kernel - 1) * step

@@ -1,9 +1,13 @@
-"""How a family of image encoders is cut into pre, context, layers and post.
+"""The base class of encoder families, which split a Hugging Face encoder into pipeline stages.
 
-A family says which Hugging Face class is the tower, what runs before its layers, what every stage
-computes from the image grids alone (`context`), how a layer is called and what the last one
-returns. Rejected: running the towers' own forwards, in which Qwen's window permutation and
-SigLIP2's padding are inline, so that a stage could not start in the middle.
+    embed --hidden--> run_layer ... run_layer --hidden--> finish (--> fold) --> connector
+       ^                  ^                                  ^
+       +------------------+---- context (from grids only) ---+
+
+A family defines the Hugging Face class, the part before the layers (`embed`), the inputs that each
+stage computes from the image grids (`context`), the layer call (`run_layer`) and the part after the
+layers (`finish`). Hugging Face forwards of encoders cannot start in the middle, because they
+contain steps such as the window permutation of Qwen and the padding of SigLIP2.
 
 Shape legend: N images, P patches of all images, S positions of one image (class token included),
 D features, C channels.
@@ -28,10 +32,10 @@ from torchmm.models.layers.connectors import fold_neighbours
 
 
 def side(size: Any) -> int:
-    """Side of a square that a config gives as a number or as two equal ones.
+    """Return the side of a square, which a config has as one number or as two equal numbers.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: The two numbers differ.
     """
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) != 1:
@@ -40,12 +44,12 @@ def side(size: Any) -> int:
 
 
 def patches_per_row(config: Any) -> int:
-    """Patches per row of an image of a fixed size."""
+    """Return the number of patches per row of an image of fixed size."""
     return side(config.image_size) // side(config.patch_size)
 
 
 class EncoderFamily:
-    """CLIP-like towers on images of a fixed size; base of all families."""
+    """The base class of all encoder families. Defaults are those of CLIP, with fixed-size images."""
 
     modality: Literal["image", "audio"] = "image"
     inputs: Literal["fixed", "patches"] = "fixed"
@@ -54,43 +58,43 @@ class EncoderFamily:
     pre: tuple[str, ...] = ("embeddings", "pre_layrnorm")
     patch_embedding = "embeddings.patch_embedding"
     final_norm: str = "post_layernorm"
-    """Norm after the last layer, if any, which only some composites' features pass."""
+    """Name of the norm after the last layer, or "". Only some multimodal models apply it."""
     unused: tuple[str, ...] = ()
-    """Other parts that no features pass."""
+    """Names of other submodules and parameters that do not affect the features."""
     has_class_token = True
     listed = True
-    """Whether it is in the table; otherwise the extension `auto_models` proved what is
-    claimed of it, which tensor parallelism is not part of."""
+    """Whether the family is registered. Otherwise, the extension `auto_models` has verified it,
+    without tensor parallelism."""
     in_composites = True
-    """Whether Hugging Face's LLaVA and its like can have the tower: they build it with `AutoModel`
-    and take all but a class token for patches."""
+    """Whether LLaVA and similar Hugging Face classes support the encoder. They build it with
+    `AutoModel` and use all positions but a class token as patches."""
     same_as_clip = False
-    """Whether the tower is CLIP's under another name, so that exports can call it that."""
+    """Whether the encoder is equal to CLIP except for its name, so that exports can use CLIP."""
     replaced_processor: str = ""
-    """Class in its files that `processor_class` stands for, if Hugging Face has it with torchvision
-    alone."""
+    """Processor class in the files that `processor_class` replaces, or "". Hugging Face provides it
+    only with torchvision."""
     crops = True
-    """Whether the image processor crops images to a square; otherwise it resizes them to one."""
+    """Whether the image processor crops images to a square. Otherwise, it resizes them."""
     tiling: Tiling | None = None
-    """How image processors in its files cut pictures, if that is what it was made for."""
+    """Tiling of images by the image processor in the files, or None without tiles."""
     renames: tuple[tuple[str, str], ...] = ()
-    """How files of whole models name the tower, if unusual; see `WeightFiles`."""
+    """Additional renames for files of full models (see `WeightFiles`)."""
     old_names: tuple[tuple[str, str], ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
     optional: tuple[str, ...] = ()
-    """How files differ from the tower, see `WeightFiles`."""
+    """Differences between files and encoder (see `WeightFiles`)."""
     fixed_merge = False
-    """Whether the tower itself merges patches, which fixes its last layer and connectors."""
+    """Whether the encoder itself merges patches. Feature layer and connectors are then fixed."""
     merger_styles: ClassVar[dict[str, str]] = {"mlp.0": "colwise", "mlp.2": "rowwise"}
-    """Style of each linear of what `take_merger` returns."""
+    """Tensor-parallel style of each linear layer in the result of `take_merger`."""
     merger_norms: tuple[str, ...] = ()
-    """Parts of it that apply a norm before their linears."""
+    """Submodules of the merger that apply a norm before their linear layers."""
     splits_clips = False
-    """Where patches span several frames: whether each group of frames is an image of its own."""
+    """Whether each group of frames of a video is a separate image, if patches span several frames."""
     pooled = 1
-    """Consecutive positions of a sound that `finish` averages into one."""
+    """Number of consecutive audio positions that `finish` averages into one."""
     merger: tuple[str, ...] = ()
-    """Its parts with parameters that do so, if any."""
+    """Submodules with parameters that merge positions, if any."""
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
@@ -101,43 +105,43 @@ class EncoderFamily:
         "layer_norm1": "sequence",
         "layer_norm2": "sequence",
     }
-    """Style of each linear and norm of a layer."""
+    """Tensor-parallel style of each linear layer and norm of a layer."""
 
     def variant(self, config: Any) -> EncoderFamily:
-        """The family for `config`: models of one type may be cut in different ways.
+        """Return the family for `config`, because models of one type may differ in structure.
 
         Raises:
-            ConfigError: the family has no part for it.
+            ConfigError: The family does not support the config.
         """
         return self
 
     def styles(self, config: Any) -> dict[str, str]:
-        """Tensor-parallel style of the parts of a layer, by name."""
+        """Return the tensor-parallel styles of the submodules of a layer, by name."""
         return self.tensor_parallel
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The tower, whole."""
+        """Build the complete Hugging Face encoder."""
         return AutoModel.from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
         )
 
     def taps(self, config: Any) -> tuple[int, ...]:
-        """Layers whose outputs the LLM gets too (deepstack), rising."""
+        """Return the increasing indices of layers whose outputs the LLM also reads (DeepStack)."""
         return ()
 
     def take_merger(self, tower: Any) -> nn.Module:
-        """The part of the tower that merges patches for the LLM, which then is no part of it."""
+        """Remove the patch merger from the encoder and return it, for use as the connector."""
         merger = tower.merger
         tower.merger = None
         return merger
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """(inputs, outputs) of the matrix products per patch before the layers."""
+        """Return (input features, output features) of the linear layers per patch before the layers."""
         weight = tower.get_submodule(self.patch_embedding).weight
         return ((weight.numel() // len(weight), len(weight)),)
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
-        """What layers need besides hidden states, from the grids alone."""
+        """Return the layer inputs that depend only on the grids, such as segments and rotary tables."""
         return None
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
@@ -148,7 +152,7 @@ class EncoderFamily:
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
     ) -> Tensor:
-        """One layer."""
+        """Return the output of one layer. Shapes are those of `hidden`."""
         return layer(hidden, context)
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
@@ -158,25 +162,25 @@ class EncoderFamily:
         return (hidden[:, 1:] if drop_class_token else hidden).flatten(0, 1)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
-        """(P / shuffle**2, D shuffle**2): neighbours that become one token."""
+        """Return (P / shuffle**2, D shuffle**2), the concatenated features of adjacent patches."""
         return fold_neighbours(x_PD, grids_thw, shuffle)
 
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        """Shape of the hidden states between layers, from the number of patches of each image."""
+        """Return the shape of hidden states between layers, given the patches of each image."""
         if self.inputs == "patches":
             return 1, sum(patches), self.width(config)
         return len(patches), patches[0] + self.tokens_before(config), self.width(config)
 
     def tokens_before(self, config: Any) -> int:
-        """Positions in the layers before those of an image's patches."""
+        """Return the number of positions of an image before its patches, such as class tokens."""
         return int(self.has_class_token)
 
     def output_size(self, config: Any) -> int:
-        """D of what `finish` returns."""
+        """Return the number of features D of the result of `finish`."""
         return self.width(config)
 
     def merge(self, config: Any) -> int:
-        """Patches per row and column that `finish` merges into one."""
+        """Return the number of patches along rows and columns that `finish` merges into one."""
         return 1
 
     def processor(self, config: Any) -> dict[str, Any]:
@@ -188,24 +192,24 @@ class EncoderFamily:
         return {"size": square}
 
     def known_processor(self, name: str) -> str:
-        """The image processor that stands for one that files name."""
+        """Return the image processor class to use for a class name in files."""
         replaced = name.removesuffix("Fast") == self.replaced_processor
         return self.processor_class if replaced else name
 
     def patch_size(self, config: Any) -> int:
-        """Side of a patch in pixels; for sounds, its samples."""
+        """Return the side of a patch in pixels, or the number of samples of an audio position."""
         return side(config.patch_size)
 
     def max_patches(self, config: Any) -> int:
-        """Most patches of a sound; 0: any number. 0 for images."""
+        """Return the maximum number of positions of an audio, or 0 for no limit and for images."""
         return 0
 
     def sound_chunks(self, config: Any) -> SoundChunks | None:
-        """How sounds are cut; None: they are read whole."""
+        """Return the chunks into which audio is split, or None without chunks."""
         return None
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""
+        """Return the pixel shape and (frames, rows, columns) of the smallest valid image."""
         size = side(config.image_size)
         patches = patches_per_row(config)
         return (1, config.num_channels, size, size), (1, patches, patches)
@@ -213,23 +217,23 @@ class EncoderFamily:
     def smallest_folded(
         self, config: Any, shuffle: int
     ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """The same for the smallest image that `fold` can fold."""
+        """Return the same for the smallest image that `fold` supports."""
         return self.smallest_image(config)
 
     def width(self, config: Any) -> int:
-        """D in the layers."""
+        """Return the number of features D in the layers."""
         return config.hidden_size
 
     def ffn_size(self, config: Any) -> int:
-        """Hidden size of the feed-forward part."""
+        """Return the hidden size of the MLP."""
         return config.intermediate_size
 
     def layer_count(self, config: Any) -> int:
-        """Layers of the whole tower."""
+        """Return the number of layers of the complete encoder."""
         return config.num_hidden_layers
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
-        """Sizes of a layer."""
+        """Return the shapes of a layer."""
         heads, width = config.num_attention_heads, self.width(config)
         return LayerDescription(
             hidden_size=width,
@@ -247,17 +251,17 @@ class EncoderFamily:
 
 
 def image_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
-    """Starts of segments of one image each, and the end of the last."""
+    """Return the starts of segments of one image each, and the total length."""
     return starts_of([prod(grid) for grid in grids_thw])
 
 
 def frame_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
-    """The same for frames."""
+    """Return the starts of segments of one frame each, and the total length."""
     return starts_of([rows * columns for frames, rows, columns in grids_thw for _ in range(frames)])
 
 
 def starts_of(lengths: list[int]) -> list[int]:
-    """The same for segments of given lengths."""
+    """Return the starts of segments with the given lengths, and the total length."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)

@@ -1,4 +1,4 @@
-"""Gemma 4's vision tower: patches of images of any size, packed; squares of them are averaged.
+"""The vision encoder of Gemma 4: packed patches of images of any size, averaged in squares.
 
 Shape legend: P patches of all images, D features.
 """
@@ -21,17 +21,17 @@ from torchmm.models.layers.connectors import fold_neighbours
 
 
 class Gemma4Context(NamedTuple):
-    """Grids of a microbatch as the layers need them."""
+    """Layer inputs that depend on the grids."""
 
     images: Segments
     grids_thw: list[tuple[int, int, int]]
     positions_1P2: Tensor
-    """int64: column and row."""
+    """(1, P, 2), int64, column and row of each patch."""
     rotary: tuple[Tensor, Tensor]
 
 
 class Gemma4VisionFamily(EncoderFamily):
-    """Norms before and after each block, gates, and a rotation by column and row."""
+    """The Gemma 4 encoder: norms before and after each block, gated MLPs, 2D rotary positions."""
 
     inputs = "patches"
     processor_class = "Gemma4ImageProcessor"
@@ -56,7 +56,7 @@ class Gemma4VisionFamily(EncoderFamily):
 
     def variant(self, config: Any) -> EncoderFamily:
         refuse_clipping(config)
-        # Other LLMs get features as the layers leave them, and files of the pair say so.
+        # Features for other LLMs are not standardized. Exported configs of the pair also disable it.
         config.standardize = False
         return self
 
@@ -93,7 +93,7 @@ class Gemma4VisionFamily(EncoderFamily):
         side = tower.config.pooling_kernel_size
         folded = fold_neighbours(hidden[0].float(), context.grids_thw, side)
         mean_KD = folded.unflatten(-1, (side**2, -1)).mean(1).to(hidden.dtype)
-        if tower.pooler is None:  # Gemma 4's own connector scales
+        if tower.pooler is None:  # the Gemma 4 connector scales
             return mean_KD
         return (mean_KD.float() * tower.config.hidden_size**0.5).to(hidden.dtype)
 
@@ -125,7 +125,11 @@ class Gemma4VisionFamily(EncoderFamily):
 
 
 def refuse_clipping(config: Any) -> None:
-    """Raises ConfigError if linears clip what goes in and comes out."""
+    """Reject configs whose linear layers clip inputs and outputs.
+
+    Raises:
+        ConfigError: The config enables clipping.
+    """
     if config.use_clipped_linears:
         raise ConfigError(
             "[model] gemma4_vision: use_clipped_linears = true (Gemma 4 E2B, E4B) is not "

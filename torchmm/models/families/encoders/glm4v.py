@@ -1,9 +1,8 @@
-"""The vision tower of GLM-4V: learned positions resized to each image's grid, a norm and a
-convolution without overlap behind the layers.
+"""The vision encoder of GLM-4V: learned positions, and a norm and a convolution after the layers.
 
-What follows the layers (norm, convolution, merger) is one part, `GlmMerger`: the encoder's
-connector in a composite. The convolution reads the patches of one token, so it is a product like
-that of the patch embedding.
+Learned positions are resized to the grid of each image. Norm, convolution and merger after the
+layers form one module, `GlmMerger`, which is the connector of multimodal models. The convolution
+has no overlap and reads the patches of one token, so that it is a matmul like the patch embedding.
 
 Shape legend: P patches of all images, K output tokens of all images, D features.
 """
@@ -30,23 +29,23 @@ from torchmm.models.layers.patches import embed_by_products
 
 
 class GlmContext(NamedTuple):
-    """Grids of a microbatch as the layers need them, and what precedes the layers."""
+    """Inputs of layers and position embeddings that depend on the grids."""
 
     frames: Segments
     rotary: tuple[Tensor, Tensor]
     lengths: Tensor
-    """int64 (frames of all images,): patches of each."""
+    """(frames of all images,), int64, number of patches of each frame."""
     shapes: Tensor
-    """int64 (frames of all images, 3): 1, rows and columns of each."""
+    """(frames of all images, 3), int64: 1, rows and columns of each frame."""
     places: Tensor
-    """int64 (P, 2): row and column of each patch."""
+    """(P, 2), int64, row and column of each patch."""
 
 
 class GlmMerger(nn.Module):
-    """What follows the layers, under Hugging Face's names.
+    """The part after the layers, with Hugging Face names.
 
     Args:
-        tower: whose parts it takes over.
+        tower: Hugging Face encoder whose modules are used.
     """
 
     def __init__(self, tower: Any) -> None:
@@ -56,19 +55,22 @@ class GlmMerger(nn.Module):
         self.merger = tower.merger
 
     def forward(self, x_PD: Tensor) -> Tensor:
-        """(K, D_llm), from the last layer's output, in which a token's patches are neighbours."""
+        """Return the tokens (K, D_llm) for the output (P, D) of the last layer.
+
+        Patches of a token are adjacent.
+        """
         return merge_patches(self, x_PD)
 
 
 def merge_patches(parts: Any, x_PD: Tensor) -> Tensor:
-    """The same, of a connector or a whole tower."""
+    """Return the tokens (K, D_llm), computed by the modules of a connector or of an encoder."""
     rows, columns = parts.downsample.kernel_size
     x_KhwD = parts.post_layernorm(x_PD).unflatten(0, (-1, rows, columns))
     return parts.merger(parts.downsample(x_KhwD.permute(0, 3, 1, 2)).flatten(1))
 
 
 class GlmVisionFamily(QwenVisionFamily):
-    """GLM-4.1V's and GLM-4.6V's."""
+    """The encoder of GLM-4.1V and GLM-4.6V."""
 
     processor_class = "Glm4vImageProcessor"
     pre = ("patch_embed", "post_conv_layernorm", "embeddings")
@@ -119,13 +121,13 @@ class GlmVisionFamily(QwenVisionFamily):
         return side(config.patch_size)
 
     def ffn_size(self, config: Any) -> int:
-        return config.out_hidden_size  # the config's intermediate_size is the merger's
+        return config.out_hidden_size  # `intermediate_size` of the config is that of the merger
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")
 
 
 class GlmMoeVisionFamily(GlmVisionFamily):
-    """GLM-4.5V's: the same in front of experts."""
+    """The encoder of GLM-4.5V, which has a mixture-of-experts LLM."""
 
     tower: ClassVar[Any] = Glm4vMoeVisionModel

@@ -22,7 +22,7 @@ from torchmm.models.layers.attention import PACKED
 
 
 class MetaClip2Family(EncoderFamily):
-    """MetaCLIP 2: CLIP's tower under a name that `AutoModel`, and with it LLaVA, does not know."""
+    """MetaCLIP 2: the CLIP encoder with a model type that `AutoModel` and LLaVA do not support."""
 
     in_composites = False
     same_as_clip = True
@@ -32,13 +32,13 @@ class MetaClip2Family(EncoderFamily):
 
 
 class Dinov3Family(EncoderFamily):
-    """DINOv3: rotation by places of patches, register tokens, layer scale, perhaps a gate.
+    """DINOv3: rotary positions of patches, register tokens, layer scale and optionally a gate.
 
-    Hugging Face's tower perturbs places at random in training. Stages that run again in backward
-    would have to draw the same numbers, so here they stay where they are.
+    The Hugging Face encoder randomly perturbs positions in training. torchmm does not, because
+    recomputed stages would have to sample the same values.
     """
 
-    # Hugging Face has no DINOv3ViTImageProcessor without torchvision; it resizes before it rounds.
+    # DINOv3ViTImageProcessor requires torchvision. It resizes before it rounds.
     processor_class = "ViTImageProcessor"
     replaced_processor = "DINOv3ViTImageProcessor"
     crops = False
@@ -64,10 +64,10 @@ class Dinov3Family(EncoderFamily):
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower: Any = super().build(config, dtype)
-        still = copy.copy(config)
+        unperturbed = copy.copy(config)
         for change in ("shift", "jitter", "rescale"):
-            setattr(still, f"pos_embed_{change}", None)
-        tower.rope_embeddings.config = still
+            setattr(unperturbed, f"pos_embed_{change}", None)
+        tower.rope_embeddings.config = unperturbed
         return tower
 
     def context(
@@ -103,11 +103,12 @@ class Dinov3Family(EncoderFamily):
 
 
 class RadioFamily(Dinov2Family):
-    """C-RADIO: DINOv2's layers, several class tokens, registers, places resized from a large table.
+    """C-RADIO: DINOv2 layers, several class tokens, registers, resized learned positions.
 
-    The tower normalizes pixels itself, so its image processor does not. Files hold queries, keys
-    and values in one tensor, and no layer scales. Hugging Face's tower takes images of any size and
-    groups of frames as well; here images have the size of the config, clips are single frames.
+    The encoder normalizes pixels itself, so the image processor does not. Files store queries, keys
+    and values in one tensor and have no layer scales. The Hugging Face encoder also supports images
+    of any size and groups of frames. torchmm supports the image size of the config and single
+    frames.
     """
 
     processor_class = "CLIPImageProcessor"
@@ -143,7 +144,7 @@ class RadioFamily(Dinov2Family):
 
 
 class Aimv2Family(EncoderFamily):
-    """AIMv2: gates and root-mean-square norms, no class token; learned or computed places."""
+    """AIMv2: gated MLPs, RMSNorm, no class token, learned or computed positions."""
 
     pre = ("embeddings",)
     patch_embedding = "embeddings.patch_embed"

@@ -1,16 +1,20 @@
-"""The towers of Omni models: those of Qwen's vision-language models, and others for sounds.
+"""The encoders of Qwen Omni models: vision encoders of Qwen-VL, and audio encoders.
 
-A sound is cut into chunks, which convolutions read one by one; each chunk has positions of its own.
-Windows attend to themselves. Sounds end with a whole position, so that what Hugging Face's model
-reads beyond their end, the padding to the longest chunk of the call, has no influence.
+Audio is split into chunks. The convolutions process each chunk separately, and position embeddings
+restart in each chunk. Attention is restricted to windows. Audio is trimmed to full positions, so
+that the padding that the Hugging Face model adds has no influence.
 
-Chunks of Qwen2.5-Omni last two seconds and are windows too; the mean of two positions is a token.
-Hugging Face's model counts as many tokens; what remains behind the last of them, up to 20 ms, its
-layers still hear and ours do not. Chunks of Qwen3-Omni last a second, and their last position has
-fewer frames than the others; windows are several of them.
+| model        | chunk | window         | token               |
+|--------------|-------|----------------|---------------------|
+| Qwen2.5-Omni | 2 s   | one chunk      | mean of 2 positions |
+| Qwen3-Omni   | 1 s   | several chunks | 1 position          |
 
-Shape legend: P positions of all sounds, K tokens, N chunks of one length, F mel frames, M mel bins,
-C channels, T positions of a chunk, V values of a position (its mel frames), D features.
+In Qwen2.5-Omni, up to 20 ms of audio may follow the last token. Layers of the Hugging Face model
+read this remainder, but torchmm drops it. In Qwen3-Omni, the last position of a chunk has fewer
+frames.
+
+Shape legend: P positions of all audio inputs, K tokens, N chunks of one length, F mel frames, M mel
+bins, C channels, T positions of a chunk, V values of a position (its mel frames), D features.
 """
 
 from __future__ import annotations
@@ -46,22 +50,22 @@ from torchmm.models.layers.connectors import NormProjection, SoundProjection
 from torchmm.models.layers.deepstack import DeepstackConnector
 
 _FRAMES_2_5 = 2
-"""Mel frames of a position of Qwen2.5-Omni: a convolution with a stride of 2."""
+"""Mel frames per position of Qwen2.5-Omni, which has one convolution with a stride of 2."""
 _FRAMES = 8
-"""The same of Qwen3-Omni: three of them."""
+"""Mel frames per position of Qwen3-Omni, which has three convolutions with a stride of 2."""
 _CHUNK = 100
-"""Mel frames of its chunks, a second."""
+"""Mel frames per chunk of Qwen3-Omni (1 s)."""
 _CHUNK_POSITIONS = ceil(_CHUNK / _FRAMES)
 _LONGEST_S = 300
-"""Longer sounds are cut: what the published extractors keep."""
+"""Maximum audio length in seconds, as in the published feature extractors."""
 _RATE = 16_000
-"""Samples per second."""
+"""Sample rate in Hz."""
 _HOP = 160
-"""Samples from a mel frame to the next, 10 ms."""
+"""Samples per mel frame (10 ms)."""
 
 
 class OmniSoundFamily(SoundFamily, ABC):
-    """What the towers for sounds have in common."""
+    """The base class of the audio encoders of Omni models."""
 
     processor_class = "WhisperFeatureExtractor"
     layers = "layers"
@@ -78,19 +82,24 @@ class OmniSoundFamily(SoundFamily, ABC):
         "final_layer_norm": "sequence",
     }
     tower: ClassVar[Any]
-    """Hugging Face's class."""
+    """Hugging Face class."""
 
     @abstractmethod
     def chunk_positions(self, config: Any) -> int:
-        """Positions of a chunk."""
+        """Return the number of positions of a chunk."""
 
     @abstractmethod
     def window_positions(self, config: Any) -> int:
-        """Positions that attend to each other."""
+        """Return the number of positions of an attention window."""
 
     @abstractmethod
     def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
-        """(N, T, D): what the convolutions make of chunks, with their positions."""
+        """Return the outputs of the convolutions with position embeddings, (N, T, D).
+
+        Args:
+            tower: Hugging Face encoder.
+            chunks_NTV: (N, T, V), mel frames of chunks.
+        """
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
@@ -104,7 +113,10 @@ class OmniSoundFamily(SoundFamily, ABC):
         return Segments.from_starts(starts_of(lengths), device)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Segments) -> Tensor:
-        """(P, D); all whole chunks in one call, what remains of each sound in another."""
+        """Return the hidden states before the layers, (P, D).
+
+        All full chunks are one call. The remainder of each audio is a separate call.
+        """
         chunk = self.chunk_positions(tower.config)
         weight = tower.get_submodule(self.patch_embedding).weight
         sounds = inputs.pixels.to(weight.dtype).split([prod(grid) for grid in inputs.grids_thw])
@@ -159,12 +171,12 @@ class OmniSoundFamily(SoundFamily, ABC):
 
 
 def _only_output(layer: nn.Module, _: Any, outputs: tuple[Tensor]) -> Tensor:
-    """Of a layer that returns a tuple of one, which all others do not."""
+    """Return the output of a layer that wraps its output in a tuple, unlike other encoders."""
     return outputs[0]
 
 
 class Qwen2_5OmniVisionFamily(Qwen2_5VisionFamily):  # noqa: N801 - as Hugging Face writes it
-    """Qwen2.5-VL's, with queries, keys and values in linears of their own."""
+    """The encoder of Qwen2.5-VL with separate linear layers for queries, keys and values."""
 
     renames = ((r"(thinker\.)?(model\.)?visual\.", "tower."),)
     tensor_parallel: ClassVar[dict[str, str]] = {
@@ -179,16 +191,16 @@ class Qwen2_5OmniVisionFamily(Qwen2_5VisionFamily):  # noqa: N801 - as Hugging F
 
 
 class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face writes it
-    """Qwen2.5-Omni's tower for sounds."""
+    """The audio encoder of Qwen2.5-Omni."""
 
     pre: tuple[str, ...] = ("conv1", "conv2", "positional_embedding")
     patch_embedding = "conv1"
-    final_norm = ""  # behind the means, so a part of what merges
+    final_norm = ""  # the norm follows the means, so it is in `merger`
     fixed_merge = True
     pooled = 2
     merger = ("ln_post",)
     merger_styles: ClassVar[dict[str, str]] = {}
-    unused = ("proj", "audio_bos_eos_token")  # the one without its LLM, the other always
+    unused = ("proj", "audio_bos_eos_token")  # "proj" is part of the connector of Omni models
     tower: ClassVar[Any] = Qwen2_5OmniAudioEncoder
 
     def variant(self, config: Any) -> EncoderFamily:
@@ -219,7 +231,7 @@ class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face w
         return hidden_NTD + positions_TD.to(hidden_NTD.dtype)
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        """(K, D)."""
+        """Return the means of two positions each, (K, D)."""
         pooled_KD = hidden.unflatten(0, (-1, self.pooled)).mean(1)
         return pooled_KD if tower.ln_post is None else tower.ln_post(pooled_KD)
 
@@ -239,7 +251,7 @@ class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face w
 
 
 class Qwen3OmniVisionFamily(Qwen3VisionFamily):
-    """Qwen3-VL's under other names; a clip is one image, with times as positions."""
+    """The encoder of Qwen3-VL with other names. A video is one image with time positions."""
 
     unused = ("merger_list",)
     renames = ((r"(thinker\.)?(model\.)?visual\.", "tower."),)
@@ -259,12 +271,12 @@ class Qwen3OmniVisionFamily(Qwen3VisionFamily):
 
 
 class Qwen3OmniSoundFamily(OmniSoundFamily):
-    """Qwen3-Omni's tower for sounds."""
+    """The audio encoder of Qwen3-Omni."""
 
     pre: tuple[str, ...] = ("conv2d1", "conv2d2", "conv2d3", "conv_out", "positional_embedding")
     patch_embedding = "conv2d1"
     final_norm = "ln_post"
-    unused = ("proj1", "proj2")  # without the LLM that they are made for
+    unused = ("proj1", "proj2")  # part of the connector of Omni models
     merger_styles: ClassVar[dict[str, str]] = {"proj1": "colwise", "proj2": "rowwise"}
     tower: ClassVar[Any] = Qwen3OmniMoeAudioEncoder
 
@@ -291,7 +303,7 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
 
     def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
         frames_NFM = chunks_NTV.unflatten(2, (_FRAMES, -1)).flatten(1, 2)
-        # The last position of a chunk has fewer frames: the rest is filled with zeros.
+        # The last position of a chunk has fewer frames and is padded with zeros, which are dropped.
         hidden = frames_NFM[:, :_CHUNK].mT[:, None]
         for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
             hidden = functional.gelu(convolution(hidden))
@@ -300,7 +312,7 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
         return hidden_NTD + positions_TD.to(hidden_NTD.dtype)
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """Of a position, on the average of a chunk."""
+        """Return the linear layers per position, averaged over the positions of a chunk."""
         config = tower.config
         frames = _CHUNK
         bins = config.num_mel_bins

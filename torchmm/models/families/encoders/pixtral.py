@@ -1,4 +1,4 @@
-"""Pixtral's vision tower: patches of images of any size, packed, rotated by row and column.
+"""The Pixtral vision encoder: packed patches of images of any size, with 2D rotary positions.
 
 Shape legend: P patches of all images, D features.
 """
@@ -19,14 +19,14 @@ from torchmm.models.layers.attention import Segments
 
 
 class PixtralContext(NamedTuple):
-    """Grids of a microbatch as the layers need them."""
+    """Layer inputs that depend on the grids."""
 
     images: Segments
     rotary: tuple[Tensor, Tensor]
 
 
 class PixtralFamily(EncoderFamily):
-    """Llama's layers without causality."""
+    """The Pixtral encoder, which has Llama layers with bidirectional attention."""
 
     inputs = "patches"
     processor_class = "PixtralImageProcessor"
@@ -53,7 +53,7 @@ class PixtralFamily(EncoderFamily):
         return PixtralContext(Segments.from_starts(frame_starts(grids), device), rotary)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: PixtralContext) -> Tensor:
-        weight = tower.patch_conv.weight.flatten(1)  # a convolution whose windows are the patches
+        weight = tower.patch_conv.weight.flatten(1)  # a convolution without overlap
         return tower.ln_pre(functional.linear(inputs.pixels.to(weight.dtype), weight))[None]
 
     def run_layer(
@@ -89,7 +89,7 @@ class PixtralFamily(EncoderFamily):
 
 
 def grid_places(grid: tuple[int, int, int]) -> Tensor:
-    """int64 (P, 2): row and column of each patch of an image or clip."""
+    """Return the row and column of each patch of an image or video, (P, 2), int64."""
     frames, rows, columns = grid
     at_row, at_column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([at_row, at_column], -1).flatten(0, 1).repeat(frames, 1)

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen: patches of images of any size, packed, with merged outputs.
+"""Vision encoders of Qwen-VL: packed patches of images of any size, with merged outputs.
 
 Shape legend: P patches of all images, D features.
 """
@@ -25,17 +25,20 @@ from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments
 
 
 class QwenContext(NamedTuple):
-    """Grids of a microbatch as Qwen's vision layers need them."""
+    """Layer inputs of Qwen vision encoders that depend on the grids."""
 
     frames: Segments
     rotary: tuple[Tensor, Tensor]
     windows: Segments | None = None
     order: Tensor | None = None
-    """int64: merged units of `merge`**2 patches in window order."""
+    """int64, indices of units of `merge`**2 patches in window order."""
 
 
 class QwenVisionFamily(EncoderFamily):
-    """Patches of images of any size; every frame attends to itself. Defaults are of Qwen2.5-VL."""
+    """The base class of Qwen vision encoders. Each frame attends to itself.
+
+    Defaults are those of Qwen2.5-VL.
+    """
 
     inputs = "patches"
     processor_class = "Qwen2VLImageProcessor"
@@ -56,7 +59,7 @@ class QwenVisionFamily(EncoderFamily):
         "norm2": "sequence",
     }
     tower: ClassVar[Any]
-    """Class of Hugging Face."""
+    """Hugging Face class."""
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
@@ -82,12 +85,12 @@ class QwenVisionFamily(EncoderFamily):
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: QwenContext
     ) -> Tensor:
         segments = self._segments(tower.config, index, context)
-        # max_seqlen would otherwise be computed per layer, and is not read.
+        # Hugging Face would compute max_seqlen in each layer. It is unused.
         rotary = context.rotary
         return layer(hidden, cu_seqlens=segments, max_seqlen=0, position_embeddings=rotary)
 
     def _segments(self, config: Any, index: int, context: QwenContext) -> Segments:
-        """Within which a layer attends."""
+        """Return the segments of the attention of a layer."""
         return context.frames
 
     def finish(
@@ -125,7 +128,7 @@ class QwenVisionFamily(EncoderFamily):
 
 
 class Qwen2VisionFamily(QwenVisionFamily):
-    """Qwen2-VL: feed-forward parts without a gate, and other names of sizes in the config."""
+    """The encoder of Qwen2-VL, with MLPs without a gate and different config keys."""
 
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attn": "packed_qkv",
@@ -148,7 +151,7 @@ class Qwen2VisionFamily(QwenVisionFamily):
 
 
 class Qwen2_5VisionFamily(QwenVisionFamily):  # noqa: N801 - as Hugging Face writes it
-    """Qwen2.5-VL: attention in windows except in a few layers; gated feed-forward parts."""
+    """The encoder of Qwen2.5-VL, with gated MLPs and window attention except in a few layers."""
 
     tower: ClassVar[Any] = Qwen2_5_VisionTransformerPretrainedModel
 

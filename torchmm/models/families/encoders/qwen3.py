@@ -1,10 +1,12 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: learned positions besides rotary ones, and in Qwen3-VL
-layers whose outputs go to the LLM beside the last one's (deepstack).
+"""Vision encoders of Qwen3-VL and Qwen3.5: learned and rotary positions, and DeepStack.
 
-Learned positions are a square table, interpolated to each image's grid; which of its rows with
-which weights is computed on the host, from the grids. A clip is several images, one for each group
-of frames that make a patch: its frames never attended to each other, and their LLM reads the time
-of each from the text in front of it.
+In Qwen3-VL, the LLM also reads outputs of other layers than the last (DeepStack).
+
+Learned positions are a square table that is interpolated to the grid of each image. The host
+computes table rows and weights of the interpolation from the grids.
+
+A video is several images, one for each group of frames in a patch. Frames do not attend to each
+other, and the LLM reads the time of each group from the text before it.
 
 Shape legend: P patches of all images, D features.
 """
@@ -30,21 +32,21 @@ from torchmm.models.layers.deepstack import DeepstackConnector
 
 
 class Qwen3Context(NamedTuple):
-    """Grids of a microbatch as the layers need them, and what precedes the layers."""
+    """Inputs of layers and position embeddings that depend on the grids."""
 
     frames: Segments
     rotary: tuple[Tensor, Tensor]
     rows: Tensor
-    """int64 (P, 4): rows of the table of positions around each patch."""
+    """(P, 4), int64, rows of the position table around each patch."""
     weights: Tensor
-    """float32 (P, 4): of these rows."""
+    """(P, 4), float32, interpolation weights of `rows`."""
 
 
 class Qwen3VisionFamily(QwenVisionFamily):
-    """Qwen3-VL's tower; the base of those without deepstack, whose configs name no layers."""
+    """The encoder of Qwen3-VL, and the base class of encoders without DeepStack."""
 
     pre = ("patch_embed", "pos_embed")
-    unused: tuple[str, ...] = ("deepstack_merger_list",)  # without the LLM that they are made for
+    unused: tuple[str, ...] = ("deepstack_merger_list",)  # only for the LLM of Qwen3-VL
     splits_clips = True
     merger_styles: ClassVar[dict[str, str]] = {
         f"{merger}.{part}": style
@@ -95,13 +97,13 @@ class Qwen3VisionFamily(QwenVisionFamily):
 
 
 class Qwen3MoeVisionFamily(Qwen3VisionFamily):
-    """The same in front of experts."""
+    """The encoder of Qwen3-VL with a mixture-of-experts LLM."""
 
     tower: ClassVar[Any] = Qwen3VLMoeVisionModel
 
 
 class Qwen3p5VisionFamily(Qwen3VisionFamily):
-    """Qwen3.5's: the same without deepstack."""
+    """The encoder of Qwen3.5, without DeepStack."""
 
     unused = ()
     merger_styles: ClassVar[dict[str, str]] = {
@@ -113,6 +115,6 @@ class Qwen3p5VisionFamily(Qwen3VisionFamily):
 
 
 class Qwen3p5MoeVisionFamily(Qwen3p5VisionFamily):
-    """The same in front of experts."""
+    """The encoder of Qwen3.5 with a mixture-of-experts LLM."""
 
     tower: ClassVar[Any] = Qwen3_5MoeVisionModel

@@ -1,17 +1,18 @@
-"""Whisper's encoder on windows of a sound: the towers of Voxtral, Qwen2-Audio, Audio Flamingo 3.
+"""Whisper encoders on 30 s chunks: the encoders of Voxtral, Qwen2-Audio and Audio Flamingo 3.
 
-Hugging Face's towers take windows of one length, 30 s in published models, each filled with
-silence. Voxtral's attends to the silence and makes tokens of it, so data prepare it as part of the
-sound. The other two mask it, and no token depends on it but through the frame behind the sound's
-last position, at which a convolution looks: data leave the silence out and give that frame along
-(`SoundChunks.overlap`). So all three are one thing here: windows that attend to themselves, the
-last of a sound as long as it is, one row of all sounds.
+Hugging Face encoders have windows of one length (30 s in published models), padded with silence.
 
-Rejected: filled windows with a mask, as Hugging Face has them, in which a spoken word costs as much
-as half a minute.
+- Voxtral attends to the silence and has tokens for it. Data preprocessing therefore adds it.
+- Qwen2-Audio and Audio Flamingo 3 mask the silence. Tokens depend on it only through one frame
+  after the last position, which a convolution reads. Data preprocessing omits the silence and adds
+  this frame (`SoundChunks.overlap`).
 
-Shape legend: N windows of one length, P positions (of a window, or of all sounds), V values of a
-patch, F mel frames, M mel bins, D features.
+All three therefore have the same form in torchmm: windows that attend to themselves, where the last
+window of an audio may be shorter, in one packed sequence. Padded windows with a mask, as in Hugging
+Face, would make one spoken word as expensive as 30 s.
+
+Shape legend: N windows of one length, P positions (of a window or of all audio inputs), V values of
+a position, F mel frames, M mel bins, D features.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ from torchmm.models.hf.float32 import frozen_to_buffer, keep_in_float32
 from torchmm.models.layers.attention import Segments
 
 _FRAMES = 2
-"""Mel frames of a position."""
+"""Mel frames per position."""
 _RATE = 16_000
-"""Samples per second."""
+"""Sample rate in Hz."""
 
 
 class Windows(NamedTuple):
-    """The windows of all sounds of a microbatch."""
+    """The windows of all audio inputs of a microbatch."""
 
     segments: Segments
     lengths: list[int]
-    """Positions of each."""
+    """Number of positions of each window."""
 
 
 class VoxtralSoundFamily(WhisperFamily):
-    """Windows filled with silence, which is heard."""
+    """The Voxtral encoder, with windows padded with silence."""
 
     renames = ((r"(model\.)?audio_tower\.", "tower."),)
     padding: Literal["silent", "heard"] = "heard"
     overlap = 0
     float32_positions = True
-    """Whether positions stay in float32, see `torchmm.models.hf.float32`."""
+    """Whether position embeddings remain in float32 (`torchmm.models.hf.float32`)."""
     most_windows = 0
-    """Longer sounds are cut; 0: they may have any number."""
+    """Maximum number of windows of an audio, which is truncated. 0 means no limit."""
 
     def variant(self, config: Any) -> EncoderFamily:
         per_second = _RATE // SAMPLES_PER_POSITION
@@ -86,25 +87,28 @@ class VoxtralSoundFamily(WhisperFamily):
         return Windows(Segments.from_starts(starts_of(lengths), device), lengths)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Windows) -> Tensor:
-        """(1, P, D); windows of one length in one call."""
+        """Return the hidden states before the layers, (1, P, D).
+
+        Windows of the same length are one call.
+        """
         windows = inputs.pixels.to(tower.conv1.weight.dtype).split(context.lengths)
-        alike: dict[int, list[int]] = defaultdict(list)
+        by_length: dict[int, list[int]] = defaultdict(list)
         for number, length in enumerate(context.lengths):
-            alike[length].append(number)
+            by_length[length].append(number)
         embedded = list(windows)
-        for numbers in alike.values():
+        for numbers in by_length.values():
             read_NPD = self._read(tower, torch.stack([windows[number] for number in numbers]))
             for number, read_PD in zip(numbers, read_NPD, strict=True):
                 embedded[number] = read_PD
         return torch.cat(embedded)[None]
 
     def _read(self, tower: Any, windows_NPV: Tensor) -> Tensor:
-        """(N, P, D)."""
+        """Return the convolution outputs with positions, (N, P, D), for windows (N, P, V)."""
         patches_NPFM = windows_NPV.unflatten(2, (-1, tower.num_mel_bins))
         positions = patches_NPFM.shape[1]
-        own_NFM = patches_NPFM[:, :, :_FRAMES].flatten(1, 2)
-        behind_NFM = patches_NPFM[:, -1, _FRAMES:]
-        frames_NMF = torch.cat([own_NFM, behind_NFM], dim=1).mT
+        inner_NFM = patches_NPFM[:, :, :_FRAMES].flatten(1, 2)
+        overlap_NFM = patches_NPFM[:, -1, _FRAMES:]
+        frames_NMF = torch.cat([inner_NFM, overlap_NFM], dim=1).mT
         hidden = functional.gelu(tower.conv1(frames_NMF))[..., : _FRAMES * positions]
         hidden = functional.gelu(tower.conv2(hidden)).mT
         return (hidden + tower.embed_positions.weight[:positions]).to(hidden.dtype)
@@ -115,7 +119,7 @@ class VoxtralSoundFamily(WhisperFamily):
         return layer(hidden, context.segments)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
-        """Folds consecutive outputs; what remains of a sound is left out."""
+        """Concatenate the features of consecutive outputs. Incomplete groups are dropped."""
         group = shuffle**2
         sounds = x_PD.split([prod(grid) // self.pooled for grid in grids_thw])
         whole = torch.cat([sound[: len(sound) // group * group] for sound in sounds])
@@ -143,7 +147,7 @@ class VoxtralSoundFamily(WhisperFamily):
 
 
 class Qwen2AudioSoundFamily(VoxtralSoundFamily):
-    """One window, whose silence is masked; the mean of two positions, a norm."""
+    """The Qwen2-Audio encoder: one window without silence, means of two positions, a norm."""
 
     padding = "silent"
     float32_positions = False
@@ -157,7 +161,10 @@ class Qwen2AudioSoundFamily(VoxtralSoundFamily):
     def finish(
         self, tower: Any, hidden: Tensor, context: Windows, drop_class_token: bool
     ) -> Tensor:
-        """The last of an odd number of positions has no partner, and is left out."""
+        """Return the normalized means of two positions, (K, D).
+
+        The last position of an odd number is dropped.
+        """
         x_PD = hidden[0]
         if any(length % self.pooled for length in context.lengths):
             starts = pairwise(starts_of(context.lengths))
@@ -167,6 +174,6 @@ class Qwen2AudioSoundFamily(VoxtralSoundFamily):
 
 
 class AudioFlamingoSoundFamily(Qwen2AudioSoundFamily):
-    """The same with twenty windows, each with a spectrogram of its own."""
+    """The Audio Flamingo 3 encoder: up to 20 windows, each with a separate spectrogram."""
 
     most_windows = 20

@@ -1,4 +1,4 @@
-"""Encoders by family: the SigLIPs, and the table of all.
+"""The registered encoder families, and the SigLIP families.
 
 Shape legend: N images, P patches of all images, D features, C channels.
 """
@@ -46,7 +46,7 @@ from torchmm.models.layers.attention import Segments
 
 
 class SiglipFamily(EncoderFamily):
-    """SigLIP: no class token; squares of a fixed size."""
+    """SigLIP, which has no class token and square images of a fixed size."""
 
     processor_class = "SiglipImageProcessor"
     pre = ("embeddings",)
@@ -56,7 +56,7 @@ class SiglipFamily(EncoderFamily):
 
 
 class Siglip2Family(SiglipFamily):
-    """SigLIP2 NaFlex: patches of images of any size, packed without padding."""
+    """SigLIP2 NaFlex, with packed patches of images of any size."""
 
     inputs = "patches"
     processor_class = "Siglip2ImageProcessor"
@@ -70,9 +70,9 @@ class Siglip2Family(SiglipFamily):
         x_PD = embeddings.patch_embedding(inputs.pixels.to(weight.dtype))
         side = embeddings.position_embedding_size
         table = embeddings.position_embedding.weight.view(1, side, side, -1).permute(0, 3, 1, 2)
-        table = table.contiguous()  # interpolate is wrong for one column in channels_last (2.13)
+        table = table.contiguous()  # torch 2.13: wrong result for one column in channels_last
         if table.device.type == "cpu":
-            table = table.float()  # no half-precision antialiasing on CPU
+            table = table.float()  # CPUs have no half-precision antialiasing
         resized = {grid: _resize(table, grid[1:]) for grid in set(inputs.grids_thw)}
         positions_PD = torch.cat([resized[grid] for grid in inputs.grids_thw])
         return (x_PD + positions_PD.to(x_PD.dtype))[None]
@@ -116,7 +116,7 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "qwen3_omni_moe_vision_encoder": Qwen3OmniVisionFamily(),
     "qwen3_omni_moe_audio_encoder": Qwen3OmniSoundFamily(),
 }
-"""Supported families by Hugging Face model_type. One is supported when its parity test passes."""
+"""Registered encoder families by Hugging Face model_type. Each has a parity test."""
 
 
 def _resize(table_1DHW: Tensor, size: tuple[int, ...]) -> Tensor:

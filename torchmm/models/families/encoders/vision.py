@@ -1,6 +1,6 @@
-"""Further fixed-size image encoders: DINOv2, InternViT, Idefics3 and SmolVLM.
+"""Other encoders of fixed-size images: DINOv2, InternViT, Idefics3 and SmolVLM.
 
-Where pictures are cut into tiles, each of these is an image of such an encoder.
+If images are split into tiles, each tile is an image of the encoder.
 
 Shape legend: N images, S positions of one image (class token included), D features.
 """
@@ -20,7 +20,7 @@ from torchmm.models.families.tiling import INTERN_TILES, SPLIT_TILES
 
 
 class Dinov2Family(EncoderFamily):
-    """DINOv2, with layer scale and perhaps a gate."""
+    """DINOv2, with layer scale and optionally a gate."""
 
     processor_class = "BitImageProcessor"
     layers = "encoder.layer"
@@ -55,7 +55,7 @@ class Dinov2Family(EncoderFamily):
 
     def ffn_size(self, config: Any) -> int:
         size = int(config.hidden_size * config.mlp_ratio)
-        # With a gate two thirds of it, in eights.
+        # With a gate, two thirds of the size, rounded up to a multiple of 8.
         return -(-int(size * 2 / 3) // 8) * 8 if config.use_swiglu_ffn else size
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
@@ -65,7 +65,7 @@ class Dinov2Family(EncoderFamily):
 
 
 class InternVisionFamily(EncoderFamily):
-    """InternViT as in InternVL, with layer scale."""
+    """The InternViT encoder of InternVL, with layer scale."""
 
     processor_class = "GotOcr2ImageProcessor"
     tiling = INTERN_TILES
@@ -76,7 +76,7 @@ class InternVisionFamily(EncoderFamily):
     final_norm = "layernorm"
     unused = ("embeddings.mask_token",)
     tensor_parallel: ClassVar[dict[str, str]] = {
-        # No norm works on slices of the sequence: the scales of a layer are its own parameters.
+        # No "sequence" styles: layer scales are direct parameters of a layer, not of submodules.
         "attention": "local_heads",
         "attention.q_proj": "colwise",
         "attention.k_proj": "colwise",
@@ -102,7 +102,7 @@ class InternVisionFamily(EncoderFamily):
 
 
 class Idefics3Family(EncoderFamily):
-    """The SigLIP of Idefics3 and SmolVLM: no class token, positions by fractions of the image."""
+    """The SigLIP encoder of Idefics3 and SmolVLM, with positions as fractions of the image."""
 
     processor_class = "SiglipImageProcessor"
     tiling = SPLIT_TILES
