@@ -1,4 +1,4 @@
-"""Times in whole picoseconds, with which the simulator and searches agree exactly."""
+"""Times in integer picoseconds, with which the simulator and searches agree exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SimulationError(ValueError):
 
 
 def to_picoseconds(duration_ms: float) -> int:
-    """Convert milliseconds to whole picoseconds."""
+    """Convert milliseconds to integer picoseconds."""
     return round(duration_ms * PICOSECONDS_PER_MS)
 
 

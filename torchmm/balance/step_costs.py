@@ -30,7 +30,7 @@ class LayerPieces(NamedTuple):
 class PlanCosts:
     """Costs of every action of one step, independent of the order.
 
-    Except in `compute_ms`, missing keys stand for 0.
+    Except in `compute_ms`, missing keys have the value 0.
 
     Attributes:
         compute_ms: Duration of every F, B, I and W action that a plan can contain, with exposed

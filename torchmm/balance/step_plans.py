@@ -36,7 +36,7 @@ from torchmm.planning.step import order_step, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 ALL_RANKS = -1
-"""Stands for every rank in the rank of a `RankKind`."""
+"""Rank of a `RankKind` that means every rank."""
 
 
 def searched_costs(

@@ -189,7 +189,7 @@ def slowest_group(
 def heaviest(
     modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
 ) -> Workload:
-    """Return the microbatches of the data-parallel rank with the max_flops FLOPs."""
+    """Return the microbatches of the data-parallel rank with the most FLOPs."""
     flops = [sum(step_flops(modules, share).tolist()) for share in shares]
     max_flops = max(flops)
     return Workload(

@@ -79,7 +79,7 @@ class Forecast:
     Attributes:
         schedule: Name of the schedule in the recipe.
         step: Simulated step. None if the recipe cannot be planned.
-        problem: Reason why there is no step.
+        problem: Reason why the step is missing.
         mfu: Model FLOPs, including encoders and generators, as a fraction of the peak of all
             devices.
         tokens_per_s: Tokens of all devices together, including padding.
@@ -192,7 +192,7 @@ class StepSample:
         return self._joined[size]
 
     def cut_layers(self, recipe: Recipe, count: int) -> list[ModuleLayers]:
-        """Return the module layers with which modules are split for the microbatches of `shares`."""
+        """Return the module layers that determine the split into stages for `shares`."""
         key = count, recipe.training.microbatch_size
         if key not in self._cuts:
             metas = [meta for share in self.shares(recipe, count) for meta in share]
@@ -233,7 +233,7 @@ class Forecaster:
             recomputation.
 
     Raises:
-        ConfigError: The model cannot be built, or there is no data for microbatches.
+        ConfigError: The model cannot be built, or the data are missing.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class Forecaster:
 
     @cached_property
     def typical(self) -> list[MicrobatchMeta]:
-        """Microbatches of the first step without reordering, which determine the split of modules."""
+        """Microbatches of the first step without reordering, for the split of modules."""
         return [meta for share in self._as_they_come for meta in share]
 
     @cached_property
@@ -351,8 +351,10 @@ class Forecaster:
 
     @without_collection()
     def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
-        """Simulate the first step with another [parallel] section with the same number of LLM
-        ranks.
+        """Simulate the first step with another [parallel] section.
+
+        Args:
+            parallel: Section with the same number of LLM ranks.
 
         Raises:
             ConfigError: Separate parallelism degrees of encoders do not fit.
@@ -586,7 +588,7 @@ def _busiest(
     units: Mapping[str, MeshSizes],
     model: CostModel,
 ) -> int:
-    """Return the data-parallel rank of the LLM whose busiest device has the most work.
+    """Return the data-parallel rank of the LLM whose most loaded device has the most work.
 
     With disaggregated modules, a step cannot end earlier. This need not be the rank with the most
     total work, because that can be spread over many devices.

@@ -4,10 +4,10 @@
     thread                  encoder: piece, piece, stop
 
 Encoder actions that start early (`torchmm.balance.optimus.launches`) run in a separate thread,
-which stops at the end of each piece. The two threads hand over control explicitly, so exactly one
-of them runs at a time. The order depends only on the plan, so all tensor-parallel ranks issue the
-collectives of both modules in the same order. On CUDA both threads use one stream: a piece that is
-longer than the collective delays the LLM, and streams need no synchronization.
+which stops at the end of each piece. The two threads pass control explicitly, so one of them runs
+at a time. The order depends only on the plan, so all tensor-parallel ranks issue the collectives of
+both modules in the same order. On CUDA both threads use one stream: a piece that is longer than the
+collective delays the LLM, and streams need no synchronization.
 
 Why a thread: layers as lists of functions would copy the Hugging Face code of each family and need
 a separate backward pass. Generators cannot yield from a forward pass or from the autograd engine.

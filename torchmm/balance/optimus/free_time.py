@@ -21,7 +21,7 @@ from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.actions import Action
 
 ALWAYS_PS = 1 << 60
-"""Time beyond every step. Stands for infinity in interval lists."""
+"""Time beyond every step, used as infinity in interval lists."""
 
 Pieces = Callable[[Action], Sequence[float]]
 """Function from an action to the ms of communication, computation, communication, and so on."""

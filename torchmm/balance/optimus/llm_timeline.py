@@ -239,6 +239,7 @@ def llm_timeline(
     if problems:
         raise SimulationError(problems)
 
+    # Earliest times first. Then movable operators are deferred up to their slack.
     compiled = operators.compile()
     start_ps, end_ps = compiled.times_ps(movable=movable if defer else None)
     ranks = _by_rank(order, nodes, start_ps, end_ps)
@@ -297,6 +298,7 @@ def _add_inputs(
                 problems.append(f"{action} requires an action that is not in the order")
                 continue
             backward = kind is ActionType.B
+            # A transfer is an operator without a queue: transfers never delay each other.
             wire_ms = costs.transfer_ms.get((message, backward), 0.0) if message else 0.0
             if wire_ms and graph.rank(task) != graph.rank(action.task):
                 before = operators.add(None, wire_ms, [before])

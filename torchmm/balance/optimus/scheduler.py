@@ -87,7 +87,7 @@ def search_assignment(
     """Return the assignment with the lowest cost that the search finds.
 
     Args:
-        starts: Initial assignments, at lowest one. The result is never worse than the best of them.
+        starts: Initial assignments, at least one. The result is never worse than the best of them.
         choices: Possible pipelines of each task.
         cost: Returns the cost of an assignment, which must be positive.
         evaluations: Maximum number of evaluated assignments in addition to `starts`.
@@ -104,7 +104,7 @@ def search_assignment(
     if not free:
         return best
     rng = random.Random(0)
-    costs = {best.tobytes(): lowest}
+    costs = {best.tobytes(): lowest}  # known assignments need no second evaluation
     current, height = best, lowest
     steps = evaluations * REPEATS
     for step in range(steps):
@@ -266,7 +266,7 @@ class BubbleFiller:
         """Assign each next forward task to the first pipeline to finish it, with minimum delay."""
         way = Pass(self._forward, self._pipelines, self._room(granularity), False, False)
         free = np.full(len(self.keys), -ALWAYS_PS)
-        # Upper bound: all kernels run one after the other before the LLM starts.
+        # Upper bound: all kernels run sequentially before the LLM starts.
         low = -1
         high = int(self._forward.duration_ps.sum() + self._forward.hop_ps.sum())
         best = np.zeros(len(self.keys), np.int32)
@@ -376,6 +376,8 @@ class BubbleFiller:
         """
         placed = self.evaluate("coarse", pipeline_of)
         timeline = self.timeline
+        # A rank starts its first LLM action after its last encoder forward kernel. The first LLM
+        # stage starts a microbatch when all of its encoder outputs have arrived.
         ends = self._device_ends(placed.forward_ps, pipeline_of)
         released: dict[Action, int] = {}
         for rank, actions in enumerate(timeline.ranks):

@@ -8,7 +8,7 @@ Invariants of every loop:
 
 - The free intervals of a device are sorted and do not touch. The first has no start and the last
   has no end, so every kernel fits into the last one. `NEVER_PS` covers lists without it.
-- A cursor never moves back. One pass over all tasks visits each interval at most once per device.
+- A cursor never moves back. One pass over all tasks reads each interval at most once per device.
 - A kernel is never split over two intervals.
 """
 
@@ -27,7 +27,7 @@ Flags = NDArray[np.bool_]
 # [Note: first fit with cursors]
 #
 # A *task* is one pass of a group of images through an encoder pipeline. A *row* is a task on one
-# stage of this pipeline. The *kernels* of a row run one after the other. Both levels are flat
+# stage of this pipeline. The *kernels* of a row run sequentially. Both levels are flat
 # arrays:
 #
 #     task t   rows    first[t] .. first[t + 1]         one per stage
@@ -108,7 +108,7 @@ class Room(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Direction in which loops visit all tasks, with the inputs of the loops."""
+    """Direction in which loops process all tasks, with the inputs of the loops."""
 
     tasks: Tasks
     pipelines: Pipelines
@@ -201,8 +201,8 @@ def _fits(
 ) -> int:
     """Return the earliest time at which a kernel fits on adjacent devices.
 
-    The loop visits the devices in turn. If the interval of a device starts later than `now`, all
-    devices must be checked again with the later time.
+    The loop checks the devices round-robin. If the interval of a device starts later than
+    `now`, all devices must be checked again with the later time.
 
     Args:
         now: Lower bound of the start time.

@@ -75,15 +75,15 @@ def partition(
     """Return the sizes of sub-microbatches and the numbers of segments.
 
     Args:
-        modules: encoders, LLM and generator, unsharded.
-        microbatches: typical microbatches.
-        model: cost model of the modules in the run.
-        ranks: number of pipeline ranks.
-        images_given: fixed images of sub-microbatches, by module.
-        segments_given: fixed numbers of segments, by module.
+        modules: Encoders, LLM and generator, unsharded.
+        microbatches: Typical microbatches.
+        model: Cost model of the modules in the run.
+        ranks: Number of pipeline ranks.
+        images_given: Fixed images of sub-microbatches, by module.
+        segments_given: Fixed numbers of segments, by module.
 
     Raises:
-        ValueError: no microbatches, or a module has fewer layers than ranks.
+        ValueError: No microbatches, or a module has fewer layers than ranks.
     """
     if not microbatches:
         raise ValueError("no microbatches to partition modules for")
@@ -123,10 +123,10 @@ def smallest_efficient(times_ms: Sequence[float]) -> int:
     """Return the smallest size whose throughput is close to the best one.
 
     Args:
-        times_ms: times of 1, 2, 3, ... images.
+        times_ms: Times of 1, 2, 3, ... images.
 
     Raises:
-        ValueError: no times, or one is not positive.
+        ValueError: No times, or one is not positive.
     """
     if len(times_ms) == 0 or min(times_ms) <= 0:
         raise ValueError(f"times {list(times_ms)}: must be positive times for 1, 2, 3, ... images")

@@ -71,15 +71,15 @@ def chosen_segments(
     """Return the section with segments and sub-microbatches, for runs and forecasts.
 
     Args:
-        recipe: recipe of the run.
-        parallel: section of the recipe.
-        modules: encoders, LLM and generator, unsharded.
-        shares: microbatches of the first step by data-parallel rank. The rank with the most work
+        recipe: Recipe of the run.
+        parallel: Section of the recipe.
+        modules: Encoders, LLM and generator, unsharded.
+        shares: Microbatches of the first step by data-parallel rank. The rank with the most work
             is used.
-        model: costs of the modules in the run (`run_costs`).
+        model: Costs of the modules in the run (`run_costs`).
 
     Raises:
-        ConfigError: a module has fewer layers than ranks.
+        ConfigError: A module has fewer layers than ranks.
     """
     if not leaves_segments_open(parallel):
         return parallel
@@ -100,14 +100,14 @@ def with_segments(
     """Return the section with the segments and sub-microbatches of every module.
 
     Args:
-        parallel: section for which `leaves_segments_open` is true.
-        modules: encoders, LLM and generator, unsharded.
-        microbatches: microbatches of the pipeline with the max_value work.
-        model: costs of the modules in the run (`run_costs`).
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
+        parallel: Section for which `leaves_segments_open` is true.
+        modules: Encoders, LLM and generator, unsharded.
+        microbatches: Microbatches of the pipeline with the most work.
+        model: Costs of the modules in the run (`run_costs`).
+        tuning: Selection of the layers that recompute. If None, plans do not select layers.
 
     Raises:
-        ConfigError: a module has fewer layers than ranks.
+        ConfigError: A module has fewer layers than ranks.
     """
     segments = {name: own.segments for name, own in parallel.modules.items() if own.segments}
     if parallel.virtual_stages > 1:
@@ -166,11 +166,11 @@ def _improved(
     """Return the section with the fastest of at most `tries` partitions.
 
     Args:
-        parallel: section of the recipe.
-        divided: numbers to start from.
-        limits: maximum of each number that may change.
-        predicted_ms: returns the time of the first step.
-        tries: maximum number of partitions.
+        parallel: Section of the recipe.
+        divided: Numbers to start from.
+        limits: Maximum of each number that may change.
+        predicted_ms: Returns the time of the first step.
+        tries: Maximum number of partitions.
     """
     best = _filled(parallel, divided)
     if not limits:

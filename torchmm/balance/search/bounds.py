@@ -1,14 +1,17 @@
-"""Lower bounds of the step time and memory of a plan, in about a millisecond.
+"""Lower bounds of the step time and memory of a plan, in about one millisecond.
 
 The search tries plans in the order of an estimate, and skips plans whose bound exceeds the best
-step found. Both add up the cost model's times of complete modules, which are computed once for all
-plans that run a module in the same way. The bound contains only what no schedule hides:
+step. Bound and estimate add the cost model times of complete modules. These are computed once for
+all plans that run a module in the same way. The bound contains only work that no schedule hides:
 
-- the average rank computes its share of the layers for its share of the batch;
-- FSDP2 without a pipeline gathers parameters in every forward and backward. A layer takes the
-  longer of computing and communication;
-- ranks of a chain are idle until the first microbatch arrives and after their last backward;
-- the optimizer updates the parameters of an average rank.
+- The average rank computes its fraction of the layers for its fraction of the batch.
+- FSDP2 without a pipeline all-gathers parameters in every forward and backward pass. The time of a
+  layer is the maximum of computation and communication.
+- Ranks of a chain are idle until the first microbatch arrives and after their last backward pass.
+- The optimizer updates the parameters of an average rank.
+
+    bound      work of the average rank, ramp of a chain with the smallest microbatch, update
+    estimate   work of the slowest rank, mean ramp, all-gathers and reductions, update
 """
 
 from __future__ import annotations
@@ -41,30 +44,30 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
 
 REGROUPED = 0.97
-"""Factor of the bound for work: data reordering joins other sequences to microbatches than those
-that the times are of, which changes the efficiency of kernels by up to a few per cent."""
+"""Factor of the work bound. Reordering forms other microbatches than those with the computed times,
+which changes kernel efficiency by a few percent."""
 CHAINS = ("chain",)
-"""Methods whose ranks wait for the first microbatch, whatever the order of actions."""
+"""Methods whose ranks wait for the first microbatch with any order of actions."""
 
 
 class PlanBound(NamedTuple):
     """Bounds of a plan."""
 
     step_ms: float
-    """Simulated steps are not shorter."""
+    """Lower bound of the simulated step time."""
     estimate_ms: float
     memory_bytes: float
-    """The rank with the highest memory use does not use less."""
+    """Lower bound of the memory of the rank with the highest memory use."""
 
 
 class _Sharing(NamedTuple):
-    """Costs of a complete module that depend on its parameters alone."""
+    """Costs of a complete module that depend only on its parameters."""
 
     update_ms: float
     gather_ms: float
     reduce_ms: float
     state_bytes: float
-    """Weights, gathered weights and optimizer states."""
+    """Weights, all-gathered weights and optimizer states."""
     gradient_bytes: float
 
 
@@ -72,11 +75,11 @@ class _ModuleTimes(NamedTuple):
     """Times of a complete module."""
 
     total_N: np.ndarray
-    """Forward and backward in ms of every microbatch of the global batch."""
+    """Forward and backward time in ms of every microbatch of the global batch."""
     least_ms: float
-    """Forward and backward of the microbatch with the shortest; 0 if one has no input."""
+    """Minimum forward and backward time over microbatches. 0 if one has no input."""
     kept_bytes: float
-    """Saved activations of the microbatch that saves least."""
+    """Minimum saved activations over microbatches."""
 
 
 class PlanBounds:
@@ -103,7 +106,7 @@ class PlanBounds:
         """Return the bounds of a plan.
 
         Raises:
-            ConfigError: The sizes do not fit together.
+            ConfigError: The parallelism degrees do not fit together.
         """
         model = self._model(plan)
         leanest = model
@@ -115,17 +118,17 @@ class PlanBounds:
         """Return the memory of an average rank without activations, which is fast to compute.
 
         Raises:
-            ConfigError: The sizes do not fit together.
+            ConfigError: The parallelism degrees do not fit together.
         """
         model = self._model(plan)
         microbatches = self._microbatches(plan)
         each = plan.changes.get(REDUCTION) == "microbatch"
         unsharded = plan.size("pipeline") > 1 or (microbatches > 1 and not each)
-        found = 0.0
+        total_bytes = 0.0
         for module in self._sample.modules:
             shared = self._module_sharing(plan, module, model)
-            found += shared.state_bytes + unsharded * shared.gradient_bytes
-        return found / plan.size("pipeline")
+            total_bytes += shared.state_bytes + unsharded * shared.gradient_bytes
+        return total_bytes / plan.size("pipeline")
 
     def _step_ms(self, plan: Plan, model: CostModel) -> tuple[float, float]:
         """Return the bound and the estimate of the step time."""
@@ -135,14 +138,14 @@ class PlanBounds:
         work_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
         estimate_ms = self._slowest_ms(plan, model) / pipeline
         for module in self._sample.modules:
-            own = self._module_times(plan, module, model)
-            mean_ms = float(own.total_N.mean())
+            times = self._module_times(plan, module, model)
+            mean_ms = float(times.total_N.mean())
             work_ms += microbatches * mean_ms / pipeline
             if module.kind == "llm" or plan.method == "chain":
                 ramp_ms += mean_ms
             elif plan.method == "separated":
                 ramp_ms += mean_ms / self._parts(module, plan)
-            least_ramp_ms += own.least_ms
+            least_ramp_ms += times.least_ms
             shared = self._module_sharing(plan, module, model)
             update_ms += shared.update_ms / pipeline
             if pipeline == 1:
@@ -156,7 +159,7 @@ class PlanBounds:
         return bound_ms, estimate_ms
 
     def tasks(self, plan: Plan) -> int:
-        """Return the number of forward passes of stages in one pipeline, about right."""
+        """Return the approximate number of forward tasks of a pipeline."""
         pipeline = plan.size("pipeline")
         llm_stages = pipeline * plan.size("virtual_stages")
         stages = 0.0
@@ -173,7 +176,7 @@ class PlanBounds:
         return round(self._microbatches(plan) * stages)
 
     def _parts(self, module: ModuleDescription, plan: Plan) -> float:
-        """Return the mean number of tasks that separate encoders divide a microbatch into."""
+        """Return the mean number of sub-microbatches of a microbatch of a separate encoder."""
         if module.kind == "llm":
             return 1.0
         key = f"parallel.{module.name}.sub_microbatch_images"
@@ -185,11 +188,12 @@ class PlanBounds:
         return max(1.0, plan.microbatch_size * self._images[module.name] / at_once)
 
     def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
-        """Return the estimated work of the slowest rank, of all layers.
+        """Return the estimated work of the slowest rank in all layers.
 
-        Without a pipeline, ranks that share parameters wait for each other in every module of every
-        microbatch. In a pipeline, ranks with the same layers wait at the end of the step.
-        Reordering lets similar microbatches meet, and divides the work of a step equally.
+        Without a pipeline, ranks that share parameters synchronize in every module of every
+        microbatch. In a pipeline, ranks with the same layers synchronize at the end of the step.
+        Reordering gives synchronized ranks similar microbatches, and divides the work of a step
+        equally.
         """
         shares = plan.shares
         shape = shares, self._microbatches(plan)
@@ -201,12 +205,12 @@ class PlanBounds:
             (module.kind, self._module_times(plan, module, model).total_N)
             for module in self._sample.modules
         ]
-        whole_N = np.sum([total_N for _, total_N in times], axis=0)
+        work_N = np.sum([total_N for _, total_N in times], axis=0)
         if plan.size("pipeline") > 1:
             if is_ordered:
-                return max(float(whole_N.sum()) / shares, float(whole_N.max()))
-            return float(whole_N.reshape(shape).sum(1).max())
-        order_N = np.argsort(-whole_N)
+                return max(float(work_N.sum()) / shares, float(work_N.max()))
+            return float(work_N.reshape(shape).sum(1).max())
+        order_N = np.argsort(-work_N)
         group_ms_G = np.zeros(shares // locked)
         for kind, total_N in times:
             if is_balanced and kind != "llm":
@@ -237,12 +241,12 @@ class PlanBounds:
             *("pipeline", "placement", "gradient_reduction", "tp_comm_fraction"),
             *(f"{module.name}.tensor" for module in self._sample.modules),
         )
-        # Layers that split the backward pass are not compiled.
+        # Layers with split backward passes are not compiled.
         splits = plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].splits_backward
         key = (plan.recompute, splits, *(plan.changes.get(f"parallel.{name}") for name in keys))
         if key not in self._models:
-            own = planned_recipe(self._recipe, plan)
-            run = resolve(own, plan.devices)
+            planned = planned_recipe(self._recipe, plan)
+            run = resolve(planned, plan.devices)
             self._models[key] = run_costs(run, self._sample.modules, self._profile)
         return self._models[key]
 
@@ -269,20 +273,20 @@ class PlanBounds:
         key = module.name, model.execution(module.name), layerwise
         if key not in self._times:
             self._times[key] = self._times_by_size(module, model, layerwise=layerwise)
-        found = self._times[key][plan.microbatch_size]
+        times = self._times[key][plan.microbatch_size]
         context = plan.size("llm.context")
         if module.kind == "llm" or context == 1:
-            return found
+            return times
         # Ranks of context parallelism divide the images.
-        total_N, least_ms, kept_bytes = found
+        total_N, least_ms, kept_bytes = times
         return _ModuleTimes(total_N / context, least_ms / context, kept_bytes / context)
 
     def _times_by_size(
         self, module: ModuleDescription, model: CostModel, *, layerwise: bool
     ) -> dict[int, _ModuleTimes]:
         """Return the times of the complete module, by microbatch size."""
-        every = self._microbatches_by_size
-        total_N = np.zeros(sum(len(metas) for metas in every.values()))
+        metas_by_size = self._microbatches_by_size
+        total_N = np.zeros(sum(len(metas) for metas in metas_by_size.values()))
         kept_N = np.zeros(len(total_N))
         has_input_N = np.zeros(len(total_N), bool)
         costs = self._module_costs(module, model)
@@ -299,37 +303,43 @@ class PlanBounds:
             total_N[at] = costs.forward.total_ms + costs.backward.total_ms
             kept_N[at] = costs.kept_bytes
             has_input_N[at] = True
-        found = {}
+        times = {}
         stop = 0
-        for size, metas in every.items():
-            own = slice(stop, stop := stop + len(metas))
-            everywhere = bool(has_input_N[own].all())
-            least_ms = float(total_N[own].min())
-            kept_bytes = float(kept_N[own].min())
-            found[size] = _ModuleTimes(total_N[own], least_ms * everywhere, kept_bytes * everywhere)
-        return found
+        for size, metas in metas_by_size.items():
+            microbatches = slice(stop, stop := stop + len(metas))
+            all_have_input = bool(has_input_N[microbatches].all())
+            least_ms = float(total_N[microbatches].min())
+            kept_bytes = float(kept_N[microbatches].min())
+            times[size] = _ModuleTimes(
+                total_N[microbatches], least_ms * all_have_input, kept_bytes * all_have_input
+            )
+        return times
 
     def _module_costs(self, module: ModuleDescription, model: CostModel) -> StageCosts | None:
         """Return the costs of the complete module without sharding, by microbatch with input.
 
-        Microbatches of all sizes are computed at once, because the time to compute the costs hardly
-        depends on their number. Adding gradients to those of other microbatches is not included,
-        because a rank runs fewer microbatches than there are here.
+        Microbatches of all sizes are computed at once, because the computation time hardly depends
+        on their number. The addition of gradients to those of other microbatches is not included,
+        because a rank runs fewer microbatches.
         """
-        own = model.execution(module.name)
-        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True)
+        execution = model.execution(module.name)
+        key = module.name, replace(execution, shard=1, replicate=1, reduces_each=True)
         if key not in self._costs:
             _, sizes, arrives_N = self._module_sizes(module)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
-                first = replace(model, executions={module.name: replace(own, reduces_each=True)})
+                first = replace(
+                    model, executions={module.name: replace(execution, reduces_each=True)}
+                )
                 self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
         return self._costs[key]
 
     def _module_sizes(self, module: ModuleDescription):  # type: ignore[no-untyped-def]
         if module.name not in self._sizes:
-            metas = [meta for own in self._microbatches_by_size.values() for meta in own]
+            metas = [
+                meta for size_metas in self._microbatches_by_size.values() for meta in size_metas
+            ]
             at, sizes = pack_sizes(module, metas)
             modules = self._sample.modules
             arrives_N = np.array(

@@ -1,8 +1,10 @@
-"""What the orchestrator is asked for a recipe, and a plan as a recipe again.
+"""Plans with disaggregated modules: orchestration inputs from a recipe, and plans as recipes.
 
-The data are sampled and the modules profiled (`torchmm.balance.disttrain.orchestration.unit_costs`)
-for every way to recompute that is tried; with every schedule these are the *variants* of
-`torchmm.balance.disttrain.orchestration.space`. DistTrain §3, §5.
+Data are sampled and modules are profiled (`torchmm.balance.disttrain.orchestration.unit_costs`) for
+each recomputation mode. With each schedule, these are the *variants* of
+`torchmm.balance.disttrain.orchestration.space` (DistTrain §3, §5):
+
+    recipe --> modes x schedules x stages per rank --> variants --> PlanSpace --> bands of plans
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ from torchmm.recipe.sizes import AXES
 
 MODES = ("none", "full", TUNED)
 WIDER = 1.15
-"""Limit of a band of lower bounds over that of the band before."""
+"""Limit of a band of lower bounds over that of the previous band."""
 LAYOUTS = 400
-"""Layouts of the LLM in a band."""
+"""Maximum number of LLM layouts in a band."""
 FAVORITES = 2
-"""Plans of the formula besides its best, for each recomputation mode."""
+"""Number of plans of the formula in addition to its best, for each recomputation mode."""
 UNLIKELY = 1.5
-"""Factor of the estimate of plans that the formula expects not to fit, or is not made for."""
+"""Factor of the estimate of plans that the formula predicts not to fit, or does not model."""
 UNORDERED = 1.02
 """Expected step time without reordering over that with it."""
 SAMPLED = 512
-"""Sequences of which the data's statistics are taken, at most."""
+"""Maximum number of sequences for data statistics."""
 WAITING: dict[str, Waiting] = {"gpipe": "all"}
-"""Of schedules that are no 1F1B: what is known."""
+"""Saved microbatches of schedules that are not 1F1B."""
 
 
 def orchestration_problem(
@@ -67,17 +69,18 @@ def orchestration_problem(
     sample: StepSample | None = None,
     packs: Sequence[MicrobatchMeta] | None = None,
 ) -> OrchestrationProblem:
-    """What the recipe asks for, with costs of its modules on its data.
+    """Return the orchestration problem of a recipe with costs of its modules on its data.
 
     Args:
-        devices: of the cluster.
-        profile: of one of them.
-        sample: of the recipe, if it has been made before.
-        packs: `sampled_packs`, likewise.
+        recipe: Recipe of the run.
+        devices: Number of devices of the cluster.
+        profile: Profile of one device.
+        sample: Sample of the recipe, if it exists.
+        packs: Result of `sampled_packs`, if it exists.
 
     Raises:
-        ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
-            device has no peak for the dtype, or sizes make no sense.
+        ConfigError: The model cannot be built, the data are empty or have no input for a module,
+            the device has no peak throughput for the dtype, or parallelism degrees are invalid.
     """
     training = recipe.training
     sample = StepSample(recipe) if sample is None else sample
@@ -87,8 +90,8 @@ def orchestration_problem(
     packs = sampled_packs(recipe, sample.model) if packs is None else packs
     try:
         run = trial_runner(recipe, modules, profile)
-        most = min(devices, profile.device.devices_per_node)
-        sizes = [size for size in TENSOR_SIZES if size <= most]
+        max_size = min(devices, profile.device.devices_per_node)
+        sizes = [size for size in TENSOR_SIZES if size <= max_size]
         states = parameter_states(recipe)
         units = profile_units(modules, packs, profile, training.dtype, run, sizes, states)
         return OrchestrationProblem(
@@ -103,10 +106,10 @@ def orchestration_problem(
 
 
 def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]:
-    """A sample of the recipe's data, each sequence as a microbatch of its own.
+    """Return a sample of the data of a recipe, with each sequence as a separate microbatch.
 
     Raises:
-        ConfigError: a streamed source does not know its samples' sizes.
+        ConfigError: The sample sizes of a streamed source are unknown.
     """
     training = recipe.training
     sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
@@ -117,17 +120,17 @@ def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta
 def plan_variants(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample
 ) -> list[Variant]:
-    """All ways to run the modules apart, with what they cost.
+    """Return all variants of disaggregated plans with their costs.
 
     Raises:
-        ConfigError: as `orchestration_problem`.
+        ConfigError: As for `orchestration_problem`.
     """
-    found = []
+    variants = []
     packs = sampled_packs(recipe, sample.model)
     for mode in MODES:
-        own = with_recompute(recipe, mode)
-        problem = orchestration_problem(own, devices, profile, sample, packs)
-        bounds = _bounds(own, problem, profile, sample)
+        mode_recipe = with_recompute(recipe, mode)
+        problem = orchestration_problem(mode_recipe, devices, profile, sample, packs)
+        bounds = _bounds(mode_recipe, problem, profile, sample)
         by_stages = {1: problem, **{n: _with_stages(problem, n) for n in VIRTUAL_STAGES}}
         for name in schedules_for("disaggregated"):
             schedule = SCHEDULES[name]
@@ -135,22 +138,25 @@ def plan_variants(
             waiting: Waiting = "1f1b" if schedule.one_f_one_b else WAITING.get(name, "some")
             guessed = schedule.one_f_one_b and mode != TUNED
             for stages in _stages(name, problem.units[problem.llm].layers):
-                of_stages = by_stages[stages]
-                found.append(
-                    Variant(name, stages, mode, whole, waiting, of_stages, bounds, guessed)
+                stage_problem = by_stages[stages]
+                variants.append(
+                    Variant(name, stages, mode, whole, waiting, stage_problem, bounds, guessed)
                 )
-    return found
+    return variants
 
 
 def _stages(schedule: str, layers: int) -> list[int]:
-    """Of the LLM per rank: what is tried."""
+    """Return the numbers of LLM stages per rank to try."""
     if schedule != "interleaved_1f1b":
         return [1]
     return [n for n in VIRTUAL_STAGES if 2 * n <= layers]
 
 
 def _with_stages(problem: OrchestrationProblem, stages: int) -> OrchestrationProblem:
-    """The problem with so many stages of the LLM per rank, or as it is where layers are too few."""
+    """Return the problem with a number of LLM stages per rank.
+
+    The problem is unchanged if the LLM has too few layers.
+    """
     if stages > problem.units[problem.llm].layers:
         return problem
     units = [
@@ -163,28 +169,28 @@ def _with_stages(problem: OrchestrationProblem, stages: int) -> OrchestrationPro
 def _bounds(
     recipe: Recipe, problem: OrchestrationProblem, profile: Profile, sample: StepSample
 ) -> tuple[UnitBound, ...]:
-    """Of all units, of the step that is simulated.
+    """Return the bounds of all units for the simulated step.
 
-    Where a plan chooses what to recompute, it may be nothing, or all: the bound has the time of the
-    one and the memory of the other.
+    If a plan selects the layers that recompute, it can select none or all. The bound then uses the
+    time without recomputation and the memory with full recomputation.
     """
     metas = _microbatches(sample.packs, problem.microbatch_size)
     times = trial_runner(recipe, sample.modules, profile)
-    least = recipe
+    leanest = recipe
     if recipe.activation_checkpoint.mode == TUNED:
-        least = with_recompute(recipe, "full")
-    memory = trial_runner(least, sample.modules, profile)
+        leanest = with_recompute(recipe, "full")
+    memory = trial_runner(leanest, sample.modules, profile)
     by_name = {layers.name: layers for layers in sample.layers}
-    found = []
+    bounds = []
     for module, unit in zip(sample.modules, problem.units, strict=True):
         at = pack_sizes(module, metas)[0]
-        own = [metas[i] for i in at]
-        missing = len(own) < len(metas)
-        layer_share = _layer_share(recipe, module, own, sample.modules, profile)
-        kept_share = _layer_share(least, module, own, sample.modules, profile, kept=True)
-        seconds, kept = {}, {}
+        inputs = [metas[i] for i in at]
+        missing = len(inputs) < len(metas)
+        layer_share = _layer_share(recipe, module, inputs, sample.modules, profile)
+        kept_share = _layer_share(leanest, module, inputs, sample.modules, profile, kept=True)
+        seconds, saved = {}, {}
         for tensor in unit.seconds:
-            trial = times(module, tensor, own)
+            trial = times(module, tensor, inputs)
             count = len(metas) * problem.microbatch_size
             forward_N = trial.seconds_N - trial.backward_N
             seconds[tensor] = SampleSeconds(
@@ -193,22 +199,24 @@ def _bounds(
                 0.0 if missing else float(trial.backward_N.min()) / problem.microbatch_size,
                 layer_share,
             )
-            kept_N = memory(module, tensor, own).kept_bytes_N
+            kept_N = memory(module, tensor, inputs).kept_bytes_N
             waits = unit.has_backward and not missing
-            kept[tensor] = float(kept_N.min()) / problem.microbatch_size if waits else 0.0
+            saved[tensor] = float(kept_N.min()) / problem.microbatch_size if waits else 0.0
         layers = by_name[module.name].costs_with_ends
-        found.append(
-            UnitBound(layers, seconds, unit.replica_bytes, unit.sharded_bytes, kept, kept_share)
+        bounds.append(
+            UnitBound(layers, seconds, unit.replica_bytes, unit.sharded_bytes, saved, kept_share)
         )
-    return tuple(found)
+    return tuple(bounds)
 
 
 def _microbatches(packs: Sequence[MicrobatchMeta], size: int) -> list[MicrobatchMeta]:
-    """Packs joined to microbatches, as they come."""
+    """Join consecutive packs into microbatches."""
     groups = [packs[i : i + size] for i in range(0, len(packs), size)]
     return [
-        MicrobatchMeta(tuple(s for pack in own for s in pack.samples), sum(p.tokens for p in own))
-        for own in groups
+        MicrobatchMeta(
+            tuple(s for pack in group for s in pack.samples), sum(p.tokens for p in group)
+        )
+        for group in groups
     ]
 
 
@@ -221,41 +229,49 @@ def _layer_share(
     *,
     kept: bool = False,
 ) -> float:
-    """What the least inner layer takes of the whole module, forward or backward, at least; or of
-    what is kept for the backward."""
+    """Return the minimum fraction of the module time that an inner layer uses.
+
+    The minimum is over forward and backward. With `kept`, the fraction is that of saved
+    activations.
+    """
     inner = {layer: i for i, layer in enumerate(module.layers[:-1]) if i > 0}
     sizes = pack_sizes(module, metas)[1]
     if not inner or sizes is None:
         return 0.0
     model = unsharded_costs(recipe, module, profile)
     arrives_N = np.array([gradients_arrive(modules, meta)[module.name] for meta in metas], bool)
-    whole = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
+    total_costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
     shares = []
     for place in inner.values():
         reaches_N = arrives_N | learns(module)
-        own = model.stage_costs(module, place, place + 1, sizes, reaches_N)
-        pairs = [(own.forward.total_ms, whole.forward.total_ms)]
-        pairs += [(own.backward.total_ms, whole.backward.total_ms)]
-        pairs = [(own.kept_bytes, whole.kept_bytes)] if kept else pairs
-        shares += [part.sum() / total.sum() for part, total in pairs if total.sum() > 0]
+        layer_costs = model.stage_costs(module, place, place + 1, sizes, reaches_N)
+        pairs = [(layer_costs.forward.total_ms, total_costs.forward.total_ms)]
+        pairs += [(layer_costs.backward.total_ms, total_costs.backward.total_ms)]
+        pairs = [(layer_costs.kept_bytes, total_costs.kept_bytes)] if kept else pairs
+        shares += [
+            layer_sum.sum() / module_sum.sum()
+            for layer_sum, module_sum in pairs
+            if module_sum.sum() > 0
+        ]
     return float(min(shares, default=0.0))
 
 
 Guess = tuple[Plan, float, float]
-"""A plan, its lower bound in ms, and its estimate in ms (for siblings: relative to their plan)."""
+"""Plan, its lower bound in ms, and its estimate in ms. For siblings, the estimate is relative to
+their plan."""
 
 
 class DisaggregatedPlans:
-    """Plans of modules on separate ranks, in the order of DistTrain's formula.
+    """Plans with disaggregated modules, in the order of the DistTrain formula.
 
     Args:
         recipe: Plain recipe.
         devices: Number of devices in the cluster.
         profile: Profile of one device.
         sample: Model and first step of the recipe.
-        exact: Whether plans have to use all devices.
+        exact: Whether plans must use all devices.
         schedules: Schedules to use; None for all.
-        limits: Largest number of devices by module.
+        limits: Maximum number of devices by module.
 
     Raises:
         ConfigError: The recipe has no plans of this kind (`orchestration_problem`).
@@ -293,19 +309,22 @@ class DisaggregatedPlans:
 
     @property
     def open_ms(self) -> float:
-        """Lower bound of the plans that are not listed; infinite if all are."""
+        """Lower bound of the plans that are not listed. Infinite if all are listed."""
         return 1e3 * min(self._rest_s[-1], self._open_s)
 
     def favorites(self) -> Iterator[Guess]:
-        """Yield the best plans of DistTrain's formula, which bands reach late on many devices."""
+        """Yield the best plans of the DistTrain formula.
+
+        With many devices, bands reach these plans late.
+        """
         for index, variant in enumerate(self._variants):
             if variant.recompute == TUNED or (variant.schedule, variant.stages) != ("1f1b", 1):
                 continue
             try:
-                found = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
+                plans = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
             except ValueError:  # no plan fits with this recomputation
                 continue
-            for plan in found:
+            for plan in plans:
                 guess = self._spaces[-1].plan(index, tuple(unit.sizes for unit in plan.units))
                 if guess is not None:
                     yield self._listed(guess)
@@ -326,20 +345,20 @@ class DisaggregatedPlans:
             yield self._listed(guess)
 
     def siblings(self, plan: Plan) -> Iterator[Guess]:
-        """Yield the sizes of a plan under other schedules and with layers tuned to memory."""
+        """Yield a plan with other schedules and with layers tuned to memory."""
         guess = self._guesses[plan.text]
         if plan.changes["data.reorder"] == "both":
             unordered = plan.changed(data__reorder="none")
             self._guesses[unordered.text] = guess
             yield unordered, 1e3 * guess.bound_s, UNORDERED
-        own = self._variants[guess.variant]
+        current = self._variants[guess.variant]
         for index, variant in enumerate(self._variants):
-            is_alike = variant.schedule == own.schedule and variant.stages == own.stages
-            mode = TUNED if is_alike else own.recompute
+            is_alike = variant.schedule == current.schedule and variant.stages == current.stages
+            mode = TUNED if is_alike else current.recompute
             if variant.recompute == mode and index != guess.variant:
-                found = self._spaces[-1].plan(index, guess.sizes)
-                if found is not None:
-                    yield (*self._listed(found)[:2], found.estimate_s / guess.estimate_s)
+                sibling = self._spaces[-1].plan(index, guess.sizes)
+                if sibling is not None:
+                    yield (*self._listed(sibling)[:2], sibling.estimate_s / guess.estimate_s)
 
     def _listed(self, guess: PlanGuess) -> Guess:
         variant = self._variants[guess.variant]

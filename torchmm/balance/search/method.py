@@ -11,29 +11,30 @@ from torchmm.balance.search.result import Candidate
 from torchmm.balance.search.space import FIRST_SCHEDULES, TUNED, Plan
 
 GAINS = {"searched": 0.75}
-"""Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
-searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
+"""Expected step time of a neighbor over that of its plan, by schedule. 1 for other schedules. The
+searched order of VLM-S of PipeWeaver takes 0.82 of the static one."""
 LARGEST_GAIN = min(GAINS.values())
 NEAR = 1.15
-"""Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
+"""Neighbors are tried for plans whose step is at most this factor of the best of the schedule."""
 SETUP_ACTIONS = 500
-"""Simulated actions that take as long as to prepare a simulation (measured: 0.1 s)."""
+"""Number of simulated actions that take as long as the setup of a simulation (measured: 0.1 s)."""
 
 MS_PER_TASK = {
     ("static", False): 0.2, ("static", True): 0.45, ("searched", False): 1.0,
     ("searched", True): 1.6, ("optimus", False): 2.6, ("optimus", True): 2.6,
 }  # fmt: skip
-"""Processor time of a simulation per task, by schedule and whether layers are tuned. Measured for
-PipeWeaver's VLM-S on 8 GPUs (1,400 to 8,900 tasks) and Optimus' model D (17,000 tasks)."""
+"""CPU time of a simulation per task, by schedule and whether layers are tuned. Measured for VLM-S
+of PipeWeaver on 8 GPUs (1,400 to 8,900 tasks) and model D of Optimus (17,000 tasks)."""
 SETUP_TASKS, KNOWN_TASKS = 150, 1_000
-"""Tasks that take as long as to prepare a simulation, and weight of `MS_PER_TASK` in tasks."""
+"""Number of tasks that take as long as the setup of a simulation, and weight of `MS_PER_TASK` in
+tasks."""
 CONFIRM = 1.25
-"""Expected time to simulate a searched plan as a dry run does, over that of the first time.
-Measured: 0.9 (omni_qwen3_8b), 1.0 (qwen3_vl_8b_video) and 1.2 (PipeWeaver's T2V-S)."""
+"""Expected time to simulate a searched plan as a dry run does, over that of the first simulation.
+Measured: 0.9 (omni_qwen3_8b), 1.0 (qwen3_vl_8b_video) and 1.2 (T2V-S of PipeWeaver)."""
 
 
 class SimulationTimes:
-    """Expected processor times of simulations, from `MS_PER_TASK` and measured times."""
+    """Expected CPU times of simulations, from `MS_PER_TASK` and measured times."""
 
     def __init__(self) -> None:
         self._seconds = {kind: KNOWN_TASKS * ms / 1e3 for kind, ms in MS_PER_TASK.items()}
@@ -57,7 +58,7 @@ class SimulationTimes:
 
 @dataclass(order=True)
 class Draft:
-    """A plan that is still to be simulated; sorts by estimate."""
+    """Plan that has not been simulated. Sorts by estimate."""
 
     estimate_ms: float
     text: str
@@ -82,15 +83,15 @@ class MethodSearch:
     known: set[str] = field(default_factory=set)
     best: Candidate | None = None
     best_s: float = 0.0
-    """Processor time of the simulation of the fastest plan."""
+    """CPU time of the simulation of the fastest plan."""
     promise_ms: float = inf
-    """Step that the bubble scheduler expects of the fastest plan."""
+    """Bubble scheduler estimate of the fastest plan."""
     sure: Candidate | None = None
-    """The fastest plan that was simulated as a dry run simulates it."""
+    """Fastest plan that was simulated exactly as in a dry run."""
     factor: float = 0.0
-    """Lowest ratio of simulated to estimated step times of plans that fit; 0 before the first one.
-
-    Plans that do not fit are faster than the same sizes with recomputation."""
+    """Lowest ratio of simulated to estimated step times of plans that fit. 0 before the first one.
+    Plans that do not fit are faster than the same degrees with recomputation, so they are excluded.
+    """
     schedule_ms: dict[str, float] = field(default_factory=dict)
     """Step time of the fastest plan that fits, by schedule."""
     simulated: int = 0
@@ -100,9 +101,9 @@ class MethodSearch:
     seconds: float = 0.0
     started: bool = False
     open_ms: float = inf
-    """Lower bound of plans that were not listed."""
+    """Lower bound of plans that are not listed."""
     excluded_ms: float = inf
-    """Lower bound of plans that were excluded because the bubble scheduler expects more."""
+    """Lower bound of plans that were excluded by the bubble scheduler estimate."""
     problems: Counter[str] = field(default_factory=Counter)
     least_bytes: float = inf
 
@@ -112,7 +113,7 @@ class MethodSearch:
 
     @property
     def work(self) -> float:
-        """Simulated actions, with the work to prepare each simulation."""
+        """Simulated actions, including the equivalent of the setup of each simulation."""
         return self.spent + SETUP_ACTIONS * self.simulated
 
     @property
@@ -150,11 +151,11 @@ class MethodSearch:
                 heappop(queue)
 
     def pop(self) -> Draft:
-        """Remove and return the next plan, by turns of both queues once there is a plan that fits.
+        """Remove and return the next plan. Both queues alternate once there is a plan that fits.
 
-        Estimates of neighbors are close to a known step, so that they would hide other sizes.
-        Sizes that are not expected to be the best even with another schedule come last. Neighbors
-        that are not expected to be the best come after sizes with a lower estimate.
+        Estimates of neighbors are close to a simulated step, so they would hide other parallelism
+        degrees. Degrees that are not expected to be the best even with another schedule come last.
+        Neighbors that are not expected to be the best come after degrees with a lower estimate.
         """
         queues = [queue for queue in (self.roots, self.queue) if queue]
         if self.best is None:

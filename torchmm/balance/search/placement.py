@@ -1,7 +1,7 @@
-"""Values that a recipe leaves open, chosen when a run starts (`torchmm.planning.choices`).
+"""Choice of the values that a recipe leaves open, when a run starts (`torchmm.planning.choices`).
 
-Parallel sizes (`parallel.auto_sizes`), "auto" for `data.reorder` and `data.balance`, and the
-segments of a searched pipeline.
+These are parallelism degrees (`parallel.auto_sizes`), "auto" for `data.reorder` and `data.balance`,
+and the segments of a searched pipeline.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
 EFFORT = 100_000
-"""Simulated actions while a run waits. All ranks plan alike, so no clock limits the search."""
+"""Maximum number of simulated actions while a run waits. A time limit is not possible, because all
+ranks must choose the same plan."""
 
 
 def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe with sizes of all modules on separate ranks that use all ranks.
+    """Return the recipe with parallelism degrees of disaggregated modules that use all ranks.
 
     Raises:
-        ConfigError: The recipe has errors, nothing fits, or no plan uses all ranks.
+        ConfigError: The recipe has errors, no plan fits, or no plan uses all ranks.
     """
     profile = simulated_profile(recipe)
     sample = StepSample(recipe)
@@ -60,30 +61,30 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe with sizes of colocated encoders, or of all modules, if it requests that.
+    """Return the recipe with requested parallelism degrees of colocated encoders or of all modules.
 
     Raises:
-        ConfigError: Nothing fits into memory, or the device is unknown.
+        ConfigError: No plan fits into memory, or the device is unknown.
     """
     if recipe.parallel.leaves_units_open:
         return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe
-    found = search_encoder_sizes(Forecaster(recipe, world_size, simulated_profile(recipe)))
-    best = find_best(found, world_size).recipe
+    result = search_encoder_sizes(Forecaster(recipe, world_size, simulated_profile(recipe)))
+    best = find_best(result, world_size).recipe
     return best.model_copy(update={"data": recipe.data})
 
 
 def search_encoder_sizes(forecaster: Forecaster) -> SearchResult:
-    """Return the search for the sizes of colocated encoders that a recipe leaves open.
+    """Return the search for the open parallelism degrees of colocated encoders.
 
-    It ends without a limit, so that all ranks find the same plan.
+    It has no time limit, so all ranks find the same plan.
 
     Args:
         forecaster: Forecaster of the recipe.
 
     Raises:
-        ConfigError: The sizes of the recipe do not fit together.
+        ConfigError: The parallelism degrees of the recipe do not fit together.
     """
     return search_plans(
         forecaster.recipe, forecaster.run.world_size, forecaster.profile,
@@ -95,8 +96,8 @@ def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
     """Return a run with values for `data.reorder` = "auto" and `data.balance` = "auto".
 
     Args:
-        run: Recipe with resolved sizes.
-        model: Its model on the meta device.
+        run: Recipe with resolved parallelism degrees.
+        model: Model of the recipe on the meta device.
 
     Raises:
         DataError: The samples of the first step cannot be read.
@@ -117,10 +118,10 @@ def with_run_segments(
     """Return [parallel] of a run with segments and sub-microbatches (`chosen_segments`).
 
     Args:
-        run: Recipe with resolved sizes.
-        model: Its model on the meta device.
+        run: Recipe with resolved parallelism degrees.
+        model: Model of the recipe on the meta device.
         tokenizer: Tokenizer of the model.
-        shares: Microbatches of the first step in their original order, by share.
+        shares: Microbatches of the first step in their original order, by data-parallel rank.
         device: Device of the run.
 
     Raises:
@@ -131,7 +132,7 @@ def with_run_segments(
     costs = run_costs(run, modules, run_profile(recipe, device))
     is_reordered = recipe.data.is_reordered
     packs = first_step(one_by_one(recipe), model, tokenizer, 1) if is_reordered else []
-    if packs:  # arranged for the model as it would be split without a choice
+    if packs:  # reorder for the default split of the model
         microbatches = [meta for share in shares for meta in share]
         layout = plan_layout(recipe.parallel, modules, microbatches)
         shares = dealt(run, modules, costs, layout, packs[0])

@@ -1,11 +1,11 @@
-"""Plans that keep the sizes of a recipe.
+"""Plans with the parallelism degrees of a recipe.
 
     for plan in recipe_plans("colocated", recipe, devices, sample): ...
 
 The search uses them to complete a recipe (`parallel.auto_sizes` with colocated encoders) and to
-compare its schedules (`scripts/simulate.py --schedule all`). Values that the recipe sets stay. For
-colocated encoders, all combinations of pipeline sizes that divide those of the LLM are tried, with
-one tensor-parallel size for all encoders (Optimus, section 4.1).
+compare its schedules (`scripts/simulate.py --schedule all`). Values that the recipe sets are not
+changed. For colocated encoders, all combinations of pipeline sizes that divide those of the LLM are
+tried, with one tensor-parallel size for all encoders (Optimus, section 4.1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASYNC_KEYS = ("async_tensor_parallel", "async_tensor_backend")
 
 
 def leaves_encoders_open(recipe: Recipe) -> bool:
-    """Return True if a recipe requests sizes of colocated encoders."""
+    """Return True if a recipe requests parallelism degrees of colocated encoders."""
     return recipe.parallel.auto_sizes and recipe.parallel.placement == "colocated"
 
 
@@ -56,7 +56,7 @@ def base_recipe(recipe: Recipe, method: str) -> Recipe:
 
 
 def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[str, ...]:
-    """Return the methods that a recipe can use with its own sizes."""
+    """Return the methods that a recipe supports with its parallelism degrees."""
     run = resolve(recipe, devices)
     if run.units:
         return ("disaggregated",)
@@ -69,7 +69,7 @@ def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[st
 def recipe_candidate(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample
 ) -> Candidate | None:
-    """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
+    """Return the plan of the unchanged recipe. None if it leaves degrees open or does not fit."""
     parallel = recipe.parallel
     if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
         return None
@@ -96,47 +96,50 @@ def recipe_candidate(
     if parallel.context > 1:
         changes["parallel.llm.context"] = parallel.context
     if leaves_segments_open(parallel):
-        for name, own in forecaster.divided(parallel).modules.items():
-            numbers = own.model_dump(include={"segments", "sub_microbatch_images"})
+        for name, module in forecaster.divided(parallel).modules.items():
+            numbers = module.model_dump(include={"segments", "sub_microbatch_images"})
             changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
     plan = Plan(method, devices, changes)
     words = f"as in the recipe: {describe_sizes(plan)}"
-    found = Candidate(method, recipe, devices, words, forecast, False, plan)
-    return found if found.step_ms < inf else None
+    candidate = Candidate(method, recipe, devices, words, forecast, False, plan)
+    return candidate if candidate.step_ms < inf else None
 
 
 def open_keys(method: str, recipe: Recipe, sample: StepSample) -> frozenset[str]:
     """Return the keys that are searched, such as "parallel.vision.tensor"."""
     modules = recipe.parallel.modules
-    found = {
+    keys = {
         f"parallel.{module.name}.{key}"
         for module in sample.modules
         for key in OPEN_KEYS
         if module.name not in modules or getattr(modules[module.name], key) is None
     }
     if method != "colocated":
-        found |= {"parallel.schedule", "parallel.virtual_stages"}
-    return frozenset(found)
+        keys |= {"parallel.schedule", "parallel.virtual_stages"}
+    return frozenset(keys)
 
 
 def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) -> Iterator[Plan]:
-    """Yield a plan for each schedule of a method, and for each combination of encoder sizes.
+    """Yield a plan for each schedule of a method, and for each combination of encoder degrees.
 
     Args:
         method: One of `recipe_methods`.
-        recipe: Recipe with sizes.
+        recipe: Recipe with parallelism degrees.
         devices: Number of devices in the cluster.
         sample: Model of the recipe.
 
     Raises:
-        ConfigError: The sizes of the recipe do not fit the number of devices.
+        ConfigError: The parallelism degrees of the recipe do not fit the number of devices.
     """
     changes = _recipe_changes(method, recipe, devices)
     if method == "disaggregated":
         for name in schedules_for("disaggregated"):
             stages = 1 if name == "1f1b" else recipe.parallel.virtual_stages
-            own: dict[str, Value] = {"parallel.schedule": name, "parallel.virtual_stages": stages}
-            yield Plan(method, devices, {**changes, **own})
+            schedule: dict[str, Value] = {
+                "parallel.schedule": name,
+                "parallel.virtual_stages": stages,
+            }
+            yield Plan(method, devices, {**changes, **schedule})
         return
     first = Plan(method, devices, changes)
     if method == "colocated":
@@ -146,14 +149,14 @@ def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) 
     yield first
     if method == "separated":
         yield first.changed(parallel__schedule="searched")
-    left = open_keys(method, recipe, sample)
+    changeable = open_keys(method, recipe, sample)
     for other in neighbors(first, recipe, sample):
-        if keys_changed(first, other) <= left:
+        if keys_changed(first, other) <= changeable:
             yield other
 
 
 def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Value]:
-    """Return the values of a recipe that plans of a method keep, with the first schedule."""
+    """Return the recipe values that plans of a method contain, with the first schedule."""
     parallel = recipe.parallel
     changes: dict[str, Value] = {
         "training.microbatch_size": recipe.training.microbatch_size,
@@ -172,8 +175,8 @@ def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Valu
         for name, module in parallel.modules.items():
             if method == "colocated" and name in (LLM, GENERATOR):
                 continue
-            given = module.model_dump(include=set(keys), exclude_none=True)
-            changes |= {f"parallel.{name}.{key}": value for key, value in given.items()}
+            values = module.model_dump(include=set(keys), exclude_none=True)
+            changes |= {f"parallel.{name}.{key}": value for key, value in values.items()}
     if method == "colocated":
         return {**changes, "parallel.placement": "colocated"}
     changes |= {f"parallel.{key}": getattr(parallel, key) for key in ASYNC_KEYS}
@@ -189,26 +192,26 @@ def _encoder_sizes(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[d
     """Yield all combinations of open pipeline and tensor-parallel sizes of encoders.
 
     Args:
-        plan: Plan with the sizes of the LLM.
-        recipe: Recipe with sizes.
+        plan: Plan with the parallelism degrees of the LLM.
+        recipe: Recipe with parallelism degrees.
         sample: Model of the recipe.
     """
     pipeline = plan.size("pipeline")
     tensor = plan.size("tensor")
-    left = open_keys("colocated", recipe, sample)
+    changeable = open_keys("colocated", recipe, sample)
     encoders = [module for module in sample.modules if module.kind == "encoder"]
     pipelines: dict[str, list[int]] = {}
     heads: dict[str, set[int]] = {}
     for module in encoders:
         prefix = f"parallel.{module.name}"
-        if f"{prefix}.pipeline" in left:
+        if f"{prefix}.pipeline" in changeable:
             slices = recipe.parallel.slices(module.name) or 1
             divisors = [n for n in range(1, pipeline + 1) if pipeline % n == 0]
             fitting = [n for n in divisors if n * slices <= len(module.layers)]
             pipelines[f"{prefix}.pipeline"] = fitting
-        if f"{prefix}.tensor" in left:
+        if f"{prefix}.tensor" in changeable:
             heads[f"{prefix}.tensor"] = {layer.heads for layer in module.layers}
-    counts = {count for own in heads.values() for count in own}
+    counts = {count for head_counts in heads.values() for count in head_counts}
     tensors = [
         n
         for n in range(tensor, 0, -1)

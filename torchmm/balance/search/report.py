@@ -1,4 +1,4 @@
-"""Results of the search for parallel sizes as tables and as the comment of a recipe."""
+"""Tables and recipe comments with the results of the search for parallelism degrees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmm.recipe.read import dump_recipe
 
 GIB = 2**30
 NOTABLE = 0.005
-"""Smallest difference that is listed as a reason, as a fraction of the best step."""
+"""Minimum difference that is listed as a reason, as a fraction of the best step."""
 
 
 def result_tables(result: SearchResult, title: str) -> list[Table]:
@@ -25,10 +25,10 @@ def result_tables(result: SearchResult, title: str) -> list[Table]:
     """
     best = result.best
     assert best is not None
-    found = [_method_table(result, best, title)]
+    tables = [_method_table(result, best, title)]
     if best.method == "disaggregated":
-        found.append(_module_table(best))
-    return found
+        tables.append(_module_table(best))
+    return tables
 
 
 def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
@@ -64,7 +64,7 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
 
 
 def _module_table(best: Candidate) -> Table:
-    """Return the sizes of modules on separate ranks."""
+    """Return the parallelism degrees of disaggregated modules."""
     step = best.forecast.step
     assert step is not None
     table = Table(title="Modules of the best plan", title_justify="left")
@@ -72,20 +72,20 @@ def _module_table(best: Candidate) -> Table:
     for column in ("GPUs", "tensor", "data", "pipeline", "busy %", "peak GiB"):
         table.add_column(column, justify="right")
     for name in best.recipe.model.modality_modules:
-        own = unit_sizes(best.recipe.parallel, name)
+        sizes = unit_sizes(best.recipe.parallel, name)
         stages = [s for s in step.plan.graph.layout.stages if s.module == name]
         ranks = {rank for stage in stages for rank in stage.ranks}
-        data = own["replicate"] * own["shard"]
-        devices = own["tensor"] * data * own["pipeline"]
+        data = sizes["replicate"] * sizes["shard"]
+        devices = sizes["tensor"] * data * sizes["pipeline"]
         busy = max(step.timeline.busy_ms[rank] for rank in ranks) / step.makespan_ms
         peak = max(step.peak_bytes[rank] for rank in ranks) / GIB
-        numbers = (devices, own["tensor"], data, own["pipeline"])
+        numbers = (devices, sizes["tensor"], data, sizes["pipeline"])
         table.add_row(name, *map(str, numbers), f"{100 * busy:.0f}", f"{peak:.1f}")
     return table
 
 
 def certificate(result: SearchResult) -> str:
-    """Return how far the best plan is from the bound of the plans that were searched."""
+    """Return the gap of the best plan to the lower bound of all considered plans as text."""
     best = result.best
     assert best is not None
     simulated = sum(result.simulated.values())
@@ -106,7 +106,7 @@ def certificate(result: SearchResult) -> str:
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """Return why a candidate is slower than the best, in a few words."""
+    """Return a short explanation why a candidate is slower than the best."""
     step = candidate.forecast.step
     first = best.forecast.step
     assert step is not None and first is not None
@@ -122,15 +122,15 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _times_ms(step: SimulatedStep, candidate: Candidate) -> dict[str, float]:
-    """Return the time split of an average rank: computing, each class of bubbles, the update."""
+    """Return the time of an average rank by use: computing, each class of bubbles, the update."""
     timeline = step.timeline
-    found = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
+    times_ms = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
     for kind in BUBBLE_CLASSES:
-        found[f"bubbles ({kind.replace('_', ' ')})"] = (
+        times_ms[f"bubbles ({kind.replace('_', ' ')})"] = (
             timeline.bubble_share[kind] * step.makespan_ms
         )
-    found["optimizer"] = candidate.forecast.update_ms
-    return found
+    times_ms["optimizer"] = candidate.forecast.update_ms
+    return times_ms
 
 
 def recipe_text(candidate: Candidate, source: str, device: str) -> str:

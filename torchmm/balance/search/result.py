@@ -1,4 +1,4 @@
-"""Results of the search for parallel sizes."""
+"""Results of the search for parallelism degrees."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fits(step: SimulatedStep) -> bool:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A simulated plan.
+    """Simulated plan.
 
     Attributes:
         method: One of `METHODS`.
         recipe: Recipe of the plan.
         devices: Number of devices that it uses.
-        sizes: Parallel sizes, in words.
-        forecast: Forecast of the first step.
+        sizes: Description of the parallelism degrees.
+        forecast: Simulated first step.
         is_short: Whether the schedule was searched for a shorter time than in a run or dry run.
         plan: Changes of the recipe.
     """
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def step_ms(self) -> float:
-        """Time of the first step with its update; infinite if the plan does not fit."""
+        """Time of the first step with its update. Infinite if the plan does not fit."""
         step = self.forecast.step
         is_fitting = step is not None and fits(step)
         return self.forecast.iteration_ms if is_fitting else inf
@@ -55,13 +55,13 @@ class SearchResult:
     """Results of a search.
 
     Attributes:
-        best_by_method: The fastest plan of each method, or the reason why there is none.
+        best_by_method: Fastest plan of each method, or the reason why there is none.
         simulated: Number of simulated plans by method.
         considered: Number of plans in the search space by method.
         bound_ms: Lower bound of the steps of all plans that were considered.
         complete: Whether every considered plan was simulated or excluded by its bound, its memory
             or the bubble scheduler. If False, the time or effort limit stopped the search.
-        seconds: Processor time of the search.
+        seconds: CPU time of the search.
     """
 
     best_by_method: Mapping[str, Candidate | str]
@@ -73,14 +73,18 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest plan that fits; None if there is none."""
+        """Fastest plan that fits. None if there is none."""
         return self.ranked[0] if self.ranked else None
 
     @property
     def ranked(self) -> list[Candidate]:
-        """The fastest plan of each method, the fastest first."""
-        found = [each for each in self.best_by_method.values() if isinstance(each, Candidate)]
-        return sorted(found, key=lambda each: each.step_ms)
+        """Fastest plan of each method, sorted by step time."""
+        candidates = [
+            candidate
+            for candidate in self.best_by_method.values()
+            if isinstance(candidate, Candidate)
+        ]
+        return sorted(candidates, key=lambda candidate: candidate.step_ms)
 
 
 def find_best(result: SearchResult, devices: int) -> Candidate:

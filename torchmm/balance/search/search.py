@@ -1,15 +1,26 @@
-"""The search for the fastest parallel sizes, over all methods.
+"""Search for the fastest parallelism degrees over all methods.
 
     result = search_plans(recipe, 64, load_profile("h100"))
     result.best.recipe, result.best.step_ms, result.best_by_method["chain"]
 
-Every candidate is judged by the forecast that a dry run of its recipe shows (`Forecaster`). The
-first one is the recipe as it is, after one plan of each method if the recipe leaves segments open.
-The search is best-first: methods take turns until each has a plan that fits, then the plan with the
-lowest estimate is simulated next. Plans whose lower bound exceeds the best step are skipped. If a
-plan is among the fastest of its schedule, its neighbors are tried: other schedules, stages per
-rank, segments, images at once. If a plan does not fit into memory, it is tried with layers tuned to
+Every candidate is evaluated by the simulation that a dry run of its recipe prints (`Forecaster`).
+The first candidate is the unchanged recipe, after one plan of each method if the recipe leaves
+segments open. The search is best-first:
+
+    methods     fsdp    chain    separated    colocated    disaggregated
+    each has    roots   (all parallelism degrees, rough estimates)
+                queue   (neighbors of simulated plans, estimates relative to these)
+    loop        select a method --> pop the plan with the lowest estimate --> simulate --> push
+                its neighbors, or the plan with more recomputation if it does not fit
+
+Methods take turns until each has a plan that fits. Then the plan with the lowest estimate is
+simulated next. Plans whose lower bound exceeds the best step are skipped. If a plan is among the
+fastest of its schedule, its neighbors are tried: other schedules, stages per rank, segments, and
+images per sub-microbatch. If a plan does not fit into memory, it is tried with layers tuned to
 memory. A plan is skipped if its simulation is expected to end after the time limit.
+
+Invariants: a plan is listed at most once per method (`MethodSearch.known`), bounds never exceed
+simulated times, and without a time limit all ranks return the same plan.
 """
 
 from __future__ import annotations
@@ -56,18 +67,19 @@ from torchmm.recipe.recipe import Recipe
 REORDERED = 1.02
 """Expected step time of a neighbor with another `data.reorder` over that of its plan."""
 RECOMPUTED = 1.05
-"""The same for layers tuned to memory over no recomputation."""
+"""Expected step time with layers tuned to memory over that without recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
-"""Plans that a method simulates until one fits, and its share of the time, before other methods.
+"""Plans that a method simulates until one fits, and its fraction of the time, before other methods.
 Every method simulates at least one plan, also after the time limit."""
 PROMISE_MARGIN = 1.05
-"""Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
-factor of the step that it expects of the best one."""
+"""Plans with the parallelism degrees of a recipe are simulated if the bubble scheduler estimate is
+at most this factor of that of the best plan."""
 MAX_TASKS, TASKS_SHARE, TASKS_S = 10_000, 0.25, 2.5
-"""Largest number of tasks of a pipeline with colocated encoders, and the time that one such plan
-may take: a share of the limit, or seconds if that is more."""
+"""Maximum number of tasks of a pipeline with colocated encoders, and the maximum time of one such
+plan: a fraction of the limit, or seconds if that is more."""
 SCREENED = 100
-"""Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
+"""Orders that are evaluated for a plan with a searched schedule, until it is the best of its
+method."""
 FIRST_REPORT_S = 1.0
 REPORT_GROWTH = 2.0
 
@@ -92,25 +104,25 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     Results are deterministic if the search completes, or if only `effort` limits it.
 
     Args:
-        recipe: Recipe whose parallel sizes, schedule, placement, microbatch size and recomputation
-            are searched. Other keys stay.
+        recipe: Recipe whose parallelism degrees, schedule, placement, microbatch size and
+            recomputation are searched. Other keys are not changed.
         devices: Number of devices in the cluster.
         profile: Profile of one device.
         methods: Methods to search, from `METHODS`.
-        budget_s: Limit of the processor time in seconds. Every method simulates at least one plan.
-            Later simulations start only if they are expected to end before the limit. 0 simulates
-            only the recipe as it is.
+        budget_s: Limit of the CPU time in seconds. Every method simulates at least one plan. Later
+            simulations start only if they are expected to end before the limit. 0 simulates only
+            the unchanged recipe.
         effort: Limit of the number of simulated actions.
-        exact: Whether plans have to use all devices.
+        exact: Whether plans must use all devices.
         schedules: Schedules to use; None for all.
-        limits: Largest number of devices by module, for disaggregated modules.
-        own_sizes: Whether to keep the values that the recipe sets, except the schedule. Requires
-            one method of `recipe_methods`.
+        limits: Maximum number of devices by module, for disaggregated modules.
+        own_sizes: Whether to use the values that the recipe sets, except the schedule. Requires one
+            method of `recipe_methods`.
         sample: Model and first step of the recipe, if they exist.
         report: Function that receives progress messages.
 
     Raises:
-        ConfigError: The recipe has errors that do not depend on parallel sizes.
+        ConfigError: The recipe has errors that do not depend on parallelism degrees.
     """
     started = time.thread_time()
     if unknown := [name for name in methods if name not in METHODS]:
@@ -129,9 +141,9 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact=exact, schedules=schedules, limits=limits, report=report,
         sized=recipe if own_sizes else None,
     )  # fmt: skip
-    own = None if schedules or limits or own_sizes else recipe
+    unchanged = None if schedules or limits or own_sizes else recipe
     deadline = started + budget_s if budget_s else -inf
-    search.run([name for name in METHODS if name in methods], deadline, effort, own)
+    search.run([name for name in METHODS if name in methods], deadline, effort, unchanged)
     return search.result(time.thread_time() - started)
 
 
@@ -161,7 +173,7 @@ class _Search:
         self._report = report
         self._bounds = PlanBounds(recipe, profile, sample)
         self._sized = sized
-        """Recipe whose sizes stay; None if all sizes are searched."""
+        """Recipe whose parallelism degrees are fixed. None if all are searched."""
         self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, MethodSearch] = {}
@@ -172,7 +184,7 @@ class _Search:
         self._budget_s = inf
         self._turns = 0
         self._own: Recipe | None = None
-        """Recipe that is still to be simulated as it is."""
+        """Recipe that is still to be simulated without changes."""
 
     @property
     def best_ms(self) -> float:
@@ -186,17 +198,17 @@ class _Search:
 
         Args:
             names: Methods to search.
-            deadline: Processor time of this thread at which methods with a simulated plan stop, in
-                seconds. -inf simulates only `own`.
+            deadline: CPU time of this thread in seconds at which methods with a simulated plan
+                stop. -inf simulates only `own`.
             effort: Limit of the number of simulated actions.
-            own: Recipe that is also simulated as it is.
+            own: Recipe that is also simulated without changes.
         """
         self._methods = {name: MethodSearch(name) for name in names}
         self._deadline = deadline
         is_only = deadline == -inf
         if own is not None and (is_only or not leaves_segments_open(own.parallel)):
             self._add_recipe(own)
-        elif own is not None:  # choosing segments takes seconds
+        elif own is not None:  # the choice of segments takes seconds, so it runs later
             self._own = own
         self._complete = not is_only
         if not is_only:
@@ -245,22 +257,22 @@ class _Search:
         )
 
     def _add_recipe(self, recipe: Recipe) -> None:
-        """Simulate a recipe as it is, and list it with its method."""
+        """Simulate an unchanged recipe, and list it with its method."""
         self._own = None
-        own = recipe_candidate(recipe, self._devices, self._profile, self._sample)
-        if own is None or own.method not in self._methods:
+        candidate = recipe_candidate(recipe, self._devices, self._profile, self._sample)
+        if candidate is None or candidate.method not in self._methods:
             return
-        method = self._methods[own.method]
+        method = self._methods[candidate.method]
         method.simulated += 1
         method.considered += 1
-        method.known.add(own.plan.text)
-        if own.step_ms < method.best_ms:
-            method.best = own
-        if own.step_ms < method.sure_ms:
-            method.sure = own
-        if own.method in ("fsdp", "chain", "separated"):
-            plan = own.plan.changed(activation_checkpoint__mode=RECOMPUTE_MODES[0])
-            self._push(method, plan, own.plan, own.step_ms)
+        method.known.add(candidate.plan.text)
+        if candidate.step_ms < method.best_ms:
+            method.best = candidate
+        if candidate.step_ms < method.sure_ms:
+            method.sure = candidate
+        if candidate.method in ("fsdp", "chain", "separated"):
+            plan = candidate.plan.changed(activation_checkpoint__mode=RECOMPUTE_MODES[0])
+            self._push(method, plan, candidate.plan, candidate.step_ms)
 
     def _first_method(self) -> MethodSearch | None:
         """Return the first method without a simulated plan; None if there is none."""
@@ -273,32 +285,39 @@ class _Search:
     def _next_method(self) -> MethodSearch | None:
         """Return the method whose plan is simulated next; None if no plan is left.
 
-        Methods without a plan that fits come first, until they have used their share of the search.
-        Then turns alternate between the method with the lowest estimate, and the method with little
-        work so far and a low estimate. The first of these turns are for methods with a plan,
-        because estimates of plans that do not fit into memory say little.
+        Methods without a plan that fits come first, until they have used their fraction of the
+        search. Then turns alternate between the method with the lowest estimate, and the method
+        with little work so far and a low estimate. The first of these turns are for methods with a
+        plan, because estimates of plans that do not fit into memory are unreliable.
         """
         self._turns += 1
         best_ms = self.best_ms
-        left = []
+        open_methods = []
         for method in self._methods.values():
             is_tried = method.best is not None or self._has_tried(method)
             if is_tried:
                 method.drop(best_ms)
             if method.drafts or not method.started or method.open_ms < best_ms:
-                left.append(method)
-        if not left:
+                open_methods.append(method)
+        if not open_methods:
             return None
-        for method in left:
+        for method in open_methods:
             if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
         if self._turns % 2:
-            with_plan = [each for each in left if each.best is not None] or left
-            return min(with_plan, key=lambda each: each.score_ms)
-        return min(left, key=lambda each: each.work * each.score_ms**2 if each.spent else 0.0)
+            with_plan = [
+                candidate for candidate in open_methods if candidate.best is not None
+            ] or open_methods
+            return min(with_plan, key=lambda candidate: candidate.score_ms)
+        return min(
+            open_methods,
+            key=lambda candidate: (
+                candidate.work * candidate.score_ms**2 if candidate.spent else 0.0
+            ),
+        )
 
     def _has_tried(self, method: MethodSearch) -> bool:
-        """Return True if a method has used its share of the search without a plan that fits."""
+        """Return True if a method has used its fraction of the search without a plan that fits."""
         is_late = method.seconds > FIRST_SHARE * self._budget_s
         return method.simulated >= (1 if is_late else TRIES)
 
@@ -329,7 +348,7 @@ class _Search:
             self._push(method, plan)
 
     def _is_small(self, plan: Plan) -> bool:
-        """Return True if a plan with colocated encoders may be simulated in time."""
+        """Return True if a plan with colocated encoders can be simulated in time."""
         tasks = self._bounds.tasks(plan)
         limit_s = max(TASKS_S, TASKS_SHARE * self._budget_s)
         return tasks <= MAX_TASKS and self._times.expected_s(plan, tasks) <= limit_s
@@ -422,10 +441,10 @@ class _Search:
         """Yield the plan with the next mode that the recipe checks accept."""
         modes = RECOMPUTE_MODES if self._sized is None else ()
         for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
-            tried = plan.changed(activation_checkpoint__mode=mode)
-            if self._allows_mode(tried):
-                yield tried
-                if mode == TUNED:  # not slower than the others
+            changed = plan.changed(activation_checkpoint__mode=mode)
+            if self._allows_mode(changed):
+                yield changed
+                if mode == TUNED:  # never slower than the remaining modes
                     return
 
     def _allows_mode(self, plan: Plan) -> bool:
@@ -486,11 +505,11 @@ class _Search:
         step = candidate.forecast.step
         assert step is not None
         method.least_bytes = min(method.least_bytes, max(step.peak_bytes))
-        # The first plan that fits matters more than the order of the others.
+        # Until a plan fits, recomputation has priority over all other plans.
         expected_ms = 0.0
         if method.best is not None:
             expected_ms = RECOMPUTED * candidate.forecast.iteration_ms
-        if draft.is_rough:  # other schedules may be as much faster as for the best sizes
+        if draft.is_rough:  # assume the gain of other schedules that the best degrees have
             expected_ms *= method.gain
         if method.name == "disaggregated":
             self._push_neighbors(method, draft.plan, expected_ms)
@@ -500,10 +519,11 @@ class _Search:
             self._push(method, other, draft.plan, expected_ms, is_root=is_root)
 
     def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:
+        """List the neighbors of a simulated plan."""
         if self._sized is not None:
-            left = open_keys(method.name, self._sized, self._sample)
+            changeable = open_keys(method.name, self._sized, self._sample)
             for other in neighbors(plan, self._recipe, self._sample):
-                if keys_changed(plan, other) <= left:
+                if keys_changed(plan, other) <= changeable:
                     self._push(method, other, plan, step_ms)
             return
         if method.name == "disaggregated":
@@ -516,10 +536,10 @@ class _Search:
             self._push(method, other, plan, step_ms)
 
     def _survey(self, method: MethodSearch, draft: Draft) -> bool:
-        """Return True if the bubble scheduler expects a plan to be the fastest of its method.
+        """Return True if the bubble scheduler predicts that a plan is the fastest of its method.
 
-        The expected time is within a few per cent of the simulated one, and takes a fraction of the
-        time to compute. Plans that are expected to be slower are simulated later.
+        The estimate is within a few percent of the simulated time and needs a fraction of its CPU
+        time. Plans with a slower estimate are simulated later.
         """
         if not draft.is_surveyed:
             forecaster = self._forecaster(method, draft.plan)
@@ -597,47 +617,47 @@ class _Search:
         assert method.best is not None
         if method.best.step_ms > NEAR * self.best_ms:
             return
-        found = self._simulate(method, method.best.plan, short=False)
-        if found is not None and found.step_ms < method.sure_ms:
-            method.sure = found
+        candidate = self._simulate(method, method.best.plan, short=False)
+        if candidate is not None and candidate.step_ms < method.sure_ms:
+            method.sure = candidate
         method.best = method.sure
 
     def _progress(self, elapsed: float) -> str:
         simulated = sum(method.simulated for method in self._methods.values())
         best_ms = self.best_ms
-        found = (
+        text = (
             f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits in memory yet"
         )
         limit = f" of {self._budget_s:.0f}" if self._budget_s < inf else ""
-        return f"plans simulated: {simulated} in {elapsed:.0f}{limit} s of CPU time, {found}"
+        return f"plans simulated: {simulated} in {elapsed:.0f}{limit} s of CPU time, {text}"
 
     def result(self, seconds: float) -> SearchResult:
         """Return the results.
 
         Args:
-            seconds: Processor time of the search.
+            seconds: CPU time of the search.
         """
         best_ms = self.best_ms
-        left = [
+        bounds_ms = [
             min([method.open_ms, method.excluded_ms, *(draft.bound_ms for draft in method.drafts)])
             for method in self._methods.values()
         ]
-        found = {
+        best_by_method = {
             method.name: method.best or self._failure(method) for method in self._methods.values()
         }
         return SearchResult(
-            found,
+            best_by_method,
             {method.name: method.simulated for method in self._methods.values()},
             {method.name: method.considered for method in self._methods.values()},
-            min([best_ms, *left]),
+            min([best_ms, *bounds_ms]),
             self._complete,
             seconds,
         )
 
     def _failure(self, method: MethodSearch) -> str:
-        """Return why a method has no plan."""
+        """Return the reason why a method has no plan."""
         if method.least_bytes < inf:
-            found = (
+            text = (
                 "no plan fits in memory"
                 if self._complete
                 else "no plan that fits in memory was found in time"
@@ -645,7 +665,7 @@ class _Search:
             least_gib = method.least_bytes / 2**30
             limit_gib = self._limit_bytes / 2**30
             share = f"{limit_gib:.1f} GiB ({MEMORY_SHARE:.0%} of the memory)"
-            return f"{found}: at least {least_gib:.1f} GiB per device, of {share}"
+            return f"{text}: at least {least_gib:.1f} GiB per device, of {share}"
         if method.problems:
             return method.problems.most_common(1)[0][0]
         if not self._complete and (not method.started or method.drafts):
@@ -662,29 +682,32 @@ def _one_line(error: ConfigError) -> str:
 def compare_schedules(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample, budget_s: float
 ) -> dict[str, Candidate | str]:
-    """Return the fastest plan with the sizes of the recipe, or why there is none, by schedule.
+    """Return the fastest plan with the parallelism degrees of the recipe for each schedule.
 
     Args:
-        recipe: Recipe with sizes.
+        recipe: Recipe with parallelism degrees.
         devices: Number of devices in the cluster.
         profile: Profile of one device.
         sample: Model and first step of the recipe.
-        budget_s: Limit of the processor time of each schedule in seconds.
+        budget_s: Limit of the CPU time of each schedule in seconds.
+
+    Returns:
+        Plan, or the reason why there is none, by schedule.
     """
     names: dict[str, str] = {}
     for method in recipe_methods(recipe, devices, sample):
         for plan in recipe_plans(method, recipe, devices, sample):
             names.setdefault(plan.schedule, method)
-    found: dict[str, Candidate | str] = {}
+    fastest: dict[str, Candidate | str] = {}
     for name, method in names.items():
         result = search_plans(
             recipe, devices, profile, methods=(method,), budget_s=budget_s, schedules=(name,),
             own_sizes=True, sample=sample,
         )  # fmt: skip
-        found[name] = result.best_by_method[method]
-    own = recipe_candidate(recipe, devices, profile, sample)
-    if own is not None:
-        other = found.get(recipe.parallel.schedule)
-        if not isinstance(other, Candidate) or own.step_ms <= other.step_ms:
-            found[recipe.parallel.schedule] = own
-    return found
+        fastest[name] = result.best_by_method[method]
+    unchanged = recipe_candidate(recipe, devices, profile, sample)
+    if unchanged is not None:
+        current = fastest.get(recipe.parallel.schedule)
+        if not isinstance(current, Candidate) or unchanged.step_ms <= current.step_ms:
+            fastest[recipe.parallel.schedule] = unchanged
+    return fastest

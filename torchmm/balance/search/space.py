@@ -1,11 +1,18 @@
-"""Candidates of the search for parallel sizes, each a set of changes to a recipe.
+"""Candidates of the search for parallelism degrees, as changes of a recipe.
 
     for plan in shared_plans("fsdp", recipe, 64, profile, sample): planned_recipe(recipe, plan)
 
-A method is a way to divide the model: "fsdp" (no pipeline: FSDP2, HSDP, tensor, context and expert
-parallelism), "chain" (one chain of layers in a pipeline), "separated" (every module in separate
-segments on all pipeline ranks), "colocated" (encoders in the bubbles of the LLM) and
-"disaggregated" (every module on separate ranks, see `disaggregated`).
+A method is a way to divide the model:
+
+    fsdp            no pipeline: FSDP2, HSDP, tensor, context and expert parallelism
+    chain           all layers as one chain in a pipeline
+    separated       every module in separate segments on all pipeline ranks
+    colocated       encoders in the bubbles of the LLM
+    disaggregated   every module on separate ranks (see `disaggregated`)
+
+`shared_plans` yields the roots of all methods but the last: the product of parallelism degrees,
+with the first schedule and without recomputation. `neighbors` yields plans that differ from a fast
+plan in one choice.
 """
 
 from __future__ import annotations
@@ -36,30 +43,30 @@ CONTEXT_SIZES = EXPERT_SIZES = (2, 4, 8)
 CONTEXT_TOKENS = 8192
 """Sequence length from which context parallelism is tried."""
 PIPELINES = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
-"""Pipeline sizes that are tried besides divisors of the number of LLM layers."""
+"""Pipeline sizes that are tried in addition to divisors of the number of LLM layers."""
 VIRTUAL_STAGES = (2, 4)
 TUNED = "auto"
 RECOMPUTE_MODES = ("none", TUNED, "selective", "full")
-"""Modes of activation checkpointing to try, the fastest first. "auto" is never slower than another
-mode that fits. Where it is not supported, fixed modes are tried."""
+"""Modes of activation checkpointing to try, fastest first. "auto" is never slower than another mode
+that fits. If it is not supported, fixed modes are tried."""
 LEAST_USED = 1 / 2
-"""Smallest fraction of the devices that a plan uses."""
+"""Minimum fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
 FIRST_SEGMENTS = ((2, 4), (4, 4), (2, 1))
-"""Segments per rank and images at once that are tried first with searched schedules. Few images at
-once are faster for long images, such as the generated videos of PipeWeaver's T2V-S."""
+"""Segments per rank and images per sub-microbatch that are tried first with searched schedules. Few
+images are faster for long images, such as the generated videos of T2V-S of PipeWeaver."""
 LAYERS_PER_STAGE = (2, 4)
-"""Layers per encoder stage that are tried besides 1, for colocated encoders."""
+"""Layers per stage of colocated encoders that are tried in addition to 1."""
 CHAIN_SCHEDULES = (
     ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble", 1), ("megatron", 1),
     ("megatron", 2), ("gpipe", 1),
 )  # fmt: skip
-"""Schedules with stages per rank that are tried for a chain besides 1F1B."""
+"""Schedules with stages per rank that are tried for a chain in addition to 1F1B."""
 
 FIRST_SCHEDULES = {"separated": "separated", "colocated": "optimus"}
 """Schedules that are tried first, by method; 1F1B for other methods."""
 OWN_KEYS = ("schedule", "virtual_stages", "expert", "sequence_parallel", "gradient_reduction")
-"""Keys of [parallel] in plans of recipes as they are, besides sizes."""
+"""Keys of [parallel] in plans of unchanged recipes, in addition to parallelism degrees."""
 REDUCTION = "parallel.gradient_reduction"
 DATA_WORDS = {"data.reorder": "reordered", "data.balance": "balanced"}
 
@@ -82,7 +89,7 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """The changes in one line, which identifies the plan."""
+        """Changes in one line. It identifies the plan."""
         parts = [f"{key}={value}" for key, value in sorted(self.changes.items())]
         return f"{self.method} {self.devices} {' '.join(parts)}"
 
@@ -116,22 +123,22 @@ class Plan:
         return self.data_parallel // self.size("llm.context")
 
     def changed(self, **changes: Value | None) -> Plan:
-        """Return the plan with other values; "__" in a name is a dot, None removes a key."""
-        found = dict(self.changes)
+        """Return the plan with changed values. "__" in a name is a dot, and None removes a key."""
+        updated = dict(self.changes)
         for name, value in changes.items():
             key = name.replace("__", ".")
             if value is None:
-                found.pop(key, None)
+                updated.pop(key, None)
             else:
-                found[key] = value
-        return Plan(self.method, self.devices, found)
+                updated[key] = value
+        return Plan(self.method, self.devices, updated)
 
 
 def plain_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe without parallel sizes, for one rank per pipeline stage and module.
+    """Return the recipe without parallelism degrees, for one rank per pipeline stage and module.
 
-    Recomputation modes of single modules are dropped: plans choose the mode of all modules. Other
-    keys of [parallel] stay, unless they contradict the keys that plans change.
+    Recomputation modes of single modules are removed, because plans choose the mode of all modules.
+    Other keys of [parallel] are not changed, unless they conflict with the keys that plans change.
     """
     table = recipe.parallel.model_dump(exclude_none=True)
     dropped = {*AXES, "segments", "context", "sub_microbatch_images"}
@@ -157,11 +164,11 @@ def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
     sections: dict[str, dict[str, Value]] = {"simulation": {"gpus": plan.devices}}
     for key, value in plan.changes.items():
         section, _, name = key.partition(".")
-        module, _, own = name.partition(".")
+        module, _, module_key = name.partition(".")
         if section != "parallel":
             sections.setdefault(section, {})[name] = value
-        elif own:
-            parallel.setdefault(module, {})[own] = value
+        elif module_key:
+            parallel.setdefault(module, {})[module_key] = value
         else:
             parallel[name] = value
     sections.pop("activation_checkpoint", None)
@@ -186,10 +193,10 @@ def with_memory_limit(recipe: Recipe, device_bytes: float) -> Recipe:
         recipe: Recipe to change.
         device_bytes: Memory of a device.
     """
-    own = recipe.activation_checkpoint
-    if limit_bytes(own.memory_limit, device_bytes) <= MEMORY_SHARE * device_bytes:
+    checkpointing = recipe.activation_checkpoint
+    if limit_bytes(checkpointing.memory_limit, device_bytes) <= MEMORY_SHARE * device_bytes:
         return recipe
-    section = own.model_copy(update={"memory_limit": f"{MEMORY_SHARE:.0%}"})
+    section = checkpointing.model_copy(update={"memory_limit": f"{MEMORY_SHARE:.0%}"})
     return recipe.model_copy(update={"activation_checkpoint": section})
 
 
@@ -202,7 +209,7 @@ def shared_plans(
     *,
     exact: bool = False,
 ) -> Iterator[Plan]:
-    """Yield plans whose modules share all ranks, with the first schedule and recomputation.
+    """Yield plans whose modules share all ranks, with the first schedule and recomputation mode.
 
     Args:
         method: Any of `METHODS` but "disaggregated".
@@ -210,7 +217,7 @@ def shared_plans(
         devices: Number of devices in the cluster.
         profile: Profile of one device.
         sample: Model of the recipe.
-        exact: Whether a plan has to use all devices.
+        exact: Whether a plan must use all devices.
     """
     per_node = profile.device.devices_per_node
     llm = next(module for module in sample.modules if module.name == LLM)
@@ -219,9 +226,9 @@ def shared_plans(
     experts = (1, *_expert_sizes(llm, per_node)) if method in ("fsdp", "chain") else (1,)
     contexts = _context_sizes(recipe)
     batch = recipe.training.global_batch_size
-    own = recipe.training.microbatch_size
-    most = max(own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2]))
-    sizes = [size for size in microbatch_sizes(recipe) if size <= most]
+    recipe_size = recipe.training.microbatch_size
+    max_size = max(recipe_size, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2]))
+    sizes = [size for size in microbatch_sizes(recipe) if size <= max_size]
     for tensor, pipeline, context, expert, size in product(
         tensors, pipelines, contexts, experts, sizes
     ):
@@ -263,23 +270,23 @@ def microbatch_sizes(recipe: Recipe) -> list[int]:
 
 
 def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
-    """Return how sequences and images are assigned to data-parallel ranks."""
-    found: dict[str, Value] = {"data.reorder": _reorders(method, recipe)[0]}
+    """Return the assignment of sequences and images to data-parallel ranks."""
+    changes: dict[str, Value] = {"data.reorder": _reorders(method, recipe)[0]}
     data = recipe.data.model_copy(update={"balance": "images"})
     has_images = any(module.kind != "llm" for module in sample.modules)
     is_plain = method == "fsdp" and context == 1 and has_images
     if is_plain and not find_problems(recipe.model_copy(update={"data": data}), 1):
-        found["data.balance"] = "images"
-    return found
+        changes["data.balance"] = "images"
+    return changes
 
 
 def _pipelines(method: str, recipe: Recipe, devices: int, sample: StepSample) -> tuple[int, ...]:
     counts = {module.name: len(module.layers) for module in sample.modules}
     llm = counts[LLM]
-    most = min(counts.values()) if method == "separated" else llm
+    max_pipeline = min(counts.values()) if method == "separated" else llm
     divisors = [n for n in range(2, llm + 1) if llm % n == 0]
-    tried = sorted({recipe.parallel.pipeline, *PIPELINES, *divisors})
-    return tuple(n for n in tried if 1 < n <= min(most, devices, PIPELINES[-1]))
+    candidates = sorted({recipe.parallel.pipeline, *PIPELINES, *divisors})
+    return tuple(n for n in candidates if 1 < n <= min(max_pipeline, devices, PIPELINES[-1]))
 
 
 def _expert_sizes(llm: ModuleDescription, per_node: int) -> list[int]:
@@ -288,40 +295,41 @@ def _expert_sizes(llm: ModuleDescription, per_node: int) -> list[int]:
 
 
 def _context_sizes(recipe: Recipe) -> tuple[int, ...]:
-    own = recipe.parallel.context
-    if own == 1 and recipe.training.sequence_length < CONTEXT_TOKENS:
+    context = recipe.parallel.context
+    if context == 1 and recipe.training.sequence_length < CONTEXT_TOKENS:
         return (1,)
-    return tuple(sorted({1, own, *CONTEXT_SIZES}))
+    return tuple(sorted({1, context, *CONTEXT_SIZES}))
 
 
-def _data_parallel(most: int, microbatches: int, multiple: int, context: int) -> int:
+def _data_parallel(max_ranks: int, microbatches: int, multiple: int, context: int) -> int:
     """Return the largest number of data-parallel ranks that divides the batch, or 0."""
-    for count in range(most, 0, -1):
+    for count in range(max_ranks, 0, -1):
         if count % multiple == 0 and microbatches % (count // context) == 0:
             return count
     return 0
 
 
 def _shard_sizes(method: str, data: int, tensor: int, per_node: int) -> list[int]:
-    """Return sizes of shard groups: inside a node, then larger, then none.
+    """Return sizes of shard groups: within a node, then larger, then none.
 
-    Without a pipeline, layers are gathered in every microbatch, so all sizes are tried, each at
-    least twice the one before. Pipelines gather once per step, so few sizes suffice.
+    Without a pipeline, layers are all-gathered in every microbatch. All sizes are therefore tried,
+    each at least twice the previous size. Pipelines all-gather once per step, so few sizes are
+    enough.
     """
     divisors = [n for n in range(1, data + 1) if data % n == 0]
-    found = [max(n for n in divisors if n == 1 or n * tensor <= per_node)]
-    while larger := next((n for n in divisors if n >= 2 * found[-1]), None):
-        found.append(larger)
+    sizes = [max(n for n in divisors if n == 1 or n * tensor <= per_node)]
+    while larger := next((n for n in divisors if n >= 2 * sizes[-1]), None):
+        sizes.append(larger)
     if method != "fsdp":
-        found = found[:2]
-    return list(dict.fromkeys((*found, data, 1)))
+        sizes = sizes[:2]
+    return list(dict.fromkeys((*sizes, data, 1)))
 
 
 def _reorders(method: str, recipe: Recipe) -> tuple[str, ...]:
-    """Return the values of `data.reorder` to try, the one that is most often fastest first.
+    """Return the values of `data.reorder` to try, the value that is usually fastest first.
 
-    Without a pipeline, the order of the microbatches of a rank does not matter. Streamed samples
-    cannot be reordered, because their sizes are not known in advance.
+    Without a pipeline, the microbatch order of a rank does not matter. Streamed samples cannot be
+    reordered, because their sizes are unknown in advance.
     """
     if any(source.streaming for source in recipe.data.sources):
         return ("none",)
@@ -329,7 +337,8 @@ def _reorders(method: str, recipe: Recipe) -> tuple[str, ...]:
 
 
 def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
-    """Yield plans that differ from one that is fast: another schedule, stages or images at once.
+    """Yield plans that differ from a fast plan in the schedule, stages, or images per
+    sub-microbatch.
 
     Args:
         plan: Plan of modules that share all ranks.
@@ -354,28 +363,29 @@ def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
 
 
 def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
-    """Yield the searched schedule, then other numbers of segments and images at once.
+    """Yield the searched schedule, then other numbers of segments and images.
 
-    All numbers are given, so that forecasts and runs do not choose them again.
+    All numbers are set explicitly, so that simulations and runs do not choose them again.
     """
     pipeline = plan.size("pipeline")
-    most: dict[str, int] = {}
+    limits: dict[str, int] = {}
     values: dict[str, int] = {}
     for module in sample.modules:
         key = f"parallel.{module.name}.segments"
-        most[key] = min(len(module.layers) // pipeline, MOST_SEGMENTS)
+        limits[key] = min(len(module.layers) // pipeline, MOST_SEGMENTS)
         values[key] = int(plan.changes.get(key, 1))
         if module.kind != "llm":
             key = f"parallel.{module.name}.sub_microbatch_images"
             values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
-            most[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
+            limits[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
     if plan.schedule != "searched":
         for count, images in FIRST_SEGMENTS:
-            own = {
-                key: min(count if key.endswith("segments") else images, most[key]) for key in values
+            changed = {
+                key: min(count if key.endswith("segments") else images, limits[key])
+                for key in values
             }
-            if all(own.values()):
-                yield plan.changed(parallel__schedule="searched", **own)
+            if all(changed.values()):
+                yield plan.changed(parallel__schedule="searched", **changed)
         return
     segments = tuple(key for key in values if key.endswith("segments"))
     groups = (
@@ -383,13 +393,16 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
     )
     steps = (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1)
     for step, group in product(steps, groups):
-        own = values | {key: step(values[key]) for key in group}
-        if all(1 <= own[key] <= most[key] for key in group):
-            yield plan.changed(**own)
+        changed = values | {key: step(values[key]) for key in group}
+        if all(1 <= changed[key] <= limits[key] for key in group):
+            yield plan.changed(**changed)
 
 
 def _colocated_neighbors(plan: Plan, layers: Mapping[str, int]) -> Iterator[Plan]:
-    """Yield other LLM stages and schedules, then other sizes of all encoders and of single ones."""
+    """Yield other LLM stages and schedules, then other parallelism degrees of encoders.
+
+    Degrees of all encoders together come first, then those of single encoders.
+    """
     for stages in (1, *VIRTUAL_STAGES):
         if stages != plan.size("virtual_stages") and stages * plan.size("pipeline") <= layers[LLM]:
             yield plan.changed(parallel__virtual_stages=stages)
@@ -400,8 +413,8 @@ def _colocated_neighbors(plan: Plan, layers: Mapping[str, int]) -> Iterator[Plan
     groups = [encoders, *([name] for name in encoders)] if len(encoders) > 1 else [encoders]
     for group in groups:
         for values in _encoder_values(plan, {name: layers[name] for name in group}):
-            own = {f"parallel.{name}": value for name, value in values.items()}
-            yield Plan(plan.method, plan.devices, {**plan.changes, **own})
+            changed = {f"parallel.{name}": value for name, value in values.items()}
+            yield Plan(plan.method, plan.devices, {**plan.changes, **changed})
 
 
 def _encoder_values(plan: Plan, layers: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -429,7 +442,7 @@ def _encoder_values(plan: Plan, layers: Mapping[str, int]) -> Iterator[dict[str,
 
 
 def describe_sizes(plan: Plan) -> str:
-    """Return the parallel sizes of a plan in a few words."""
+    """Return a short description of the parallelism degrees of a plan."""
     names = {
         "TP": plan.size("tensor"),
         "PP": plan.size("pipeline"),
@@ -451,13 +464,13 @@ def describe_sizes(plan: Plan) -> str:
 
 
 def describe_choices(plan: Plan, recipe: Recipe) -> str:
-    """Return the values of a plan that the search chose for a recipe, in a few words."""
+    """Return a short description of the values that the search chose for a recipe."""
     stages = plan.size("virtual_stages")
     words = [f"{stages} stages per rank"] if stages > 1 else []
     for key, value in sorted(plan.changes.items()):
-        module, _, own = key.removeprefix("parallel.").partition(".")
+        module, _, key_of_module = key.removeprefix("parallel.").partition(".")
         modules = recipe.parallel.modules
-        given = getattr(modules[module], own, None) if module in modules else None
-        if key.startswith("parallel.") and own and value != given:
-            words.append(f"{module} {own} {value}")
+        recipe_value = getattr(modules[module], key_of_module, None) if module in modules else None
+        if key.startswith("parallel.") and key_of_module and value != recipe_value:
+            words.append(f"{module} {key_of_module} {value}")
     return ", ".join(words)

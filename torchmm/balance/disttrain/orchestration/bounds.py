@@ -4,8 +4,8 @@ The formula of `search` is an estimate. It includes a warm-up that a schedule ma
 that a step may not need, so it can exceed the simulated time and cannot end a search. A bound
 contains only work that no schedule can hide:
 
-- A rank runs all its work. The samples of a step are those of the simulation. The busiest replica
-  group therefore runs at least the mean sample time multiplied by the samples per replica. Layers
+- A rank runs all its work. The samples of a step are those of the simulation. The most loaded
+  replica group runs at least the mean sample time multiplied by the samples per replica. Layers
   are split by the function that splits them for a run.
 - Before the last LLM rank starts, a microbatch passes the first stages of all previous ranks. After
   the last rank finishes, the last backward pass returns through them. The work of a generator has a
@@ -16,7 +16,7 @@ contains only work that no schedule can hide:
     rank 1     F..................................B        chain forward, work of the last
     last         |<--- work of the last rank --->|         rank, chain backward
 
-    max over units u:  max(n_u (fullest rank), n_u (last rank) + k (min chain to it)) + k (LLM)
+    max over units u:  max(n_u (most loaded rank), n_u (last rank) + k (min chain to it)) + k (LLM)
 
 n_u is the number of samples of a replica, k that of a microbatch, and (LLM) the LLM chain before
 generators. Transfers, all-gathers, reductions, idle time, and chains inside encoders and generators
@@ -93,7 +93,7 @@ class UnitBound:
         stages: int,
         whole_backwards: bool,
     ) -> Float64s:
-        """Return the step time bound of the busiest rank for each option.
+        """Return the step time bound of the most loaded rank for each option.
 
         Args:
             sizes_O: Tensor-, data- and pipeline-parallel sizes.
@@ -116,9 +116,10 @@ class UnitBound:
     def _cut(self, pipeline: int, stages: int) -> tuple[float, ...]:
         """Return layer counts of a split into stages.
 
-        The counts are those of the fullest rank, of the last rank, of the first stages before the
-        last rank, and of the first rank. Operations before and after the layers have a different
-        efficiency. Ranks therefore count only layers, and one rank has at least the average work.
+        The counts are those of the rank with the most layers, of the last rank, of the first stages
+        before the last rank, and of the first rank. Operations before and after the layers have a
+        different efficiency. Ranks therefore count only layers, and one rank has at least the
+        average work.
         """
         counted = self._cuts.get((pipeline, stages))
         if counted is None:

@@ -236,7 +236,7 @@ def list_options(
             share = np.inf
             for pipeline in range(1, min(most // group, tables.layers_U[unit] // virtual) + 1):
                 if stage_share(tables.layers_U[unit], virtual, pipeline) >= share:
-                    continue  # one more rank does not reduce the layers of the fullest rank
+                    continue  # one more rank does not reduce the maximum layers per rank
                 share = stage_share(tables.layers_U[unit], virtual, pipeline)
                 times = unit_seconds(tables, unit, tensor, own, pipeline, samples)
                 rest = max(setting.devices - group * pipeline, 1)

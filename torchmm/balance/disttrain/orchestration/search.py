@@ -60,7 +60,7 @@ class UnitSizes:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit of a plan.
+    """Parallelism degrees, times and memory of a unit.
 
     Attributes:
         name: Name of the module.
@@ -160,7 +160,7 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
         sizes: Parallelism degrees of each unit.
 
     Raises:
-        ValueError: A unit has no costs for a size, sizes do not divide the batch or each later, or
+        ValueError: A unit has no costs for a size, sizes do not divide the batch or each other, or
             they need too many devices.
     """
     tables = problem.tables({})

@@ -220,7 +220,7 @@ class PlanSpace:
 
         Args:
             limit_s: Upper limit of the bounds.
-            most_layouts: Maximum number of LLM layouts to visit.
+            most_layouts: Maximum number of LLM layouts to evaluate.
         """
         plans: list[PlanGuess] = []
         open_s = inf
@@ -246,6 +246,7 @@ class PlanSpace:
         remaining = np.maximum(0, self._problem.devices - llm_options.devices.astype(int))
         behind_s = self._around_llm(variant, len(options) - 1, llm_options)
         lowest_s = np.empty(len(llm_options.sizes))
+        # Units after the LLM also wait for the LLM chain, whose time depends on the LLM option.
         for chain_s in set(behind_s.tolist()):
             others = [
                 _by_devices(option, self._problem.devices) + chain_s * (unit > self._problem.llm)
@@ -287,7 +288,7 @@ class PlanSpace:
         return options
 
     def _unit_options(self, variant: int, data: int, unit: int) -> _Options:
-        """Return the options of a unit that fitting fit."""
+        """Return the options of a unit that may fit."""
         chosen_variant = self.variants[variant]
         problem = chosen_variant.problem
         bound = chosen_variant.bounds[unit]
@@ -373,6 +374,7 @@ class PlanSpace:
         if not all(shape):
             return []
 
+        # Arrays have one axis per unit, so broadcasting evaluates all combinations at once.
         def on_axis(values: Float64s, unit: int) -> Float64s:
             return values.reshape([-1 if axis == unit else 1 for axis in range(units)])
 
@@ -384,6 +386,7 @@ class PlanSpace:
         steady = self._problem.global_batch_size // self._problem.microbatch_size // data - 1
         estimate_s = join_columns("warmup_s", np.add) + steady * join_columns("stage_s", np.maximum)
         estimate_s = estimate_s + join_columns("sync_s", np.maximum)
+        # LLM replicas per replica group. Several replicas of a group wait for each other.
         together = data / join_columns("data", np.gcd)
         estimate_s = estimate_s * (1 + UNEQUAL_SHARE * np.log2(together))
         bounds_s = [
@@ -392,6 +395,7 @@ class PlanSpace:
         ]
         bound_s = np.broadcast_to(reduce(np.maximum, bounds_s), shape)
         likely = np.full(shape, chosen_variant.guessed)
+        # The depth of a unit includes all later units, so sum from the last unit to the first.
         depth: Float64s = np.zeros([1] * units)
         for unit in range(units - 1, -1, -1):
             depth = depth + on_axis(options[unit].pipeline, unit)
@@ -435,6 +439,7 @@ def _shared(one_s: Float64s, other_s: Float64s) -> Float64s:
         other_s: Lowest times of the second unit by number of devices, not increasing.
     """
     lowest_s: Float64s = np.full(len(one_s), inf)
+    # Only numbers of devices at which the first unit gets faster can reduce the maximum.
     faster = np.concatenate(([True], one_s[1:] < one_s[:-1])) & (one_s < inf)
     for count in np.flatnonzero(faster).tolist():
         slower_s = np.maximum(one_s[count], other_s[: len(lowest_s) - count])
@@ -461,6 +466,7 @@ def _undominated(options: _Options, *, same_devices: bool) -> _Options:
         options.pipeline, options.pipeline - options.depth,
     ])  # fmt: skip
     selected: list[int] = []
+    # In ascending order of devices, an option can only be dominated by an earlier option.
     for row in np.lexsort((options.stage_s, devices)).tolist():
         better = columns[:, selected]
         is_dominated = (better <= columns[:, [row]]).all(axis=0)

@@ -132,7 +132,7 @@ def _lighter(loads: Float64s, one: int, other: int) -> bool:
 
 @compiled
 def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, swaps: int) -> None:
-    """Swap items of the heaviest group in place until it is within the limit or no swap helps."""
+    """Swap items of the largest group in place until it is within the limit or no swap helps."""
     for _ in range(swaps):
         heavy = int(np.argmax(loads))
         light = int(np.argmin(loads))

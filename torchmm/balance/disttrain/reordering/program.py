@@ -66,11 +66,11 @@ class StepProgram:
             ValueError: Shapes do not match the program, or a duration is negative or not finite.
         """
         shapes = np.shape(forward_ms_GSM), np.shape(backward_ms_GSM)
-        expected = (self.stages, self.microbatches)
-        if shapes[0] != shapes[1] or shapes[0][-2:] != expected or len(shapes[0]) != 3:
+        wanted = (self.stages, self.microbatches)
+        if shapes[0] != shapes[1] or shapes[0][-2:] != wanted or len(shapes[0]) != 3:
             raise ValueError(
-                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {expected[0]} stages "
-                f"x {expected[1]} microbatches"
+                f"durations of shapes {shapes[0][-2:]} and {shapes[1][-2:]} for {wanted[0]} stages "
+                f"x {wanted[1]} microbatches"
             )
         costs = np.concatenate([forward_ms_GSM, backward_ms_GSM], axis=1, dtype=np.float64)
         if costs.size and not (costs.min() >= 0 and costs.max() < np.inf):
@@ -158,7 +158,7 @@ def _sort_by_slot(graph: CompiledGraph, slot_of: Int64s) -> tuple[Int64s, Int64s
     Returns:
         The last slot of each operator; the sorted operator indices; and, in this order, the two
         predecessors of each operator. A single predecessor is repeated. The number of operators
-        stands for a missing predecessor.
+        marks a missing predecessor.
     """
     slots = slot_of[graph.node_at]
     for place in range(len(slots)):

@@ -65,7 +65,7 @@ SEED = 0
 OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
 """Function that returns the order of a step with equal task times, and the replica of each task."""
 NS_PER_MS = 1e6
-"""Durations are whole nanoseconds, so that all processors compute equal results."""
+"""Durations are integers in nanoseconds, so that all processors compute equal results."""
 
 
 class OrderedLayout(NamedTuple):
@@ -126,7 +126,7 @@ class Chain:
 
     @property
     def regular(self) -> bool:
-        """Whether all ranks have the same number of positions, in round-robin order."""
+        """True if all ranks have the same number of positions, in round-robin order."""
         pipeline = 1 + max(self.ranks)
         places = range(len(self.ranks))
         return len(places) % pipeline == 0 and self.ranks == tuple(i % pipeline for i in places)
@@ -152,7 +152,7 @@ class Chain:
 
 
 class PackTimes(NamedTuple):
-    """Times of every pack at every stage or position, in whole nanoseconds."""
+    """Times of every pack at every stage or position, in integer nanoseconds."""
 
     forward_SN: Float64s
     backward_SN: Float64s
@@ -209,7 +209,7 @@ class StepReorder:
         self._searches = schedule == "searched"
         self._chain = Chain.of(layout, schedule)
         replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
-        # LLM replicas inside one plan run microbatches in turn.
+        # LLM replicas inside one plan run microbatches round-robin.
         self._waves = replicas["llm"]
         self._shares = {name: replicas["llm"] / count for name, count in replicas.items()}
         self._groups = groups
@@ -225,7 +225,7 @@ class StepReorder:
         """Return the best of several arrangements of the packs by group and microbatch.
 
         Args:
-            packs: Global batch, candidate pack as a separate microbatch.
+            packs: Global batch, each pack as a separate microbatch.
         """
         stages = self.stage_times(packs)
         chain = self._at_places(stages)
@@ -326,7 +326,7 @@ class StepReorder:
     def _in_turn(self, microbatches: Int64s) -> Int64s:
         """Return the packs as (groups, microbatches, packs).
 
-        LLM replicas inside a plan run microbatches in turn.
+        LLM replicas inside a plan run microbatches round-robin.
         """
         count = microbatches.shape[1]
         by_group = microbatches.reshape(self._groups, self._waves, count, -1)

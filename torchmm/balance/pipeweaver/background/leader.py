@@ -10,7 +10,7 @@ A search starts with orders of earlier steps (`remembered`). It ends after its f
 time, with a provably optimal order, or with the next request. Searched schedules always have a
 process. Other schedules get one if planning is slow.
 
-If there is no plan in time, or the step has changed (a sample was corrupt), the training process
+If no plan arrives in time, or the step has changed (a sample was corrupt), the training process
 plans before the step. Static schedules get the same plan in both cases. A search before a step must
 be short: natural and static orders only, unless no step was measured yet or no process will plan.
 
@@ -107,13 +107,13 @@ class PlanLeader:
         """Return the plan of a step that begins, and request the plan of the next step.
 
         Args:
-            step: number of the step.
-            metas: sizes of the microbatches of the step.
-            upcoming: see `Planner.plan`.
-            measured: measured times to plan with.
+            step: Number of the step.
+            metas: Sizes of the microbatches of the step.
+            upcoming: As for `Planner.plan`.
+            measured: Measured times to plan with.
 
         Raises:
-            PlanError, ValueError: see `plan_before_step`.
+            PlanError, ValueError: As for `plan_before_step`.
         """
         own = PlanRequest(step, tuple(metas), measured)
         requested, self._requested = self._requested, None
@@ -132,9 +132,9 @@ class PlanLeader:
         """Store times of a step, which limit the planning time and the error of the next one.
 
         Args:
-            step_ms: time of the step.
-            predicted_ms: predicted time of its plan. None if it is unknown.
-            measured_ms: measured time of its plan.
+            step_ms: Time of the step.
+            predicted_ms: Predicted time of its plan. None if it is unknown.
+            measured_ms: Measured time of its plan.
         """
         if predicted_ms is not None:
             self._spread.observe(predicted_ms, measured_ms)

@@ -65,10 +65,10 @@ class Measured:
     """Measured times of earlier steps. Empty before the first step.
 
     Attributes:
-        rates: milliseconds per FLOP by module and action type. Static schedules use factors on
+        rates: Milliseconds per FLOP by module and action type. Static schedules use factors on
             FLOPs instead.
-        fits: measured times of actions by module, action type and rank.
-        between_ms: measured times of messages between two ranks.
+        fits: Measured times of actions by module, action type and rank.
+        between_ms: Measured times of messages between two ranks.
     """
 
     rates: Mapping[ActionKind, float] = field(default_factory=dict)
@@ -81,11 +81,11 @@ class PlanRequest:
     """A step to plan.
 
     Attributes:
-        step: number of the step.
-        microbatches: sizes of the microbatches of this data-parallel rank.
-        measured: measured times to plan with.
-        seconds: time limit of the search. If None, only evaluations are limited.
-        least_gain: minimum relative gain of a searched order over natural and static orders.
+        step: Number of the step.
+        microbatches: Sizes of the microbatches of this data-parallel rank.
+        measured: Measured times to plan with.
+        seconds: Time limit of the search. If None, only evaluations are limited.
+        least_gain: Minimum relative gain of a searched order over natural and static orders.
     """
 
     step: int

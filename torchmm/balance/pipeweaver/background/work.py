@@ -106,7 +106,7 @@ class StepWork:
         """Return the encoded plan of an order, or of the schedule if None.
 
         Raises:
-            PlanError: the schedule cannot run the step, or it does not fit into memory.
+            PlanError: The schedule cannot run the step, or it does not fit into memory.
         """
         setup = self.setup
         begin_s = time.perf_counter()
@@ -144,15 +144,15 @@ def plan_before_step(
     """Return the plan of a step that is not planned yet.
 
     Args:
-        setup: constants of the run.
-        request: step to plan.
-        budget: limit of a search. If None, only natural and static orders are compared without
+        setup: Constants of the run.
+        request: Step to plan.
+        budget: Limit of a search. If None, only natural and static orders are compared without
             tuned layers, which takes a tenth of the time, because all ranks wait. Optimus uses the
             first coarse order that fits.
 
     Raises:
-        PlanError: see `plan_costed_step`.
-        ValueError: no order fits into memory.
+        PlanError: As for `plan_costed_step`.
+        ValueError: No order fits into memory.
     """
     work = StepWork(setup, request)
     if setup.model is None:

@@ -217,6 +217,6 @@ class Annealing(Strategy):
         return changed
 
     def adopt(self, best: Evaluator) -> None:
-        """Continue from the best order of all workers when single segments are changed."""
+        """Update the current order from the best worker when single segments are changed."""
         if self.by_segment and best is not self.evaluator and best.best_score < self.score:
             self._begin_with(best.best, best.best_score)

@@ -69,7 +69,7 @@ class SearchedOrder:
 
     @property
     def speedup_over_default_order(self) -> float | None:
-        """Relative speedup over the natural order. None if there is no natural order."""
+        """Relative speedup over the natural order. None without a natural order."""
         if self.natural_ms == inf or self.predicted_ms == 0:
             return None
         return self.natural_ms / self.predicted_ms - 1
@@ -105,7 +105,7 @@ class StepSearch:
 
     @property
     def fits(self) -> bool:
-        """Whether any order fits into memory."""
+        """True if any order fits into memory."""
         return self._static is not None or self.dispatcher.evaluate() < inf
 
     def search(self, budget: Budget, settings: Settings, seen: Seen | None = None) -> SearchedOrder:

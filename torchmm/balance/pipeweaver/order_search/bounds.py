@@ -5,9 +5,9 @@ and the longest path from it to the end follows it. If actions could be preempte
 of a rank always runs the available action with the longest remaining path. This is Jackson's
 schedule of one machine with heads and tails (Carlier 1982). No order without preemption is faster.
 
-**Equal ranks.** If all ranks take equally long in every segment, a larger bound exists. Let x be a
-segment of each microbatch whose forward precedes all backward tasks of the microbatch, as in the
-LLM. Let j be the first of them to start on the last of P ranks:
+**Equal ranks.** If all ranks take equally long in every segment, a larger bound exists. Choose a
+segment x of each microbatch whose forward precedes all backward tasks of the microbatch, as in the
+LLM. The action j is the first of them to start on the last of P ranks:
 
     rank q      ...  | j |          When j ends on rank q, rank q + 1 has completed only tasks
     rank q + 1  ...      | j |      that rank q had completed when it started j.
@@ -90,7 +90,7 @@ def _one_rank(paths: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
-    """Return True if every segment visits all ranks in one order with equal durations."""
+    """Return True if every segment passes all ranks in one order with equal durations."""
     ranks = dispatcher.graph.layout.rank_count
     visits: dict[int, list[int]] = {}
     times: dict[tuple[int, ActionType], set[int]] = {}
@@ -121,7 +121,7 @@ def _equal_ranks(dispatcher: Dispatcher) -> int:
     durations = tables.duration_ps.tolist()
     ranks = (tables.queue // 2).tolist()
     pointers = tables.pointers.tolist()
-    # The rank that every segment visits last.
+    # The last rank of every segment.
     last = next(
         ranks[a]
         for a in reversed(range(len(actions)))

@@ -115,7 +115,7 @@ def segments_of(graph: StageGraph) -> tuple[list[Segment], dict[Task, int]]:
 def build_tables(
     graph: StageGraph, costs: PlanCosts, units: Mapping[Task, int]
 ) -> tuple[list[Action], DispatchTables]:
-    """Number the F and B actions of a step and build the arrays of the dispatcher.
+    """Build numbered F and B actions of a step, and the arrays of the dispatcher.
 
     Args:
         graph: Tasks of the step.

@@ -66,7 +66,7 @@ class RememberedOrders:
         self._of_shape: OrderedDict[Shape, _Places] = OrderedDict()
 
     def starts(self, dispatcher: Dispatcher) -> list[Uint32s]:
-        """Return orders of the segments of a step, most promising first.
+        """Return orders of the segments of a step, best candidate first.
 
         The list is empty before the first call of `add`.
         """

@@ -110,7 +110,7 @@ class SearchResult:
 
     @property
     def fits(self) -> bool:
-        """Whether an order that fits into memory was found."""
+        """True if an order that fits into memory was found."""
         return self.makespan_ms < float("inf")
 
 
