@@ -218,7 +218,7 @@ def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: b
     Raises:
         DataError: `datasets` cannot read the source.
     """
-    names = [glob.escape(str(f)) for f in files]  # names are patterns to `datasets`
+    names = [glob.escape(str(f)) for f in files]  # `datasets` expects patterns
     options: dict[str, Any] = {}
     if kind == "hub":
         options = {"split": config.split, "revision": config.revision}

@@ -77,8 +77,8 @@ class Shard:
     arrays: dict[str, tuple[str, list[int], int]]
     """Dtype, shape and byte offset of each array in the `.sizes` file."""
     filtered: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples, and the index and reason
-    of the first sample."""
+    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples, and to the index and
+    reason of the first sample."""
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Maps dropped content (`MeasuredSample.dropped`) to the number of samples and of items."""
 
