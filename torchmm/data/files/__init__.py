@@ -1,1 +1,1 @@
-"""Local files, files at addresses, and where records begin in them."""
+"""Local and remote files, and the offsets of records in them."""

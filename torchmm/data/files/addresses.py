@@ -1,7 +1,7 @@
-"""Addresses of files elsewhere: `s3://bucket/name`, `gs://`, `hf://`, `https://`.
+"""URLs of remote files: `s3://bucket/name`, `gs://`, `hf://`, `https://`.
 
-Credentials come from the environment and never stand in an address, because addresses are written
-into logs, recipes, checkpoints and trackers.
+Credentials are in the environment and never in URLs, because logs, recipes, checkpoints and
+trackers contain URLs.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _WILD = re.compile(r"[*?[]")
 
 
 class Address(NamedTuple):
-    """An address in parts."""
+    """Parsed URL."""
 
     scheme: str
     store: str
-    """A bucket, a host, or what hf:// calls a kind of repository."""
+    """Bucket, host, or type of repository in hf:// URLs."""
     path: str
-    """Inside of it, without a slash at either end."""
+    """Path in the store without slashes at both ends."""
 
     @property
     def root(self) -> str:
-        """Address of the store itself."""
+        """URL of the store."""
         return f"{self.scheme}://{self.store}"
 
 
 def split_address(address: str) -> Address:
-    """Its parts; what follows "?" belongs to the path."""
+    """Parse a URL. A query string is part of the path."""
     scheme, _, rest = address.partition("://")
     store, _, path = rest.partition("/")
     return Address(scheme.lower(), store, path.strip("/"))
 
 
 def without_secrets(text: str) -> str:
-    """A text whose addresses have lost user names, passwords and everything after "?"."""
+    """Remove user names, passwords and query strings from all URLs in a text."""
     return _IN_TEXT.sub(lambda match: _bare(match[0]), text)
 
 
@@ -49,13 +49,12 @@ def _bare(address: str) -> str:
     user, at, host = store.rpartition("@")
     if ":" in user:
         store = f"...{at}{host}"
-    whole = f"{store}{slash}{path}"
-    bare, question, _ = whole.partition("?")
+    bare, question, _ = f"{store}{slash}{path}".partition("?")
     return f"{scheme}://{bare}{'?...' if question else ''}"
 
 
 def join_address(folder: str, name: str) -> str | None:
-    """Address of a file below a folder's; None: the name, or address, leads out of it."""
+    """Return the URL of a file in a directory, or None if the name is outside of it."""
     address = split_address(folder)
     name = name.removeprefix(posixpath.join(address.root, address.path, ""))
     path = posixpath.normpath(posixpath.join("/", address.path, name))
@@ -66,11 +65,11 @@ def join_address(folder: str, name: str) -> str | None:
 
 
 def fixed_part(address: str) -> str:
-    """The folder that everything lies in which a pattern (with "*") may match."""
+    """Return the directory that contains all files that a glob pattern may match."""
     match = _WILD.search(address)
     return address if match is None else address[: match.start()].rpartition("/")[0]
 
 
 def is_pattern(address: str) -> bool:
-    """Whether it has wildcards."""
+    """Return True if a URL or path has wildcards."""
     return _WILD.search(address) is not None

@@ -1,7 +1,7 @@
-"""Where records begin in a file, kept between starts: found once, in a file of numbers.
+"""Cache of the offsets of records in files.
 
-To find them, a file has to be read (JSON lines) or its headers (tar), which for files elsewhere is
-slow. What was found is named by the file's version; anything unreadable is found again.
+Finding records requires reading a file (JSON Lines) or its headers (tar), which is slow for remote
+files. An entry of the cache is named by the version of the file. Corrupt entries are replaced.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torchmm.common.files import replace_atomically
 from torchmm.data.files.remote import AnyFile, RemoteFile
 
 SUM_BYTES = 16
-"""Size of a checksum."""
+"""Size of a checksum in bytes."""
 
 logger = logging.getLogger(__name__)
 
 
 def checksum(data: bytes | memoryview | mmap.mmap) -> bytes:
-    """Return the 16-byte xxh3 checksum of some bytes."""
+    """Return the 16-byte xxh3 checksum of bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 class Places:
-    """Numbers by file.
+    """Cache of integer arrays by file.
 
     Args:
-        directory: of the index cache; None: nothing is kept.
+        directory: Directory of the index cache. None to disable the cache.
     """
 
     def __init__(self, directory: str | Path | None) -> None:
         self._directory = None if directory is None else Path(directory) / "places"
 
     def find(self, file: AnyFile, kind: str, search: Callable[[], np.ndarray]) -> np.ndarray:
-        """An int64 array about a file: as it was found before, or what `search` returns.
+        """Return a cached int64 array of a file, or call `search` and cache the result.
 
         Args:
-            file: this version of a file.
-            kind: what is searched, and how: part of the name.
-            search: may raise; then nothing is kept.
+            file: Version of a file.
+            kind: Name and version of the search.
+            search: Function that computes the array. If it raises, nothing is cached.
         """
         if self._directory is None:
             return search()
@@ -55,21 +55,21 @@ class Places:
         try:
             content = path.read_bytes()
             if checksum(content[:-SUM_BYTES]) == content[-SUM_BYTES:]:
-                kept: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
-                return kept
+                cached: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+                return cached
             logger.warning("%s is corrupt; indexing %s again", path, file)
         except FileNotFoundError:
             pass
-        found = np.ascontiguousarray(search(), np.int64)
+        result = np.ascontiguousarray(search(), np.int64)
         stream = io.BytesIO()
-        np.save(stream, found)
+        np.save(stream, result)
         content = stream.getvalue()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_atomically(path, content + checksum(content))
         except OSError as error:
             logger.warning("cannot store the record offsets of %s: %s", file, error.strerror)
-        return found
+        return result
 
 
 def _version(file: AnyFile) -> str:

@@ -1,4 +1,4 @@
-"""Files at addresses (`s3://`, `hf://`, `https://`), with the methods of `pathlib.Path` in use.
+"""Remote files (`s3://`, `hf://`, `https://`), with the required methods of `pathlib.Path`.
 
     storage = open_file_system("s3://bucket/shards/*.tar", recipe.data)
     for file in storage.list("s3://bucket/shards/*.tar"):
@@ -24,17 +24,17 @@ from torchmm.recipe.data_section import DataConfig, is_address
 
 
 class FileSystem(Protocol):
-    """Files at addresses. Workers receive a pickled copy and make their own connections.
+    """Remote file system. Workers receive a pickled copy and open separate connections.
 
     All methods raise DataError if a store rejects a request or does not respond.
     """
 
     def find(self, address: str) -> RemoteFile | None:
-        """Return the current version of the file at an address. None if it does not exist."""
+        """Return the current version of the file at a URL, or None if it does not exist."""
         ...
 
     def list(self, address: str) -> list[RemoteFile]:
-        """Return the files at, below or matching an address by name, without hidden ones."""
+        """Return the visible files at or below a URL or matching a pattern, sorted by name."""
         ...
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
@@ -42,32 +42,32 @@ class FileSystem(Protocol):
         ...
 
     def open(self, file: RemoteFile) -> BinaryIO:
-        """Return a stream of a file that fetches the bytes that are read."""
+        """Return a stream of a file, which fetches bytes when they are read."""
         ...
 
     def derive(
         self, file: RemoteFile, name: str, make: Callable[[BinaryIO], memoryview]
     ) -> tuple[memoryview, Path | None]:
-        """Return data made from a file, and the cache entry that it is mapped from, if any.
+        """Return data derived from a file, and the mapped cache entry or None.
 
         Args:
             file: File of this file system.
-            name: Name of the data among all data made from the file.
-            make: Function that makes the data from a stream of the file. It is called if the cache
-                does not have the data. Bytes that it reads are not stored themselves.
+            name: Name of the derived data.
+            make: Function that derives the data from a stream of the file. It is called if the data
+                is not in the cache. The bytes that it reads are not cached.
         """
         ...
 
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """A version of a file at an address."""
+    """Version of a remote file."""
 
     address: str
     size: int
     """Size in bytes."""
     version: str
-    """Text that changes with the content, such as an ETag."""
+    """String that changes with the content, such as an ETag."""
     storage: FileSystem = field(compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -104,17 +104,17 @@ class RemoteFile:
         return SimpleNamespace(st_size=self.size)
 
     def read_bytes(self) -> bytes:
-        """Return the content; raise DataError if the store does not respond."""
+        """Return the content. Raise DataError if the store does not respond."""
         return self.storage.read(self, 0, self.size)
 
     def open(self) -> BinaryIO:
-        """Return a stream that fetches the bytes that are read."""
+        """Return a stream, which fetches bytes when they are read."""
         return self.storage.open(self)
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A directory at an address, or a file at an address that may not exist."""
+    """Remote directory, or remote file that may not exist."""
 
     address: str
     storage: FileSystem = field(compare=False, repr=False)
@@ -123,21 +123,21 @@ class RemotePath:
         return without_secrets(self.address)
 
     def join(self, name: str) -> RemotePath | None:
-        """Return the path of a file below this directory. None if the name leads out of it."""
+        """Return the path of a file in this directory, or None if the name is outside of it."""
         address = join_address(self.address, name)
         return None if address is None else RemotePath(address, self.storage)
 
     def find(self) -> RemoteFile | None:
-        """Return the current version of the file. None if it does not exist."""
+        """Return the current version of the file, or None if it does not exist."""
         return self.storage.find(self.address)
 
 
 AnyFile = Path | RemoteFile
-"""A file that a source reads."""
+"""Local or remote file of a source."""
 
 
 def open_file_system(path: str, data: DataConfig) -> FileSystem | None:
-    """Return the file system of an address. None if the path is local.
+    """Return the file system of a URL, or None if the path is local.
 
     Raises:
         ConfigError: The file system cannot be used with these settings.

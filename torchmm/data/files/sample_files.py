@@ -1,11 +1,10 @@
-"""Files that samples name, or that lie inside of a source's own files.
+"""Open files of samples, and represent files inside of tar files and Arrow tables.
 
-A record may name a pipe, which would block until somebody writes into it; a device, which never
-ends; a directory. A file that was measured may be any of these when it is its turn. So regular
-files alone are opened, without ever waiting for one.
+A record may name a pipe, which would block, or a device, which has no end. Therefore only regular
+files are opened, without blocking. This is checked for each read, because files may change.
 
-Pictures, clips and sounds inside of tar files and tables are left where they are (`InnerFile`)
-until somebody decodes them: of all ranks that need a sample's text, few need its pixels.
+Images, videos and audio inside of tar files and Arrow tables (`InnerFile`) are read when they are
+decoded. Many ranks require the text of a sample, but few require its pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import pyarrow as pa
 from torchmm.data.files.remote import AnyFile, RemoteFile
 
 SMALL_BYTES = 4096
-"""Below this size what a file has inside is read at once: to leave it there costs as much."""
+"""Inner files below this size in bytes are read immediately."""
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -33,11 +32,11 @@ _KINDS = {
 
 
 def open_regular(path: Path | RemoteFile | str) -> BinaryIO:
-    """Opens a file for reading, wherever it lies.
+    """Open a local or remote file for reading.
 
     Raises:
-        OSError: there is none, or it is no regular file.
-        ValueError: no file can have this name.
+        OSError: The file does not exist, or is not a regular file.
+        ValueError: The name is not valid.
     """
     if isinstance(path, RemoteFile):
         return path.open()
@@ -45,7 +44,7 @@ def open_regular(path: Path | RemoteFile | str) -> BinaryIO:
 
 
 def _descriptor(name: str, flags: int) -> int:
-    descriptor = os.open(name, flags | os.O_NONBLOCK)  # which says nothing of regular files
+    descriptor = os.open(name, flags | os.O_NONBLOCK)  # no effect on regular files
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
@@ -57,7 +56,7 @@ def _descriptor(name: str, flags: int) -> int:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file: a member of a tar file."""
+    """Range of bytes of a file, such as a member of a tar file."""
 
     file: AnyFile
     start: int
@@ -67,11 +66,11 @@ class FileRange:
         return f"{self.file}, byte {self.start}"
 
     def read(self) -> bytes:
-        """All of it.
+        """Return all bytes.
 
         Raises:
-            OSError: the file cannot be read.
-            ValueError: it is cut off.
+            OSError: The file cannot be read.
+            ValueError: The file is truncated.
         """
         with open_regular(self.file) as stream:
             stream.seek(self.start)
@@ -83,30 +82,30 @@ class FileRange:
 
 @dataclass(frozen=True, eq=False)
 class TableValue:
-    """A value of an Arrow table, whose file is mapped into memory and read when it is touched."""
+    """Binary value of a memory-mapped Arrow table, which is read on access."""
 
     buffer: pa.Buffer
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return int(self.buffer.size)
 
     def __str__(self) -> str:
         return "in a table"
 
     def read(self) -> bytes:
-        """All of it."""
+        """Return all bytes."""
         data: bytes = self.buffer.to_pybytes()
         return data
 
 
 InnerFile = FileRange | TableValue
-"""Content of a file inside of another one, not yet read."""
+"""Unread file inside of a tar file or an Arrow table."""
 
 
 def row_of(table: pa.Table) -> dict[str, Any]:
-    """The only row of a table as Python values; binary ones that are not small stay there."""
+    """Return the only row of a table as Python values. Large binary values are not read."""
     columns = zip(table.column_names, table.columns, strict=True)
     return {name: _value(column[0]) for name, column in columns}
 
@@ -124,7 +123,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of a type are bytes, or hold some in the forms that files come in."""
+    """Return True if values of a type are bytes, or structs or lists with bytes."""
     if pa.types.is_struct(kind):
         return any(_has_bytes(field.type) for field in kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -133,5 +132,5 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 
 def content_of(value: Any) -> Any:
-    """A value of a record; the content of one that was left in a table."""
+    """Return a value of a record. An unread value of a table is read."""
     return value.read() if isinstance(value, TableValue) else value

@@ -1,4 +1,4 @@
-"""Layouts without turns: files with their text, files and texts in reading order, text alone."""
+"""Record formats without turns: captions, interleaved files and text, and plain text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
 
 
 def read_caption(record: Record) -> Sample:
-    """Files in the order of FILE_KINDS, the source's prompt, the text."""
+    """Read files in the order of FILE_KINDS, the prompt of the source, and the text."""
     columns = record.columns
     files = files_of(columns, record.root)
     segments: list[Segment] = [file for kind in FILE_KINDS for file in files[kind]]  # type: ignore[misc]
@@ -27,7 +27,7 @@ def read_caption(record: Record) -> Sample:
 
 
 def read_interleaved(record: Record) -> Sample:
-    """Lists of one length, each with None where another has the element."""
+    """Read lists of equal length, with None for missing elements."""
     texts = list_of(record.columns, "texts")
     files = {
         kind: list_of(record.columns, f"{kind}s")
@@ -35,9 +35,9 @@ def read_interleaved(record: Record) -> Sample:
         if not is_no_file(record.columns.get(f"{kind}s"))
     }
     if any(len(values) != len(texts) for values in files.values()):
-        found = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
+        counts = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
         raise CorruptSampleError(
-            f"{found} but {len(texts)} texts; all lists must have the same length, with None "
+            f"{counts} but {len(texts)} texts; all lists must have the same length, with None "
             "for missing elements"
         )
     segments: list[Segment] = []

@@ -1,9 +1,8 @@
-"""Supported keys of chat messages and columns of chats. Others make the record corrupt.
+"""Supported keys of chat messages and columns of chats. Other keys make the record corrupt.
 
-Public chats carry more than roles and contents: tool calls, thoughts, refusals, citations. If they
-were silently dropped, an answer that only calls a tool would be learnt as "say nothing", and one
-that follows from thoughts as one without any. Empty values do not count: Parquet and Arrow give
-every turn every key that any turn has, and fill them with None.
+Public chats have more than role and content: tool calls, reasoning, citations. If unsupported keys
+were dropped, the model would be trained on empty messages, or on responses without their reasoning.
+Empty values are accepted, because Parquet and Arrow add the keys of all turns to each turn.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ METADATA = frozenset(
         "turn_identifier",
     }
 )
-"""Keys of a turn that say where it comes from; no model reads them. `name` distinguishes
-participants of one role, which templates do not write either, except that of a tool."""
+"""Keys with the origin of a turn, which have no effect on the model. `name` distinguishes
+participants with the same role. Chat templates use it only for tools."""
 _ALL_ROLES = {"role", "content", "loss", "train", "weight"}
 _UNDERSTOOD = {
     "assistant": {"reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"},
     "tool": {"name", "tool_call_id"},
 }
-"""What `tool_use.py` reads besides, by role. A weight says something of answers only, as in
-OpenAI's format."""
+"""Further keys that `tool_use.py` reads, by role. As in the OpenAI format, `weight` has an effect
+on assistant messages only."""
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 _WITH_FILE = {"type", "index", "path", "url", "bytes"}
 _AS_SYSTEM = 'map it in the recipe: columns = { system = "%s" }, or remove it'
@@ -64,7 +63,7 @@ _UNREAD = {
     "add_generation_prompt": "end the chat with the assistant message, and remove it",
     "continue_final_message": "the loss includes the end of each assistant message; remove it",
 }
-"""Columns of a record that change what other libraries train on, and the fix of each."""
+"""Columns that affect training in other libraries, and how to fix the record."""
 _RENAME = 'if it has no effect, map it in the recipe: columns = { unused = "%s" }'
 _FILLED_BY = {
     "<ref-object>": ("objects",),
@@ -75,16 +74,16 @@ _FILLED_BY = {
     "<seg>": ("seg", "segmentation", "segmentations", "masks", "mask"),
     "<mask>": ("masks", "mask"),
 }
-"""Placeholders for other values than files, and the columns with the values."""
+"""Placeholders for values that are not files, and the columns with the values."""
 _NUMBERED = re.compile(rf"({'|'.join(FILE_KINDS)})_?\d{{1,2}}")
-"""Columns with one of several files, as "image_1"."""
+"""Pattern of columns with one of several files, such as "image_1"."""
 
 
 def check_turn(message: Mapping[str, Any]) -> None:
-    """Looks at the keys of one message besides its role and content.
+    """Check the keys of a message other than role and content.
 
     Raises:
-        CorruptSampleError: one of them would be lost.
+        CorruptSampleError: A key is not supported.
     """
     role = message["role"]
     for key in _filled(message, _ALL_ROLES | _UNDERSTOOD.get(role, set())):
@@ -96,12 +95,12 @@ def check_turn(message: Mapping[str, Any]) -> None:
 
 
 def check_part(part: Mapping[str, Any], role: str) -> None:
-    """The same for one part of a content that is a list.
+    """Check the keys of a content part.
 
-    Parts with files may name them once more: which file is meant follows from their order.
+    Keys that name the file are accepted, because the order of content parts determines the files.
 
     Raises:
-        CorruptSampleError: one of its keys would be lost.
+        CorruptSampleError: A key is not supported.
     """
     kind = part["type"]
     known = {"type", "text", "index"} if kind == "text" else {*_WITH_FILE, kind}
@@ -116,13 +115,13 @@ def check_columns(columns: Mapping[str, Any], messages: Sequence[Any] = ()) -> N
     """Raise CorruptSampleError if a column that changes the meaning of a chat is not read.
 
     Args:
-        columns: columns of the record.
-        messages: messages of the record; a column that repeats the system message is accepted.
+        columns: Columns of the record.
+        messages: Messages of the record. A column that repeats the system message is accepted.
     """
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     for name, fix in _UNREAD.items():
         value = columns.get(name)
-        # A weight of 1 and a flag that is not set change nothing.
+        # A weight of 1 and a false flag have no effect.
         if is_empty(value) or value is False or (fix == _WEIGHTS and value == 1):
             continue
         if name.startswith("system") and value in (columns.get("system"), *contents):
@@ -133,7 +132,7 @@ def check_columns(columns: Mapping[str, Any], messages: Sequence[Any] = ()) -> N
 
 
 def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None:
-    """Raise CorruptSampleError if a text has a placeholder that its column has not filled.
+    """Raise CorruptSampleError if a text has a placeholder that was not replaced by a file.
 
     A placeholder in a record without the column is ordinary text.
 
@@ -174,12 +173,12 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is None, blank, or lists and tables of only such values.
+    """Return True for None, blank text, and lists and objects of only such values.
 
-    Also as JSON text, which is how lists of tools are often stored. False and 0 are not empty.
+    JSON text such as "[]" is also empty. False and 0 are not empty.
     """
     left = [value]
-    while left:  # no recursion: data may be nested as deeply as it likes
+    while left:  # no recursion, because data may be deeply nested
         item = left.pop()
         if isinstance(item, Mapping):
             left.extend(item.values())
@@ -195,5 +194,5 @@ def _filled(table: Mapping[str, Any], known: set[str]) -> Iterator[str]:
 
 
 def shown(key: str, value: Any) -> str:
-    """A key and its value, but for tables and lists, which may be nested too deeply."""
+    """Return a key and its value for messages, or only the key of an object or list."""
     return f"{key} = {value!r:.80}" if isinstance(value, str | float | int) else key

@@ -1,8 +1,7 @@
-"""Values of a record's columns: texts, lists, files.
+"""Read text, lists and files from the columns of a record.
 
-Data is not trusted: images, clips and sounds are bytes, `data:` addresses that hold them, or files
-next to the data. A path may not leave the source's directory and no other address is followed: of a
-source in a store, only those below its own folder there.
+Data is not trusted. Images, videos and audio are bytes, `data:` URLs, or files in the directory of
+the source. Paths outside of this directory and URLs of other locations are rejected.
 """
 
 from __future__ import annotations
@@ -38,17 +37,19 @@ FILE_KINDS: dict[str, tuple[tuple[str, ...], type[FileSegment]]] = {
     "video": (VIDEO_COLUMNS, VideoSegment),
     "audio": (AUDIO_COLUMNS, AudioSegment),
 }
-"""Columns with a file of each kind, in the order in which they are read."""
+"""Columns and segment class of each file type, in reading order."""
 MAX_INLINE_BYTES = 100_000_000
-"""Largest file that is written into a record as base64."""
+"""Maximum size of a base64 file in a record."""
 MAX_AMPLITUDE = 8.0
-"""Largest absolute value of decoded audio. The range is -1 to 1; resampling overshoots a little."""
+"""Maximum absolute value of decoded audio. The range is -1 to 1, with overshoot of resampling."""
 MAX_SAMPLING_RATE = 768_000
+"""Maximum sampling rate in Hz."""
 MAX_CHANNELS = 64
+"""Maximum number of audio channels."""
 
 
 def brief(value: Any) -> str:
-    """A value for a message, without what is inside of it: data may nest deeper than Python."""
+    """Return a short description of a value for messages, without nested values."""
     if isinstance(value, Mapping):
         return f"an object with {', '.join(map(str, value)) or 'no keys'}"[:80]
     if isinstance(value, list | tuple):
@@ -57,7 +58,7 @@ def brief(value: Any) -> str:
 
 
 def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns plus those inside a webdataset's `json` member."""
+    """Return the columns, with the columns in the `json` part of a WebDataset sample."""
     inner = columns.get("json")
     if isinstance(inner, str | bytes | TableValue):
         try:
@@ -68,7 +69,7 @@ def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_of(columns: dict[str, Any], name: str) -> list[Any]:
-    """The column's list, [] if it is missing; raises CorruptSampleError."""
+    """Return the list in a column, or [] if it is missing. May raise CorruptSampleError."""
     value = columns.get(name)
     if value is None:
         return []
@@ -78,7 +79,7 @@ def list_of(columns: dict[str, Any], name: str) -> list[Any]:
 
 
 def text_of(value: Any, name: str = "text") -> str:
-    """A text as a string; raises CorruptSampleError."""
+    """Return a text as a string. Raise CorruptSampleError if it is not text."""
     value = content_of(value)
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
@@ -88,30 +89,32 @@ def text_of(value: Any, name: str = "text") -> str:
 
 
 def optional_text(columns: dict[str, Any], name: str) -> str:
-    """The column's text, "" if it is missing or None; raises CorruptSampleError."""
+    """Return the text in a column, or "" if it is missing. May raise CorruptSampleError."""
     value = columns.get(name)
     return "" if value is None else text_of(value, f"column {name}")
 
 
 def files_of(columns: dict[str, Any], root: Root) -> dict[str, list[FileSegment]]:
-    """All files of a record by kind: those of `images`, or of `image`; either may hold one or many.
+    """Return all files of a record by type, from columns such as `images` or `image`.
+
+    Each column may have one file or a list of files.
 
     Raises:
-        CorruptSampleError: a value is no file, or both columns have some.
+        CorruptSampleError: A value is not a file, or both columns have files.
     """
     return {kind: _files_of_kind(columns, kind, root) for kind in FILE_KINDS}
 
 
 def file_columns(kind: str) -> tuple[str, ...]:
-    """Return the names of the columns with files of a kind."""
+    """Return the names of the columns for files of a type."""
     return (f"{kind}s", *FILE_KINDS[kind][0])
 
 
 def is_no_file(value: Any) -> bool:
     """Return True if a value of a file column means "no file".
 
-    Tables write None, NaN, a blank text or an empty list in rows without a file, and `datasets`
-    writes a {"bytes", "path"} pair of two Nones.
+    Datasets contain None, NaN, an empty string or an empty list in rows without a file. `datasets`
+    writes {"bytes": None, "path": None}.
     """
     if isinstance(value, float):
         return math.isnan(value)
@@ -142,17 +145,17 @@ def _files_of_kind(columns: dict[str, Any], kind: str, root: Root) -> list[FileS
 
 
 def file_segment(kind: str, value: Any, root: Root) -> Any:
-    """A file of one of FILE_KINDS; raises CorruptSampleError."""
+    """Return the segment of a file. Raise CorruptSampleError if the value is not a file."""
     return FILE_KINDS[kind][1](*_file(value, root, kind))
 
 
 def _file(
     value: Any, root: Root, kind: str
 ) -> tuple[bytes | None, str | RemotePath | InnerFile | None]:
-    """Return bytes or path, from either or from a table of `datasets`.
+    """Return the bytes or the path of a file.
 
-    The table is a {"bytes", "path"} pair, or decoded audio: {"array", "sampling_rate"}, whose path
-    is not read.
+    The value is bytes, a path, or an object of `datasets`: {"bytes", "path"}, or decoded audio with
+    {"array", "sampling_rate"}.
     """
     if isinstance(value, dict):
         decoded = value.get("array") is not None and not value.get("bytes")
@@ -192,11 +195,11 @@ def wave_file(value: dict[str, Any], kind: str) -> bytes:
     """Return decoded audio as a WAVE file of 32-bit floats, which stores the samples unchanged.
 
     Args:
-        value: "array", one sequence of samples or one per channel, and "sampling_rate".
-        kind: column type, one of FILE_KINDS.
+        value: Object with "array", (samples,) or (channels, samples), and "sampling_rate".
+        kind: File type, a key of FILE_KINDS.
 
     Raises:
-        CorruptSampleError: kind is not "audio", or a value is not audio.
+        CorruptSampleError: The type is not "audio", or a value is not audio.
     """
     if kind != "audio":
         raise CorruptSampleError(
@@ -223,8 +226,8 @@ def wave_file(value: dict[str, Any], kind: str) -> bytes:
 def _samples_by_channel(array: Any) -> np.ndarray:
     """Return decoded audio as little-endian float32 (samples, channels).
 
-    `datasets` and librosa write one row per channel, soundfile one column: the shorter axis is
-    that of the channels.
+    `datasets` and librosa have channels first, soundfile has channels last. The shorter axis is
+    assumed to be the channel axis.
     """
     try:
         found = np.asarray(array)
@@ -255,7 +258,7 @@ def _samples_by_channel(array: Any) -> np.ndarray:
 
 
 def _data_address(value: str, kind: str) -> bytes:
-    """The bytes of data:image/png;base64,iVBOR..."""
+    """Return the bytes of a data URL such as data:image/png;base64,iVBOR..."""
     head, comma, content = value.partition(",")
     named = head.removeprefix("data:").partition("/")[0]
     if not comma or not head.endswith(";base64"):
@@ -266,7 +269,7 @@ def _data_address(value: str, kind: str) -> bytes:
 
 
 def from_base64(content: Any, kind: str) -> bytes:
-    """A file written as base64; raises CorruptSampleError."""
+    """Decode a base64 file. Raise CorruptSampleError if it is not valid."""
     if not isinstance(content, str) or not content:
         raise CorruptSampleError(f"{kind} data is {type(content).__name__}, not base64 text")
     size = len(content) * 3 // 4

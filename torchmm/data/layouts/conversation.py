@@ -1,8 +1,8 @@
-"""A chat, whatever layout it was published in: turns with everything that was said in them.
+"""Types for chats, independent of the record format.
 
-Layouts that are chats (`messages.py` and the rest of this folder) make one of these, and
-`torchmm.data.media.chat` renders it through the tokenizer's template. What neither can express is
-refused by name, never dropped.
+All chat formats are converted to these types, and `torchmm.data.media.chat` applies the chat
+template of the tokenizer. Values that cannot be expressed make the record corrupt. They are never
+dropped without a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchmm.data.layouts.sample import AudioSegment, ImageSegment, VideoSegment
 ROLES = ("system", "user", "assistant", "tool")
 
 Part = str | ImageSegment | AudioSegment | VideoSegment
-"""A piece of what is said: text, or a file."""
+"""Content part: text or a file."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Turn:
     """One of ROLES."""
     parts: tuple[Part, ...] = ()
     reasoning: str | None = None
-    """What an assistant thought before it answered."""
+    """Reasoning of an assistant before its response."""
     tool_calls: tuple[dict[str, Any], ...] = ()
-    """Calls as templates expect them: {"type": "function", "function": {"name", "arguments"}},
-    arguments as a table; "id" where the data have one."""
+    """Tool calls as chat templates expect them: {"type": "function", "function": {"name",
+    "arguments"}}, where arguments are an object, with an optional "id"."""
     name: str | None = None
-    """Of the tool that answers."""
+    """Name of the tool in a tool message."""
     tool_call_id: str | None = None
-    """Which call a tool answers."""
+    """Id of the call that a tool message answers."""
     train: bool | None = None
-    """Whether it counts in the loss; None: as the source's `train_on` says."""
+    """Whether the message is included in the loss. None to use `train_on` of the source."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    """Descriptions of the tools that may be called, for the template."""
+    """Descriptions of available tools for the chat template."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template that the record sets, as `enable_thinking`."""
+    """Variables of the chat template from the record, such as `enable_thinking`."""
 
 
 def answered_calls(turns: Sequence[Turn]) -> dict[int, tuple[dict[str, Any] | None, bool]]:
-    """Which call every turn of a tool answers, and whether that is the first one still open.
+    """Return the call that each tool message answers, and whether it is the first open call.
 
-    By its id, else by its order; None if there is no such call.
+    Calls are matched by id, or otherwise in order. The call is None if no call is open.
     """
     answered: dict[int, tuple[dict[str, Any] | None, bool]] = {}
     pending: list[dict[str, Any]] = []

@@ -1,11 +1,11 @@
-"""Chats as `conversations`: from and value, as ShareGPT, LLaVA and LLaMA-Factory write them.
+"""Chats in a column `conversations`, in the formats of ShareGPT, LLaVA and LLaMA-Factory.
 
     {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
                                          {"from": "gpt", "value": "A cat."}]}
 
-Files have placeholders in the texts, in any turn, and stay where these are. (LLaVA's own loader
-moves them to the front of their turn, where its data have them anyway.) LLaVA's sets of clips write
-`<image>` for a clip: so it is read in records with clips, but without images and `<video>`.
+Files have placeholders in the text of any turn. The LLaVA loader moves files to the start of their
+turn, but they keep their position here. LLaVA video datasets use `<image>` for a video. This is
+supported for records with videos and without images and `<video>`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _SPEAKERS = {
     "tool": "tool",
     "function_call": "call",
 }
-"""Our roles by those of the data; a "call" is an assistant that calls a tool."""
+"""Maps names in the data to roles. A "call" is an assistant message with a tool call."""
 _KEYS = (("from", "value"), ("role", "content"))
 _PAIR = {"human": "user", "assistant": "assistant"}
-"""Keys of ms-swift's entries, which hold a question and its answer each."""
+"""Keys of entries of ms-swift, which have a question and its answer."""
 
 
 def read_conversations(record: Record) -> Conversation:
-    """Entries with from and value, or role and content, or human and assistant (ms-swift).
+    """Read entries with from and value, role and content, or human and assistant (ms-swift).
 
     Raises:
-        CorruptSampleError: an entry is none of these, has an unknown speaker, or what it becomes
-            is refused (see `messages.py`).
+        CorruptSampleError: An entry has none of these formats or an unknown role, or the chat is
+            not valid (see `messages.py`).
     """
     column = next(name for name in COLUMNS if record.columns.get(name) is not None)
     messages: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def read_conversations(record: Record) -> Conversation:
 
 
 def _is_call(message: dict[str, Any]) -> bool:
-    """Whether it is what an entry of "function_call" became, with no keys of its own."""
+    """Return True if a message is from an entry of "function_call" without further keys."""
     calls = message.get("tool_calls")
     return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
 
@@ -101,14 +101,14 @@ def _message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of tools: JSON text of {"name", "arguments"}, or of a list of these."""
+    """Parse tool calls: JSON text of {"name", "arguments"}, or of a list of these."""
     try:
-        given = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise CorruptSampleError(
             f"{where} contains a tool call that is not valid JSON: {error}"
         ) from error
-    calls = given if isinstance(given, list) else [given]
+    calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise CorruptSampleError(f"{where} contains a tool call without a name: {brief(call)}")

@@ -1,4 +1,4 @@
-"""Parts of a message as Hugging Face, Qwen, OpenAI and Anthropic write them: text, or a file.
+"""Content parts in the formats of Hugging Face, Qwen, OpenAI and Anthropic: text or files.
 
 {"type": "text", "text": "What is it?"}                              all; "input_text" is OpenAI
 {"type": "image"}                                                    its file is in a column
@@ -30,23 +30,23 @@ FILE_TYPES = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-"""Kind of file by the type of a part."""
+"""Type of file by type of content part."""
 _SOURCES = ("bytes", "path", "url", "base64", "source")
-"""Keys with the file of a part, besides those of FILE_TYPES."""
+"""Further keys with the file of a content part, in addition to FILE_TYPES."""
 _NO_CONTENT = {"detail", "format"}
-"""Keys that say how an interface is to treat a part; `format` repeats what the file says."""
+"""Keys that have no effect: `detail` is an API option, and `format` is also in the file."""
 
 
 class FilePart(NamedTuple):
-    """A file in a message."""
+    """File in a message."""
 
     kind: str
     role: str
     named: Any = None
-    """What the part says of its file; None: it is the next one of the record's columns."""
+    """File as in the content part. None for the next file of the columns."""
 
     def open(self, root: Root) -> FileSegment:
-        """The file that the part names; raises CorruptSampleError."""
+        """Return the named file. Raise CorruptSampleError if it is not supported."""
         value = self.named
         if isinstance(value, list):
             raise CorruptSampleError(
@@ -69,14 +69,14 @@ class FilePart(NamedTuple):
 
 
 def read_part(item: Any, role: str) -> str | FilePart:
-    """One part of a content that is a list.
+    """Read a content part.
 
     Args:
-        item: the part.
-        role: who says it.
+        item: The content part.
+        role: Role of the message.
 
     Raises:
-        CorruptSampleError: it is neither text nor a file, or has keys that would be lost.
+        CorruptSampleError: The part is neither text nor a file, or has unsupported keys.
     """
     kind = _type_of(item)
     if kind in TEXT_TYPES:
@@ -91,7 +91,7 @@ def read_part(item: Any, role: str) -> str | FilePart:
 
 
 def _type_of(item: Any) -> Any:
-    """The part's type; Qwen writes none, but the key of the content."""
+    """Return the type of a content part. In the format of Qwen, it is the key of the content."""
     if not isinstance(item, dict):
         return None
     kind = item.get("type")
@@ -102,13 +102,13 @@ def _type_of(item: Any) -> Any:
 
 
 def _read_file(item: dict[str, Any], kind: str, role: str) -> FilePart:
-    own = [key for key, other in FILE_TYPES.items() if other == kind]
-    others = {key: item[key] for key in item if key not in {*own, *_SOURCES, *_NO_CONTENT, "type"}}
-    check_part({**others, "type": kind}, role)
-    named = [key for key in (*own, *_SOURCES) if not is_empty(item.get(key))]
+    type_keys = [key for key, value in FILE_TYPES.items() if value == kind]
+    read_keys = {*type_keys, *_SOURCES, *_NO_CONTENT, "type"}
+    check_part({**{key: item[key] for key in item if key not in read_keys}, "type": kind}, role)
+    named = [key for key in (*type_keys, *_SOURCES) if not is_empty(item.get(key))]
     if not named:
         return FilePart(kind, role)
-    # The path beside bytes only says where these once were.
+    # In {"bytes", "path"}, the path is only the origin of the bytes.
     if len(named) > 1 and named != ["bytes", "path"]:
         raise CorruptSampleError(
             f"{kind} part of a {role} message specifies its file as {' and '.join(named)}; keep one"

@@ -1,11 +1,11 @@
-"""Instructions and their answers in columns: Alpaca's, LLaMA-Factory's, ms-swift's.
+"""Instructions and responses in columns, in the formats of Alpaca, LLaMA-Factory and ms-swift.
 
     {"instruction": "Translate.", "input": "Ein Hund.", "output": "A dog.", "system": "Be brief.",
      "history": [["Hello", "Hi."]]}
     {"query": "<image>What is it?", "response": "A cat.", "images": ["a.jpg"]}
 
-They are laid out by the chat template, as LLaMA-Factory and ms-swift do (Alpaca's own sentence
-"Below is an instruction that describes a task" is not written). Answers in the history count too.
+The chat template is applied, as in LLaMA-Factory and ms-swift. The Alpaca prompt "Below is an
+instruction that describes a task" is not used. Responses in the history are included in the loss.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torchmm.data.layouts.sample import Record
 
 
 def read_instruction(record: Record) -> Conversation:
-    """instruction, input and output; raises CorruptSampleError."""
+    """Read instruction, input and output. Raise CorruptSampleError if they are malformed."""
     asked = optional_text(record.columns, "instruction")
     more = optional_text(record.columns, "input")
     return _chat(record, "\n".join(text for text in (asked, more) if text), "output")
 
 
 def read_query(record: Record) -> Conversation:
-    """query and response; raises CorruptSampleError."""
+    """Read query and response. Raise CorruptSampleError if they are malformed."""
     return _chat(record, optional_text(record.columns, "query"), "response")
 
 
 def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
     answer = text_of(record.columns[answer_column], f"column {answer_column}")
-    if optional_text(record.columns, "context").strip():  # Dolly's name of Alpaca's `input`
+    if optional_text(record.columns, "context").strip():  # name of `input` in Dolly
         raise CorruptSampleError(
             "column context is ambiguous next to instruction or query; map it in the recipe: "
             'columns = { input = "context" }, or columns = { unused = "context" }'
@@ -52,5 +52,5 @@ def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
 
 
 def turn_messages(asked: Any, answered: Any) -> list[dict[str, Any]]:
-    """A question and its answer as messages."""
+    """Return a user message and an assistant message."""
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]

@@ -1,8 +1,7 @@
-"""Chats as `messages`: role and content, where a content is text or a list of parts.
+"""Chats in a column `messages`, with role and content. A content is text or a list of parts.
 
-Files lie in columns of their own (`images`, `videos`, `audios`, or `image` and so on), or in their
-parts (see `inline_files.py`), or have placeholders in the texts. All layouts that are chats come
-here: they write themselves as such messages, so that there is one answer to what a message means.
+Files are in separate columns (`images`, `videos`, `audios`, `image`), in content parts (see
+`inline_files.py`), or have placeholders in text. All chat formats are converted to such messages.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from torchmm.data.layouts.tool_use import (
 )
 
 OTHER_NAMES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's that mean one of ROLES: a newer name, and an older one."""
+"""Alternative OpenAI names of ROLES."""
 
 
 def read_chat(record: Record) -> Conversation:
-    """Messages, with their files.
+    """Read a record with messages.
 
     Raises:
-        CorruptSampleError: malformed messages, an empty answer, keys that would be lost (see
-            `chat_keys.py`), or other numbers of files than parts for them.
+        CorruptSampleError: Messages are malformed, an assistant message is empty, a key is not
+            supported (see `chat_keys.py`), or the numbers of files and content parts differ.
     """
     return chat_of(record, list_of(record.columns, "messages"), placeholders=False)
 
@@ -47,18 +46,17 @@ def chat_of(
     read_only: int = 0,
     files: Mapping[str, Sequence[FileSegment]] | None = None,
 ) -> Conversation:
-    """Return the conversation of a record of any layout, written as messages.
+    """Return the conversation of a record whose messages are already converted.
 
     Args:
-        record: has the files, and the columns of every chat: `system`, `tools`,
-            `chat_template_kwargs`.
-        messages: see `conversation_of`.
-        placeholders: see `read_contents`.
-        read_only: the first so many messages do not count in the loss, whoever says them.
-        files: those of the record; None: they are looked up.
+        record: Record with the files and the columns `system`, `tools` and `chat_template_kwargs`.
+        messages: See `conversation_of`.
+        placeholders: See `read_contents`.
+        read_only: Number of first messages that are not included in the loss.
+        files: Files of the record. If None, they are read from the columns.
 
     Raises:
-        CorruptSampleError: as `read_chat`.
+        CorruptSampleError: See `read_chat`.
     """
     columns = record.columns
     tools = tools_of(columns)
@@ -78,9 +76,9 @@ def chat_of(
     read_only += len(before) if read_only else 0
     if files is None:
         files = files_of(columns, record.root)
-    said = [*before, *messages]
-    check_columns(columns, said)
-    conversation = conversation_of(said, files, tools, record.root, placeholders, read_only)
+    all_messages = [*before, *messages]
+    check_columns(columns, all_messages)
+    conversation = conversation_of(all_messages, files, tools, record.root, placeholders, read_only)
     return replace(conversation, template_options=template_options_of(columns))
 
 
@@ -95,14 +93,15 @@ def conversation_of(
     """Return the conversation of messages.
 
     Args:
-        messages: {"role", "content"}; content is a string or a list of parts.
-        files: by kind, in order: those that parts and placeholders do not name themselves.
-        root: directory that paths are relative to.
-        placeholders: see `read_contents`.
-        read_only: see `chat_of`.
+        messages: Objects with "role" and "content", a string or a list of content parts.
+        files: Files of the columns in order, by type.
+        tools: Descriptions of tools.
+        root: Directory to which paths are relative.
+        placeholders: See `read_contents`.
+        read_only: See `chat_of`.
 
     Raises:
-        CorruptSampleError: as `read_chat`.
+        CorruptSampleError: See `read_chat`.
     """
     turns: list[Turn] = []
     contents: list[tuple[str, Any]] = []
@@ -118,21 +117,20 @@ def conversation_of(
             turns.append(replace(turn, train=False) if number < read_only else turn)
             contents.append((turn.role, content))
     parts = read_contents(contents, files, root, placeholders)
-    turns = [replace(turn, parts=own) for turn, own in zip(turns, parts, strict=True)]
+    turns = [replace(turn, parts=each) for turn, each in zip(turns, parts, strict=True)]
     return Conversation(tuple(turns), tools)
 
 
 def _turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:
-    """A message as a turn without parts, and its content."""
+    """Return a turn without content, and the content of the message."""
     check_turn(message)
     role = message["role"]
     content = message.get("content")
     answers = role == "assistant"
     calls = tool_calls_of(message) if answers else ()
-    # An empty answer would teach the model to end its turn at once. It is the mark of a record
-    # that has lost something (a refusal), never of one worth learning, unless it is a call. Empty
-    # instructions and questions do no harm: they are only read.
-    if answers and not calls and _says_nothing(content):
+    # The model would learn to end its turn immediately. Empty assistant messages without tool calls
+    # indicate that content was lost. Empty system and user messages are not in the loss.
+    if answers and not calls and _is_blank(content):
         raise CorruptSampleError("assistant message has no content; remove such conversations")
     if content is None and (calls or role == "tool"):
         content = ""
@@ -145,12 +143,10 @@ def _turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:
     return turn, content
 
 
-def _says_nothing(content: Any) -> bool:
+def _is_blank(content: Any) -> bool:
     if isinstance(content, list):
         return all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and _says_nothing(part.get("text"))
+            isinstance(part, dict) and part.get("type") == "text" and _is_blank(part.get("text"))
             for part in content
         )
     return content is None or (isinstance(content, str) and not content.strip())

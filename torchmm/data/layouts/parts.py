@@ -1,8 +1,8 @@
-"""Contents of messages to their parts: texts, and every file where it belongs.
+"""Convert the contents of messages to text and files in reading order.
 
-A file is named in its part, or is the next one of the record's columns, or has a placeholder in
-the text (`<image>`, `<video>`, `<audio>`). Numbers have to agree: a file too many would be learnt
-as a text without it, one too few would shift all that follow.
+A content part may name its file, or use the next file of the columns of the record. A text may have
+placeholders (`<image>`, `<video>`, `<audio>`). The numbers of files and placeholders must match,
+because a missing or extra file would assign the remaining files to the wrong text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchmm.data.layouts.sample import FileSegment, Root
 PLACEHOLDER = re.compile(f"<({'|'.join(FILE_KINDS)})>")
 
 Content = str | list[str | FilePart]
-"""Of one message: plain text, or parts."""
+"""Content of one message: plain text, or content parts."""
 
 
 def read_contents(
@@ -29,18 +29,17 @@ def read_contents(
     root: Root,
     placeholders: bool,
 ) -> list[tuple[Part, ...]]:
-    """The parts of all messages of a record.
+    """Return the text and files of all messages of a record.
 
     Args:
-        contents: role and content of each; a content is text or a list of parts.
-        files: by kind: those of the record's columns, in order.
-        root: directory that paths in parts are relative to.
-        placeholders: the layout always marks files in its texts. Otherwise "<image>" in a text is
-            a placeholder only in records with images and without parts for them; in all others it
-            stays the text it is.
+        contents: Role and content of each message. A content is text or a list of content parts.
+        files: Files of the columns in order, by type.
+        root: Directory to which paths in content parts are relative.
+        placeholders: Whether files always have placeholders in text. Otherwise "<image>" in a text
+            is a placeholder only if the record has images, but no content parts for them.
 
     Raises:
-        CorruptSampleError: malformed contents, or numbers that do not agree.
+        CorruptSampleError: Contents are malformed, or the numbers of files do not match.
     """
     read: list[Content] = []
     for role, content in contents:
@@ -71,19 +70,19 @@ def read_contents(
 
 
 def with_files_first(content: Any, files: Mapping[str, Sequence[FileSegment]]) -> Any:
-    """A content, text or parts of texts, after parts for all files of a record."""
+    """Return a content with content parts for all files of a record before its text."""
     if not any(files.values()):
         return content
     parts = [{"type": kind} for kind in FILE_KINDS for _ in files[kind]]
-    said = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return [*parts, *said]
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [*parts, *texts]
 
 
 def has_marks(contents: Sequence[Any], files: Mapping[str, Sequence[FileSegment]]) -> bool:
-    """Whether messages say where their files belong: by parts, or by placeholders."""
-    marks = [f"<{kind}>" for kind, found in files.items() if found]
+    """Return True if messages have content parts or placeholders for files."""
+    placeholders = [f"<{kind}>" for kind, of_kind in files.items() if of_kind]
     return any(
-        any(mark in content for mark in marks)
+        any(placeholder in content for placeholder in placeholders)
         if isinstance(content, str)
         else isinstance(content, list)
         and any(isinstance(part, dict) and part.get("type") != "text" for part in content)
@@ -94,14 +93,14 @@ def has_marks(contents: Sequence[Any], files: Mapping[str, Sequence[FileSegment]
 def _match_files(
     kind: str, read: Sequence[Content], files: Sequence[FileSegment], always: bool
 ) -> tuple[bool, bool]:
-    """Match the files of a kind in columns to placeholders in texts, or to parts.
+    """Match the files of a type in columns to placeholders in text, or to content parts.
 
     Returns:
-        Whether placeholders in texts mark the files, and whether all parts, also those that name
-        a file, use the files of the columns in order.
+        Whether text has placeholders for the files, and whether all content parts use the files of
+        the columns in order, including content parts that name a file.
 
     Raises:
-        CorruptSampleError: The numbers do not agree.
+        CorruptSampleError: The numbers do not match.
     """
     parts = [
         part
@@ -111,10 +110,10 @@ def _match_files(
         if isinstance(part, FilePart) and part.kind == kind
     ]
     if (always or files) and not parts:
-        found = sum(content.count(f"<{kind}>") for content in read if isinstance(content, str))
-        if found != len(files):
+        count = sum(content.count(f"<{kind}>") for content in read if isinstance(content, str))
+        if count != len(files):
             raise CorruptSampleError(
-                f"{found} <{kind}> placeholders but {len(files)} {kind} files; use one "
+                f"{count} <{kind}> placeholders but {len(files)} {kind} files; use one "
                 "placeholder per file"
             )
         return True, True
@@ -128,19 +127,19 @@ def _match_files(
 
 
 def _split(text: str, marked: set[str], queues: Mapping[str, Any]) -> tuple[Part, ...]:
-    """A plain text, cut at its placeholders."""
+    """Split a text at its placeholders, and insert the next files."""
     if not marked or "<" not in text:
         return (text,)
     parts: list[Part] = []
     begin = 0
-    for found in PLACEHOLDER.finditer(text):
-        kind = found.group(1)
+    for match in PLACEHOLDER.finditer(text):
+        kind = match.group(1)
         if kind not in marked:
             continue
-        if found.start() > begin:
-            parts.append(text[begin : found.start()])
+        if match.start() > begin:
+            parts.append(text[begin : match.start()])
         parts.append(next(queues[kind]))
-        begin = found.end()
+        begin = match.end()
     if begin < len(text) or not parts:
         parts.append(text[begin:])
     return tuple(parts)

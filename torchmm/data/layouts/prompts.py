@@ -1,11 +1,11 @@
-"""Prompts and completions, as TRL publishes them: two texts, or two lists of messages.
+"""Prompts and completions in the format of TRL: two strings, or two lists of messages.
 
     {"prompt": "The sky is", "completion": " blue."}
     {"prompt": [{"role": "user", "content": "What is it?"}], "images": [...],
      "completion": [{"role": "assistant", "content": "A cat."}]}
 
-The completion counts in the loss, the prompt does not, answers in it included. Texts are written
-one after the other, without a chat template.
+Only the completion is included in the loss, also if the prompt has assistant messages. Strings are
+concatenated without a chat template.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
 
 
 def read_prompt(record: Record) -> Sample | Conversation:
-    """Both columns; raises CorruptSampleError."""
+    """Read a prompt and its completion. Raise CorruptSampleError if they are malformed."""
     prompt, completion = (content_of(record.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         return _read_messages(record, prompt, completion)
@@ -68,7 +68,7 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
         )
     files = files_of(record.columns, record.root)
     if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
-        # As TRL: all files are before the first question if the messages do not place them.
+        # As in TRL, files without placeholders precede the first user message.
         first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), None)
         if first is None:
             raise CorruptSampleError(

@@ -1,10 +1,10 @@
-"""Questions about files, which come first: FineVision's pairs, VQA, multiple choice.
+"""Questions about files: FineVision pairs, VQA, and multiple choice.
 
     {"images": [...], "texts": [{"user": "What is it?", "assistant": "A cat."}], "source": "ai2d"}
     {"image": ..., "question": "What is it?", "answers": ["cat", "cat", "kitten"]}
     {"image": ..., "question": "What is it?", "choices": ["a dog", "a cat"], "answer": 1}
 
-Other columns (ratings, ids, lectures) are not read.
+Files precede the question. Further columns (ratings, ids, lectures) are not read.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torchmm.data.layouts.sample import Record
 CHOICES = ("choices", "options")
 ANSWERS = ("answer", "answers", "correct_choice_idx")
 CHOOSE = "Answer with the option's letter from the given choices directly."
-"""LLaVA-1.5's wording, which evaluations use too."""
+"""Instruction of LLaVA-1.5, which benchmarks use as well."""
 
 
 def has_pairs(record: Record) -> bool:
-    """Whether `texts` are tables, not texts."""
+    """Return True if `texts` contains objects instead of strings."""
     texts = record.columns.get("texts")
     return isinstance(texts, list) and any(isinstance(text, dict) for text in texts)
 
 
 def read_pairs(record: Record) -> Conversation:
-    """FineVision and the Cauldron: all images, then every question with its answer.
+    """Read a record of FineVision or the Cauldron: images, then questions with answers.
 
     Raises:
-        CorruptSampleError: an entry lacks one of them, or what it becomes is refused.
+        CorruptSampleError: An entry lacks a question or answer, or the chat is not valid.
     """
     messages: list[dict[str, Any]] = []
     for number, pair in enumerate(record.columns["texts"], start=1):
@@ -54,21 +54,22 @@ def read_pairs(record: Record) -> Conversation:
                     f"column `texts` exists, but entry {number} has no {key} text"
                 )
         messages += turn_messages(pair["user"], pair["assistant"])
-    # As nanoVLM, FineVision's loader, which removes placeholders from texts; here they stay text.
+    # nanoVLM, the loader of FineVision, also puts images first. It removes placeholders from text,
+    # which are kept here.
     files = files_of(record.columns, record.root)
     messages[0]["content"] = with_files_first(messages[0]["content"], files)
     return chat_of(record, messages, placeholders=False, files=files)
 
 
 def read_question(record: Record) -> Conversation:
-    """A question, perhaps with choices, and its answer or several people's answers.
+    """Read a question with optional choices, and one or several answers.
 
     Raises:
-        CorruptSampleError: there is no answer, it is no choice, or what it becomes is refused.
+        CorruptSampleError: There is no answer, it matches no choice, or the chat is not valid.
     """
     columns = record.columns
     question = text_of(columns["question"], "column question")
-    # Without the hint (ScienceQA's name for it) many questions have no answer.
+    # Many questions of ScienceQA require the hint.
     for name in ("hint", "context"):
         if optional_text(columns, name).strip():
             question = f"Context: {optional_text(columns, name)}\n{question}"
@@ -79,9 +80,9 @@ def read_question(record: Record) -> Conversation:
         listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
         question = "\n".join((question, *listed, CHOOSE))
     else:
-        # The most common answer of several people; of equally common ones the first.
-        given = Counter(_open_answers(columns))
-        answer = max(given, key=given.__getitem__)
+        # The most common answer, or the first of several equally common answers.
+        counts = Counter(_open_answers(columns))
+        answer = max(counts, key=counts.__getitem__)
     files = files_of(columns, record.root)
     marked = has_marks([question], files)
     content = question if marked else with_files_first(question, files)
@@ -89,19 +90,19 @@ def read_question(record: Record) -> Conversation:
 
 
 def _choices(columns: dict[str, Any]) -> tuple[str, list[str]]:
-    """The column with choices, and these; [] if there are none."""
+    """Return the name of the column with choices, and the choices, which may be empty."""
     column = next((name for name in CHOICES if columns.get(name) is not None), CHOICES[0])
-    given = list_of(columns, column)
-    if len(given) > len(ascii_uppercase):
+    choices = list_of(columns, column)
+    if len(choices) > len(ascii_uppercase):
         raise CorruptSampleError(
-            f"column {column} has {len(given)} choices, but at most {len(ascii_uppercase)} "
+            f"column {column} has {len(choices)} choices, but at most {len(ascii_uppercase)} "
             "are supported"
         )
-    return column, [text_of(choice, f"a choice in column {column}") for choice in given]
+    return column, [text_of(choice, f"a choice in column {column}") for choice in choices]
 
 
 def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
-    """Which choice is right: published as its number from 0, its letter, or its text."""
+    """Return the index of the correct choice, given as an index, a letter or the text."""
     names = ("answer", "correct_choice_idx")
     name = next((n for n in names if columns.get(n) is not None), None)
     if name is None:
@@ -133,17 +134,17 @@ def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
 
 
 def references_of(record: Record) -> tuple[str, ...]:
-    """All that people have written where the model is to write one text: the column `references`,
-    or several people's answers to a question without choices; none where the sample's own text is
-    all there is.
+    """Return all reference texts of a sample, or an empty tuple if it has only one text.
+
+    They are the column `references`, or several answers to a question without choices.
 
     Raises:
-        CorruptSampleError: they are no texts.
+        CorruptSampleError: A reference is not a string.
     """
     columns = with_json_columns(record.columns)
     if columns.get("references") is not None:
-        found = list_of(columns, "references")
-        return tuple(text_of(text, "a text in column references") for text in found)
+        references = list_of(columns, "references")
+        return tuple(text_of(text, "a text in column references") for text in references)
     several = isinstance(columns.get(_answers_column(columns)), list)
     if columns.get("question") is None or not several or _choices(columns)[1]:
         return ()
@@ -166,7 +167,7 @@ def _open_answers(columns: dict[str, Any]) -> list[str]:
         )
     if not value:
         raise CorruptSampleError(f"column {name} is an empty list")
-    # VQA has tables of "answer", "answer_confidence" and "answer_id".
+    # VQA has objects with "answer", "answer_confidence" and "answer_id".
     answers = []
     for item in value:
         answer = item.get("answer") if isinstance(item, dict) else item

@@ -1,8 +1,7 @@
-"""Which layout a record has, by its columns (see `docs/reference/data.md`), and what it becomes.
+"""Find the format of a record by its columns, and convert the record to a sample.
 
-LAYOUTS is the table of all. An image or clip that the generator has to draw (see
-`SampleOptions.generate`) is taken out of any of them and put after everything else, so that all
-of the sample is its context.
+LAYOUTS lists all formats (see `docs/reference/data.md`). A target image or video (see
+`SampleOptions.generate`) is moved to the end of the sample, so that all text is its context.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
 
 
 class RecordLayout(NamedTuple):
-    """How the records of many data sets are arranged."""
+    """Record format, with the columns that identify it."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
-    """Columns: of each group one that is not None."""
+    """Groups of columns. At least one column of each group must be set."""
     read: Callable[[Record], Sample | Conversation]
-    """Raises CorruptSampleError for a malformed value."""
+    """Function that reads a record. Raises CorruptSampleError for a malformed value."""
     when: Callable[[Record], bool] | None = None
-    """What else has to hold."""
+    """Additional condition on the record."""
 
     def missing(self, filled: set[str]) -> list[tuple[str, ...]]:
-        """Groups of which a record with these columns has none."""
+        """Return the groups that have no column among these set columns."""
         return [group for group in self.needs if filled.isdisjoint(group)]
 
     def matches(self, record: Record, filled: set[str]) -> bool:
-        """Whether it reads the record, of which these columns are not None."""
+        """Return True if a record with these set columns has this format."""
         lacks = any(map(filled.isdisjoint, self.needs))
         return not lacks and (self.when is None or self.when(record))
 
@@ -73,12 +72,12 @@ LAYOUTS = (
     RecordLayout("interleaved", (("texts",),), read_interleaved),
     RecordLayout("caption", (TEXT_COLUMNS,), read_caption),
 )
-"""Tried in this order: the first that matches reads the record. Turns come before captions, as
-data sets with turns often have them once more as one `text`."""
+"""All formats. The first match reads the record. Formats with turns precede captions, because
+datasets with turns often also have a column `text`."""
 _SUGGEST = {name: TEXT_COLUMNS for names, _ in FILE_KINDS.values() for name in names} | {
     f"{kind}s": ("texts", "messages", "conversations", *TEXT_COLUMNS) for kind in FILE_KINDS
 }
-"""Columns that say what is read, and those that would say what is learnt from it."""
+"""Maps a file column to the text columns that are missing if no format matches."""
 _PREFERENCES = (
     "chosen",
     "rejected",
@@ -87,16 +86,20 @@ _PREFERENCES = (
     "negative_messages",
     "kto_tag",
 )
-"""Columns of sets that say which answers are better: TRL's, LLaMA-Factory's, ms-swift's."""
+"""Columns of preference data in the formats of TRL, LLaMA-Factory and ms-swift."""
 _JUDGED = ("completion", "messages", *CONVERSATIONS, "response", "output")
-"""Columns with an answer that `label` judges in the KTO formats of TRL and ms-swift."""
+"""Columns with the response that `label` rates in the KTO formats of TRL and ms-swift."""
 
 
 def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
-    """Return the sample of a record of any layout.
+    """Return the sample of a record in any format.
+
+    Args:
+        record: The record.
+        render_chat: Function that applies the chat template.
 
     Raises:
-        CorruptSampleError: The record has no known layout, or a malformed value.
+        CorruptSampleError: No format matches the record, or a value is malformed.
     """
     columns = with_json_columns(record.columns)
     generated: tuple[Segment, ...] = ()
@@ -108,10 +111,10 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
                 "one of the columns"
             )
         value = columns[name]
-        columns = {key: other for key, other in columns.items() if key != name}
+        columns = {key: each for key, each in columns.items() if key != name}
         if not is_no_file(value):
             generated = (GeneratedSegment(file_segment("image", value, record.root)),)
-    # A record that compares answers has no loss here.
+    # Preference losses are not supported.
     preferences = [name for name in _PREFERENCES if not is_empty(columns.get(name))]
     label = columns.get("label")
     is_flag = isinstance(label, bool) or str(label).lower() in ("true", "false")
@@ -125,8 +128,8 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     record = replace(record, columns=columns)
     content = recognise(record).read(record)
     if isinstance(content, Conversation):
-        said = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
-        check_placeholders(columns, [part for part in said if isinstance(part, str)])
+        parts = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
+        check_placeholders(columns, [part for part in parts if isinstance(part, str)])
         content = render_chat(content, record.options)
     else:
         texts = [segment for segment in content.segments if isinstance(segment, TextSegment)]
@@ -135,10 +138,10 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
 
 
 def recognise(record: Record) -> RecordLayout:
-    """The first layout that the columns match.
+    """Return the first format that matches the columns.
 
     Raises:
-        CorruptSampleError: there is none; what the nearest one lacks is said.
+        CorruptSampleError: No format matches. The message lists missing columns.
     """
     columns = record.columns
     filled = {name for name, value in columns.items() if value is not None}
@@ -150,9 +153,9 @@ def recognise(record: Record) -> RecordLayout:
         if len(missing) < len(layout.needs):
             has = next(name for group in layout.needs for name in group if name in filled)
             raise CorruptSampleError(f"column `{has}` exists, but {_none_of(missing[0])}")
-    for name, learnt in _SUGGEST.items():
+    for name, text_columns in _SUGGEST.items():
         if name in filled:
-            raise CorruptSampleError(f"column `{name}` exists, but {_none_of(learnt)}")
+            raise CorruptSampleError(f"column `{name}` exists, but {_none_of(text_columns)}")
     known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
     raise CorruptSampleError(
         f"no record format matches the columns {sorted(columns)}; supported formats have "
@@ -165,15 +168,15 @@ def _none_of(names: tuple[str, ...]) -> str:
 
 
 def layout_of(record: Record) -> str:
-    """Name of a record's layout, for people; raises CorruptSampleError if it has none."""
+    """Return the name of the format of a record. Raise CorruptSampleError if none matches."""
     return recognise(replace(record, columns=with_json_columns(record.columns))).name
 
 
 def is_chat(record: Record) -> bool:
-    """Return whether a chat template renders a record.
+    """Return True if a record is a chat, to which a chat template is applied.
 
     Raises:
-        CorruptSampleError: No layout reads the record.
+        CorruptSampleError: No format matches the record.
     """
     record = replace(record, columns=with_json_columns(record.columns))
     return isinstance(recognise(record).read(record), Conversation)

@@ -1,8 +1,7 @@
-"""A record as a source gave it, and the sample it becomes: segments in reading order.
+"""Types for raw records, and for samples as segments in reading order.
 
-Every layout (`recognise.py`) ends in these types, and everything after it (`torchmm.data.media`,
-`torchmm.data.sources.reader`) begins with them, so that no code after this folder knows in which
-layout a data set was published.
+All record formats (`recognise.py`) are converted to these types. The code after the conversion
+(`torchmm.data.media`, `torchmm.data.sources.reader`) is independent of the record format.
 """
 
 from __future__ import annotations
@@ -18,55 +17,55 @@ from torchmm.data.files.sample_files import InnerFile, open_regular
 from torchmm.recipe.data_section import SourceConfig
 
 Root = str | RemotePath | None
-"""What paths in records are relative to: a directory, or a folder elsewhere."""
+"""Local or remote directory to which paths in records are relative."""
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What a recipe says about how the records of a source become samples."""
+    """Settings of a source for the conversion of records to samples."""
 
     prompt: str = ""
     """Text between the image and the text of a caption sample."""
     generate: str | None = None
-    """Column with an image or clip that is to be drawn, not read."""
+    """Column with a target image or video."""
     train_on: str = "assistant"
-    """What of a chat counts in the loss; see `SourceConfig.train_on`."""
+    """Messages of a chat that are included in the loss, see `SourceConfig.train_on`."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> SampleOptions:
-        """Those of a recipe's source."""
+        """Return the options of a source in a recipe."""
         return cls(config.prompt, config.target_image_column, config.train_on)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One raw sample: its columns, and the directory that image paths are relative to."""
+    """Raw sample: columns, and the directory to which image paths are relative."""
 
     columns: dict[str, Any]
     root: Root = None
     options: SampleOptions = SampleOptions()
     where: str = ""
-    """File and line, or row, for messages; empty where the source cannot say."""
+    """File and line or row, for messages. Empty if unknown."""
 
 
 @dataclass(frozen=True)
 class TextSegment:
-    """Text, predicted by the model or only read by it."""
+    """Text, which may be included in the loss."""
 
     text: str
     loss: bool
     scaffold: bool = False
-    """Comes from the chat template, so that special tokens in it are special."""
+    """Whether the text is from the chat template, so that its special tokens are parsed."""
 
 
 @dataclass(frozen=True)
 class FileSegment:
-    """An encoded file: its bytes, or where they are."""
+    """Encoded file: bytes or location."""
 
     data: bytes | None = None
     path: str | RemotePath | InnerFile | None = None
     encoder: str | None = None
-    """Name of the encoder that reads it, once that is known."""
+    """Name of the encoder that reads the file. None before `assign_encoders`."""
 
     def read(self, max_bytes: int) -> bytes:
         """Return the bytes of the file.
@@ -75,7 +74,7 @@ class FileSegment:
             max_bytes: Size of the largest file that is read.
 
         Raises:
-            CorruptSampleError: The file cannot be read, or is larger.
+            CorruptSampleError: The file cannot be read, or is too large.
         """
         if self.data is not None:
             self._check_size(len(self.data), max_bytes)
@@ -117,18 +116,18 @@ class FileSegment:
 
     @property
     def kind(self) -> str:
-        """What it is, for messages."""
+        """Type of the file, for messages."""
         return "image"
 
 
 @dataclass(frozen=True)
 class ImageSegment(FileSegment):
-    """An image."""
+    """Image file."""
 
 
 @dataclass(frozen=True)
 class VideoSegment(FileSegment):
-    """A clip."""
+    """Video file."""
 
     @property
     def kind(self) -> str:
@@ -137,7 +136,7 @@ class VideoSegment(FileSegment):
 
 @dataclass(frozen=True)
 class AudioSegment(FileSegment):
-    """A sound."""
+    """Audio file."""
 
     @property
     def kind(self) -> str:
@@ -146,7 +145,7 @@ class AudioSegment(FileSegment):
 
 @dataclass(frozen=True)
 class GeneratedSegment:
-    """An image or clip that the generator has to draw; it takes no tokens."""
+    """Target image or video of the generator, which has no tokens."""
 
     file: ImageSegment
 
@@ -156,7 +155,10 @@ Segment = TextSegment | ImageSegment | VideoSegment | AudioSegment | GeneratedSe
 
 @dataclass(frozen=True)
 class Sample:
-    """Segments in reading order. A chat template writes its own start and end tokens."""
+    """Segments in reading order, with flags for BOS and EOS tokens.
+
+    The flags are False for chats, because chat templates write these tokens.
+    """
 
     segments: tuple[Segment, ...]
     add_bos: bool = True
@@ -169,7 +171,7 @@ def limit_images(sample: Sample, max_images: int) -> tuple[Sample, int]:
     The text after that image is dropped with it, because it may describe the image.
 
     Returns:
-        the sample, and the number of dropped images and videos.
+        The sample, and the number of dropped images and videos.
     """
     positions = [
         position
@@ -183,21 +185,23 @@ def limit_images(sample: Sample, max_images: int) -> tuple[Sample, int]:
 
 
 def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sample:
-    """Return the sample with one file for every encoder that reads it, one after another.
+    """Return the sample with each file repeated for all encoders that read it.
 
     Args:
-        readers: names of encoders by file type, "image", "video" and "audio". Without any encoder
-            in the model, files are dropped.
+        sample: Sample without encoders.
+        readers: Names of encoders by file type: "image", "video" and "audio". If the model has no
+            encoder, files are dropped.
 
     Raises:
-        BeyondLimitError: the model has encoders, but none for a file that text in the loss follows.
+        BeyondLimitError: Text in the loss follows a file for which the model has no encoder,
+            although it has other encoders.
     """
     segments: list[Segment] = []
     for number, segment in enumerate(sample.segments):
         if isinstance(segment, FileSegment):
             unread = any(readers.values()) and not readers.get(segment.kind)
             after = sample.segments[number:] if unread else ()
-            if any(isinstance(other, TextSegment) and other.loss for other in after):
+            if any(isinstance(each, TextSegment) and each.loss for each in after):
                 raise BeyondLimitError(
                     f"{segment.kind} without an encoder",
                     f"the sample has {_article(segment.kind)} file, followed by text in the "
@@ -216,6 +220,6 @@ def _article(kind: str) -> str:
 
 
 def without_generated(sample: Sample) -> Sample:
-    """The sample without what is to be drawn."""
+    """Return the sample without target images."""
     kept = tuple(s for s in sample.segments if not isinstance(s, GeneratedSegment))
     return replace(sample, segments=kept)

@@ -1,9 +1,9 @@
-"""Thoughts, tool calls and their results, tools, flags: the ways in which data sets write them.
+"""Read reasoning, tool calls, tool results, tools and loss flags of messages.
 
-Everything becomes what templates expect: calls with a name and a table of arguments, tools with a
-JSON schema. What has no place there makes the record corrupt. Tables from Parquet and Arrow have
-every key that any row has, with None where theirs has none: such keys are dropped. In arguments
-and tools that are JSON text, null is null.
+All formats are converted to the format of chat templates: calls with a name and an object of
+arguments, and tools with a JSON schema. Values that this format cannot express make the record
+corrupt. Objects from Parquet and Arrow have the keys of all rows. Keys with the value None are
+dropped, except in JSON text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torchmm.data.layouts.chat_keys import is_empty, shown
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 64
-"""Levels of tables and lists inside arguments and tools."""
+"""Maximum nesting depth of arguments and tools."""
 _BY_PARTS = ("thinking", "tool_use", "tool_result")
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """What an assistant thought before its answer; raises CorruptSampleError."""
-    texts = [message[key] for key in REASONING_KEYS if _given(message.get(key))]
+    """Return the reasoning of an assistant message. Raise CorruptSampleError if ambiguous."""
+    texts = [message[key] for key in REASONING_KEYS if _is_set(message.get(key))]
     if not texts:
         return None
     if not all(isinstance(text, str) and text == texts[0] for text in texts):
@@ -35,13 +35,13 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 
 
 def tool_calls_of(message: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The calls of an answer, from `tool_calls` or OpenAI's older `function_call`.
+    """Return the tool calls of a message, from `tool_calls` or the older OpenAI `function_call`.
 
     Returns:
-        {"type": "function", "function": {"name", "arguments"}}, with "id" where there is one.
+        {"type": "function", "function": {"name", "arguments"}} of each call, with an optional "id".
 
     Raises:
-        CorruptSampleError: one is no call of a function with a table of arguments.
+        CorruptSampleError: A call is not a function call with an object of arguments.
     """
     calls = message.get("tool_calls")
     if not is_empty(message.get("function_call")):
@@ -54,25 +54,25 @@ def tool_calls_of(message: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def tools_of(columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The tools that a record describes, in its column `tools` or OpenAI's older `functions`.
+    """Return the tools of a record, from `tools` or the older OpenAI `functions`.
 
     Returns:
-        {"type": "function", "function": {"name", "description", "parameters", ...}}.
+        {"type": "function", "function": {"name", "description", "parameters", ...}} of each tool.
 
     Raises:
-        CorruptSampleError: they are not tables that describe functions.
+        CorruptSampleError: A tool is not the description of a function.
     """
-    given = [key for key in ("tools", "functions") if not is_empty(columns.get(key))]
-    if len(given) > 1:
+    names = [key for key in ("tools", "functions") if not is_empty(columns.get(key))]
+    if len(names) > 1:
         raise CorruptSampleError("columns tools and functions are both set; keep one of them")
-    return tuple(_tool(tool) for key in given for tool in _list_of(columns[key], f"column {key}"))
+    return tuple(_tool(tool) for key in names for tool in _list_of(columns[key], f"column {key}"))
 
 
 def template_options_of(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the column `chat_template_kwargs`, without keys whose value is None.
 
     Raises:
-        CorruptSampleError: the column is not a mapping of JSON values.
+        CorruptSampleError: The column is not an object of JSON values.
     """
     value = columns.get("chat_template_kwargs")
     if is_empty(value):
@@ -86,12 +86,12 @@ def template_options_of(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train_of(message: Mapping[str, Any]) -> bool | None:
-    """Whether a message's own flags say that it counts in the loss; None: they do not say.
+    """Return the loss flag of a message, or None if it has no flag.
 
-    `loss` and `train` are read on every message, OpenAI's `weight` on answers only.
+    The keys are `loss` and `train`, and in assistant messages `weight` (OpenAI).
 
     Raises:
-        CorruptSampleError: a flag is neither true nor false (1 nor 0), or they disagree.
+        CorruptSampleError: A flag is not a bool, 0 or 1, or flags differ.
     """
     keys = ("loss", "train", "weight") if message["role"] == "assistant" else ("loss", "train")
     flags = {key: message[key] for key in keys if message.get(key) is not None}
@@ -110,13 +110,13 @@ def train_of(message: Mapping[str, Any]) -> bool | None:
 
 
 def expand(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A message whose content has Anthropic's parts as messages in OpenAI's way, in order.
+    """Convert a message with Anthropic content parts to messages in the format of OpenAI.
 
-    {"type": "thinking"} becomes the answer's thoughts, {"type": "tool_use"} a call, and every
-    {"type": "tool_result"} of a user message a message of a tool.
+    {"type": "thinking"} is converted to `reasoning_content`, {"type": "tool_use"} to a tool call,
+    and {"type": "tool_result"} of a user message to a tool message.
 
     Raises:
-        CorruptSampleError: they stand in an order that roles and keys cannot express.
+        CorruptSampleError: The format of OpenAI cannot express the order of the content parts.
     """
     content = message.get("content")
     if not isinstance(content, list) or not any(_kind(part) in _BY_PARTS for part in content):
@@ -136,20 +136,20 @@ def _answer_parts(message: Mapping[str, Any]) -> dict[str, Any]:
             "assistant message has thinking after text, or text after tool_use parts, and no "
             "chat template can keep this order; split it into several messages"
         )
-    thoughts, rest, calls = [], [], []
+    reasoning, rest, calls = [], [], []
     for part in message["content"]:
         if _kind(part) == "thinking":
             _only(part, {"type", "thinking", "signature"}, "thinking part")
-            thoughts.append(_text(part.get("thinking"), "thinking part"))
+            reasoning.append(_text(part.get("thinking"), "thinking part"))
         elif _kind(part) == "tool_use":
             _only(part, {"type", "id", "name", "input"}, "tool_use part")
             function = {"name": part.get("name"), "arguments": part.get("input")}
             calls.append({"id": part.get("id"), "function": function})
         else:
             rest.append(part)
-    if len(thoughts) > 1:
+    if len(reasoning) > 1:
         raise CorruptSampleError("assistant message has several thinking parts; join them into one")
-    parts = {"reasoning_content": thoughts[0] if thoughts else None, "tool_calls": calls or None}
+    parts = {"reasoning_content": reasoning[0] if reasoning else None, "tool_calls": calls or None}
     for key, value in parts.items():
         if value is not None and not is_empty(message.get(key)):
             raise CorruptSampleError(
@@ -189,7 +189,7 @@ def _call(call: Any) -> dict[str, Any]:
     _only(function, {"name", "arguments"}, "tool call")
     name = _text(function.get("name"), "name of a tool call")
     made: dict[str, Any] = {"type": "function"}
-    if _given(call.get("id")):
+    if _is_set(call.get("id")):
         made["id"] = _text(call["id"], "id of a tool call")
     return {**made, "function": {"name": name, "arguments": _arguments(function.get("arguments"))}}
 
@@ -216,7 +216,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     if function is not tool:
         _only(tool, {"type", "function"}, "description of a tool")
     function = {key: value for key, value in function.items() if key != "type"}
-    if "input_schema" in function:  # Anthropic's name for it
+    if "input_schema" in function:  # Anthropic
         function["parameters"] = function.pop("input_schema")
     _text(function.get("name"), "name of a tool")
     return {"type": "function", "function": function}
@@ -230,7 +230,7 @@ def _list_of(value: Any, what: str) -> Sequence[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """A value that may be JSON text; tables that are not lose their keys without a value."""
+    """Parse a value that may be JSON text. Keys with None are dropped from other values."""
     if not isinstance(value, str):
         return _without_none(value, what, MAX_DEPTH)
     try:
@@ -290,8 +290,8 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _given(value: Any) -> bool:
-    """Unlike what is not empty, "{}" and "null" are texts."""
+def _is_set(value: Any) -> bool:
+    """Return True if a value is not empty. Unlike in `is_empty`, "{}" and "null" are text."""
     return bool(value.strip()) if isinstance(value, str) else not is_empty(value)
 
 

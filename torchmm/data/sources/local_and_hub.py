@@ -1,17 +1,16 @@
-"""Sources with random access: local files, remote files and datasets of the Hugging Face hub.
+"""Sources with random access: local files, remote files and datasets of the Hugging Face Hub.
 
     source = open_map_source(config, data.index_cache_dir, open_file_system(config.path, data))
     source.read(index)
 
-`resolve_files` finds the format and the files of a source. It is the only function that lists
-files. `open_file_source` opens all formats that torchmm reads itself: text, tar, Parquet, folders
-with metadata, and the formats of extensions. These readers open local and remote files in the same
-way (`open_regular`), because a `RemoteFile` is a file whose bytes are fetched through a cache.
+`resolve_files` finds the format and the files of a source. `open_file_source` opens the formats
+that torchmm reads without `datasets`: text, tar, Parquet, folders with metadata, and the formats of
+extensions. These readers support local and remote files (`open_regular`).
 
-`datasets` reads the rest: datasets of the hub, Arrow files, folders without metadata, and local
-Parquet files, which it converts to Arrow files once. Rows are read as raw Arrow values, so that
-`datasets` never decodes an image or audio file. Remote Parquet files are not converted, because
-the conversion needs disk space for all files.
+`datasets` reads Hub datasets, Arrow files, folders without metadata and local Parquet files. Rows
+are raw Arrow values, so `datasets` does not decode images or audio. It converts local Parquet files
+to Arrow files once. Remote Parquet files are not converted, because this would require disk space
+for all files.
 """
 
 from __future__ import annotations
@@ -67,29 +66,29 @@ SUFFIXES = {
     "videofolder": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }
 TEXT_FILES = {"json": open_json, "csv": Table}
-"""Formats of files that may be packed."""
+"""Formats whose files may be compressed."""
 INDEX_CACHE = DataConfig().index_cache_dir
 FOLDERS = ("imagefolder", "videofolder")
-"""Formats of files that a metadata.jsonl describes."""
+"""Formats of folders that may have a metadata.jsonl."""
 
 _SPLIT_OF = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 _SPLIT_NAME = re.compile(
     rf"(?:^|[{NON_WORDS_CHARS}])({'|'.join(_SPLIT_OF)})(?=[{NON_WORDS_CHARS}]|$)"
 )
-"""A split in the name of a directory or file, as `datasets` recognizes it."""
+"""Pattern of a split in the name of a directory or file, as in `datasets`."""
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
 logger = logging.getLogger(__name__)
 
 
 class ArrowSource:
-    """Records of a `datasets.Dataset` as raw Arrow values.
+    """Source of the rows of a `datasets.Dataset` as raw Arrow values.
 
     Args:
-        dataset: Rows of all files, one file after another.
+        dataset: Rows of all files.
         root: Directory that image paths are relative to.
         fingerprint: Fingerprint of the files.
-        files: Files and their numbers of rows, for messages. Empty if they are unknown.
+        files: Files and their numbers of rows, for messages. Empty if unknown.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ArrowSource:
 
 
 def sample_key(columns: dict[str, Any]) -> str:
-    """Return "SHARD:KEY" of a webdataset sample. Empty for other samples."""
+    """Return "SHARD:KEY" of a WebDataset sample, or an empty string for other samples."""
     return f"{columns['__url__']}:{columns['__key__']}" if "__url__" in columns else ""
 
 
@@ -131,12 +130,12 @@ def open_map_source(
 
     Args:
         config: The source.
-        cache: Directory in which packed files are unpacked (`data.index_cache_dir`).
+        cache: Directory for decompressed files (`data.index_cache_dir`).
         storage: File system of the source (`open_file_system`). None if the source is local.
 
     Raises:
         ConfigError: The cache cannot be written.
-        DataError: The source has no readable files, or not the columns that the recipe names.
+        DataError: The source has no readable files, or lacks columns that the recipe requires.
     """
     kind, files = resolve_files(config, storage)
     source: MapSource
@@ -156,7 +155,7 @@ def open_map_source(
             text = "%s. Its row groups are read one at a time, which is slow; repair the file"
             logger.warning(text, error)
             source = RowGroups(files, root, files_fingerprint(files))
-    # `datasets` has applied the slices to a dataset of the hub.
+    # For Hub datasets, `datasets` has already applied the slices.
     if kind != "hub" and Split.of(config).rows is not None:
         source = SelectedRows(source, config)
     return SourceAsConfigured(source, config)
@@ -202,9 +201,9 @@ def open_file_source(
 
 
 def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
-    """Return the unpacked text of a file: the file itself, or a copy in the cache.
+    """Return a file, or its copy in the cache if it is compressed.
 
-    A remote file of a format that is searched as one text, not line by line, is copied, too.
+    Remote CSV files and JSON arrays are also copied, because they are searched as one text.
     """
     content = unpacked(file, Path(cache))
     whole = isinstance(content, RemoteFile) and (kind == "csv" or is_array(content))
@@ -212,14 +211,14 @@ def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
 
 
 def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: bool) -> Any:
-    """Return a `datasets.Dataset` or `IterableDataset` of a local source or of the hub.
+    """Return a `datasets.Dataset` or `IterableDataset` of a local source or of the Hub.
 
-    Logs the commit of a dataset of the hub, so that a recipe can be pinned to it.
+    The commit of a Hub dataset is logged, so that users can pin the recipe to it.
 
     Raises:
         DataError: `datasets` cannot read the source.
     """
-    names = [glob.escape(str(f)) for f in files]  # names are patterns to `datasets`
+    names = [glob.escape(str(f)) for f in files]  # `datasets` expects patterns
     options: dict[str, Any] = {}
     if kind == "hub":
         options = {"split": config.split, "revision": config.revision}
@@ -227,7 +226,7 @@ def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: b
         if kind in FOLDERS:
             names = [glob.escape(str(source_root(config, files))) + "/**"]
             options["drop_labels"] = True
-        # Without a split, `datasets` would guess one from the names.
+        # Otherwise, `datasets` would infer splits from file names.
         options |= {"data_files": {"train": names}, "split": "train"}
     path = config.path if kind == "hub" else kind
     try:
@@ -251,10 +250,10 @@ def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: b
 def resolve_files(
     config: SourceConfig, storage: FileSystem | None = None
 ) -> tuple[str, list[AnyFile]]:
-    """Return the format of a source and its sorted files. A dataset of the hub has no files.
+    """Return the format of a source and its sorted files, which are empty for a Hub dataset.
 
     Raises:
-        ConfigError: A key is for datasets of the hub only.
+        ConfigError: A key applies only to Hub datasets.
         DataError: The path looks local but has no readable files, or a store does not respond.
     """
     if (found := find_format(config, storage)) is not None:
@@ -295,18 +294,17 @@ def resolve_files(
 
 
 def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
-    """Return the files of a source, sorted and without hidden ones.
+    """Return the sorted visible files of a source, or None if the path may be a Hub dataset.
 
-    Of a directory with a subdirectory that is named as the split, only those below the
-    subdirectory. None if the path may be a dataset of the hub.
+    If a directory has a subdirectory with the name of the split, only its files are returned.
     """
     if is_address(config.path):
         assert storage is not None, "see open_file_system"
         address = pinned(config)
-        found = storage.list(address)
+        listed = storage.list(address)
         inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
-        of_split = [file for file in found if file.address.startswith(inside)]
-        return list(of_split if of_split and not is_pattern(address) else found)
+        of_split = [file for file in listed if file.address.startswith(inside)]
+        return list(of_split if of_split and not is_pattern(address) else listed)
     path = Path(config.path).expanduser()
     if (root := _split_directory(config)) is not None:
         files = [file for file in root.rglob("*") if file.is_file()]
@@ -318,7 +316,7 @@ def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFil
     matches = sorted(Path(m).absolute() for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
     if matches:
         return [m for m in matches if m.is_file()]
-    # NAME or OWNER/NAME may be a dataset of the hub, unless OWNER is a local directory.
+    # NAME or OWNER/NAME may be a Hub dataset, unless OWNER is a local directory.
     known_suffix = path.suffix in PACKED or any(path.suffix in s for s in SUFFIXES.values())
     is_local = (
         config.format not in ("auto", "hub")
@@ -332,9 +330,9 @@ def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFil
 
 
 def _split_directory(config: SourceConfig) -> Path | None:
-    """Return the local directory of a source, or its subdirectory that is named as the split.
+    """Return the directory of a local source, or the subdirectory with the name of the split.
 
-    None if the source is not a local directory.
+    Returns None if the source is not a local directory.
     """
     path = Path(config.path).expanduser()
     inside = path / Split.of(config).name
@@ -344,12 +342,12 @@ def _split_directory(config: SourceConfig) -> Path | None:
 def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> list[AnyFile]:
     """Return the files of the split of a source.
 
-    A file of a directory belongs to the split that a directory or the file is named after, by the
-    keywords of `datasets` ("data/validation-00000.parquet"). Files without a keyword are training
-    data if no file is named so. A single file and a glob have the split "train" only.
+    The names of directories and files determine the split, with the keywords of `datasets`
+    ("data/validation-00000.parquet"). If no file has the keyword "train", files without a keyword
+    are training data. A single file and a glob have the split "train" only.
 
     Raises:
-        DataError: the source has no such split.
+        DataError: The source does not have the split.
     """
     names = _names_below(config, files)
     if names is None:
@@ -357,7 +355,7 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
         return files
     name = Split.of(config).name
     wanted = _SPLIT_OF.get(name, name)
-    # Metadata has the records of a folder; names of images and clips say nothing of splits.
+    # The metadata files of a folder determine the split, and not the names of images.
     records = described(files) if kind in FOLDERS else []
     found = {
         file: _split_of_file(names[file], name, kind)
@@ -393,7 +391,7 @@ def _names_below(
 ) -> dict[AnyFile, tuple[str, ...]] | None:
     """Return the parts of file names relative to the directory of a source.
 
-    None if the source is not a directory but a file or glob.
+    Returns None if the source is a file or glob.
     """
     if not is_address(config.path):
         directory = Path(config.path).expanduser().absolute()
@@ -409,7 +407,7 @@ def _names_below(
 
 
 def _split_of_file(parts: Sequence[str], name: str, kind: str) -> str | None:
-    """Return the split that a file is named after; None if it has no such name."""
+    """Return the split in the name of a file, or None."""
     for part in parts[:-1] if kind in FOLDERS else parts:
         if part == name:
             return _SPLIT_OF.get(name, name)
@@ -419,7 +417,7 @@ def _split_of_file(parts: Sequence[str], name: str, kind: str) -> str | None:
 
 
 def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
-    """Return the directory that image paths may not leave. None if the source has no files."""
+    """Return the directory that must contain all images, or None without files."""
     if not files:
         return None
     if isinstance(files[0], RemoteFile):

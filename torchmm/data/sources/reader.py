@@ -1,9 +1,9 @@
-"""One path from a raw record to a tokenised sample, used for measuring and for decoding alike.
+"""Convert records to tokenized samples, for measuring and for decoding.
 
-Lengths that planning saw and tensors that training gets cannot disagree, because both come from
-`SampleReader.read`; only the pixels are decoded later. Whoever already knows the sizes of a
-sample's pictures and sounds can do without their files, until it decodes them (`pixels`); pictures
-that are cut into tiles, and clips, say in their files how they are written.
+Both use `SampleReader.read`, so the lengths of a plan match the tensors of a batch. Pixels are
+decoded separately (`SampleReader.pixels`). If the sizes of images and audio are known from the
+index, their files are not opened before they are decoded. Tiled images and videos are always
+opened, because their text depends on the file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.recipe.data_section import DataConfig
 
 EncodedFile = bytes | FileSegment | ClipFrames | Tile
-"""What becomes one image of an encoder."""
+"""Content of one encoder input."""
 CHANGED = "changed since it was indexed"
 
-# Content that is dropped from samples in use (`MeasuredSample.dropped`).
+# Content that is dropped from used samples (`MeasuredSample.dropped`).
 TRUNCATED = "samples truncated at training.sequence_length"
 EXTRA_IMAGES = "images or videos beyond data.max_images_per_sample"
 EXTRA_FRAMES = "video frames beyond data.video.max_frames or data.video.max_pixels"
@@ -57,19 +57,19 @@ UNREAD_TARGETS = "target images without a generator in the model"
 
 
 def data_of(file: bytes | FileSegment) -> bytes:
-    """The bytes of a file of a sample that was measured, not known."""
+    """Return the bytes of a file that was read for measuring."""
     assert isinstance(file, bytes), file
     return file
 
 
 @dataclass
 class Opened:
-    """What is read of files."""
+    """Counter of bytes that are read from files."""
 
     read_bytes: int = 0
 
     def read(self, segment: FileSegment, max_bytes: int) -> bytes:
-        """The bytes of a file; they count unless the record had them. See `FileSegment.read`."""
+        """Return the bytes of a file, and count them unless they are part of the record."""
         data = segment.read(max_bytes)
         if segment.data is None:
             self.read_bytes += len(data)
@@ -78,22 +78,22 @@ class Opened:
 
 @dataclass(frozen=True)
 class MeasuredSample:
-    """A tokenised sample whose images are still files."""
+    """Tokenized sample with undecoded files."""
 
     text: EncodedSample
     images: list[ImageMeta]
-    """Images, sounds, and clips or their frames."""
+    """Sizes of images, audio files, and videos or their frames."""
     files: list[EncodedFile]
-    """Not yet decoded, one per entry of `images`; segments were not even opened."""
+    """Undecoded file of each entry of `images`. A `FileSegment` has not been opened."""
     generated: list[GeneratedMeta] = field(default_factory=list)
-    """Images to be drawn."""
+    """Sizes of target images."""
     generated_files: list[bytes | FileSegment] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped items by description, for example `EXTRA_IMAGES`."""
 
 
 def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
-    """In the text, of every image; tiles of AnyRes stand in those of the first one."""
+    """Return the number of placeholders of each image. The first AnyRes tile has those of all."""
     return [
         file.placeholders if isinstance(file, Tile) else image.tokens
         for file, image in zip(files, images, strict=True)
@@ -101,19 +101,19 @@ def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> l
 
 
 class SampleReader:
-    """Turns records into tokenised samples with image sizes.
+    """Converter of records to tokenized samples with image sizes.
 
     Args:
-        data: limits on images, frames of clips.
-        sequence_length: longest sample in tokens.
-        text_spec: how the LLM wants its text.
-        image_specs: how encoders want their images, by name. Every image and clip goes to all that
-            read images, every sound to all that hear; what none reads is left out.
-        tokenizer: the LLM's tokenizer.
-        drawings: prepares images to be drawn; without it, they are left out.
+        data: Limits on images and video frames.
+        sequence_length: Maximum number of tokens of a sample.
+        text_spec: Format of the text for the LLM.
+        image_specs: Format of the inputs of each encoder, by name. All vision encoders read each
+            image and video, and all audio encoders each audio file. Unread files are omitted.
+        tokenizer: Tokenizer of the LLM.
+        drawings: Preprocessor of target images. If None, they are omitted.
 
     Raises:
-        ConfigError: an encoder's processor does not fit, or there is no placeholder.
+        ConfigError: The processor of an encoder does not match, or there is no placeholder token.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class SampleReader:
         self._max_bytes = int(data.max_file_mb * 1e6)
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._unfitting = ImageMeta(0, 0, 0, sequence_length + 1)
-        """Stands for an image for which a sample had no room."""
+        """Size of images that did not fit into a sample, whose sizes are not in the index."""
         self._chat = LimitedTemplate(ChatTemplate(tokenizer, text_spec.around_sounds))
 
     def read(
@@ -168,15 +168,14 @@ class SampleReader:
         """Parse a record, check headers of files, tokenize and truncate.
 
         Args:
-            record: what a source gave.
-            known: its sizes, if it was measured before: only files that say how they are written
-                are then opened.
-            opened: counts what is read of files.
+            record: Record of a source.
+            known: Metadata from the index. If set, only tiled images and videos are opened.
+            opened: Counter of read bytes.
 
         Raises:
-            ConfigError: it has clips, and no library reads them.
-            CorruptSampleError: the sample cannot be used, with place and reason.
-            BeyondLimitError: the sample is valid, but exceeds a limit.
+            ConfigError: The record has videos, but PyAV is not installed.
+            CorruptSampleError: The sample cannot be used. The message has location and reason.
+            BeyondLimitError: The sample is valid, but exceeds a limit.
         """
         with naming_place(record.where):
             return self._read(record, known, opened or Opened())
@@ -213,9 +212,9 @@ class SampleReader:
         """Return the error of a sample without text in the loss.
 
         Args:
-            text: the truncated sample.
-            files: images, tiles, frames and audio before truncation.
-            dropped_images: images beyond `data.max_images_per_sample`.
+            text: Truncated sample.
+            files: Images, tiles, frames and audio before truncation.
+            dropped_images: Number of images beyond `data.max_images_per_sample`.
         """
         nothing = f"no text in the loss in the first {len(text.ids)} tokens"
         length = f"training.sequence_length = {self._text.sequence_length:,}"
@@ -271,10 +270,13 @@ class SampleReader:
         opened: Opened,
         dropped: Counter[str],
     ) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
-        """Return the sample as encoders read it, its files and their metadata.
+        """Return the sample with expanded videos and tiles, its files and their metadata.
 
         Args:
-            dropped: the counter to which dropped frames are added.
+            sample: Sample with an encoder for each file.
+            known: Metadata from the index, or None.
+            opened: Counter of read bytes.
+            dropped: Counter to which dropped frames are added.
         """
         segments: list[Segment] = []
         files: list[EncodedFile] = []
@@ -306,12 +308,12 @@ class SampleReader:
                     metas.append(self._measure(segment, data))
                 else:
                     files.append(segment)
-                    fits = len(metas) < len(known.images)  # what the sample kept comes first
+                    fits = len(metas) < len(known.images)  # truncation keeps the first images
                     metas.append(known.images[len(metas)] if fits else self._unfitting)
         return replace(sample, segments=tuple(segments)), files, metas
 
     def _measure(self, segment: FileSegment, data: bytes) -> ImageMeta:
-        """Of a picture or sound."""
+        """Return the metadata of an image or audio file."""
         assert segment.encoder is not None
         return self._named(self.media[segment.encoder].meta(data), segment.encoder)
 
@@ -323,20 +325,20 @@ class SampleReader:
         files: list[EncodedFile],
         metas: list[ImageMeta],
     ) -> None:
-        """Appends a clip, or its frames (or groups of them) with their times."""
+        """Append a video, or its frames or groups of frames with their times."""
         assert segment.encoder is not None
         medium = self.clips[segment.encoder]
         kind = FramesSegment if medium.grouped else TiledSegment
         for part in medium.parts(clip):
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
-            own = kind(encoder=segment.encoder, marks=part.marks)
-            segments.append(own if part.marks else segment)
+            frames = kind(encoder=segment.encoder, marks=part.marks)
+            segments.append(frames if part.marks else segment)
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 
     def _cut(self, sample: Sample, opened: Opened) -> dict[int, TiledPicture]:
-        """By position of its segment: every picture whose encoder cuts them."""
+        """Return the images that are cut into tiles, by segment index."""
         pictures = {
             number: self.tiles[segment.encoder].open(opened.read(segment, self._max_bytes))
             for number, segment in enumerate(sample.segments)
@@ -345,19 +347,21 @@ class SampleReader:
         return dict(zip(pictures, cut_within([*pictures.values()], self._max_tiles), strict=True))
 
     def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
-        # Only if there are several, so that equal samples of most models have equal metadata.
+        # Only with several encoders, so that metadata is equal for most models.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
     def pixels(
         self, file: EncodedFile, image: ImageMeta, opened: Opened | None = None
     ) -> np.ndarray:
-        """Encoder input of a file of a sample, as it is stored (`EncoderInputs.pixels`).
+        """Decode a file of a sample to encoder inputs (`EncoderInputs.pixels`).
 
         Args:
-            opened: counts what is read of files.
+            file: Undecoded file.
+            image: Expected sizes.
+            opened: Counter of read bytes.
 
         Raises:
-            CorruptSampleError: it cannot be decoded, or has other sizes than `image`.
+            CorruptSampleError: The file cannot be decoded, or its sizes differ from `image`.
         """
         name = image.encoder or self.encoders[0]
         if isinstance(file, FileSegment):
@@ -373,15 +377,15 @@ class SampleReader:
         return self.media[name].pixels(file, image)
 
     def medium(self, image: ImageMeta) -> MediaPreprocessor | ClipMedia:
-        """Sizes of an image, sound or clip of a sample."""
+        """Return the preprocessor of an image, audio file or video."""
         name = image.encoder or self.encoders[0]
-        # Sounds have a duration too, and no clips.
+        # Audio also has a duration, but audio encoders have no entry in `clips`.
         return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
 
     def _measure_generated(
         self, sample: Sample, text: EncodedSample, known: SampleMeta | None, opened: Opened
     ) -> tuple[list[GeneratedMeta], list[bytes | FileSegment]]:
-        """Sizes and files of what is to be drawn and was not cut off."""
+        """Return sizes and files of target images that were not truncated."""
         segments = [s.file for s in sample.segments if isinstance(s, GeneratedSegment)]
         metas: list[GeneratedMeta] = []
         files: list[bytes | FileSegment] = []
@@ -409,10 +413,10 @@ class SampleReader:
         key: Key,
         opened: Opened,
     ) -> DecodedDrawing:
-        """An image to be drawn; arguments as in `DrawingPreprocessor.decode`.
+        """Decode a target image. See `DrawingPreprocessor.decode` for the arguments.
 
         Raises:
-            CorruptSampleError: it cannot be decoded, or has other sizes.
+            CorruptSampleError: The file cannot be decoded, or its sizes differ.
         """
         assert self.drawings is not None
         data = file if isinstance(file, bytes) else opened.read(file, self._max_bytes)
@@ -424,7 +428,7 @@ class SampleReader:
         return self.drawings.decode(data, meta, context_end, key)
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:
-        """Metadata of a sample of source `name`."""
+        """Return the metadata of sample `index` of the source `name`."""
         encoder = self.encoders[0] if sample.images and len(self.encoders) == 1 else None
         images, generated = tuple(sample.images), tuple(sample.generated)
         return SampleMeta(name, index, len(sample.text.ids), images, encoder, generated)

@@ -1,12 +1,14 @@
-"""Random access to files of text with many records: JSON lines, JSON arrays, CSV and TSV.
+"""Random access to the records of text files: JSON Lines, JSON arrays, CSV and TSV.
 
-A file is read once to find where its records begin, in bounded memory: nothing is parsed, arrays
-and tables are searched where they are mapped. Then a record is read by its place. So a broken
-record costs one sample and not the file, rows may have different types, and a record longer than
-MAX_RECORD_BYTES is refused without being read.
+    file                        offset  size  line
+    {"text": "a"}               0       14    1
+    {"text": "b"}               14      14    2
 
-Rejected: the readers of `datasets`, which parse files as a whole, give one type to a column, and
-report no line.
+A file is read once to find the offsets of its records, in bounded memory and without parsing. JSON
+arrays and CSV files are memory-mapped for the search. Then each record is read by its offset. A
+corrupt record affects one sample only, columns may have different types per record, and a record
+longer than MAX_RECORD_BYTES is rejected before it is read. The readers of `datasets` parse complete
+files, require one type per column, and do not report lines.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from torchmm.data.files.sample_files import open_regular
 from torchmm.data.layouts.sample import Record, Root
 
 VERSION = 1
-"""Increased when records are found differently, so that what was kept is not used."""
+"""Version of the search for records. Offsets of a different version are not used."""
 MAX_RECORD_BYTES = 64 << 20
-"""Longest record that is read. Parsing may take 25 times as much memory (lists of lists)."""
+"""Maximum size of a record. Parsing may use 25 times as much memory for lists of lists."""
 _PIECE_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Possessive, so that a string of any length takes no memory. The last alternatives stop the search
-# at a string that is never closed and at the end.
+# Possessive quantifiers need no memory for long strings. The last alternatives stop the search at
+# an unterminated string and at the end.
 _STRUCTURE = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
 _STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 
@@ -48,54 +50,54 @@ logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """Where a record is in its file."""
+    """Location of a record in its file."""
 
     start: int
     size: int
     line: int
-    """Number of the line that it begins in, from 1; in an array: number of the element."""
+    """Number of the first line of the record, from 1. In JSON arrays, number of the element."""
 
 
 class TextFile:
-    """The records of one file.
+    """Records of one file.
 
     Args:
-        path: the file, for messages; files that records name are relative to its directory.
-        content: where its text is: the file itself, or an unpacked copy.
-        places: keeps where records begin in files elsewhere.
+        path: The file. Paths in records are relative to its directory.
+        content: The file, or its decompressed copy.
+        places: Cache of the offsets of remote files.
     """
 
     unit = "line"
-    """What a record is, for messages."""
+    """Name of a record in messages."""
 
     def __init__(self, path: AnyFile, content: AnyFile, places: Places | None = None) -> None:
         self.path = path
         self._content = content
-        elsewhere = places is not None and isinstance(content, RemoteFile)
-        kept = places if places is not None and elsewhere else Places(None)
-        found_N3 = kept.find(content, f"{type(self).__name__} {VERSION}", self._search)
-        self._starts = np.ascontiguousarray(found_N3[:, 0])
-        self._sizes = found_N3[:, 1].astype(np.uint32)
-        # A record's line less its number: the same for all in most files.
-        self._before = np.ascontiguousarray(found_N3[:, 2])
+        is_remote = places is not None and isinstance(content, RemoteFile)
+        cache = places if places is not None and is_remote else Places(None)
+        spans_N3 = cache.find(content, f"{type(self).__name__} {VERSION}", self._search)
+        self._starts = np.ascontiguousarray(spans_N3[:, 0])
+        self._sizes = spans_N3[:, 1].astype(np.uint32)
+        # Line minus record number, which is constant in most files.
+        self._before = np.ascontiguousarray(spans_N3[:, 2])
         if len(self._before) and (self._before == self._before[0]).all():
             self._before = self._before[:1]
 
     def _search(self) -> np.ndarray:
-        """(N, 3): where records begin, their sizes, and their lines less their numbers."""
-        found = array("q")
+        """Return (N, 3), int64: offset, size, and line minus record number of each record."""
+        spans = array("q")
         for number, (start, size, line) in enumerate(self._spans()):
-            found.extend((start, min(size, 2**32 - 1), line - number))
-        return np.asarray(found, np.int64).reshape(-1, 3)
+            spans.extend((start, min(size, 2**32 - 1), line - number))
+        return np.asarray(spans, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def read(self, number: int) -> Record:
-        """The record of this number.
+        """Return a record by number.
 
         Raises:
-            CorruptSampleError: it is too long or malformed, or the file has gone.
+            CorruptSampleError: The record is too long or malformed, or the file cannot be read.
         """
         before = int(self._before[number if len(self._before) > 1 else 0])
         where = self.where(before + number)
@@ -113,7 +115,7 @@ class TextFile:
         return Record(self._parse(data, where), root_of(self.path), where=where)
 
     def where(self, line: int) -> str:
-        """A place in this file, for messages."""
+        """Return the location of a record, for messages."""
         return f"{self.path}:{line}"
 
     def _spans(self) -> Iterator[Span]:
@@ -124,7 +126,7 @@ class TextFile:
 
 
 class JsonLines(TextFile):
-    """One object per line."""
+    """JSON Lines file, with one object per line."""
 
     def _spans(self) -> Iterator[Span]:
         start = 0
@@ -143,12 +145,12 @@ class JsonLines(TextFile):
 
 
 class JsonArray(TextFile):
-    """One array of objects. What is between them and no object is a corrupt record."""
+    """JSON file with one array of objects. Other content between objects is a corrupt record."""
 
     unit = "element"
 
     def where(self, line: int) -> str:
-        """An element's number."""
+        """Return the location of an element, for messages."""
         return f"{self.path} element {line}"
 
     def _spans(self) -> Iterator[Span]:
@@ -157,7 +159,7 @@ class JsonArray(TextFile):
                 yield Span(start, end - start, number)
 
     def _elements(self, text: bytes | mmap.mmap) -> Iterator[tuple[int, int]]:
-        """Beginning and end of every element."""
+        """Yield start and end of each element."""
         depth = begin = done = 0
         for match in _STRUCTURE.finditer(text):
             step = _STEPS.get(match.group(1))
@@ -192,7 +194,7 @@ class JsonArray(TextFile):
 
 
 class Table(TextFile):
-    """CSV or TSV with names of columns in the first row; values are texts, empty ones missing."""
+    """CSV or TSV file with column names in the first row. Empty values are missing values."""
 
     unit = "row"
 
@@ -217,7 +219,7 @@ class Table(TextFile):
 
     def _spans(self) -> Iterator[Span]:
         delimiter = self._delimiter.encode()
-        # A quote counts at the beginning of a field; one that is never closed takes all the rest.
+        # A quote is special at the start of a field. An unterminated quote extends to the end.
         field = rb'(?:"[^"]*+(?:""[^"]*+)*+"?)?+[^' + delimiter + rb"\r\n]*+"
         row = re.compile(field + rb"(?:" + delimiter + field + rb")*+(?:\r\n|\r|\n|\Z)")
         line = 1
@@ -251,7 +253,7 @@ class Table(TextFile):
 
 
 class TextSource:
-    """The records of several files, one file after another."""
+    """Source of the records of several files."""
 
     def __init__(self, files: Sequence[TextFile], fingerprint: str) -> None:
         self._files = list(files)
@@ -262,34 +264,34 @@ class TextSource:
         return int(self._ends[-1])
 
     def read(self, index: int) -> Record:
-        """Record `index`, counted through all files."""
+        """Return record `index`, counted over all files."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         file = self._files[number]
         return file.read(index - (int(self._ends[number]) - len(file)))
 
 
 def root_of(path: AnyFile) -> Root:
-    """What paths in the records of a file are relative to: the folder that it is in."""
+    """Return the directory of a file, to which paths in its records are relative."""
     return path.parent if isinstance(path, RemoteFile) else str(path.parent)
 
 
 def open_json(path: AnyFile, content: AnyFile, places: Places | None = None) -> TextFile:
-    """A file of JSON: an array if that is what it begins with, else lines."""
+    """Open a JSON file as an array if it starts with one, else as JSON Lines."""
     return (JsonArray if is_array(content) else JsonLines)(path, content, places)
 
 
 def is_array(content: AnyFile) -> bool:
-    """Whether a file of JSON begins with an array."""
+    """Return True if a JSON file starts with an array."""
     with open_regular(content) as stream:
         head = stream.read(_PIECE_BYTES).removeprefix(_BYTE_ORDER_MARK)
     return head.lstrip(_BLANK).startswith(b"[")
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
-    """The columns of a record in JSON.
+    """Parse the columns of a JSON record.
 
     Raises:
-        CorruptSampleError: not a JSON object.
+        CorruptSampleError: The record is not a JSON object.
     """
     try:
         columns = json.loads(data)
@@ -302,7 +304,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def too_long(where: str, unit: str, size: int) -> CorruptSampleError:
-    """The error of a record longer than MAX_RECORD_BYTES."""
+    """Return the error for a record longer than MAX_RECORD_BYTES."""
     return CorruptSampleError(
         f"{where}: {unit} of {size} bytes is longer than the limit of {MAX_RECORD_BYTES}; "
         "split it, or store large content in separate files"
@@ -310,13 +312,13 @@ def too_long(where: str, unit: str, size: int) -> CorruptSampleError:
 
 
 def _between(text: bytes | mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """What is between two elements, unless it is the one comma that belongs there."""
+    """Yield the range between two elements, unless it is a single comma."""
     if end - start > _PIECE_BYTES or text[start:end].strip(_BLANK) not in (b"", b","):
         yield start, end
 
 
 def _look_at(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
-    """Number of line breaks in a part of a text, and whether it has nothing else than blanks."""
+    """Return the number of line breaks in a range, and whether it is blank."""
     breaks = 0
     blank = True
     for at in range(start, end, _PIECE_BYTES):
@@ -328,11 +330,11 @@ def _look_at(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
 
 @contextmanager
 def _mapped(path: AnyFile) -> Iterator[bytes | mmap.mmap]:
-    """A file as bytes that are read where they are looked at."""
-    if path.stat().st_size == 0:  # which cannot be mapped
+    """Return a context with the memory-mapped content of a file."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         yield b""
         return
-    assert isinstance(path, Path)  # copied to this machine
+    assert isinstance(path, Path)  # remote files were copied
     with open_regular(path) as stream:
-        # Not closed here: what was found in it still refers to it.
+        # Not closed, because regex matches still refer to it.
         yield mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -40,7 +40,7 @@ from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
 FORMAT_VERSION = 10
-"""Version of parsing, tokenizing and measuring. Indexes of different versions are not used."""
+"""Version of parsing, tokenizing and measuring. An index of a different version is not used."""
 MANIFEST = "manifest.json"
 PATCHES, DURATION = 2, 6
 """Columns of `sizes_D8`."""
@@ -77,8 +77,8 @@ class Shard:
     arrays: dict[str, tuple[str, list[int], int]]
     """Dtype, shape and byte offset of each array in the `.sizes` file."""
     filtered: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples, and the index and reason
-    of the first sample."""
+    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples, and to the index and
+    reason of the first sample."""
     dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Maps dropped content (`MeasuredSample.dropped`) to the number of samples and of items."""
 
@@ -154,7 +154,7 @@ class ShardSizes(NamedTuple):
         return np.flatnonzero(kept)
 
     def meta(self, source: str, first: int, place: int, encoders: Sequence[str]) -> SampleMeta:
-        """Return the metadata of a sample by its index in the shard, for these encoders."""
+        """Return the metadata of a sample by its index in the shard."""
         start, stop = self.starts_N1[place : place + 2].tolist()
         rows = self.sizes_D8[self.images_M[start:stop]].tolist()
         several = len(encoders) > 1
@@ -200,7 +200,7 @@ class LengthIndex:
                 self.dropped[content] = before[0] + samples, before[1] + items
         self._open_shard, self._reasons = open_shard, reasons
         self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
-        """Function that returns the sizes of a shard, or raises DataError if its file is damaged."""
+        """Function that returns the sizes of a shard. Raises DataError for a damaged file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without mapped arrays, which each process maps again."""
