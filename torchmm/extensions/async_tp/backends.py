@@ -52,7 +52,7 @@ class Backend(ABC):
     order with the same number of rows.
 
     Args:
-        chunks: blocks per slice, where the backend has a choice.
+        chunks: Blocks per slice, where the backend has a choice.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
@@ -302,7 +302,7 @@ class _Started:
     """A functional collective; a second `wait` costs nothing.
 
     Args:
-        read: what a copy engine reads until `wait`, on a stream that torch's allocator does not
+        read: What a copy engine reads until `wait`, on a stream that torch's allocator does not
             know of: its memory would be handed out again meanwhile.
     """
 

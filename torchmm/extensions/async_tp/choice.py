@@ -59,11 +59,11 @@ def choose_overlap(
     """How the ranks of the 1-D `mesh` communicate in `module`; collective, the same on all.
 
     Args:
-        dtype: of activations.
-        tokens: rows to choose the number of blocks for; 0: not known.
+        dtype: Of activations.
+        tokens: Rows to choose the number of blocks for; 0: not known.
 
     Raises:
-        ConfigError: the recipe asks for a backend that does not work here.
+        ConfigError: The recipe asks for a backend that does not work here.
     """
     group = mesh.get_group()
     device = _device_of(mesh)
@@ -89,7 +89,7 @@ def choose_backend(
     """A key of `BACKENDS` and why; collective over the group.
 
     Raises:
-        ConfigError: symmetric memory is wanted and does not work.
+        ConfigError: Symmetric memory is wanted and does not work.
     """
     if wanted in ("ring", "collective"):
         return wanted, "set in the recipe"

@@ -54,7 +54,7 @@ def gather_linear(
     """Products of all ranks' rows with this rank's weights; differentiable.
 
     Args:
-        x_SD: this rank's slice; slices of all ranks are equally long, the last ones padded.
+        x_SD: This rank's slice; slices of all ranks are equally long, the last ones padded.
         weights: (F, D) each.
         biases: (F,) or None for each weight.
         rows: T, rows of all slices without padding.
@@ -63,7 +63,7 @@ def gather_linear(
         (T, F) for each weight.
 
     Raises:
-        RuntimeError: a peer was lost.
+        RuntimeError: A peer was lost.
     """
     given = [w.new_empty(0) if b is None else b for w, b in zip(weights, biases, strict=True)]
     return _gather_linear(x_SD, list(weights), given, rows, *overlap)
@@ -75,15 +75,15 @@ def linear_scatter(
     """This rank's rows of the sum over ranks of x @ weight^T, plus bias; differentiable.
 
     Args:
-        x_TF: all rows of the sequence, this rank's features.
-        bias_D: the same on all ranks; gradients are this rank's share of the sum.
+        x_TF: All rows of the sequence, this rank's features.
+        bias_D: The same on all ranks; gradients are this rank's share of the sum.
         slice_rows: S; ranks x S >= T.
 
     Returns:
         (S, D); zeros where the slice reaches past the sequence.
 
     Raises:
-        RuntimeError: a peer was lost.
+        RuntimeError: A peer was lost.
     """
     return _linear_scatter(x_TF, weight_DF, bias_D, slice_rows, *overlap)
 

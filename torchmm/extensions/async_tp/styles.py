@@ -63,8 +63,8 @@ class Column:
     """Forward of a column-wise linear whose product its scope has computed.
 
     Args:
-        linear: with DTensor parameters.
-        local_rows: applied to its weight and bias.
+        linear: With DTensor parameters.
+        local_rows: Applied to its weight and bias.
     """
 
     def __init__(self, linear: nn.Module, local_rows: LocalRows) -> None:

@@ -204,7 +204,7 @@ def layer_list(tower: PreTrainedModel) -> str:
     """Name of the list of layers.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: There is none, or several.
     """
     count = getattr(tower.config, "num_hidden_layers", None)
     lists = [

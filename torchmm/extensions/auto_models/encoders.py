@@ -122,7 +122,7 @@ def build_tower(config: PreTrainedConfig, dtype: torch.dtype, attention: str) ->
     """The tower of a config.
 
     Raises:
-        ConfigError: transformers has no class for it.
+        ConfigError: Transformers has no class for it.
     """
     cls = tower_class(config)
     return cls._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -132,7 +132,7 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Hugging Face's class; some halves of dual models have one that `AutoModel` does not know.
 
     Raises:
-        ConfigError: there is none, or it does not read pixels.
+        ConfigError: There is none, or it does not read pixels.
     """
     if type(config) in MODEL_MAPPING:
         known = MODEL_MAPPING[type(config)]
@@ -166,7 +166,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A config of the same kind whose tower is small and has every kind of layer.
 
     Raises:
-        ConfigError: the copy has not, or images are not squares of one size.
+        ConfigError: The copy has not, or images are not squares of one size.
     """
     if not getattr(config, "image_size", None) or not getattr(config, "patch_size", None):
         raise ConfigError(
@@ -208,10 +208,10 @@ def known_processor(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
     the model that it is a half of.
 
     Args:
-        settings: what its files, or the recipe, say of it.
+        settings: What its files, or the recipe, say of it.
 
     Raises:
-        ConfigError: none of them names one.
+        ConfigError: None of them names one.
     """
     folder = type(config).__module__.split(".")[-2]
     types = [t for t in IMAGE_PROCESSOR_MAPPING_NAMES if model_type_to_module_name(t) == folder]

@@ -85,7 +85,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A config of the same kind whose model is small and has every kind of layer.
 
     Raises:
-        ConfigError: the copy has not.
+        ConfigError: The copy has not.
     """
     return small_copy(config, _layers, shrunk_llm_settings)
 

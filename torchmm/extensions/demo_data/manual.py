@@ -35,9 +35,9 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/gimp_help: one interleaved sample per page, split by page.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
-        options: none are known.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
+        options: None are known.
     """
     manual = debian_package(PACKAGE, packages)
     common = debian_package(COPYRIGHT_PACKAGE, packages)

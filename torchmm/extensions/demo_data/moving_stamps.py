@@ -56,12 +56,12 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/moving_stamps from tuxpaint_stamps, with its split; two motions per stamp.
 
     Args:
-        output: directory of all sets.
-        packages: not used.
+        output: Directory of all sets.
+        packages: Not used.
         options: `source`, the hashes of the stamps' files; `frames` and `size_px` of a clip.
 
     Raises:
-        DataError: the stamps are not there.
+        DataError: The stamps are not there.
     """
     files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
     if not files:

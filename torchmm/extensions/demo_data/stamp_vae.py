@@ -54,12 +54,12 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/stamp_vae: weights and config, as diffusers saves them.
 
     Args:
-        output: directory of all sets.
-        packages: not needed.
-        options: what it follows from; recorded.
+        output: Directory of all sets.
+        packages: Not needed.
+        options: What it follows from; recorded.
 
     Raises:
-        DataError: diffusers or OUTPUT/tuxpaint_stamps is missing.
+        DataError: Diffusers or OUTPUT/tuxpaint_stamps is missing.
     """
     try:
         from diffusers import AutoencoderKL  # noqa: PLC0415 - optional

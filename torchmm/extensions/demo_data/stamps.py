@@ -36,8 +36,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/tuxpaint_stamps: caption samples, split by picture.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
         options: `languages`, a list of codes; "en" is the English line.
     """
     package = debian_package(PACKAGE, packages)

@@ -30,9 +30,9 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """Make `output`/tiny_qwen2_5_vl: weights, the pictures' tokenizer, image processor.
 
     Args:
-        output: directory of all sets.
-        packages: not needed.
-        options: what it follows from; recorded.
+        output: Directory of all sets.
+        packages: Not needed.
+        options: What it follows from; recorded.
 
     Raises:
         DataError: OUTPUT/tokenizer is missing.

@@ -41,14 +41,14 @@ def prepare(
     """Make `output`/`name` from the training texts of a set.
 
     Args:
-        output: directory of all sets.
-        packages: not used.
+        output: Directory of all sets.
+        packages: Not used.
         options: `source`, the hashes of the texts' files, and `vocabulary`.
-        texts: the set.
-        name: of the tokenizer's directory.
+        texts: The set.
+        name: Of the tokenizer's directory.
 
     Raises:
-        DataError: the set is not there.
+        DataError: The set is not there.
     """
     files = sorted((output / texts / "train").glob("*.parquet"))
     if not files:

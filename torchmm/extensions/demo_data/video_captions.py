@@ -99,8 +99,8 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
     """Make `output`/film_clips.
 
     Args:
-        output: directory of all sets.
-        packages: directory of downloaded packages.
+        output: Directory of all sets.
+        packages: Directory of downloaded packages.
         options: `fps`, `frames` and `size_px` of a clip.
 
     Raises:
@@ -184,12 +184,12 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     """Make `output`/stamp_videos from tuxpaint_stamps, with its split; three motions per stamp.
 
     Args:
-        output: directory of all sets.
-        packages: not used.
+        output: Directory of all sets.
+        packages: Not used.
         options: `source`, the hashes of the stamps' files; `fps`, `frames` and `size_px`.
 
     Raises:
-        DataError: the stamps or PyAV are missing.
+        DataError: The stamps or PyAV are missing.
     """
     files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
     if not files:

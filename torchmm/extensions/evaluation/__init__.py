@@ -1,1 +1,1 @@
-"""Scores of generated answers to held-out questions about images and audio."""
+"""Generate text and images for held-out samples, and score them."""

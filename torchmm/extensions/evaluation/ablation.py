@@ -1,7 +1,7 @@
-"""Effect of images on the held-out loss of a trained model.
+"""Measure the effect of images on the held-out loss of a trained model.
 
-A caption model can lower its loss without using images, because it learns how captions are phrased.
-These losses separate both effects. All are means per caption token over the same held-out samples.
+A caption model can lower its loss without images, because it learns the phrasing of captions. These
+losses separate both effects. All are means per caption token over the same held-out samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
     """Return the held-out loss of the newest checkpoint of a run for each replacement of images.
 
     Returns:
-        Losses with the images of the samples ("own"), with zeros, which are mid-gray for most
-        encoders ("blank"), and with the image of the previous sample of the microbatch ("other").
+        Losses with the images of the samples ("own"), with all-zero images, which are mid-gray for
+        most encoders ("blank"), and with the image of the previous sample of the microbatch
+        ("other").
 
     Raises:
         CheckpointError: The run has no usable checkpoint.

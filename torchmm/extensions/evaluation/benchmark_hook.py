@@ -1,4 +1,4 @@
-"""Scores of lmms-eval tasks, computed by another process from exported snapshots."""
+"""Score lmms-eval tasks in another process, with exported snapshots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmm.training.hooks.validation import validated_weights
 
 
 class BenchmarkHook(Hook):
-    """Exports a snapshot every `validation.benchmarks.interval` steps and starts its evaluation.
+    """Hook that exports a snapshot every `validation.benchmarks.interval` steps and evaluates it.
 
     Scores are part of the record of the step in which they become available. Scores that become
     available after the last step are added to the record of the last step.

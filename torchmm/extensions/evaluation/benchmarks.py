@@ -1,8 +1,8 @@
-"""Scores of lmms-eval tasks, computed by a separate process during or after training.
+"""Run lmms-eval tasks in a separate process, during or after training.
 
-The process has its own Python (`scripts/lmms_eval.sh`), because lmms-eval requires other package
-versions than training. It reads an exported snapshot and writes a file with scores. So a task that
-fails, hangs or is slow does not affect training.
+The process has a separate Python (`scripts/lmms_eval.sh`), because lmms-eval requires other package
+versions than training. It reads an exported snapshot and writes a file with scores. A task that
+fails, hangs or is slow therefore does not affect training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 PROGRAM = "torchmm.extensions.evaluation.lmms_tasks"
 FOLDER = "benchmarks"
 WAIT_S = 0.2
-"""Interval in which a wait checks for stop signals."""
+"""Interval in seconds at which a wait checks for stop signals."""
 
 
 def command(config: BenchmarksConfig, export: Path, output: Path) -> list[str]:
@@ -42,7 +42,7 @@ def environment(devices: str | None) -> dict[str, str]:
     """Return the environment of the process, without the variables of ranks.
 
     Args:
-        devices: Numbers of its visible GPUs. If None, those of this process.
+        devices: Indices of its visible GPUs. If None, those of this process.
     """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in ranks}
@@ -56,7 +56,7 @@ def answer(config: BenchmarksConfig, export: Path, output: Path, step: int | Non
     """Evaluate the tasks in the foreground and show the output of lmms-eval.
 
     Raises:
-        ConfigError: lmms-eval failed.
+        ConfigError: Lmms-eval failed.
     """
     code = subprocess.run(
         command(config, export, output), env=environment(None), check=False, stdout=sys.stderr
@@ -83,7 +83,7 @@ class Benchmarks:
         self._folder = run_dir
         """Folder of that snapshot."""
         self._last: tuple[int, Path] | None = None
-        """Step and folder of the last snapshot while it waits for the previous one."""
+        """Step and folder of the last snapshot, while an earlier snapshot is evaluated."""
         self.failed = 0
 
     def start(self, step: int, folder: Path, last: bool = False) -> None:
@@ -108,7 +108,7 @@ class Benchmarks:
             )
             shutil.rmtree(folder)
             return
-        # A run that was resumed before this step may have left scores.
+        # A run that was later resumed before this step may have written scores.
         (folder / "scores.json").unlink(missing_ok=True)
         words = command(self._config, folder / "hf", folder / "scores.json")
         own = environment("" if self._config.gpu is None else str(self._config.gpu))
@@ -146,12 +146,12 @@ class Benchmarks:
 
     @working("waiting for benchmarks")
     def finish(self, stopped: Callable[[], bool]) -> list[Evaluation]:
-        """Wait for the running evaluation, then evaluate the last snapshot if it has waited.
+        """Wait for the running evaluation, then evaluate the last snapshot if it is queued.
 
-        Each evaluation has at most `timeout_s`.
+        Each evaluation is limited to `timeout_s`.
 
         Args:
-            stopped: Returns True if the wait should end.
+            stopped: Returns True if the wait should stop.
 
         Returns:
             Evaluations that have finished.
@@ -180,7 +180,7 @@ class Benchmarks:
         return [evaluation for evaluation in found if evaluation is not None]
 
     def close(self) -> None:
-        """Stop the running evaluation, whose scores are lost."""
+        """Stop the running evaluation and discard its scores."""
         if self._last is not None:
             shutil.rmtree(self._last[1], ignore_errors=True)
             self._last = None

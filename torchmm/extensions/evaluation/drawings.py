@@ -1,8 +1,8 @@
-"""Images and clips that the generator generates from held-out text.
+"""Generate images and videos from held-out text.
 
 Generation starts from noise and takes a fixed number of steps. Each step is a forward plan through
-the complete model, so it works in every layout. Rejected: keeping the hidden states of the LLM
-between the steps; texts are short, and one code path serves training and generation.
+the complete model, so it supports all parallelism configs. The hidden states of the LLM are not
+cached between steps: prompts are short, and training and generation share one code path.
 
 Shape legend: P patches of all images, V values of a patch.
 """
@@ -30,7 +30,7 @@ from torchmm.training.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Drawing:
-    """Generated frames of one image or clip, and the reference frames."""
+    """Generated frames of one image or video, and the reference frames."""
 
     context_ids: list[int]
     """Tokens of the prompt, without placeholders of input images."""
@@ -43,7 +43,7 @@ class Drawing:
 
 
 def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
-    """Yield microbatches with `count` images to generate in total, or fewer if data are short."""
+    """Yield microbatches with `count` images to generate, or fewer if the data have fewer."""
     left = count
     for microbatch in (m for batch in batches for m in batch.microbatches):
         if left == 0:
@@ -78,11 +78,11 @@ def draw_samples(
     """Generate all images of the microbatches. All ranks must pass the same microbatches.
 
     Args:
-        pipeline: Model of this rank.
+        pipeline: Pipeline of this rank.
         microbatches: Result of `held_out_drawings`. Generation starts from their noise.
         spec: Specification of the generator.
         mesh: Mesh of the run.
-        steps: Number of equal steps from noise to image (Euler's method).
+        steps: Number of equal steps from noise to image (Euler method).
     """
     drawings = []
     for microbatch in microbatches:
@@ -130,7 +130,7 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
 
 
 def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
-    """Return the tensor of one rank on all ranks."""
+    """Broadcast the tensor of one rank and return it on all ranks."""
     values = torch.empty_like(like) if found is None else found
     dist.broadcast(values, src=source)
     return values

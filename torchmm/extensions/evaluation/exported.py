@@ -1,11 +1,11 @@
-"""Text that an exported model generates for held-out samples, for benchmark scores.
+"""Generate text with an exported model for held-out samples, to score it.
 
     texts = write_texts(Export.read(Path("outputs/mine/hf")), data, training, samples=100)
 
-Prompts are the token ids of training, without a chat template on top. The Hugging Face `generate`
-continues them in batches, with pixels of the image processor of the export. So the scores are those
-of the model that other programs load. If an export has no Hugging Face class, or if samples have
-audio or video, torchmm generates the text as it does during a run.
+Prompts are the token ids of training, without an additional chat template. The Hugging Face
+`generate` continues them in batches, with pixels of the image processor of the export. The scores
+are therefore those of the model that other programs load. If an export has no Hugging Face class,
+or if samples have audio or video, torchmm generates the text as it does during a run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 MAX_BATCH_TOKENS = 8192
-"""Maximum number of prompt tokens in one batch of torchmm."""
+"""Maximum number of prompt tokens in one batch of the torchmm generation."""
 
 
 def write_texts(
@@ -49,7 +49,7 @@ def write_texts(
     max_new_tokens: int = 32,
     batch_size: int = 8,
 ) -> list[GeneratedText]:
-    """Return texts for the first samples of `data.validation`, in the order of a validation.
+    """Return text for the first samples of `data.validation`, in validation order.
 
     Samples without images, audio and video are included if their source sets `metrics`. May start a
     process group with one process.
@@ -58,12 +58,12 @@ def write_texts(
         export: Export to evaluate.
         data: Recipe section `[data]`.
         training: Recipe section `[training]`.
-        samples: Maximum number of texts.
-        max_new_tokens: Maximum length of a text, in tokens.
-        batch_size: Number of texts in one batch.
+        samples: Maximum number of samples.
+        max_new_tokens: Maximum number of generated tokens per sample.
+        batch_size: Number of samples in one batch.
 
     Raises:
-        ConfigError, DataError: The export or a source cannot be read, or they do not fit.
+        ConfigError, DataError: The export or a source cannot be read, or they do not match.
     """
     tokenizer = export.read_tokenizer()
     model = build_model(export.model, FreezeConfig())
@@ -105,7 +105,7 @@ def _generate_with_hugging_face(
     max_new_tokens: int,
     batch_size: int,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, up to the token that ends the text."""
+    """Return the new tokens of each prompt, without the token that ends the text."""
     model_class: Any = getattr(transformers, str(export.kind))
     model = model_class.from_pretrained(export.directory, dtype="auto")
     model = model.to(select_device("auto")).eval()
@@ -114,7 +114,7 @@ def _generate_with_hugging_face(
     pad = max(ends) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     accepted = inspect.signature(model.forward).parameters
     found: dict[int, list[int]] = {}
-    # Prompts with images and prompts without images are never in one batch.
+    # A batch has either only prompts with images or only prompts without images.
     for has_images in (True, False):
         numbers = [n for n, prompt in enumerate(prompts) if bool(prompt.row.encoders) == has_images]
         processor = _image_processor(export.directory) if has_images and numbers else None
@@ -162,7 +162,7 @@ def _image_processor(directory: Path) -> Any:
 def _padded(prompts: Sequence[Microbatch], pad: int) -> dict[str, Tensor]:
     """Return left-padded token ids, the attention mask and the mask of image placeholders.
 
-    Models use one of two names for the mask of image placeholders.
+    The mask of image placeholders has both names that models use for it.
     """
     longest = max(len(prompt.input_ids_T) for prompt in prompts)
     ids = torch.full((len(prompts), longest), pad)

@@ -1,13 +1,13 @@
-r"""Evaluate an export on tasks of lmms-eval.
+r"""Evaluate an export on lmms-eval tasks.
 
 `benchmarks.py` starts this program with the Python of `scripts/lmms_eval.sh`.
 
     .lmms-eval/bin/python -m torchmm.extensions.evaluation.lmms_tasks outputs/mine/hf \
         --tasks mmmu_val --output scores.json
 
-Questions are a source of question records, so prompts have the chat template and pixels of
-training. `write_texts` generates the texts. Rejected: the class of lmms-eval for Hugging Face
-models. It passes arguments that processors of transformers 5 reject, and always computes in
+Questions are a source of question records, so that prompts have the chat template and pixels of
+training. `write_texts` generates the responses. The lmms-eval class for Hugging Face models is not
+used, because it passes arguments that processors of transformers 5 reject, and always computes in
 bfloat16.
 """
 
@@ -52,7 +52,7 @@ class ExportModel(lmms):
         self._export, self._batch_size = export, batch_size
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy texts, each up to the first of the `until` strings of its task."""
+        """Return greedy responses, each up to the first of the `until` strings of its task."""
         texts = [""] * len(requests)
         lengths = [int(r.args[1].get("max_new_tokens", MAX_NEW_TOKENS)) for r in requests]
         for length in dict.fromkeys(lengths):
@@ -67,17 +67,17 @@ class ExportModel(lmms):
         return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Reject tasks that compare likelihoods."""
+        """Raise an error, because tasks that compare likelihoods are not supported."""
         raise ConfigError(
             "tasks that compare likelihoods are not supported; use a task that generates text"
         )
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Reject tasks with several rounds."""
+        """Raise an error, because tasks with several rounds are not supported."""
         raise ConfigError("tasks with several rounds are not supported; use another task")
 
     def _generate(self, requests: Sequence[Any], length: int) -> list[str]:
-        """Return the texts of requests with the same maximum length."""
+        """Return the responses to requests with the same maximum length."""
         with tempfile.TemporaryDirectory() as scratch:
             records = [
                 self._record(request, Path(scratch), number)

@@ -1,4 +1,4 @@
-"""Pictures of held-out samples: thumbnails, captions, and generated images."""
+"""Plot held-out samples: thumbnails, captions, and generated images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keep_thumbnail(
     """
     if image is None:
         return None
-    # Users name sources, and not every name is valid as a file name.
+    # Source names are set by users, and may be invalid as file names.
     name = f"{xxhash.xxh64_hexdigest(source.encode())[:8]}-{index}.png"
     if not (folder / name).exists():
         folder.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def plot_pictures(
     title: str,
     picture: Path,
 ) -> None:
-    """Plot generated images above reference images to a PNG file, clips as rows of frames.
+    """Plot generated images above reference images to a PNG file, videos as rows of frames.
 
     Args:
         samples: Tuples of reference frames, generated frames and the text of the prompt.

@@ -1,4 +1,4 @@
-"""Generated text and images of held-out samples during training."""
+"""Generate text and images for held-out samples during training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_BATCH_PROMPTS = 16
 
 
 class SampleHook(Hook):
-    """Generates text and images for held-out samples every `validation.interval` steps.
+    """Hook that generates text and images for held-out samples every `validation.interval` steps.
 
     Text is written to samples.json and captions.png, and its scores are added to the record. Images
     are written to generated_images/.
@@ -75,7 +75,7 @@ class SampleHook(Hook):
         )
 
     def _generate_images(self, step: int) -> None:
-        """Generate images for held-out texts and plot them next to the reference images."""
+        """Generate images for held-out text and plot them next to the reference images."""
         parts = self.parts
         spec = parts.model.generator_spec()
         assert spec is not None
@@ -90,7 +90,7 @@ class SampleHook(Hook):
             plot_pictures(shown, title, directory / f"step-{step}.png")
 
     def _generate_texts(self, step: int) -> list[GeneratedText]:
-        """Return text generated for held-out samples; rank 0 writes samples.json, captions.png."""
+        """Return text generated for held-out samples, and write samples.json and captions.png."""
         parts = self.parts
         loader = self._loader()
         training = self.recipe.training

@@ -1,4 +1,4 @@
-"""Text that the model generates for held-out samples, and its scores."""
+"""Generated text of held-out samples, and its scores."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class GeneratedText:
     truth: str
     generated: str
     duration_ms: int
-    """Duration of the audio and video of the sample."""
+    """Duration of the audio and video of the sample in ms."""
     references: tuple[str, ...]
     """All references of the sample, if it has more than `truth`."""
 
     @property
     def answer(self) -> Answer:
-        """The text and its references, for `score`."""
+        """Text and references, for `score`."""
         return Answer(self.generated, self.references or (self.truth,))
 
 
@@ -42,12 +42,12 @@ def generated_text(
 
     Args:
         prompt: Prompt of a held-out sample.
-        new_ids: Generated tokens without the one that ended the text.
+        new_ids: Generated tokens without the token that ended the text.
         tokenizer: Tokenizer of the LLM.
         loader: Loader of the sample.
 
     Raises:
-        DataError: The column of references of the sample has other types than text.
+        DataError: The column of references of the sample does not contain text.
     """
     row, truth_ids, sample = prompt
     shown = row.input_ids_T.clone()
@@ -66,7 +66,7 @@ def generated_text(
 def source_scores(
     texts: Sequence[GeneratedText], sources: Sequence[SourceConfig]
 ) -> dict[str, float]:
-    """Return scores by "SOURCE/SCORE" for the sources that set `metrics` and have texts."""
+    """Return scores by "SOURCE/SCORE" for the sources with `metrics` and generated text."""
     found: dict[str, float] = {}
     for name, source in zip(unique_names(sources), sources, strict=True):
         if answers := [text.answer for text in texts if text.source == name]:

@@ -2,9 +2,10 @@
 
     score("vqa_accuracy", [Answer("2", ("two", "2", "two", "three"))])
 
-Rejected: pycocoevalcap for CIDEr, whose last release is of 2020 and brings 100 MB of Java programs
-for other metrics; jiwer, for ten lines of edit distance. Values of CIDEr and of VQA's normalisation
-are compared with those of pycocoevalcap and lmms-eval in tests/unit/extensions/evaluation.
+pycocoevalcap is not used for CIDEr, because its last release is from 2020 and requires 100 MB of
+Java programs for other metrics. jiwer is not used for ten lines of edit distance.
+tests/unit/extensions/evaluation compares CIDEr and VQA normalization with pycocoevalcap and
+lmms-eval.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ N_GRAMS = 4
 LENGTH_SIGMA = 6.0
 """Standard deviation, in words, of the length penalty of CIDEr-D."""
 VQA_AGREEING = 3
-"""Number of equal references of a correct answer."""
+"""Number of equal references with which a response is correct."""
 
 
 class Answer(NamedTuple):
-    """A generated text and its references, at least one."""
+    """Generated text and its references, at least one."""
 
     written: str
     references: tuple[str, ...]
 
 
 def score(name: Score, answers: Sequence[Answer]) -> float:
-    """Return the score of all answers.
+    """Return the score of all responses.
 
     Raises:
-        ValueError: There are no answers, or the references of a word error rate have no words.
+        ValueError: `answers` is empty, or the references of a word error rate have no words.
     """
     if not answers:
         raise ValueError(f"{name} requires at least one sample")
@@ -44,7 +45,7 @@ def score(name: Score, answers: Sequence[Answer]) -> float:
 
 
 def exact_match(answers: Sequence[Answer]) -> float:
-    """Return the fraction of answers, 0 to 1, with the words of a reference.
+    """Return the fraction of responses, 0 to 1, with the words of a reference.
 
     Case and punctuation at the ends of words are ignored.
     """
@@ -55,9 +56,9 @@ def exact_match(answers: Sequence[Answer]) -> float:
 def vqa_accuracy(answers: Sequence[Answer]) -> float:
     """Return the mean accuracy, 0 to 1, of VQA v2.
 
-    The accuracy of an answer is min(1, equal references / 3), averaged over all choices of all
-    references but one. With at most three references, which cannot give 1, an answer is correct if
-    it equals a reference.
+    The accuracy of a response is min(1, equal references / 3), averaged over all subsets that omit
+    one reference. With at most three references, for which this value cannot be 1, a response is
+    correct if it equals a reference.
     """
     total = 0.0
     for answer in answers:
@@ -94,7 +95,8 @@ def cider(answers: Sequence[Answer]) -> float:
     """Return the mean CIDEr-D, 0 to 10 (Vedantam et al., arXiv 1411.5726).
 
     It compares n-grams of 1 to 4 words with those of the references, weighted by their rarity in
-    the references of all answers. So it requires many answers, and is 0 for a single answer.
+    the references of all responses. It therefore requires many responses, and is 0 for a single
+    response.
 
     Words are in lower case without punctuation. The original uses a Java tokenizer, which splits
     "don't" into two words.
@@ -145,14 +147,14 @@ def _n_grams(text: str) -> _Grams:
 
 
 class _Weighed:
-    """Weights of the n-grams of a text, their number times their rarity."""
+    """Weights of the n-grams of a text: frequency times rarity."""
 
     def __init__(self, grams: _Grams, rarity: dict[tuple[str, ...], float], unseen: float) -> None:
         self._weights: list[dict[tuple[str, ...], float]] = [{} for _ in range(N_GRAMS)]
         for gram, count in grams.items():
             self._weights[len(gram) - 1][gram] = count * rarity.get(gram, unseen)
         self._norms = [sqrt(sum(w * w for w in own.values())) for own in self._weights]
-        # The length is the number of word pairs, as in the original program.
+        # The length is the number of word pairs, as in the original implementation.
         self._length = sum(count for gram, count in grams.items() if len(gram) == 2)
 
     def similarity(self, reference: _Weighed) -> float:

@@ -104,9 +104,9 @@ class EnergonSource:
     """Samples of a folder as records.
 
     Args:
-        folder: what to read.
-        fingerprint: of its files.
-        places: keeps what was found in shards.
+        folder: What to read.
+        fingerprint: Of its files.
+        places: Keeps what was found in shards.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
     """Reads `.nv-meta`.
 
     Raises:
-        DataError: it is incomplete, has no such split, or needs code that is not run here.
+        DataError: It is incomplete, has no such split, or needs code that is not run here.
     """
     if isinstance(directory, Path):
         directory = directory.absolute()

@@ -43,11 +43,11 @@ class LanceSource:
     """Rows of a table as records.
 
     Args:
-        config: the source; its `revision` is the number of a version, the newest without it.
+        config: The source; its `revision` is the number of a version, the newest without it.
 
     Raises:
         ConfigError: Lance is not installed, or the revision is no number.
-        DataError: there is no such table or version.
+        DataError: There is no such table or version.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -82,8 +82,8 @@ class LanceSource:
         """Record `index`.
 
         Raises:
-            CorruptSampleError: it cannot be read.
-            DataError: nor, perhaps, can others, since the table is in a store.
+            CorruptSampleError: It cannot be read.
+            DataError: Nor, perhaps, can others, since the table is in a store.
         """
         where = f"{self._path} row {index}"
         try:

@@ -1,4 +1,4 @@
-"""Checks of `[model.generator]` and of the data that a generator needs."""
+"""Check `[model.generator]` and the data of a generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmm.recipe.recipe import Recipe
 
 
 def check_generator(recipe: Recipe, world_size: int | None) -> Problems:
-    """Yield the problems of a recipe with a generator."""
+    """Yield problems of a recipe with a generator."""
     if recipe.model.generator is not None:
         yield from _check_section(recipe.model.generator)
         yield from _check_data(recipe)

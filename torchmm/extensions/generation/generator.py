@@ -1,13 +1,14 @@
-"""An image or clip generator after the LLM: a connector from its hidden states, and a DiT.
+"""Image or video generator after the LLM: a connector from its hidden states, and a DiT.
 
-One pass is one denoising step: noisy patches, their times and the context go in, velocities or the
-flow-matching loss come out. Images of a sub-microbatch form a batch; if they differ in patches or
-context, shorter ones are padded and masked. Stages send the hidden states, the context after the
-connector and the embedded times, because all layers need all three.
+One forward pass is one denoising step. Its inputs are noisy patches, their times and the context,
+and its outputs are velocities or the flow-matching loss. Images of a sub-microbatch form a batch.
+If their numbers of patches or context tokens differ, shorter ones are padded and masked. Stages
+send the hidden states, the context after the connector and the embedded times, because all layers
+require all three.
 
 Shape legend: N images, P patches of the largest image, L tokens of the longest context, K context
-tokens of all images, D features, V values of a patch, E features of an embedded time; "A" stands
-for the concatenated patches of all images.
+tokens of all images, D features, V values of a patch, E features of an embedded time; "A" is the
+number of concatenated patches of all images.
 """
 
 from __future__ import annotations
@@ -34,51 +35,50 @@ if TYPE_CHECKING:
     from torchmm.extensions.generation.families.pixart import PixArtFamily
 
 MASKED = -10000.0
-"""Added to attention scores of padding; diffusers' value."""
+"""Value that is added to attention scores of padding, as in diffusers."""
 VAE = "vae"
 """Subdirectory of the autoencoder in an export, as in diffusers pipelines."""
 
 
 @dataclass(frozen=True)
 class DitSpec:
-    """Everything that determines a generator module, apart from its weights."""
+    """Specification of a generator module without weights."""
 
     family: PixArtFamily
     class_name: str
     """Class name in diffusers."""
     config: dict[str, Any]
-    """Complete (see `PixArtFamily.complete`)."""
+    """Complete config, see `PixArtFamily.complete`."""
     images: GeneratorSpec
     dtype: torch.dtype
     connector_from_files: bool = False
-    """Whether the weight files hold the connector; else it is new and starts at random."""
+    """Whether the weight files have the connector. Otherwise it is initialized randomly."""
     latents: LatentSpec | None = None
-    """The autoencoder whose latents are drawn; None: pixels are."""
+    """Autoencoder whose latents are generated. If None, pixels are generated."""
 
     @property
     def llm_hidden_size(self) -> int:
-        """Features of a context token before the connector."""
+        """Number of features of a context token before the connector."""
         return self.config["caption_channels"]
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """Hidden size D."""
         return self.config["num_attention_heads"] * self.config["attention_head_dim"]
 
 
 class StageTensors(NamedTuple):
-    """The tensors that one stage sends to the next."""
+    """Tensors that a stage sends to the next stage."""
 
     hidden_NPD: Tensor
     context_KD: Tensor
     time_NE: Tensor
     latents_AV: Tensor | None = None
-    """The target latents, without a gradient. None if the target is pixels, which the last stage
-    has."""
+    """Target latents without a gradient. None if pixels are generated."""
 
 
 class _Initializer:
-    """Initial values of a diffusers model, whose classes have no method for them."""
+    """Initializer of a diffusers model, whose classes have no method for initial values."""
 
     def __init__(self, family: PixArtFamily) -> None:
         self._family = family
@@ -88,12 +88,12 @@ class _Initializer:
 
 
 class DitModule(GeneratorModule):
-    """A diffusion transformer and the connector from the hidden states of the LLM.
+    """A diffusion transformer, and the connector from the hidden states of the LLM.
 
-    If it generates latents, the encoder and the decoder of a frozen autoencoder are part of it.
+    If it generates latents, it includes the encoder and the decoder of a frozen autoencoder.
     """
 
-    overlaps = False  # cross attention reads two inputs, of which only one is gathered
+    overlaps = False  # cross attention reads two inputs, of which only one is all-gathered
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
         super().__init__(weights, spec.images, spec.llm_hidden_size)
@@ -124,11 +124,11 @@ class DitModule(GeneratorModule):
         return _Initializer(self.family)
 
     def whole_transformer(self) -> Any:
-        """The diffusers model with everything its class has, on the current default device."""
+        """Return the complete diffusers model on the current default device."""
         return self.family.build(self.spec.config, self.spec.dtype)
 
     def whole_autoencoder(self) -> Any:
-        """The same of the autoencoder whose latents are drawn."""
+        """Return the complete autoencoder on the current default device."""
         assert self.spec.latents is not None
         return self.family.autoencoder(self.spec.latents, self.spec.dtype)
 
@@ -144,7 +144,7 @@ class DitModule(GeneratorModule):
         return (*(f"dit.{name}" for name in self.family.post), "output", *around)
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
-        """Of the layers; what stands around them is computed whole on every rank."""
+        """Return the styles of the layers. Other modules are replicated on every rank."""
         styles = self.family.tensor_styles(self.spec.config)
         return {f"{self.layers_fqn}.*{name and '.'}{name}": s for name, s in styles.items()}
 
@@ -156,7 +156,7 @@ class DitModule(GeneratorModule):
 
     @property
     def value_bytes(self) -> int:
-        """A pixel and its noise; of latents see `LatentSizes`."""
+        """Bytes of a pixel and its noise. For latents, see `LatentSizes`."""
         return 1 + 4
 
     @property
@@ -164,7 +164,7 @@ class DitModule(GeneratorModule):
         return DUMMY.patches
 
     def describe(self) -> ModuleDescription:
-        """Sizes of this stage, from which costs and memory follow."""
+        """Return the sizes of this stage, from which costs and memory are computed."""
         described = super().describe()
         if self.spec.latents is not None:
             described = replace(described, latents=self.spec.latents.sizes)
@@ -220,7 +220,7 @@ class DitModule(GeneratorModule):
             hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
         if not self.is_last:
             hidden_NPD = self.between.leaving(hidden_NPD)
-        # Views: backward of a stage cannot start at what it was itself given.
+        # Returns views, because backward of a stage cannot start at an input of the stage.
         context_KD = context_KD.view_as(context_KD)
         return StageTensors(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)
 
@@ -243,7 +243,7 @@ class DitModule(GeneratorModule):
         return StageTensors(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE, latents_AV)
 
     def _latents(self, inputs: GeneratorInputs) -> Tensor | None:
-        """(A, V) in the compute dtype; None where pixels are drawn."""
+        """Return the latents (A, V) in the compute dtype, or None if pixels are generated."""
         if self.latent_encoder is None:
             return None
         pixels = inputs.patches_PV
@@ -264,7 +264,7 @@ class DitModule(GeneratorModule):
         return torch.cat([v[:size] for v, size in zip(v_NPV, sizes, strict=True)])
 
     def time_features(self) -> int:
-        """E."""
+        """Return the number of features E of an embedded time."""
         return 7 * self.spec.hidden_size
 
     def message_shapes(self) -> MessageShapes:
@@ -301,9 +301,9 @@ class DitModule(GeneratorModule):
         return keys
 
     def dummy_inputs(self, device: torch.device) -> GeneratorInputs:
-        """The smallest image, which does not count: for microbatches without images.
+        """Return the smallest image, excluded from the loss, for microbatches without images.
 
-        Its context is the microbatch's first token.
+        Its context is the first token of the microbatch.
         """
         pixels = noise = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
         if self.spec.latents is not None:
@@ -335,13 +335,13 @@ def _message_shapes(
 
 
 def _of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:
-    """float32 (A, 1): the time of each patch's image."""
+    """Return the time of each patch, float32 (A, 1)."""
     times_N = to_device(torch.tensor(times, dtype=torch.float32), device)
     return torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
 
 
 def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Rows of consecutive items as (N, L, D), and `padding_mask`."""
+    """Return concatenated items as a padded batch (N, L, D), and `padding_mask`."""
     if len(set(lengths)) == 1:
         return x_KD.unflatten(0, (len(lengths), lengths[0])), None
     x_NLD = pad_sequence(list(x_KD.split(lengths)), batch_first=True)
@@ -349,7 +349,10 @@ def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
 
 
 def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
-    """(N, 1, L): 0 for items, a large negative number for padding; None without padding."""
+    """Return an additive mask (N, 1, L), or None without padding.
+
+    The mask is 0 for items and `MASKED` for padding.
+    """
     if len(set(lengths)) == 1:
         return None
     counts_N1 = to_device(torch.tensor(lengths), like.device)[:, None]

@@ -1,10 +1,11 @@
-"""Images and videos for flow matching: sizes, pixels, noise and times.
+"""Prepare images and videos for flow matching: sizes, pixels, noise and times.
 
 Every frame is resized to the square of the generator (scaled to cover it, then cropped at the
 center) and split into patches. A video is an animated GIF, WebP or PNG. If it has more frames than
 the generator, evenly spaced frames are used.
 
-Rejected: random numbers from the device that trains, because they would depend on the layout.
+Random numbers are not generated on the training device, because they would depend on the
+parallelism config.
 
 Shape legend: V values of a patch (channels x rows x columns).
 """
@@ -51,7 +52,7 @@ class DiffusionImages(DrawingPreprocessor):
         for number in held:
             generator, _ = self._random_numbers(keys[number])
             rows = inputs.pixel_rows[number]
-            # The noise that samples latents comes last, so that the rest is the same without it.
+            # The noise that samples latents is last, so that other numbers do not depend on it.
             parts = [torch.randn(rows, n, generator=generator) for n in widths if n]
             noise.append(torch.cat(parts, dim=1))
         return replace(inputs, noise_PV=torch.cat(noise), latent_values=self.spec.latent_values)

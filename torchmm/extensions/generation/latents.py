@@ -1,19 +1,18 @@
-"""The frozen autoencoder around a generator: from pixels to latents, and from latents to pixels.
+"""Frozen autoencoder around a generator: from pixels to latents, and from latents to pixels.
 
-A latent diffusion model (Rombach et al., arXiv 2112.10752) draws the latents of an autoencoder that
-was trained before it. Its first half stands before the generator's first stage, where pixels are
-read, its second half behind the last stage, where a drawing ends. Neither is trained, nor is
-anything of them kept for backward.
+A latent diffusion model (Rombach et al., arXiv 2112.10752) generates the latents of a pretrained
+autoencoder. The encoder runs before the first stage of the generator, which reads pixels. The
+decoder runs after the last stage, at the end of generation. Neither is trained, and neither saves
+activations for backward.
 
-A patch of the generator has `LatentSpec.side` latents per side and `side_px` pixels per side. So
-data cut images into patches of pixels as they do for a generator that draws these, and an image has
-as many patches before as after. What is encoded together are frames of one size; none depends on
-another.
+A patch of the generator has `LatentSpec.side` latents per side and `side_px` pixels per side. The
+data pipeline therefore splits images into patches of pixels as for a generator of pixels, and the
+number of patches does not change. Frames of one size are encoded in batches and are independent.
 
-Rejected: encoding in the loader, which would need the device or keep CPUs from decoding; an
-encoding for the first stage and another for the last, whose loss compares with latents: they
-travel with the hidden states, whose tenth they hardly are; latents stored on disk, which other
-crops, augmentation and autoencoders would make anew.
+Latents are not encoded in the data loader, which would require the device or slow down decoding.
+The last stage, whose loss compares with latents, does not encode again: latents are sent with the
+hidden states and add less than a tenth to their size. Latents are not stored on disk, because other
+crops, augmentations and autoencoders require new latents.
 
 Shape legend: A patches of all images, V latents of a patch, X pixel values of a patch, F frames, C
 channels, H, W rows and columns of pixels or latents.
@@ -34,27 +33,29 @@ from torchmm.models.layered import WeightFiles
 
 Grid = tuple[int, int, int]
 LOG_VARIANCES = -30.0, 20.0
-"""Limits of what an encoder says about its latents' variance; diffusers' values."""
+"""Limits of the log variance of latents, as in diffusers."""
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Everything that determines an autoencoder, apart from its weights."""
+    """Specification of an autoencoder without weights."""
 
     config: dict[str, Any]
-    """Of the diffusers class, complete."""
+    """Complete config of the diffusers class."""
     side: int
     """Rows and columns of latents in a patch of the generator."""
     factor: int
-    """Rows and columns of pixels that one latent stands for."""
+    """Rows and columns of pixels per latent."""
     sampled: bool
-    """Whether latents are drawn from the distribution that the encoder gives, or its mean."""
+    """Whether latents are sampled from the distribution of the encoder. Otherwise they are its
+    mean.
+    """
     files: WeightFiles
     sizes: LatentSizes
 
     @property
     def channels(self) -> int:
-        """Of latents."""
+        """Number of channels of latents."""
         return self.config["latent_channels"]
 
     @property
@@ -64,15 +65,15 @@ class LatentSpec:
 
     @property
     def values(self) -> int:
-        """V."""
+        """Number of latents V of a patch."""
         return self.channels * self.side**2
 
     def scaled(self, latents: Tensor) -> Tensor:
-        """As the generator sees them: with a deviation of about one."""
+        """Return normalized latents for the generator, with a standard deviation of about 1."""
         return (latents - self._shift) * self.config["scaling_factor"]
 
     def unscaled(self, latents: Tensor) -> Tensor:
-        """The reverse."""
+        """Return latents of the autoencoder from normalized latents."""
         return latents / self.config["scaling_factor"] + self._shift
 
     @property
@@ -81,11 +82,12 @@ class LatentSpec:
 
 
 class LatentEncoder(nn.Module):
-    """Pixels to latents.
+    """Encoder from pixels to latents.
 
     Args:
-        encoder: of pixels (F, 3, H, W) in [-1, 1].
-        quant_conv: after it, if there is one.
+        spec: Specification of the autoencoder.
+        encoder: Encoder of pixels (F, 3, H, W) in [-1, 1].
+        quant_conv: Convolution after the encoder, or None.
     """
 
     def __init__(self, spec: LatentSpec, encoder: nn.Module, quant_conv: nn.Module | None) -> None:
@@ -97,11 +99,12 @@ class LatentEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, patches_AX: Tensor, grids: list[Grid], noise_AV: Tensor | None) -> Tensor:
-        """(A, V) in the weights' dtype: latents, scaled, without a gradient.
+        """Return normalized latents (A, V) in the dtype of the weights, without a gradient.
 
         Args:
-            patches_AX: pixels in [-1, 1] of images one after another.
-            noise_AV: standard normal, which latents are drawn with; None: they are means.
+            patches_AX: Concatenated pixels of images, in [-1, 1].
+            grids: Patch grids of the images.
+            noise_AV: Standard normal noise that samples latents. If None, latents are means.
         """
         dtype = next(self.encoder.parameters()).dtype
         of_images = patches_AX.split([prod(grid) for grid in grids])
@@ -124,17 +127,18 @@ class LatentEncoder(nn.Module):
         return self.spec.scaled(mean_AV)
 
     def _encode(self, pixels_FCHW: Tensor) -> Tensor:
-        """(F, 2 C, H, W): means, then logarithms of variances."""
+        """Return means and log variances of the latents, (F, 2 C, H, W)."""
         found = self.encoder(pixels_FCHW)
         return found if self.quant_conv is None else self.quant_conv(found)
 
 
 class LatentDecoder(nn.Module):
-    """Latents to pixels.
+    """Decoder from latents to pixels.
 
     Args:
-        decoder: of latents (F, C, H, W).
-        post_quant_conv: before it, if there is one.
+        spec: Specification of the autoencoder.
+        decoder: Decoder of latents (F, C, H, W).
+        post_quant_conv: Convolution before the decoder, or None.
     """
 
     def __init__(
@@ -148,10 +152,11 @@ class LatentDecoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, latents_AV: Tensor, grids: list[Grid]) -> Tensor:
-        """float32 (A, X): pixels, in [-1, 1] where latents are those of an image.
+        """Return pixels, float32 (A, X), in [-1, 1] for latents of images.
 
         Args:
-            latents_AV: scaled, of images one after another.
+            latents_AV: Normalized latents of images, concatenated.
+            grids: Patch grids of the images.
         """
         dtype = next(self.decoder.parameters()).dtype
         pixels = []
@@ -164,14 +169,14 @@ class LatentDecoder(nn.Module):
 
 
 def to_images(patches_PV: Tensor, grid_thw: Grid, side: int) -> Tensor:
-    """(F, C, H, W) from the patches of an image or clip, whose values have channels first."""
+    """Return frames (F, C, H, W) from patches with channels first."""
     frames, rows, columns = grid_thw
     blocks = patches_PV.reshape(frames, rows, columns, -1, side, side).permute(0, 3, 1, 4, 2, 5)
     return blocks.reshape(frames, -1, rows * side, columns * side)
 
 
 def to_patches(images_FCHW: Tensor, side: int) -> Tensor:
-    """The reverse: (P, V)."""
+    """Return patches (P, V) of frames, the inverse of `to_images`."""
     frames, channels, height, width = images_FCHW.shape
     blocks = images_FCHW.reshape(frames, channels, height // side, side, width // side, side)
     return blocks.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels * side**2)

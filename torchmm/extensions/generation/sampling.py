@@ -1,8 +1,8 @@
-"""Pictures and clips for words: what a trained model draws, outside of its run.
+"""Generate images and videos for text, with a trained model outside its run.
 
-Words become a record of JSON data with a blank picture to be drawn behind them, which is read as
-training reads its captions: the same context, and noise that depends on the seed and the request's
-number alone.
+The text becomes a record of JSON data, followed by a blank image to generate. The record is read
+like captions in training. The context is therefore the same, and the noise depends only on the seed
+and the number of the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmm.extensions.evaluation.text.prompts import Request, read_steps
 
 COLUMN = "drawn"
 SIDE_PX = 8
-"""Of the blank picture, which data scale to what the model draws."""
+"""Side of the blank image in pixels. The data pipeline scales it to the generator."""
 
 
 def draw_requests(
@@ -33,15 +33,17 @@ def draw_requests(
     seed: int = 0,
     max_prompt_tokens: int = 4096,
 ) -> list[list[Image.Image]]:
-    """Frames of what is drawn for each request; of a model of clips, as many as it can have.
+    """Return the generated frames of each request, for videos the maximum number of frames.
 
     Args:
-        steps: from noise to picture.
-        seed: of the noise.
-        max_prompt_tokens: longest request.
+        writer: Model.
+        requests: Requests with the text.
+        steps: Number of denoising steps.
+        seed: Seed of the noise.
+        max_prompt_tokens: Maximum length of a prompt.
 
     Raises:
-        ConfigError, DataError: the model cannot draw, or a request cannot be read.
+        ConfigError, DataError: The model has no generator, or a request cannot be read.
     """
     spec = writer.model.generator_spec()
     if spec is None:
@@ -78,7 +80,7 @@ def draw_requests(
 
 
 def save_picture(frames: Sequence[Image.Image], stem: Path) -> Path:
-    """A picture as STEM.png, a clip as STEM.gif."""
+    """Write an image to STEM.png or a video to STEM.gif, and return the path."""
     if len(frames) == 1:
         file = stem.with_name(f"{stem.name}.png")
         frames[0].save(file)
@@ -89,14 +91,14 @@ def save_picture(frames: Sequence[Image.Image], stem: Path) -> Path:
 
 
 def _blank(folder: Path, spec: GeneratorSpec) -> str:
-    """Name of a file with as many frames as are to be drawn."""
+    """Write a blank file with the number of frames to generate, and return its name."""
     levels = [255 * i // max(1, spec.frames - 1) for i in range(spec.frames)]  # equal ones are one
     frames = [Image.new("L", (SIDE_PX, SIDE_PX), level) for level in levels]
     return save_picture(frames, folder / "blank").name
 
 
 def _with_drawing(request: Request, blank: str) -> Request:
-    """Its words are a caption then, of what is to be drawn."""
+    """Return the request with its text as the caption of the blank image."""
     record = dict(request.record)
     words = record.pop("prompt", "")
     if not isinstance(words, str) or not words:

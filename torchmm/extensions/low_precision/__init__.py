@@ -1,1 +1,1 @@
-"""Float8 matrix products, and optimizer states of 16 and 8 bits or in host memory."""
+"""Compute matmuls in float8, and store optimizer states in 16 or 8 bits or in host memory."""

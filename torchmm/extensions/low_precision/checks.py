@@ -1,4 +1,4 @@
-"""Checks of the section `[float8]`."""
+"""Check the section `[float8]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchmm.recipe.schedules import find_schedule
 
 
 def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
-    """Yield the problems of `[float8]`: casts must not depend on how ranks divide the model."""
+    """Yield problems of `[float8]`: casts must be independent of the parallelism."""
     float8 = Float8Config.of(recipe)
     yield from check_names(recipe, "float8.modules", float8.modules)
     parallel = recipe.parallel

@@ -1,13 +1,13 @@
 """AdamW and Muon in float32 on tensors that are stored in fewer bytes, or in host memory.
 
 On CUDA, AdamW is one compiled function (`fused.py`), without float32 copies. Other devices update
-portions of the parameters: the stored tensors (`forms.py`) are converted to float32, updated by the
-fused AdamW of torch, and stored again. Offloaded states are copied to the device in portions
+the parameters in chunks: the stored tensors (`forms.py`) are converted to float32, updated by the
+fused AdamW of torch, and stored again. Offloaded states are copied to the device in chunks
 (`host.py`). Muon always updates complete matrices (`torchmm.training.optimizers.muon`).
 
-Rejected: torchao's AdamW8bit and relatives. Their rounding makes replicas and tied copies differ,
-their blocks and their choice of what has 8 bits follow the shards, and their states are
-tensor subclasses that a checkpoint cannot take apart for other layouts.
+AdamW8bit and similar classes of torchao are not used. Their rounding makes replicas and tied copies
+differ. Their blocks and their selection of 8-bit tensors depend on the shards. Their states are
+tensor subclasses that a checkpoint cannot split for other parallelism configs.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from torchmm.training.optimizers.muon import (
 from torchmm.training.optimizers.optimizer import RunOptimizer, count_step
 
 PORTION = UPDATE_PORTION
-"""Elements that are updated together: 64 MiB of each tensor in float32."""
+"""Number of elements that are updated together: 64 MiB of each tensor in float32."""
 Rule = Literal["adamw", "muon"]
 _MOMENTS: dict[Rule, dict[str, bool]] = {
     "adamw": {"exp_avg": True, "exp_avg_sq": False},
     "muon": {"momentum_buffer": True},
 }
-"""Names of states, as torch has them, and whether they may be below 0."""
+"""Names of states, as in torch, and whether they may be negative."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of one parameter."""
+    """Rows of one parameter."""
 
     parameter: nn.Parameter
     rows: slice
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its rows of the parameter, its gradient or a state."""
+        """Return these rows of the parameter, its gradient or a state."""
         return as_rows(local_tensor(tensor))[self.rows]
 
 
@@ -138,7 +138,7 @@ class CompactOptimizer(RunOptimizer):
                 for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
                     self._adamw(group, portion, states)
         if fused_groups:
-            # Fused updates have no float32 copies, whose size portions limit.
+            # Fused updates require no float32 copies, so chunks need not limit their size.
             size = sys.maxsize if self._visits is None else PORTION
             for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
                 self._adamw_fused(fused_groups, portion, states)
@@ -147,7 +147,7 @@ class CompactOptimizer(RunOptimizer):
         """Create missing states and count the step, unless it is skipped.
 
         Args:
-            updated: parameters with a gradient, by group.
+            updated: Parameters with a gradient, by group.
         """
         for group, parameters in zip(self.param_groups, updated, strict=True):
             for parameter in parameters:
@@ -159,7 +159,7 @@ class CompactOptimizer(RunOptimizer):
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
     ) -> Iterator[tuple[list[_Piece], list[dict[str, Stored]]]]:
-        """Portions with the states of their pieces on the device, by moment."""
+        """Yield chunks with their states on the device, by moment."""
         if self._visits is None:
             for portion in portions:
                 yield portion, [self._stored(piece, rule) for piece in portion]
@@ -227,7 +227,7 @@ class CompactOptimizer(RunOptimizer):
             moments["exp_avg"],
             moments["exp_avg_sq"],
             [],
-            [self.state[piece.parameter]["step"] - 1 for piece in portion],  # it adds 1 itself
+            [self.state[piece.parameter]["step"] - 1 for piece in portion],  # torch adds 1
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -299,7 +299,7 @@ class CompactOptimizer(RunOptimizer):
         return BFloat16(self._config.stochastic_rounding) if narrow else Float32()
 
     def _forms(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Form]:
-        """Of a parameter's moments."""
+        """Return the storage forms of the moments of a parameter."""
         dtype = self._config.state_dtype
         return {
             moment: state_form(dtype, signed, parameter.ndim > 1, parameter.device)
@@ -307,7 +307,7 @@ class CompactOptimizer(RunOptimizer):
         }
 
     def _stored(self, piece: _Piece, rule: Rule) -> dict[str, Stored]:
-        """A piece's states where they rest, by moment."""
+        """Return the stored states of these rows by moment."""
         state = self.state[piece.parameter]
         shape = piece.parameter.shape
         return {
@@ -334,7 +334,7 @@ def _gradient(piece: _Piece) -> Tensor:
 def _portions(
     parameters: Sequence[nn.Parameter], size: int | None = None
 ) -> Iterator[list[_Piece]]:
-    """Yield all rows, in portions of about `size` elements; `PORTION` if it is None."""
+    """Yield all rows in chunks of about `size` elements, by default `PORTION`."""
     size = size or PORTION
     portion: list[_Piece] = []
     left = size

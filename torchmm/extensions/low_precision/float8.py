@@ -1,18 +1,18 @@
-"""Float8 matrix products in the linears of transformer layers, by torchao.
+"""Float8 matmuls in the linear layers of transformer layers, by torchao.
 
-Inputs, weights and output gradients are cast to float8 before each of the three products of a
-linear. Parameters, sums and optimizer states do not change. Scales are computed from each tensor
+Inputs, weights and output gradients are cast to float8 before each of the three matmuls of a linear
+layer. Parameters, sums and optimizer states do not change. Scales are computed from each tensor
 that is cast: one for each row and column ("rowwise"), or one for the tensor ("tensorwise", faster
-and less exact).
+and less accurate).
 
-A rank must cast the same values as a single process. This holds for FSDP2, which gathers weights,
-and for pipelines. If ranks share a sequence, the gradient of a weight sums over the tokens of one
-rank. If ranks divide a linear, products sum over some of its features. Scales then cover only these
-values. Scales of rows are powers of two in torchao, and change only numbers that are too small for
-all digits of float8. Scales of tensors are not, so `checks.py` rejects them. Experts, embeddings,
-heads and connectors are not converted.
+A rank must cast the same values as a single process. This is true for FSDP2, which all-gathers
+weights, and for pipelines. If ranks share a sequence, the gradient of a weight sums over the tokens
+of one rank. If ranks shard a linear layer, matmuls sum over some of its features. Scales then cover
+only these values. Row scales are powers of two in torchao, and change only numbers that are too
+small for all digits of float8. Tensor scales are not, so `checks.py` rejects them. Experts,
+embeddings, heads and connectors are not converted.
 
-Rejected: products of our own, which torchao has tested on devices that we have not.
+torchao is used instead of custom kernels, because it is tested on more devices.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from torchmm.planning.converters import ModelConverter
 from torchmm.recipe.recipe import Recipe
 
 _MULTIPLE = 16
-"""Of what the kernels want the sizes of matrices to be multiples."""
+"""Factor of the matrix sizes that the kernels support."""
 _CAPABILITY = (8, 9)
-"""The first CUDA devices with float8 products: Ada; then Hopper."""
+"""First CUDA compute capability with float8 matmuls: Ada, followed by Hopper."""
 
 
 class Float8Converter(ModelConverter):
-    """Replacement of the linears of transformer layers by float8 linears of torchao."""
+    """Converter of linear layers in transformer layers to float8 linear layers of torchao."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._config = Float8Config.of(recipe)
@@ -70,12 +70,14 @@ class Float8Converter(ModelConverter):
 
 
 def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
-    """The linears of this stage's layers that the recipe wants to compute in float8."""
+    """Return the linear layers of this stage that the recipe computes in float8."""
     return [linear for own in _by_layer(module, config).values() for linear in own]
 
 
 def rounded_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
-    """What planners have to know of them, by layer; nothing if the module takes no part."""
+    """Return the float8 linear layers by layer, for planners. Empty if the module does not use
+    float8.
+    """
     if not config.concerns(module.name):
         return {}
     calls = {"rowwise": 14, "tensorwise": 11}[config.scaling]
@@ -108,10 +110,13 @@ def float8_problems(
     device: torch.device,
     tensor: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
-    """Why a run with these modules cannot compute in float8, on this kind of device.
+    """Return why a run with these modules cannot use float8 on this type of device.
 
     Args:
-        tensor: by module: ranks that divide its linears, if it is more than one.
+        modules: Modules of the run.
+        config: Section [float8] of the recipe.
+        device: Device of the run.
+        tensor: Tensor-parallel sizes above 1, by module.
     """
     wanted = [module for module in modules if config.concerns(module.name)]
     if not wanted:
@@ -136,7 +141,7 @@ def float8_problems(
 
 
 def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
-    """What kernels cannot multiply when `tensor` ranks divide it."""
+    """Return linear layers whose shards on `tensor` ranks have sizes that kernels do not support."""
     chosen = set(float8_linears(module, config))
     divided = {
         linear.weight.shape[style == "rowwise"]
@@ -167,10 +172,13 @@ def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
 
 
 def apply_float8(module: LayeredModule, config: Float8Config) -> None:
-    """Replaces the linears of a stage, in place, on the meta device; names and parameters stay."""
+    """Replace the linear layers of a stage in place, on the meta device.
+
+    Names and parameters do not change.
+    """
     if not config.concerns(module.name):
         return
-    # An extra, and its import takes seconds.
+    # An optional dependency, whose import takes seconds.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
     from torchao.float8.float8_linear import (  # noqa: PLC0415
         Float8Linear,
@@ -187,7 +195,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
         return product + bias.to(product.dtype)
 
     settings = Float8LinearConfig.from_recipe_name(config.scaling)
-    # Tokens are an inner size of one of the products, of which there may be any number.
+    # The number of tokens is an inner size of one of the matmuls, and can be any number.
     settings = replace(settings, emulate=config.emulate, pad_inner_dim=True)
     chosen = set(float8_linears(module, config))
     for layer in module.layers:
@@ -200,7 +208,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
 
 
 def _plain_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Those whose forward is torch's own, which is all that torchao would replace."""
+    """Yield the linear layers with the forward method of torch, which torchao replaces."""
     for name, part in layer.named_modules():
         if type(part) is nn.Linear and "forward" not in vars(part):
             yield name, part

@@ -1,24 +1,25 @@
-"""How tensors of parameters and optimizer states rest between steps; updates compute in float32.
+"""Storage forms of parameters and optimizer states between steps. Updates compute in float32.
 
-Three forms: float32 as it is; bfloat16, rounded at random; 8 bits, with a scale for every block.
+There are three forms: float32, bfloat16 with stochastic rounding, and 8 bits with a scale per
+block.
 
-**Rounding at random.** A step of learning is often smaller than half the distance of two bfloat16
-numbers, and rounding to the nearest would lose it, always. Rounding up with a probability equal to
-the remainder is right in the mean. The random bits are a hash of the parameter's name, its step and
-the element's place in the *whole* tensor. So they do not depend on how a tensor is sharded, copies
-of a parameter on other ranks stay bit-equal, and a resumed run goes on with the same ones, without
-any state. Rejected: random generators (torchao's rounding draws from the rank's), which differ
-between replicas and layouts.
+**Stochastic rounding.** An update is often smaller than half the distance of two bfloat16 numbers,
+and rounding to the nearest would always discard it. Rounding up with a probability equal to the
+remainder is correct on average. The random bits are a hash of the parameter name, its step and the
+position of the element in the unsharded tensor. They therefore do not depend on sharding, replicas
+of a parameter on other ranks stay bitwise identical, and a resumed run continues with the same bits
+without any state. Random generators are not used (torchao uses the generator of the rank), because
+they differ between replicas and parallelism configs.
 
 **8 bits.** Codes of a dynamic map (Dettmers, arXiv 2110.02861): exponents from 1 to 1e-7 with finer
-steps towards 1, relative to the largest of a block. Blocks are `BLOCK` neighbours in the last
-dimension of the whole tensor. FSDP2 shards others, so that no shard cuts a block; where tensor
-parallelism would, the recipe is refused (`block_problems`). States are therefore equal in every
-layout, and load into any. Rejected: torchao's blocks, which follow the flattened shard, and its
-choice by the shard's size which tensors have 8 bits. Unlike there, second moments never round to
-0 unless they are 0: dividing by them would give steps of any size.
+steps towards 1, relative to the maximum of a block. A block is `BLOCK` adjacent elements in the
+last dimension of the unsharded tensor. FSDP2 shards other dimensions, so no shard splits a block.
+If tensor parallelism would split blocks, the recipe is rejected (`block_problems`). States are
+therefore independent of the parallelism config, and load into any. In torchao, blocks follow the
+flattened shard, and the shard size selects the 8-bit tensors. In contrast to torchao, second
+moments never round to 0 unless they are 0, because a division by 0 would cause updates of any size.
 
-Shape legend: R rows (all dimensions but the last), C columns (the last dimension), B blocks of a
+Shape legend: R rows (all dimensions except the last), C columns (the last dimension), B blocks of a
 row.
 """
 
@@ -42,11 +43,11 @@ from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 Stored = dict[str, Tensor]
-"""Tensors of one value at rest, by what is appended to its name."""
+"""Stored tensors of one value, by the suffix of its name."""
 
 
 class Places(NamedTuple):
-    """Where a rank's part of a tensor is in the whole."""
+    """Positions of a local shard in the unsharded tensor."""
 
     rows_R: Tensor
     """Row numbers in the unsharded tensor, counted over all dimensions but the last."""
@@ -54,12 +55,12 @@ class Places(NamedTuple):
     """Column numbers in the unsharded tensor; (R, C) if they differ between rows."""
 
     def of_rows(self, rows: slice) -> Places:
-        """Those of some of the rows."""
+        """Return the positions of some of the rows."""
         return Places(self.rows_R[rows], self.columns_C)
 
 
 def as_rows(local: Tensor) -> Tensor:
-    """(R, C) view of any contiguous tensor; vectors and numbers are one row."""
+    """Return an (R, C) view of a contiguous tensor. Vectors and scalars are one row."""
     assert local.is_contiguous()  # otherwise this would be a copy
     return local.flatten(0, -2) if local.ndim > 1 else local.view(1, -1)
 
@@ -91,10 +92,10 @@ def _hash(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomBits:
-    """Random bits for the elements of a tensor; the same in every layout.
+    """Random bits for the elements of a tensor, independent of the parallelism config.
 
     Attributes:
-        key: int32 on the device, different for every tensor and step; a scalar or (R,).
+        key: int32 on the device, different for every tensor and step, a scalar or (R,).
     """
 
     places: Places
@@ -112,7 +113,9 @@ class RandomBits:
         return (noise_RC >> 16) & 0xFFFF
 
     def rounded(self, value_RC: Tensor) -> Tensor:
-        """bfloat16: the neighbour away from 0 with the probability of the 16 bits that go."""
+        """Return values rounded to bfloat16, away from 0 with the probability of the lowest 16
+        bits.
+        """
         bits_RC = self.noise()
         bits_RC += value_RC.view(torch.int32)
         bits_RC &= -0x10000
@@ -128,7 +131,7 @@ class Form(Protocol):
         ...
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Of what is stored for a whole tensor of that shape."""
+        """Return the shapes and dtypes of the stored tensors for an unsharded tensor of that shape."""
         ...
 
     def read(self, stored: Stored) -> Tensor:
@@ -214,7 +217,7 @@ class Int8Blocks:
         return values_RC.mul_(scales)
 
     def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """See `Form`; each code is the nearest value of the map."""
+        """Return the nearest codes, see `Form`."""
         rows, columns = value_RC.shape
         padded_RC = functional.pad(value_RC, (0, -columns % BLOCK))
         blocks = padded_RC.view(rows, -(-columns // BLOCK), BLOCK)
@@ -253,7 +256,7 @@ def dynamic_map(signed: bool) -> Tensor:
 
 
 def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
-    """Why a module's moments, split over `tensor` ranks, have no blocks that ranks agree on."""
+    """Return why moments of a module, sharded over `tensor` ranks, have no common blocks."""
     inputs = {
         round(local_linears(layer, tensor)[name][0])
         for layer in dict.fromkeys(module.layers)
@@ -271,11 +274,13 @@ def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
 
 @cache
 def state_form(dtype: StateDtype, signed: bool, matrix: bool, device: torch.device) -> Form:
-    """Return the storage form of a moment; vectors are small and use float32 instead of 8 bits.
+    """Return the storage form of a moment. Vectors are small and use float32 instead of 8 bits.
 
     Args:
+        dtype: Storage dtype of the recipe.
         signed: Whether the moment may be negative.
         matrix: Whether the parameter has several dimensions.
+        device: Device of the state.
     """
     if dtype == "bfloat16":
         return BFloat16()

@@ -1,18 +1,19 @@
 """AdamW on compact tensors as one compiled function: read, update, round, encode and write.
 
-The function works on units of `BLOCK` neighbors in a row. A large tensor takes one call, and with
-it one kernel. Small tensors, and tensors whose rows end within a unit, are joined: they are copied
-into one buffer, updated in one call, and copied back.
+The function processes units of `BLOCK` adjacent elements in a row. A large tensor requires one
+call, and therefore one kernel. Small tensors, and tensors whose rows end within a unit, are joined:
+they are copied into one buffer, updated in one call, and copied back.
 
-The order of operations is that of the vectorized loop of torch's fused AdamW for CPUs. On a CPU the
-results are bitwise equal to that optimizer, except in the last `size % 16` elements of a tensor.
-The scalar loop for these rounds second moments differently, by one unit in the last place.
+The order of operations is that of the vectorized loop of the fused AdamW of torch for CPUs. On a
+CPU the results are bitwise equal to that optimizer, except in the last `size % 16` elements of a
+tensor. The scalar loop for these elements rounds second moments differently, by one unit in the
+last place.
 
-Multiplications and additions are fused only where `fused_multiply_add` requests it, and
-`emulate_precision_casts` disables all other contractions. An element should therefore have the same
-bits in all shards, in all copies of a parameter, in joined and separate calls, and in a resumed
-run, on one type of device. Tests show this with inductor for CPUs, and nothing has run on CUDA.
-Results on CUDA and on a CPU differ: Triton approximates divisions.
+Multiplications and additions are fused only in `fused_multiply_add`, and `emulate_precision_casts`
+disables all other contractions. An element should therefore have the same bits in all shards, in
+all replicas of a parameter, in joined and separate calls, and in a resumed run, on one type of
+device. Tests show this with inductor for CPUs. The function has not been tested on CUDA. Results on
+CUDA and on a CPU differ, because Triton approximates divisions.
 
 Shape legend: R rows and C columns of a tensor; P tensors; U units; W elements of a unit.
 """
@@ -39,9 +40,12 @@ from torchmm.extensions.low_precision.forms import (
 from torchmm.parallel.torch_private import fused_multiply_add
 
 SMALL = 2**20
-"""Elements of the largest tensor that is joined with others because it is small."""
+"""Maximum number of elements of a tensor that is joined because it is small."""
 JOINED = 2**22
-"""Elements of a joined call; the last tensor may exceed this limit by `SMALL` elements or a row."""
+"""Number of elements of a joined call.
+
+The last tensor may exceed this limit by `SMALL` elements or a row.
+"""
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
 INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
@@ -53,7 +57,7 @@ INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 
 
 class Kind(NamedTuple):
-    """What one graph is compiled for."""
+    """Key of a compiled graph."""
 
     forms: tuple[Form, Form, Form]
     """Storage forms of the parameter and its two moments."""

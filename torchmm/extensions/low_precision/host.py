@@ -1,14 +1,15 @@
-"""Optimizer states in the host's memory, which visit the device for their update.
+"""Optimizer states in host memory, which are copied to the device for their update.
 
-The update goes through the states a portion at a time. While one portion is computed with, the
-next one comes and the one before it goes back, each on a stream of its own, through `_SLOTS` pieces
-of device memory that take turns. So the device never holds more than these, whatever the model's
-size, and copies hide behind computing as far as the link allows. The host waits for nothing.
-Rejected: torchao's CPUOffloadOptimizer, which updates on the CPU, copies gradients as they are
-accumulated, microbatch by microbatch, knows no DTensors and waits for its stream in every step.
+The update processes the states in chunks. While one chunk is updated, the next chunk is copied to
+the device and the previous chunk is copied back, each on a separate stream, through `_SLOTS`
+buffers in device memory. The device therefore never stores more than these buffers, regardless of
+the model size, and copies overlap with the computation. The host does not block.
 
-On a CPU, states are in the host's memory anyway; the same portions then go through the same slots
-one after the other, so that what is tested there is what runs elsewhere.
+CPUOffloadOptimizer of torchao is not used. It updates on the CPU, copies gradients as they are
+accumulated in each microbatch, does not support DTensors and synchronizes its stream in every step.
+
+On a CPU, states are in host memory anyway. The same chunks then use the same buffers sequentially,
+so that CPU tests cover the code for CUDA.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-_SLOTS = 3  # one comes, one is computed with, one goes
-_ALIGNMENT = 256  # bytes, that of CUDA's allocator
+_SLOTS = 3  # one is copied to the device, one is updated, one is copied back
+_ALIGNMENT = 256  # bytes, as in the CUDA allocator
 Portion = TypeVar("Portion")
 
 
 class HostVisits:
-    """Brings tensors of the host to the device and back, a portion after the other.
+    """Copies of host tensors to the device and back, in chunks.
 
     Args:
-        device: where updates are computed.
+        device: Device of the update.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,11 +40,14 @@ class HostVisits:
     def each(
         self, portions: Sequence[Portion], tensors_of: Callable[[Portion], Sequence[Tensor]]
     ) -> Iterator[tuple[Portion, list[Tensor]]]:
-        """Every portion with copies of its tensors on the device, which go back once the caller
-        asks for the next portion. To be exhausted.
+        """Yield every chunk with copies of its tensors on the device.
+
+        The copies are written back when the caller requests the next chunk. The caller must exhaust
+        the iterator.
 
         Args:
-            tensors_of: contiguous tensors in the host's memory, page-locked with CUDA.
+            portions: Chunks.
+            tensors_of: Function that returns contiguous tensors in host memory, pinned with CUDA.
         """
         visits = self._visits([tensors_of(portion) for portion in portions])
         streams = self._streams
@@ -76,15 +80,15 @@ class HostVisits:
 
 @dataclass
 class _Slot:
-    """Memory of the device for one portion."""
+    """Device buffer for one chunk."""
 
     memory: Tensor
     free: torch.cuda.Event | None = None
-    """When what was there is back on the host; None: nothing was."""
+    """Event after the copy of the previous chunk to the host. None if there was no chunk."""
 
 
 class _Visit:
-    """One portion's tensors, and where they are copied to."""
+    """Tensors of one chunk, and their device buffers."""
 
     def __init__(self, hosts: Sequence[Tensor], slot: _Slot) -> None:
         self.slot = slot
@@ -98,18 +102,18 @@ class _Visit:
             start += _room_bytes(host)
 
     def bring(self) -> None:
-        """From the host, in the current stream."""
+        """Copy the tensors to the device on the current stream."""
         for copy, host in zip(self.copies, self._hosts, strict=True):
             copy.copy_(host, non_blocking=True)
 
     def take_back(self) -> None:
-        """To the host, in the current stream."""
+        """Copy the tensors to the host on the current stream."""
         for copy, host in zip(self.copies, self._hosts, strict=True):
             host.copy_(copy, non_blocking=True)
 
 
 class HostStreams:
-    """In which order the two streams and the one that computes wait for each other."""
+    """Synchronization of the two copy streams and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,12 +121,14 @@ class HostStreams:
         self._going = torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Slots may be memory that computing is not done with yet, the host's memory is complete
-        since `end`."""
+        """Wait until the compute stream has released the memory of the buffers.
+
+        Host tensors are complete since `end`.
+        """
         self._coming.wait_stream(torch.cuda.current_stream(self._device))
 
     def bring(self, visit: _Visit) -> None:
-        """Once the slot is free."""
+        """Copy a chunk to the device as soon as its buffer is free."""
         if visit.slot.free is not None:
             self._coming.wait_event(visit.slot.free)
         with torch.cuda.stream(self._coming):
@@ -130,20 +136,23 @@ class HostStreams:
         visit.arrived = self._coming.record_event()
 
     def await_arrival(self, visit: _Visit) -> None:
-        """Before computing with it."""
+        """Make the compute stream wait for the copy of a chunk."""
         assert visit.arrived is not None
         torch.cuda.current_stream(self._device).wait_event(visit.arrived)
 
     def take_back(self, visit: _Visit) -> None:
-        """Once it is computed with."""
+        """Copy a chunk to the host after its update."""
         self._going.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._going):
             visit.take_back()
         visit.slot.free = self._going.record_event()
 
     def end(self) -> None:
-        """Slots are computing's memory again, and whoever waits for it finds all on the host (as
-        checkpoints do)."""
+        """Make the compute stream wait for all copies.
+
+        The buffers can then be reused, and readers that wait for this stream have all states on the
+        host, as checkpoints require.
+        """
         torch.cuda.current_stream(self._device).wait_stream(self._going)
 
 

@@ -34,5 +34,5 @@ class Float8Config(Section):
     slow."""
 
     def concerns(self, module: str) -> bool:
-        """Whether the module's layers compute in float8."""
+        """Return True if the layers of the module use float8."""
         return self.scaling != "none" and module in self.modules

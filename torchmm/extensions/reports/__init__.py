@@ -1,1 +1,1 @@
-"""Run page, data inspection, step timelines and local trackers."""
+"""Write the run page, data inspection, step timelines and local trackers."""

@@ -1,12 +1,12 @@
-"""Diagnostics of one chosen step: pipeline timeline, memory per rank, profiler trace.
+"""Diagnostics of one selected step: pipeline timeline, memory per rank, profiler trace.
 
     metrics.timeline_step          timeline/step-N.*, and memory.json: measured and predicted peaks
     metrics.profile_step           profile/step-N-rank-R.json, for Perfetto
     metrics.memory_snapshot_step   profile/memory-step-N-rank-R.pickle, for PyTorch's memory viewer
 
 The predicted peak is that of a dry run (`balance.simulation`) of the plan and the samples of the
-step, so a difference to the measured peak is an error of the memory model. Every rank predicts the
-plan of its own pipeline, because replicas have different samples.
+step. A difference to the measured peak is therefore an error of the memory model. Every rank
+predicts the plan of its pipeline, because replicas have different samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("torchmm")
 
 
 class DiagnosticsHook(Hook):
-    """Writes timeline, memory and profiler files of the steps that the recipe names."""
+    """Hook that writes timeline, memory and profiler files of the steps in the recipe."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -59,7 +59,7 @@ class DiagnosticsHook(Hook):
             torch.cuda.memory._record_memory_history()
 
     def before_step(self, step: int) -> None:
-        """Start the profiler if the step is to be profiled."""
+        """Start the profiler if the step is profiled."""
         if step == self._profile_step:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._is_cuda
             profiler = profile(activities=activities, record_shapes=True)
@@ -89,7 +89,7 @@ class DiagnosticsHook(Hook):
         return str(self._profile_dir / f"{name}-rank-{self.parts.mesh.rank}.{suffix}")
 
     def _save_timeline(self, step: int, done: StepDone) -> None:
-        """Write records, trace and figures of a pipeline step; collective."""
+        """Write records, trace and figures of a pipeline step. Collective."""
         parts = self.parts
         if parts.mesh.pipeline_size == 1:
             return
@@ -105,7 +105,7 @@ class DiagnosticsHook(Hook):
             plot(directory, step, plan, flops)
 
     def _save_memory(self, step: int, done: StepDone) -> None:
-        """Write measured and predicted peak memory of all ranks; collective."""
+        """Write measured and predicted peak memory of all ranks. Collective."""
         parts = self.parts
         predicted_bytes = predict_peak_bytes(
             parts.run, parts.pipeline, parts.mesh, done.outcome.plan, done.batch.microbatches
@@ -140,6 +140,6 @@ def predict_peak_bytes(
         layerwise = pipeline.sharding == "layer"
         costs = costs_of_plan(plan, modules, metas, model, targets=targets, layerwise=layerwise)
         return float(simulate(plan, costs).peak_bytes[mesh.pipeline_rank])
-    except ValueError as error:  # a run does not fail because of a prediction
+    except ValueError as error:  # a failed prediction does not stop the run
         logger.warning("memory cannot be predicted: %s", error)
         return math.nan

@@ -1,4 +1,4 @@
-"""TensorBoard and Trackio: trackers that are written to local files, both optional dependencies."""
+"""Trackers that write local files: TensorBoard and Trackio, both optional dependencies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TensorBoardTracker:
 
     Args:
         writer: Writer of events.
-        texts: Texts about the run, by title.
+        texts: Text about the run, by title.
         files: Files of the run.
     """
 
@@ -73,7 +73,7 @@ class TensorBoardTracker:
             writer.add_text(name, f"```\n{text}\n```", 0)
 
     def emit(self, record: Record) -> None:
-        """Write one step, and the files that are new since the previous one."""
+        """Write one step, and the files that are new since the previous step."""
         step = record["step"]
         for name, value in group_by_panel(record).items():
             self._writer.add_scalar(name, value, step)
@@ -110,7 +110,7 @@ def _as_markdown(samples: Sequence[GeneratedSample]) -> str:
 
 
 class TrackioTracker:
-    """A local Trackio run, which `trackio show` displays.
+    """Local Trackio run, which `trackio show` displays.
 
     Args:
         init: `trackio.init`. If the run is resumed, it continues the newest run of this name.

@@ -1,13 +1,13 @@
-"""One step of a pipeline as a picture, a trace and a file of records, in the run directory.
+"""Write one step of a pipeline as a plot, a trace and a file of records, in the run directory.
 
-timeline/step-N.svg          what each rank did when, below what was predicted; bubbles by class
+timeline/step-N.svg          measured actions of each rank, below the prediction; bubbles by class
 timeline/step-N.trace.json   the same for Perfetto and chrome://tracing
 timeline/step-N.json         the records, for `scripts/draw.py --records`
 
-timeline/step-N.schedules.svg  a searched order next to the static one
+timeline/step-N.schedules.svg  a searched schedule next to the static one
 
-The last has three steps on one time axis: the searched order and the separated schedule as they
-were to be by the mean times of the step itself, and what was measured.
+The last plot has three steps on one time axis: the searched and the separated schedule, simulated
+with the mean times of the step itself, and the measured step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def save_timeline(
     microbatches: Sequence[Microbatch],
     mesh: ParallelMesh,
 ) -> None:
-    """Write the step of the pipeline of rank 0 in the three formats; collective over all ranks."""
+    """Write the step of the pipeline of rank 0 in the three formats. Collective over all ranks."""
     own = mesh.rank, socket.gethostname(), outcome.result.begin_s, outcome.result.records or []
     gathered = [own] * mesh.world_size
     dist.all_gather_object(gathered, own)
     if mesh.rank:
         return
-    # Processes of a host share a clock. Steps on different hosts count as started together.
+    # Processes of a host share a clock. Steps on different hosts are assumed to start together.
     first = {alike[0] for alike in mesh.plan_ranks}
     shown = [ranks for ranks in gathered if ranks[0] in first]
     begins_s: dict[str, float] = {}
@@ -76,12 +76,12 @@ def save_timeline(
 
 
 def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
-    """Plot the searched and the static order next to a step that `save_timeline` has written.
+    """Plot the searched and the static schedule next to a step that `save_timeline` has written.
 
     Args:
-        directory: directory of the timelines.
-        step: number of the step.
-        plan: plan of the step.
+        directory: Directory of the timelines.
+        step: Number of the step.
+        plan: Plan of the step.
         durations: FLOPs of the actions of the plan.
     """
     records, costs = _measured(directory, step, plan, durations)
@@ -102,20 +102,20 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
 def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
     """Plot a step that `save_timeline` has written below the prediction of its plan.
 
-    The prediction uses the mean times of the actions and has no messages. Differences are waiting
+    The prediction uses the mean times of the actions and has no messages. Differences are idle
     times and uneven ranks.
 
     Args:
-        directory: directory of the timelines.
-        step: number of the step.
-        plan: plan of the step.
+        directory: Directory of the timelines.
+        step: Number of the step.
+        plan: Plan of the step.
         durations: FLOPs of the actions of the plan.
     """
     records, costs = _measured(directory, step, plan, durations)
     layout = plan.graph.layout
     try:
         predicted = Panel("predicted", simulate(plan, costs).records, layout)
-    except SimulationError as error:  # a picture is no reason to end a run
+    except SimulationError as error:  # a failed plot does not stop the run
         logger.warning("step %d is plotted without a prediction: %s", step, error)
         return
     picture = timelines_svg(f"step {step}", [predicted, Panel("measured", records, layout)])

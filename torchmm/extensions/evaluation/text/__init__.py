@@ -1,1 +1,1 @@
-"""Text generation token by token with a cache, in every layout."""
+"""Generate text token by token with a cache, in every parallelism config."""

@@ -1,23 +1,23 @@
-"""Generate text with a training model, in every layout.
+"""Generate text with a training model, in every parallelism config.
 
     ends = [{eos_token_id}] * len(prompts)
     texts = generate_tokens(pipeline, prompts, mesh, Sampling(max_new_tokens=40), ends)
 
-Prompts of different lengths form one packed sequence, as samples do in training. The first forward
-pass computes the complete prompts, including images. The caches of the LLM stages then store them,
-and later packed sequences have one new token per prompt. Each forward pass is a pipeline plan, so
-TP and FSDP2 need no special code. FSDP2 gathers the weights for every token.
+Prompts of different lengths form one packed sequence, like samples in training. The first forward
+pass computes the complete prompts, including images, and fills the caches of the LLM stages. Later
+packed sequences have one new token per prompt. Each forward pass is a pipeline plan, so TP and
+FSDP2 require no special code. FSDP2 all-gathers the weights for every token.
 
-If layers cannot cache (unlisted families, context parallelism), every forward pass computes the
-prompts with all generated tokens. The same happens when a text passes
-`original_max_position_embeddings` of RoPE type "longrope": its frequencies change, so cached keys
-become wrong. The Hugging Face `generate` does the same for Phi-3.
+If layers cannot cache (model types that are not registered, context parallelism), every forward
+pass computes the prompts with all generated tokens. The same applies when a text exceeds
+`original_max_position_embeddings` of RoPE type "longrope": its frequencies change, so that cached
+keys become invalid. The Hugging Face `generate` does the same for Phi-3.
 
-All data-parallel ranks process the same prompts. The rank with the last LLM stage chooses the
-tokens and broadcasts them, so all ranks stop at the same step.
+All data-parallel ranks process the same prompts. The rank with the last LLM stage selects the
+tokens and broadcasts them, so that all ranks stop at the same step.
 
-Rejected: the `generate` loop of Hugging Face. It requires the complete model on one rank, and its
-draws depend on the batch and change the random state of training.
+The `generate` loop of Hugging Face is not used. It requires the complete model on one rank. Its
+random tokens depend on the batch, and it changes the random state of training.
 
 Shape legend: B prompts, N generated tokens per prompt, V vocabulary.
 """
@@ -42,7 +42,7 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 
 OnTokens = Callable[[Mapping[int, int]], None]
-"""Receives the newest token of each unfinished prompt, by the number of the prompt."""
+"""Function that receives the newest token of each unfinished prompt, by prompt number."""
 
 
 def generate_texts(
@@ -57,11 +57,11 @@ def generate_texts(
     """Yield each prompt with its generated tokens. All ranks must pass the same prompts.
 
     Args:
-        pipeline: Model of this rank.
+        pipeline: Pipeline of this rank.
         batches: Prompts of each batch, see `in_groups`.
         tokenizer: Tokenizer of the LLM.
         mesh: Mesh of the run.
-        sampling: Rules for choosing tokens.
+        sampling: Decoding settings.
         ends: Tokens that end any text, in addition to EOS and the tokens of `Prompt.own_ends`.
         on_tokens: Called after every step, with numbers relative to the batch.
     """
@@ -74,7 +74,7 @@ def generate_texts(
         yield from zip(prompts, texts, strict=True)
 
 
-# "force_eager": compiling for a few texts takes longer than it saves.
+# "force_eager", because compiling for a few prompts takes longer than it saves.
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def generate_tokens(
@@ -89,14 +89,14 @@ def generate_tokens(
     """Return the tokens that follow each prompt. All ranks must pass the same prompts.
 
     Args:
-        pipeline: Model of this rank.
+        pipeline: Pipeline of this rank.
         prompts: Packed sequences of one sample each, on the CPU, with all pixels.
         mesh: Mesh of the run.
-        sampling: Rules for choosing tokens.
-        ends: Tokens that end the text of each prompt, and are not part of it. If empty, all texts
-            have the maximum length.
+        sampling: Decoding settings.
+        ends: Tokens that end the text of each prompt, and are not part of it. If empty, every text
+            has the maximum length.
         on_tokens: Called after every step, on every rank. If set, progress is not logged.
-        first: Number of the first prompt. Draws depend on it.
+        first: Number of the first prompt, which seeds the sampling.
     """
     source = mesh.global_rank(pipeline=pipeline.last_rank(LLM))
     choose = Chooser(sampling, prompts, first)
@@ -110,7 +110,7 @@ def generate_tokens(
     with pipeline.writing():
         for step in steps:
             # Inference mode saves time, but FSDP2 and DTensor do not support it. In the first step,
-            # encoders may create tables that training uses, too.
+            # encoders may create buffers that training also uses.
             with torch.inference_mode(mesh.world_size == 1 and step > 0):
                 logits_BV = pipeline.next_token_logits(row)
             if logits_BV is None:

@@ -1,4 +1,4 @@
-"""A trained model of a run, a checkpoint or an export that generates text on one device.
+"""Load a trained model of a run, a checkpoint or an export to generate text on one device.
 
 writer = open_writer(Path("outputs/mine"))
 for text in writer.write(requests, sampling): ...
@@ -120,12 +120,12 @@ class Writer:
         max_prompt_tokens: int = 4096,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[str]:
-        """Yield the texts in the order of the requests.
+        """Yield the generated text in the order of the requests.
 
         Args:
             requests: Requests to continue.
-            sampling: Rules for choosing tokens.
-            together: Number of texts in one batch.
+            sampling: Decoding settings.
+            together: Number of requests in one batch.
             max_prompt_tokens: Maximum length of a prompt.
             on_tokens: Called with new tokens, which have numbers relative to the batch.
 
@@ -190,7 +190,7 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
 
 
 def answers_chats(path: Path) -> bool:
-    """Return whether the model at a path was trained on chats only.
+    """Return True if the model at a path was trained only on chats.
 
     Args:
         path: Export, checkpoint or run, as in `open_writer`.

@@ -1,10 +1,10 @@
 """Prompts: samples of training data up to the first token of the text to generate.
 
-A request (files and words, or a chat) becomes a JSON record with a placeholder for the text. The
-data pipeline of training reads it, so placeholders, templates, pixels and positions are the same.
-The prompt has all tokens before the first target of the loss.
+A request (files and text, or a chat) becomes a JSON record with a placeholder for the text to
+generate. The data pipeline of training reads it, so that placeholder tokens, templates, pixels and
+positions are the same. The prompt has all tokens before the first target of the loss.
 
-Rejected: Hugging Face processors, which do not exist for all models.
+Hugging Face processors are not used, because some models have none.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ANSWER = "?"
 _FILE_KEYS = {
     f"{name}{plural}" for name in ("image", "video", "audio") for plural in ("", "s", "_url")
 } | {"path", "url"}
-"""Columns of records and keys of content parts that may have file names."""
+"""Columns of records and keys of content parts with file names."""
 
 
 class Prompt(NamedTuple):
-    """Tokens and images before a text."""
+    """Tokens and images before the text to generate."""
 
     row: Microbatch
     """Packed sequence of one sample."""
@@ -49,13 +49,13 @@ class Prompt(NamedTuple):
     sample: SampleMeta
 
     def own_ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-        """Return the special token that follows the text in training, if there is one."""
+        """Return the special token that follows the text in training, if any."""
         return {int(self.truth_ids[-1])} & set(tokenizer.all_special_ids)
 
 
 def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
-    """Yield prompts of the samples that have targets, and no image after the first target."""
-    read = dict.fromkeys(microbatch.encoders, 0)  # images of previous samples
+    """Yield prompts of the samples that have targets, but no image after the first target."""
+    read = dict.fromkeys(microbatch.encoders, 0)  # number of images of previous samples
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
         before = dict(read)
@@ -112,7 +112,7 @@ class Request:
     """A request to generate text."""
 
     label: str
-    """Name in outputs."""
+    """Name of the request in outputs."""
     record: dict[str, Any]
     """Record of training data with `ANSWER` as the text to generate."""
     root: Path
@@ -120,7 +120,7 @@ class Request:
 
 
 def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
-    """Return a request with files and words after them.
+    """Return a request with files, followed by text.
 
     Args:
         files: Images, audio and videos.
@@ -128,7 +128,7 @@ def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> R
         as_chat: Whether the request is a user message in the chat template.
 
     Raises:
-        ConfigError: Neither a file nor words are specified.
+        ConfigError: Neither a file nor text is specified.
         DataError: A file does not exist.
     """
     label = " ".join([*map(str, files), *([words] if words else [])])
@@ -177,7 +177,7 @@ def chat_request(
 def read_chats(file: Path) -> list[Request]:
     """Return the chats of a JSON file (one chat or a list) or a JSON lines file.
 
-    A last message of the assistant is dropped, and generated again.
+    If the last message is from the assistant, it is dropped and generated again.
 
     Raises:
         DataError: The file cannot be read.
@@ -224,7 +224,7 @@ def read_prompts(
 
     Args:
         requests: Requests to read.
-        model: Model that reads the files.
+        model: Model that processes the files.
         tokenizer: Tokenizer of the model.
         max_tokens: Maximum length of a prompt.
 
@@ -260,11 +260,11 @@ def read_steps(
     generate: str | None = None,
     seed: int = 0,
 ) -> Iterator[StepBatch]:
-    """Yield the requests as batches of held-out samples, which have the numbers of the requests.
+    """Yield the requests as batches of held-out samples, whose indices are request numbers.
 
     Args:
         requests: Requests to read.
-        model: Model that reads the files.
+        model: Model that processes the files.
         tokenizer: Tokenizer of the model.
         max_tokens: Maximum length of a sample.
         folder: Directory for copies of the files.
@@ -293,7 +293,7 @@ def read_steps(
 
 
 def _with_copies(value: Any, root: Path, folder: Path, key: str = "") -> Any:
-    """Return the record with its files copied to `folder`. Sources read only their directory."""
+    """Return the record with its files copied to `folder`. Sources read only one directory."""
     if isinstance(value, dict):
         return {name: _with_copies(item, root, folder, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -304,7 +304,7 @@ def _with_copies(value: Any, root: Path, folder: Path, key: str = "") -> Any:
     try:
         if not file.is_file():
             return value
-    except OSError:  # base64, too long for a name
+    except OSError:  # base64 data, too long for a file name
         return value
     copy = folder / f"{len([*folder.iterdir()])}{file.suffix}"
     shutil.copy(file, copy)

@@ -1,8 +1,8 @@
-"""Choice of the next token from logits.
+"""Selection of the next token from logits.
 
-Logits processors are those of the Hugging Face `generate`, in the same order. Draws depend on the
-seed and on the numbers of prompt and token. So they are the same on every device, in every layout
-and in every batch.
+Logits processors are those of the Hugging Face `generate`, in the same order. Random tokens depend
+on the seed and on the numbers of prompt and token. They are therefore the same on every device,
+with any parallelism and in every batch.
 
 Shape legend: B prompts, V vocabulary.
 """
@@ -27,23 +27,27 @@ from torchmm.common.batch import Microbatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for choosing tokens, with the names and meanings of `GenerationConfig`."""
+    """Decoding settings, with the names and meanings of `GenerationConfig`."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """If 0, the token with the highest probability is chosen."""
+    """Sampling temperature. If 0, the token with the highest probability is selected."""
     top_k: int = 0
-    """Number of tokens with the highest probability to draw from. Use 0 for all."""
+    """Number of tokens with the highest probability to sample from. 0 disables the limit."""
     top_p: float = 1.0
-    """Minimum total probability of the tokens to draw from."""
+    """Minimum total probability of the tokens to sample from."""
     repetition_penalty: float = 1.0
-    """Values above 1 make tokens of the prompt and of the text less probable."""
+    """Penalty of tokens in the prompt and the generated text.
+
+    Values above 1 reduce their probability.
+    """
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """
+        """Check the values.
+
         Raises:
-            ValueError: A value is outside of its range.
+            ValueError: A value is out of range.
         """
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -62,12 +66,12 @@ class Sampling:
 
 
 class Chooser:
-    """Chooses the next token of each prompt.
+    """Selection of the next token of each prompt.
 
     Args:
-        sampling: Rules for choosing tokens.
+        sampling: Decoding settings.
         prompts: Packed sequences of one prompt each.
-        first: Number of the first prompt. Draws depend on it.
+        first: Number of the first prompt, which seeds the sampling.
     """
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Microbatch], first: int) -> None:
@@ -89,10 +93,10 @@ class Chooser:
         ]
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Return the chosen tokens, int64 (B,), on the device of the logits."""
+        """Return the selected tokens, int64 (B,), on the device of the logits."""
         if not self._processors:
             return logits_BV.argmax(-1)
-        # The CPU draws for each prompt, so draws are the same on every device and in every batch.
+        # Sampling runs on the CPU per prompt, so it is independent of the device and the batch.
         rows = logits_BV.float().cpu()
         found = []
         for number, (text, generator) in enumerate(zip(self._texts, self._generators, strict=True)):

@@ -1,9 +1,9 @@
-"""Autoencoders of diffusers' class `AutoencoderKL`, whose latents a generator draws.
+"""Autoencoders of the diffusers class `AutoencoderKL`, whose latents a generator produces.
 
-From the recipe's `[model.generator.vae]` to the two halves in
-`torchmm.extensions.generation.latents`, with what encoding takes: the encoder runs once on the meta
-device, and its parts say what they do. Published autoencoders of other classes (of video, without a
-distribution) have other latents and are refused.
+This module builds the two halves in `torchmm.extensions.generation.latents` from
+`[model.generator.vae]` of the recipe, together with the cost of encoding. The cost is counted in
+one run of the encoder on the meta device. Published autoencoders of other classes (for videos, or
+without a distribution) have different latents and are not supported.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from torchmm.recipe.model_section import AutoencoderConfig
 CLASS = "AutoencoderKL"
 SECTION = "[model.generator.vae]"
 MEASURED_PATCHES = 4
-"""Rows and columns of patches of the image whose encoding is measured. What convolutions do grows
-with the number of patches; attention is counted apart."""
+"""Rows and columns of patches of the image whose encoding is measured.
+
+The cost of convolutions is proportional to the number of patches. Attention is counted separately.
+"""
 AUTOENCODER_FILES = WeightFiles(
     renames=(
         (r"(?=(encoder|quant_conv)\.)", "latent_encoder."),
         (r"(?=(decoder|post_quant_conv)\.)", "latent_decoder."),
     ),
-    # Files of before 2023 name the projections of attention otherwise.
+    # Files from before 2023 have other names for the projections of attention.
     old_names=(
         (r"(attentions\.\d+)\.query\.", r"\1.to_q."),
         (r"(attentions\.\d+)\.key\.", r"\1.to_k."),
@@ -50,13 +52,14 @@ AUTOENCODER_FILES = WeightFiles(
 
 
 def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
-    """What the recipe says of an autoencoder, complete.
+    """Return the complete specification of the autoencoder of a recipe.
 
     Args:
-        side: rows and columns of latents in a patch of the generator.
+        section: Section [model.generator.vae] of the recipe.
+        side: Rows and columns of latents in a patch of the generator.
 
     Raises:
-        ConfigError: all that is wrong with the section.
+        ConfigError: The section has problems. The error lists all of them.
     """
     config = _load(section)
     if problems := value_problems(f"{SECTION} config", config):
@@ -72,14 +75,14 @@ def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
 
 
 def build_autoencoder(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The diffusers model, whole, on the current default device."""
-    # Not diffusers' own `to`, which warns of parts to be kept in float32: FSDP keeps all so.
+    """Return the complete diffusers model on the current default device."""
+    # The `to` of diffusers is not used. It warns of modules in float32, which FSDP handles.
     vae: Any = AutoencoderKL(**config)
     return nn.Module.to(vae, dtype=dtype)
 
 
 def halves(spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
-    """The autoencoder in two, on the current default device."""
+    """Return encoder and decoder of an autoencoder on the current default device."""
     whole = build_autoencoder(spec.config, dtype)
     return (
         LatentEncoder(spec, whole.encoder, whole.quant_conv),
@@ -88,7 +91,7 @@ def halves(spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentD
 
 
 def _load(section: AutoencoderConfig) -> dict[str, Any]:
-    """The config of the section, not yet checked."""
+    """Return the config of the section, which is not checked yet."""
     if section.source is None:
         return dict(section.config or {})
     try:
@@ -103,10 +106,10 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
 
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    """With the class's defaults.
+    """Return the config with the defaults of the class.
 
     Raises:
-        ConfigError: unknown keys, or values that are not possible here.
+        ConfigError: The config has unknown keys or unsupported values.
     """
     name = config.get("_class_name", CLASS)
     if name != CLASS:
@@ -139,7 +142,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Counter:
-    """What the parts of an encoder do while it runs."""
+    """Counter of the operations of an encoder during a forward pass."""
 
     def __init__(self) -> None:
         self.flops: dict[str, float] = defaultdict(float)
@@ -150,10 +153,10 @@ class _Counter:
         self.widths = 0
         self.live = 0
         self._entered = torch.empty(0)
-        """What the block that runs was given, and holds until its end."""
+        """Input of the running block, which is stored until the end of the block."""
 
     def watch(self, encoder: nn.Module) -> None:
-        """Of all parts that are run from now on."""
+        """Count all modules of an encoder from now on."""
         for part in encoder.modules():
             part.register_forward_hook(self._count)
             if hasattr(part, "resnets"):
@@ -176,9 +179,10 @@ class _Counter:
         elif isinstance(part, nn.SiLU | nn.GELU | nn.ReLU | nn.Mish):
             self._add("activation", 0, given + found)
         elif isinstance(part, ResnetBlock2D):
-            self._add("elementwise", 0, 3 * found)  # the branch is added, and the sum is scaled
+            self._add("elementwise", 0, 3 * found)  # adds the branch and scales the sum
             self._add("elementwise", 0, 2 * found)
-            # Beside the input at the end: both branches if each is new, their sum, the result.
+            # In addition to the input at the end: both branches if each is new, their sum, the
+            # result.
             at_end = 3 if part.conv_shortcut is None else 4
             self.live = max(self.live, held + 2 * given + found, held + given + at_end * found)
         elif isinstance(part, Attention):
@@ -199,7 +203,7 @@ class _Counter:
 def _sizes(
     config: dict[str, Any], side: int, factor: int, encode_batch_size: int, sampled: bool
 ) -> LatentSizes:
-    """What encoding takes, by patch of the generator."""
+    """Return the cost of encoding per patch of the generator."""
     with torch.device("meta"):
         whole = build_autoencoder(config, torch.float32)
         counter = _Counter()

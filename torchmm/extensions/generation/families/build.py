@@ -1,4 +1,4 @@
-"""From the recipe's `[model.generator]` to a generator; separate because it needs diffusers."""
+"""Build a generator from `[model.generator]`. A separate module, because it requires diffusers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ GENERATOR_FILES = WeightFiles(
 def build_generator(
     section: GeneratorConfig, llm_hidden_size: int, dtype: torch.dtype
 ) -> DitModule:
-    """The generator of a recipe, on the current default device.
+    """Return the generator of a recipe, on the current default device.
 
     Args:
-        llm_hidden_size: features of the LLM's hidden states.
+        section: Section [model.generator] of the recipe.
+        llm_hidden_size: Hidden size of the LLM.
+        dtype: Dtype of the weights.
 
     Raises:
-        ConfigError: all that is wrong with the section.
+        ConfigError: The section has problems. The error lists all of them.
     """
     config = _load(section)
     if problems := value_problems("[model.generator] config", config):
@@ -79,7 +81,7 @@ def build_generator(
         latent_values=0 if latents is None else latents.values,
         latent_noise=0 if latents is None else latents.sizes.noise - latents.values,
     )
-    # One made for another LLM has a connector of other sizes, which is replaced by a new one.
+    # A generator for another LLM has a connector of different shapes, which is initialized again.
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
     files = replace(GENERATOR_FILES, source=section.place)
     if not fits:
@@ -89,7 +91,7 @@ def build_generator(
 
 
 def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | None:
-    """The autoencoder of the section, if it has one."""
+    """Return the autoencoder of the section, or None without an autoencoder."""
     if section.vae is None:
         return None
     side = config.get(
@@ -99,7 +101,7 @@ def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | N
 
 
 def _load(section: GeneratorConfig) -> dict[str, Any]:
-    """The diffusers config of the section, not yet checked."""
+    """Return the diffusers config of the section, which is not checked yet."""
     if section.source is None:
         return dict(section.config or {})
     try:

@@ -1,17 +1,17 @@
-"""How each family of diffusion transformers is cut into pre, layers and post.
+"""Families of diffusion transformers, and their split into pre, layers and post.
 
-A family says which diffusers class the transformer is, what runs before its layers, how a layer is
-called and what the last one returns. Besides hidden states and context a layer only needs the
-embedded time, which is one tensor, so that it can travel from stage to stage.
+A family defines the diffusers class of the transformer, the computation before its layers, the call
+of a layer and the output after the last layer. In addition to hidden states and context, a layer
+requires only the embedded time, which is one tensor that stages send to each other.
 
-A clip is one sequence of the patches of all its frames; for one frame, a family computes exactly
-what its diffusers class does. Rejected: the classes' own forwards, in which a stage could not
-start in the middle, and which only know images.
+A video is one sequence of the patches of all its frames. For one frame, a family computes exactly
+the same as its diffusers class. The forward methods of these classes are not used, because a stage
+could not start between layers, and they support only images.
 
-Needs diffusers (`pip install -e '.[generation]'`), as nothing outside this folder does.
+This folder requires diffusers (`pip install -e '.[generation]'`). No other folder requires it.
 
-Shape legend: N images, P patches of one image, L context tokens of one image, D features,
-V values of a patch (channels x rows x columns), E features of an embedded time.
+Shape legend: N images, P patches of one image, L context tokens of one image, D features, V values
+of a patch (channels x rows x columns), E features of an embedded time.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from torchmm.extensions.generation.families.autoencoder import build_autoencoder
 from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
 
 TIME_SCALE = 1000.0
-"""Transformers of diffusers count times from 0 to 1000."""
+"""Maximum time in transformers of diffusers."""
 NARROW_STD = 0.02
 FFN_SIZE = "ffn_size"
-"""A config key of ours: width of feed-forward parts. Those of the class are 4 x as wide as its
-layers, so diffusers alone cannot load a model of another width."""
+"""Additional config key of torchmm: width of the feed-forward layers.
+
+Feed-forward layers of the class have 4 times the hidden size, so diffusers alone cannot load a
+model with a different width.
+"""
 
 
 class OutputTable(nn.Module):
-    """The (2, D) shift and scale of the output, which diffusers has outside any submodule.
+    """Shift and scale (2, D) of the output, which diffusers does not store in a submodule.
 
-    As a submodule it can belong to the last stage, like everything after the layers.
+    As a submodule, it can be part of the last stage, like all modules after the layers.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -72,13 +75,15 @@ class PixArtFamily:
     def complete(
         self, config: dict[str, Any], llm_hidden_size: int, channels: int = 3
     ) -> dict[str, Any]:
-        """The complete config, with the values that follow from the LLM, from pixels or latents.
+        """Return the complete config, with values that follow from the LLM and the target.
 
         Args:
-            channels: of what is drawn.
+            config: Config of the recipe.
+            llm_hidden_size: Hidden size of the LLM.
+            channels: Number of channels of pixels or latents.
 
         Raises:
-            ConfigError: unknown keys, or values that are not possible here.
+            ConfigError: The config has unknown keys or unsupported values.
         """
         known = inspect.signature(PixArtTransformer2DModel.__init__).parameters
         written = {k: v for k, v in config.items() if not k.startswith("_")}
@@ -116,8 +121,8 @@ class PixArtFamily:
         return full | following
 
     def build(self, config: dict[str, Any], dtype: torch.dtype) -> Any:
-        """The transformer, whole, with everything its class has."""
-        # Not diffusers' own `to`, which warns of parts to be kept in float32: FSDP keeps all so.
+        """Return the complete transformer."""
+        # The `to` of diffusers is not used. It warns of modules in float32, which FSDP handles.
         dit: Any = PixArtTransformer2DModel(**{k: v for k, v in config.items() if k != FFN_SIZE})
         if size := config.get(FFN_SIZE):
             kind = config["activation_fn"]
@@ -127,15 +132,18 @@ class PixArtFamily:
         return nn.Module.to(dit, dtype=dtype)
 
     def halves(self, spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
-        """Of the autoencoder around the transformer."""
+        """Return encoder and decoder of the autoencoder of the transformer."""
         return halves(spec, dtype)
 
     def autoencoder(self, spec: LatentSpec, dtype: torch.dtype) -> Any:
-        """The same, whole, as diffusers has it."""
+        """Return the complete diffusers autoencoder."""
         return build_autoencoder(spec.config, dtype)
 
     def take_apart(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-        """(connector, output table), taken out of `dit`; the rest gets marks for `initialize`."""
+        """Remove connector and output table from `dit` and return them.
+
+        The remaining modules are prepared for `initialize`.
+        """
         connector, dit.caption_projection = dit.caption_projection, None
         del dit.scale_shift_table
         dit.pos_embed.pos_embed = None  # computed for each grid instead
@@ -150,7 +158,7 @@ class PixArtFamily:
         return connector, OutputTable(dit.inner_dim, dtype)
 
     def initialize(self, module: nn.Module) -> None:
-        """Initial values of one module's own parameters, as PixArt's authors have them."""
+        """Initialize the parameters of one module as in the code of the PixArt authors."""
         if isinstance(module, nn.Linear | nn.Conv2d):
             initial = getattr(module, "initial", "wide")
             if initial == "wide":
@@ -169,10 +177,10 @@ class PixArtFamily:
             nn.init.zeros_(module.bias)
 
     def positions(self, config: dict[str, Any], grid_thw: tuple[int, int, int]) -> Tensor:
-        """float32 (P, D): position embeddings added to the patches of a grid.
+        """Return the position embeddings of the patches of a grid, float32 (P, D).
 
-        Rows and columns as in PixArt. A clip's frames get a sinusoidal embedding of their number on
-        top, as in Latte (arXiv 2401.03048).
+        Rows and columns have the embeddings of PixArt. Frames of a video have an additional
+        sinusoidal embedding of their index, as in Latte (arXiv 2401.03048).
         """
         frames, rows, columns = grid_thw
         width = config["num_attention_heads"] * config["attention_head_dim"]
@@ -182,7 +190,7 @@ class PixArtFamily:
             (rows, columns),
             base_size=sample // config["patch_size"],
             interpolation_scale=config["interpolation_scale"] or max(sample // 64, 1),
-            output_type="pt",  # older versions of diffusers have another default, and refuse it
+            output_type="pt",  # older versions of diffusers reject their default
         )
         if frames == 1:
             return space_PD.float()
@@ -190,14 +198,14 @@ class PixArtFamily:
         return (time_FD[:, None] + space_PD[None]).flatten(0, 1).float()
 
     def embed(self, dit: Any, noisy_NPV: Tensor, positions_NPD: Tensor) -> Tensor:
-        """Hidden states (N, P, D) before the first layer."""
+        """Return the hidden states (N, P, D) before the first layer."""
         proj = dit.pos_embed.proj
         weight = proj.weight.flatten(1)
         hidden = functional.linear(noisy_NPV.to(weight.dtype), weight, proj.bias)
         return hidden + positions_NPD.to(weight.dtype)
 
     def embed_times(self, dit: Any, times_N: Tensor) -> Tensor:
-        """(N, E), E = 7 D: what all layers need of the time, and what the output needs."""
+        """Return the embedded times (N, E) for all layers and the output, with E = 7 D."""
         dtype = dit.adaln_single.linear.weight.dtype
         every, last = dit.adaln_single(
             times_N * TIME_SCALE, batch_size=len(times_N), hidden_dtype=dtype
@@ -212,11 +220,15 @@ class PixArtFamily:
         time_NE: Tensor,
         masks: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """One layer: (N, P, D).
+        """Run one layer and return its output (N, P, D).
 
         Args:
-            masks: (N, 1, P) for patches and (N, 1, L) for context, added to attention scores; None
-                if nothing is padded.
+            layer: Transformer layer.
+            hidden_NPD: Hidden states.
+            context_NLD: Context after the connector.
+            time_NE: Embedded times.
+            masks: Additive attention masks (N, 1, P) of patches and (N, 1, L) of the context. None
+                without padding.
         """
         return layer(
             hidden_NPD,
@@ -227,7 +239,7 @@ class PixArtFamily:
         )
 
     def tensor_styles(self, config: dict[str, Any]) -> dict[str, str]:
-        """By part of a layer, "" for the layer: see `LayeredModule.tensor_parallel_plan`."""
+        """Return the styles by submodule of a layer, see `LayeredModule.tensor_parallel_plan`."""
         columns = {f"{a}.to_{x}": "colwise" for a in ("attn1", "attn2") for x in "qkv"}
         rows = dict.fromkeys(("attn1.to_out.0", "attn2.to_out.0", "ff.net.2"), "rowwise")
         heads = dict.fromkeys(("attn1", "attn2"), "local_heads")
@@ -236,17 +248,17 @@ class PixArtFamily:
         return {**columns, **inner, **rows, **heads, "": "sequence"}
 
     def finish(self, dit: Any, table: OutputTable, hidden_NPD: Tensor, time_NE: Tensor) -> Tensor:
-        """(N, P, V) velocities."""
+        """Return the velocities (N, P, V)."""
         last_ND = time_NE[:, 6 * hidden_NPD.shape[-1] :]
         modulation = table.scale_shift_table[None] + last_ND[:, None]
         shift, scale = modulation.chunk(2, dim=1)
         output = dit.proj_out(dit.norm_out(hidden_NPD) * (1 + scale) + shift)
         patch = dit.config.patch_size
-        # The class has channels last within a patch; data have them first, as its input layer.
+        # Within a patch, the class has channels last. Data have channels first, as its input layer.
         return output.unflatten(-1, (patch * patch, -1)).transpose(-1, -2).flatten(-2)
 
     def describe_layer(self, config: dict[str, Any]) -> LayerDescription:
-        """Sizes of a layer."""
+        """Return the sizes of a layer."""
         heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
         return LayerDescription(
             hidden_size=heads * head_dim,
@@ -269,9 +281,9 @@ class PixArtFamily:
         return sum(2 * linear.weight.numel() for linear in linears)
 
     def scheduler(self) -> Any:
-        """Samples from the trained model in diffusers: sigmas are our times."""
+        """Return the diffusers scheduler of the trained model. Its sigmas are the times."""
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(TIME_SCALE), shift=1.0)
 
 
 GENERATOR_FAMILIES = {"PixArtTransformer2DModel": PixArtFamily()}
-"""Supported families by diffusers class name. One is supported when its parity test passes."""
+"""Supported families by diffusers class name. A family is supported if its parity test passes."""

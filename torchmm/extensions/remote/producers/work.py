@@ -56,7 +56,7 @@ class Job:
 
 
 class Work:
-    """All microbatches that are being decoded.
+    """Queue and cache of microbatches that are being decoded.
 
     Args:
         decoders: Decoders by the fingerprint of their samples.

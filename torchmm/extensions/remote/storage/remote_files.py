@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Storage:
-    """All files at URLs, and their cache.
+    """File system of all remote files, with their cache.
 
     Args:
         cache: Directory of the cache.
@@ -191,9 +191,9 @@ class Storage:
         return blocks
 
     def _changed(self, file: RemoteFile, blocks: dict[int, memoryview]) -> int | None:
-        """Return the first block whose bytes have changed, or None.
+        """Return the offset in bytes of the first block whose checksum has changed, or None.
 
-        Small files are read too rarely to compare them.
+        Files of one block are not compared, because they are rarely read twice.
         """
         if file.size <= BLOCK_BYTES:
             return None

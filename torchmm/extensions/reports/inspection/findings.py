@@ -1,13 +1,12 @@
-"""What the sources of a recipe contain, as the model would get it: nothing is trained or decoded.
+"""Contents of the sources of a recipe, as the model receives them, without training.
 
-Every record goes through the code that a run reads it with (`SampleReader`), so what is counted
-here is what will be trained on. At most `limit` records of a source are read, evenly spaced over
-all of it, because files are often sorted; of a stream the first ones. Only the samples that are
-shown are decoded.
+Every record is read with the code of a run (`SampleReader`), so that the counts apply to training.
+At most `limit` records of a source are read, evenly spaced over the source, because files are often
+sorted. For a stream, the first records are read. Only the samples that are shown are decoded.
 
-A sample that `training.sequence_length` cuts is measured again without a limit, to know how much is
-cut off. Rejected: the length index of a run, which keeps sizes, but neither layouts nor what counts
-in the loss.
+A sample that `training.sequence_length` truncates is measured again without a limit, to count the
+dropped tokens. The length index of a run is not sufficient, because it has neither record formats
+nor the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -45,45 +44,45 @@ from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.recipe.recipe import Recipe
 
 UNLIMITED_TOKENS = 1 << 24
-"""Longer than any sample is; what is cut off is counted, not guessed."""
+"""Limit above the length of any sample, so that the dropped tokens are counted exactly."""
 PACKS_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A record that cannot be used."""
+    """Record that cannot be used."""
 
     name: str
-    """source[index]."""
+    """Name of the record, "source[index]"."""
     where: str
-    """File and line or row, where the source knows it."""
+    """File and line or row, if the source has them."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of one kind."""
+    """Consecutive tokens of one kind."""
 
     text: str
     tokens: int
     loss: bool
     image: int | None = None
-    """Number of the image whose placeholders these are, from 0."""
+    """Index of the image whose placeholders these tokens are, from 0."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One file of a sample."""
+    """File of a sample."""
 
     label: str
     original: Image.Image | None
     prepared: Image.Image | None
-    """What the encoder gets, as a picture; None where it is no picture, or cannot be drawn."""
+    """Input of the encoder as an image, or None for other media."""
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample as the model sees it."""
+    """Sample as the model receives it."""
 
     name: str
     where: str
@@ -94,31 +93,31 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """Sizes of one usable sample."""
+    """Sizes of a usable sample."""
 
     whole_tokens: int
-    """Before it is cut at the sequence length."""
+    """Number of tokens before truncation to the sequence length."""
     tokens: int
     loss_tokens: int
     images: int
     image_tokens: int
     flops: dict[str, int]
-    """Of a forward and backward, by module."""
+    """FLOPs of forward and backward passes, by module."""
     meta: SampleMeta
 
 
 @dataclass
 class SourceFindings:
-    """What was found in one source."""
+    """Findings about one source."""
 
     name: str
     section: str
-    """data.sources or data.validation."""
+    """Section of the recipe: "data.sources" or "data.validation"."""
     config: SourceConfig
     kind: str
-    """How its files are read."""
+    """Format of its records."""
     records: int | None
-    """In all of it; None for a stream."""
+    """Total number of records. None for a stream."""
     layouts: Counter[str] = field(default_factory=Counter)
     samples: list[SampleSizes] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -130,17 +129,17 @@ class SourceFindings:
     """Number of samples, and of items, by content that is dropped from samples in use."""
     shown: list[ShownSample] = field(default_factory=list)
     packs: list[list[SampleMeta]] = field(default_factory=list)
-    """The first sequences that its samples would be packed into on their own."""
+    """First packed sequences of its samples, if the source is packed separately."""
 
     @property
     def read(self) -> int:
-        """Records that were looked at."""
+        """Number of records that were read."""
         return len(self.samples) + len(self.refused) + self.filtered.total()
 
     def reasons(self) -> list[tuple[int, Refusal]]:
-        """How many records were refused for the same reason, with the first of them, most first.
+        """Return the number of records per reason of rejection, with the first record, sorted.
 
-        Reasons are the same if they differ in numbers, paths and quoted values alone.
+        Reasons are the same if they differ only in numbers, paths and quoted values.
         """
         groups: dict[str, list[Refusal]] = {}
         for refusal in self.refused:
@@ -151,19 +150,19 @@ class SourceFindings:
         return sorted(counted, key=lambda pair: -pair[0])
 
     def column(self, name: str) -> np.ndarray:
-        """One of the numbers of `SampleSizes` over all usable samples: int64."""
+        """Return a field of `SampleSizes` for all usable samples, int64."""
         return np.asarray([getattr(sample, name) for sample in self.samples], np.int64)
 
 
 class Inspector:
-    """Reads sources for one model.
+    """Reader of sources for one model.
 
     Args:
-        recipe: its data section names the sources.
-        model: on the meta device; no weights are needed.
-        tokenizer: the LLM's.
-        limit: most records read of a source.
-        shown: samples shown of each.
+        recipe: Recipe with the sources.
+        model: Model on the meta device, without weights.
+        tokenizer: Tokenizer of the LLM.
+        limit: Maximum number of records to read per source.
+        shown: Number of samples to show per source.
         decode: Whether to decode the images, videos and audio files of all samples.
     """
 
@@ -193,10 +192,10 @@ class Inspector:
         )
 
     def inspect(self, name: str, section: str, config: SourceConfig) -> SourceFindings:
-        """One source.
+        """Return the findings about one source.
 
         Raises:
-            DataError: it cannot be read, or none of its records is usable.
+            DataError: The source cannot be read, or none of its records is usable.
         """
         kind, _ = resolve_files(config, open_file_system(config.path, self._recipe.data))
         count, records = self._records(name, config)
@@ -222,7 +221,7 @@ class Inspector:
     def _records(
         self, name: str, config: SourceConfig
     ) -> tuple[int | None, Iterator[tuple[int, Record | CorruptSampleError]]]:
-        """How many there are, and those to be looked at with their index."""
+        """Return the number of records, and the records to read with their indices."""
         storage = open_file_system(config.path, self._recipe.data)
         if config.streaming:
             stream = open_stream(name, config, self._recipe.data.index_cache_dir, storage)
@@ -324,10 +323,12 @@ class Inspector:
 def text_runs(
     text: EncodedSample, image_tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[Run]:
-    """A sample's tokens as text, cut where the loss begins or ends and around images.
+    """Return the tokens of a sample as text, split at changes of the loss mask and at images.
 
     Args:
-        image_tokens: placeholders of each image that was kept.
+        text: Encoded sample.
+        image_tokens: Number of placeholders of each image in the sample.
+        tokenizer: Tokenizer of the LLM.
     """
     length = len(text.ids)
     images = np.full(length, -1)
@@ -348,17 +349,18 @@ def text_runs(
 def inspect_recipe(
     recipe: Recipe, limit: int, shown: int, *, decode: bool = False
 ) -> Iterator[SourceFindings]:
-    """Every source of a recipe, those that are held out last.
+    """Yield the findings about every source of a recipe, validation sources last.
 
     Args:
-        limit: most records read of a source.
-        shown: samples shown of each.
+        recipe: Recipe with the sources.
+        limit: Maximum number of records to read per source.
+        shown: Number of samples to show per source.
         decode: Whether to decode the images, videos and audio files of all samples. Otherwise only
             their headers are read.
 
     Raises:
-        ConfigError: the model or tokenizer cannot be built.
-        DataError: a source cannot be read, or none of its records is usable.
+        ConfigError: The model or tokenizer cannot be built.
+        DataError: A source cannot be read, or none of its records is usable.
     """
     model = recipe_model(recipe)
     inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown, decode)

@@ -1,7 +1,7 @@
-"""Findings as one HTML file that needs nothing else: tables, samples, pictures, packed rows.
+"""Write findings as one self-contained HTML file: tables, samples, images, packed sequences.
 
-Plain HTML with pictures inside it, so that it can be mailed, or opened on a machine without
-network. Everything from the data is escaped: a caption cannot write into the page.
+Images are embedded, so that the page can be sent or opened on a host without network. All text from
+the data is escaped, so that a caption cannot inject HTML.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchmm.recipe.recipe import Recipe
 THUMBNAIL_PX = 224
 BARS = 40
 ROW_PX = (900, 18)
-"""Width and height of a packed sequence."""
+"""Width and height of a packed sequence in pixels."""
 STYLE = """
 body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;vertical-align:top}
@@ -38,7 +38,7 @@ figure img{max-width:224px;max-height:224px;image-rendering:auto;border:1px soli
 
 
 def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -> None:
-    """Writes the page; its directory must exist."""
+    """Write the page. Its directory must exist."""
     title = escape(f"Data of {recipe.name}")
     body = "".join(_source(found, recipe.training.sequence_length) for found in findings)
     path.write_text(
@@ -48,7 +48,7 @@ def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -
         '<span class="loss">Green</span> tokens are included in the loss. '
         '<span class="image">Blue</span> placeholders are replaced by encoder output.</p>'
         f"{body}</html>\n",
-        # A lone surrogate of some caption must not keep the page from being written.
+        # A lone surrogate in a caption must not cause an error.
         encoding="utf-8",
         errors="replace",
     )
@@ -86,7 +86,7 @@ def _refused(found: SourceFindings) -> Iterator[str]:
 
 
 def _histogram(tokens_N: np.ndarray, length: int) -> str:
-    """Numbers of samples by length, as bars; a line where sequences end."""
+    """Return a histogram of sample lengths, with a line at the sequence length."""
     counts, edges = np.histogram(tokens_N, bins=BARS, range=(0, max(1, int(tokens_N.max()))))
     width, height = 600, 80
     step = width / BARS

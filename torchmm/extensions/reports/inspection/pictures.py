@@ -1,7 +1,7 @@
-"""An encoder's inputs as pictures again, next to the files they were made from.
+"""Convert encoder inputs back to images, next to their original files.
 
-Only for people to look at: normalisation is undone with the processor's own mean and deviation,
-patches are put back where they were cut out. Inputs that are no picture (sounds) have none.
+These images are only for display. Normalization is inverted with the mean and standard deviation of
+the processor, and patches are reassembled. Audio inputs have no image.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torchmm.data.sources.reader import EncodedFile, SampleReader, data_of
 def file_pictures(
     reader: SampleReader, file: EncodedFile, image: ImageMeta
 ) -> tuple[Image.Image | None, Image.Image | None]:
-    """A file and what its encoder gets, both None for sounds.
+    """Return a file and the encoder input as images, or None for audio.
 
     Raises:
-        CorruptSampleError: it cannot be decoded.
+        CorruptSampleError: The file cannot be decoded.
     """
     medium = reader.media[image.encoder or reader.encoders[0]]
     preprocessor = getattr(medium, "preprocessor", None)
@@ -46,10 +46,12 @@ def file_pictures(
 def as_picture(
     preprocessor: ImagePreprocessor, pixels: np.ndarray, image: ImageMeta
 ) -> Image.Image | None:
-    """The first frame that an encoder gets.
+    """Return the first frame of an encoder input as an image.
 
     Args:
-        pixels: float32, (C, H, W), or (P, D) patches of it.
+        preprocessor: Preprocessor of the encoder.
+        pixels: Frame, float32 (C, H, W), or its patches (P, D).
+        image: Metadata of the image.
     """
     if pixels.ndim == 3:
         picture_HWC = pixels.transpose(1, 2, 0)
@@ -66,14 +68,14 @@ def as_picture(
 def _from_patches(
     preprocessor: ImagePreprocessor, pixels_PD: np.ndarray, rows: int, columns: int
 ) -> np.ndarray:
-    """(H, W, C) of the first frame."""
+    """Return the first frame (H, W, C) of patches."""
     side = preprocessor.spec.patch_size_px
     merge = preprocessor.spec.merge
     first = pixels_PD[: rows * columns]
     if first.shape[1] == 3 * side * side and merge == 1:  # NaFlex: rows of patches, colours last
         patches = first.reshape(rows, columns, side, side, 3)
         return patches.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, 3)
-    # Qwen's: squares of merged patches one after another; colours, then the frames of a patch.
+    # Qwen order: squares of merged patches one after another, then colors, then frames of a patch.
     frames = preprocessor.frames_per_patch
     blocks = first.reshape(rows // merge, columns // merge, merge, merge, 3, frames, side, side)[
         :, :, :, :, :, 0

@@ -1,4 +1,4 @@
-"""Findings as text: a table for each source on a terminal, and the first refused records."""
+"""Findings as text: a table of each source on the terminal, and the first rejected records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def length_lines(recipe: Recipe, findings: Sequence[SourceFindings]) -> list[str
 
 
 def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | None:
-    """Return the steps until every training source was read once; None if a size is unknown."""
+    """Return the steps until every training source was read once, or None if a size is unknown."""
     found = [source for source in findings if source.section == "data.sources"]
     if not found or recipe.data.mixture_schedule:
         return None
@@ -74,7 +74,7 @@ def findings_table(found: SourceFindings) -> Table:
 
 
 def source_rows(found: SourceFindings) -> dict[str, str]:
-    """Return the findings of a source by label. A value has one line for each figure."""
+    """Return the findings about a source by label. A value has one line per metric."""
     of_all = "a stream" if found.records is None else f"of {found.records:,} records"
     layouts = "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
     if len(found.layouts) == 1:
@@ -121,13 +121,13 @@ def refused_lines(found: SourceFindings) -> list[str]:
 
 
 def _with_place(refusal: Refusal) -> str:
-    """Return place and reason of a rejected record: its file and line, or its source and index."""
+    """Return reason and location of a rejected record: file and line, or source and index."""
     place = refusal.where or refusal.name
     return refusal.reason if refusal.reason.startswith(place) else f"{place}: {refusal.reason}"
 
 
 def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:
-    """Return whether the limits on corrupt samples would end a run; empty if none is corrupt.
+    """Return a line that predicts if corrupt samples stop a run, or "" without corrupt samples.
 
     The number of corrupt samples is extrapolated from the records that were read.
     """

@@ -1,1 +1,1 @@
-"""Pages of one run (`index.html`) and of several runs, built by `pages`."""
+"""Build the pages of one run (`index.html`) and of several runs."""

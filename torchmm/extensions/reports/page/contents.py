@@ -33,7 +33,10 @@ Records = Sequence[Mapping[str, Any]]
 Point = tuple[int, float]
 """Step and value."""
 MOST_POINTS = 800
-"""Of a curve; of more, the lowest and the highest of each stretch are kept."""
+"""Maximum number of points of a curve.
+
+Longer curves retain the minimum and maximum of each block.
+"""
 MOST_WARNINGS = 200
 PERIODS = 4
 MEMORY_FILE = "memory.json"
@@ -41,13 +44,13 @@ _PNG = b"\x89PNG\r\n"
 
 
 class Memory(NamedTuple):
-    """Peaks of memory by rank."""
+    """Memory peaks by rank."""
 
     step: int
-    """Up to which, and of whose plan."""
+    """Step up to which peaks are measured, and whose plan is predicted."""
     device: str
     ranks: list[tuple[int, int | None]]
-    """Bytes, measured and predicted."""
+    """Measured and predicted bytes of each rank."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,31 @@ class RunContents(RunDirectory):
 
     @property
     def name(self) -> str:
-        """The run's."""
+        """Name of the run."""
         name = self.recipe.get("name")
         return name if isinstance(name, str) and name else self.directory.resolve().name
 
     @cached_property
     def status(self) -> Status | None:
-        """How it stands; None: nothing says so."""
+        """Status of the run, or None if it is unknown."""
         return read_status(self.directory)
 
     @property
     def status_age_s(self) -> float:
-        """Seconds since the newest sign of life."""
+        """Time in seconds since the last update of a file of the run."""
         files = [self.directory / "metrics.jsonl", self.directory / STATUS_NAME]
         return time.time() - max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
 
     @property
     def steps(self) -> int:
-        """Number of steps of the run; 0 if the recipe does not say."""
+        """Number of steps of the run, or 0 if the recipe does not set it."""
         training = self.recipe.get("training")
         steps = training.get("steps", 0) if isinstance(training, dict) else 0
         return steps if is_count(steps) else 0
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """Scores of exports, by `evaluate.py`."""
+        """Scores of exports, written by `evaluate.py`."""
         found = []
         for line in self.read_text(RESULTS).splitlines():
             try:
@@ -98,22 +101,22 @@ class RunContents(RunDirectory):
         return found
 
     def points(self, key: str, scale: float = 1.0) -> list[Point]:
-        """A figure over the steps; "scores/NAME" is one of the scores."""
+        """Return the values of a metric over the steps. "scores/NAME" is a score."""
         values = ((int(record["step"]), _figure(record, key)) for record in self.records)
         return [(step, scale * value) for step, value in values if value is not None]
 
     def last(self, key: str) -> float | None:
-        """The newest value of a figure; None: there is none."""
+        """Return the newest value of a metric, or None without values."""
         values = (_figure(record, key) for record in reversed(self.records))
         return next((value for value in values if value is not None), None)
 
     @cached_property
     def score_names(self) -> list[str]:
-        """Of all steps, in order of their names."""
+        """Names of the scores in all steps, sorted."""
         return sorted({name for r in self.records for name in r.get("scores") or {}})
 
     def memory(self) -> Memory | None:
-        """Peaks of memory of all ranks; None if they were not compared."""
+        """Return the memory peaks of all ranks, or None if they were not compared."""
         told = self.read_json(MEMORY_FILE)
         if told is None:
             return None
@@ -127,14 +130,14 @@ class RunContents(RunDirectory):
             return None
 
     def warnings(self) -> list[str]:
-        """The newest lines of all ranks' logs, in order of time."""
+        """Return the newest lines of the logs of all ranks, sorted by time."""
         lines: list[str] = []
         for file in sorted((self.directory / "logs").glob("rank-*.log")):
             lines += self.read_text(f"logs/{file.name}").splitlines()
         return sorted(line for line in lines if line.strip())[-MOST_WARNINGS:]
 
     def png_uri(self, name: object) -> str:
-        """Return a PNG of the run directory as a data URI; empty if there is no such file.
+        """Return a PNG of the run directory as a data URI, or "" if the file does not exist.
 
         Args:
             name: Path of the file inside the run directory, which may come from a file.
@@ -151,7 +154,7 @@ def read_run(directory: Path) -> RunContents:
     """Read the contents of a run directory.
 
     Raises:
-        FileNotFoundError: There is no metrics.jsonl, or only a link to one outside.
+        FileNotFoundError: metrics.jsonl does not exist, or is a link to a file outside.
     """
     run = RunContents(directory, [], {})
     try:
@@ -159,7 +162,7 @@ def read_run(directory: Path) -> RunContents:
         records = [record for line in lines if (record := _record(line)) is not None]
     except ValueError as error:
         raise FileNotFoundError(str(error)) from error
-    # The last line of a run that was killed, or that is being written, may be torn.
+    # The last line may be truncated if the run was killed or is writing.
     if len(records) < len(lines) - 1:
         run.skip("metrics.jsonl", f"{len(lines) - len(records)} lines are not records of steps")
     recipe: dict[str, Any] = {}
@@ -171,7 +174,7 @@ def read_run(directory: Path) -> RunContents:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """Return the record of a step, with values of other types left out; None if it is not one."""
+    """Return the record of a step without values of other types, or None if it is not a record."""
     try:
         record = json.loads(line)
         if not is_count(record["step"]):
@@ -195,21 +198,25 @@ def _is_number(value: object) -> bool:
 
 
 class SlowestRanks(NamedTuple):
-    """Whom the others waited for, over the quarters of a run."""
+    """Ranks that were most often the slowest, by quarters of a run."""
 
     steps: list[tuple[int, int]]
-    """First and last of each quarter."""
+    """First and last step of each quarter."""
     shares: dict[int, list[float]]
-    """By rank, the most frequent first: share of a quarter's steps in which it was the slowest."""
+    """Maps a rank to the fraction of steps per quarter in which it was the slowest.
+
+    The most frequent rank is first.
+    """
     beyond_median: list[float]
-    """Share of the slowest rank's time that the median rank did not need."""
+    """Fraction of the time of the slowest rank beyond the time of the median rank."""
 
 
 def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
-    """None for a run of one rank.
+    """Return the slowest ranks, or None for a run with one rank.
 
     Args:
-        most: ranks that are named.
+        records: Records of the run.
+        most: Maximum number of ranks in the result.
     """
     counts = Counter(r["slowest_rank"] for r in records if r.get("slowest_rank") is not None)
     if not any(counts):
@@ -226,7 +233,7 @@ def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
 
 
 def _figure(record: Mapping[str, Any], key: str) -> float | None:
-    """A record's, if it is a number."""
+    """Return a metric of a record if it is a number."""
     value = record.get(key)
     if key.startswith("scores/"):
         value = (record.get("scores") or {}).get(key.removeprefix("scores/"))
@@ -234,7 +241,7 @@ def _figure(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `MOST_POINTS` of a curve, with all its extremes."""
+    """Return at most `MOST_POINTS` points of a curve, including all extremes."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = -(-2 * len(points) // (MOST_POINTS - 2))

@@ -1,7 +1,8 @@
-"""Writes the page of a run, and the page that compares runs.
+"""Write the page of a run, and the page that compares runs.
 
-During training, a thread of rank 0 renews the page at most every `RENEWED_S` seconds. The page is
-written once more after STATUS.json has the final state. A page that cannot be written is a warning.
+During training, a thread of rank 0 updates the page at most every `RENEWED_S` seconds. The page is
+written again after STATUS.json has the final state. If a page cannot be written, a warning is
+logged.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
 PAGE = "index.html"
 RENEWED_S = 30.0
 SILENT_S = 1800.0
-"""After which nobody waits for a run that is said to go on."""
+"""Time in seconds without an update after which a running run is assumed to be killed."""
 HERE = Path(__file__).parent
 
 logger = logging.getLogger("torchmm")
 
 
 def write_run_page(run_dir: Path) -> Path:
-    """Writes index.html of a run directory.
+    """Write index.html of a run directory.
 
     Raises:
-        FileNotFoundError: it is no run directory: there is no metrics.jsonl.
-        OSError: it cannot be written; names the file.
+        FileNotFoundError: It is not a run directory, because it has no metrics.jsonl.
+        OSError: The file cannot be written. The error has its path.
     """
     path = run_dir / PAGE
     replace_atomically(path, run_page(read_run(run_dir)).encode(errors="replace"))
@@ -56,7 +57,7 @@ def write_run_page(run_dir: Path) -> Path:
 
 
 def run_page(run: RunContents) -> str:
-    """The page of a run."""
+    """Return the page of a run."""
     parts = {
         "": headline(run),
         "Curves": charts_of([run]),
@@ -76,15 +77,18 @@ def run_page(run: RunContents) -> str:
 
 
 def comparison_page(runs: Sequence[RunContents]) -> str:
-    """Several runs side by side."""
+    """Return the page that compares several runs."""
     title = " | ".join(run.name for run in runs)
     return _page(title, {"": compared(runs), "Curves": charts_of(runs)}, 0)
 
 
 def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
-    """Args:
-    parts: HTML by heading; empty ones are left out.
-    renewed_s: after which a browser loads the page again; 0: never.
+    """Return a page as HTML.
+
+    Args:
+        title: Title of the page.
+        parts: HTML by heading. Empty parts are omitted.
+        renewed_s: Interval in seconds at which a browser reloads the page. 0 disables it.
     """
     kept = {heading: part for heading, part in parts.items() if part}
     links = "".join(f'<a href="#{_anchor(h)}">{escape(h)}</a>' for h in kept if h)
@@ -95,7 +99,7 @@ def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         for heading, part in kept.items()
     )
     script = (HERE / "charts.js").read_text()
-    # No browser runs any other script of the page, whatever a file has brought into it.
+    # The policy permits only this script, so that scripts in the data never run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -120,25 +124,25 @@ def _anchor(heading: str) -> str:
 
 
 def start_page(run: TrackedRun) -> BackgroundSink:
-    """Start the thread that renews the page of a run."""
+    """Start the thread that updates the page of a run."""
     return BackgroundSink(PAGE, lambda: PageSink(run.run_dir), run.log)
 
 
 class PageSink:
-    """Renews the page of a run during training."""
+    """Sink that updates the page of a run during training."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._next_s = 0.0
 
     def emit(self, record: Mapping[str, Any]) -> None:
-        """Writes the page if the last one is old."""
+        """Write the page if the last version is old."""
         begin_s = time.monotonic()
         if begin_s < self._next_s:
             return
         write_run_page(self._run_dir)
         end_s = time.monotonic()
-        # A page of many steps takes longer; training shall not feel more than a hundredth of it.
+        # Writing a page with many steps takes longer. Limit its fraction of the time to 1 %.
         self._next_s = end_s + max(RENEWED_S, 100 * (end_s - begin_s))
 
     def close(self) -> None:
@@ -146,7 +150,7 @@ class PageSink:
 
 
 def write_last_page(run_dir: Path) -> None:
-    """Write the page of a run that has ended."""
+    """Write the page of a run that has finished."""
     with working("writing the report"):
         try_write_page(run_dir)
 
@@ -156,6 +160,6 @@ def try_write_page(run_dir: Path) -> None:
     try:
         write_run_page(run_dir)
     except FileNotFoundError:
-        return  # the run ended before its first step
+        return  # the run stopped before its first step
     except OSError as error:
         logger.warning("cannot write %s: %s", run_dir / PAGE, error)

@@ -1,4 +1,4 @@
-"""Parts of a page, as HTML. Everything from files is escaped: a caption cannot write into it."""
+"""Sections of a page, as HTML. All text from files is escaped and cannot inject HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchmm.training.tracking.run_directory import SAMPLES_FOLDER, GeneratedSam
 SHOWN_RANKS = 8
 SHOWN_SAMPLES = 24
 SHOWN_STEPS = 6
-"""At which a sample's text is shown: the first and the newest."""
+"""Number of steps at which the text of a sample is shown: the first and the newest steps."""
 GIB = 2.0**30
 RECIPE_WARNING = (
     "If you received this directory from another person, read recipe.toml before you start "
@@ -36,12 +36,12 @@ RECIPE_WARNING = (
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps in one picture.
+    """Curves over the steps in one chart.
 
     Attributes:
-        curves: key of a record, how the page calls it.
-        scale: factor of the values.
-        from_zero: whether the axis of values begins at 0.
+        curves: Maps a key of a record to its label on the page.
+        scale: Factor of the values.
+        from_zero: Whether the value axis starts at 0.
     """
 
     title: str
@@ -90,11 +90,11 @@ CHARTS = (
     Chart("Learning rate", "", {"lr": "rate"}),
     Chart("Most loaded expert", "relative to the mean", {"max_expert_load_ratio": "load"}),
 )  # fmt: skip
-"""In the order in which a reader needs them; those without values are left out."""
+"""Charts in page order. Charts without values are omitted."""
 
 
 def charts_of(runs: Sequence[RunContents]) -> str:
-    """All charts that have values, for `charts.js`; with several runs, a curve of each."""
+    """Return all charts with values for `charts.js`, with one curve per run."""
     scores = sorted({name for run in runs for name in run.score_names})
     of_scores = Chart("Scores of generated text", "", {f"scores/{name}": name for name in scores})
     parts = []
@@ -118,7 +118,8 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
                 continue
             own = len(runs) == 1
             name = label if own else f"{run.name}: {label}" if len(chart.curves) > 1 else run.name
-            # In a comparison a run keeps its colour in all charts; its curves differ in style.
+            # In a comparison, a run has one color in all charts. Its curves have different line
+            # styles.
             place = list(chart.curves).index(key)
             yield {
                 "name": name,
@@ -129,7 +130,7 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
 
 
 def headline(run: RunContents) -> str:
-    """How the run stands, in figures."""
+    """Return the status of the run as metrics."""
     status = run.status
     state = status.state if status else "unknown"
     step = max([status.step if status else 0, *(r["step"] for r in run.records[-1:])])
@@ -166,7 +167,7 @@ def _time_left(run: RunContents, step: int) -> str | None:
 
 
 def samples_of(run: RunContents) -> str:
-    """Held-out samples with what was written for them over time."""
+    """Return held-out samples with the generated text over time."""
     cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
     if not cards:
         return _nothing("no validation samples; set validation.num_samples and validation.interval")
@@ -222,7 +223,7 @@ def pictures_of(run: RunContents) -> str:
 
 
 def ranks_of(run: RunContents) -> str:
-    """Which rank others waited for, over the quarters of the run; nothing for one rank."""
+    """Return the slowest ranks over the quarters of the run, or "" for one rank."""
     found = slowest_ranks(run.records, SHOWN_RANKS)
     if found is None:
         return ""
@@ -240,7 +241,7 @@ def ranks_of(run: RunContents) -> str:
 
 
 def memory_of(run: RunContents) -> str:
-    """Peaks of memory, measured beside predicted; the fullest ranks of many."""
+    """Return the measured and predicted memory peaks, for many ranks only the largest."""
     found = run.memory()
     if found is None:
         return ""
@@ -249,7 +250,8 @@ def memory_of(run: RunContents) -> str:
     for rank, (measured, predicted) in fullest:
         told = ["", ""]
         if predicted:
-            # The prediction has no libraries, which are most of the memory of a small CPU process.
+            # The prediction excludes libraries, which use most of the memory of a small CPU
+            # process.
             share = "" if found.device == "cpu" else f"{measured / predicted:.0%}"
             told = [f"{predicted / GIB:.2f} GiB", share]
         cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *told))
@@ -266,7 +268,7 @@ def memory_of(run: RunContents) -> str:
 
 
 def warnings_of(run: RunContents) -> str:
-    """What ranks' logs say; refused and skipped samples are among them, with reasons."""
+    """Return the log messages of the ranks, including rejected and skipped samples with reasons."""
     lines = run.warnings()
     if not lines:
         return _nothing("none")
@@ -274,13 +276,13 @@ def warnings_of(run: RunContents) -> str:
 
 
 def skipped_of(run: RunContents) -> str:
-    """Return the notes on what was left out of the page; call it after all other sections."""
+    """Return the notes on skipped content of the page. Call it after all other sections."""
     lines = list(dict.fromkeys(run.skipped))
     return f'<pre class="log">{escape(chr(10).join(lines))}</pre>' if lines else ""
 
 
 def evaluations_of(run: RunContents) -> str:
-    """Scores of exports."""
+    """Return the scores of exports."""
     rows = "".join(
         f"<tr><td>{escape(found.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
         for found in run.evaluations
@@ -292,7 +294,7 @@ def evaluations_of(run: RunContents) -> str:
 
 
 def recipe_of(run: RunContents) -> str:
-    """What the recipe sets, and all of it, folded."""
+    """Return the changed keys of the recipe, and the complete recipe, collapsed."""
     rows = "".join(
         f"<tr><th>{escape(key)}</th><td>{escape(_toml(value))}</td></tr>"
         for key, value in changed_values(run.recipe).items()
@@ -305,7 +307,7 @@ def recipe_of(run: RunContents) -> str:
 
 
 def commands_of(run: RunContents) -> str:
-    """Return commands that use the run. Names of directories are quoted for a shell."""
+    """Return commands that use the run. Directory names are quoted for a shell."""
     directory = str(run.directory)
     place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
@@ -324,7 +326,7 @@ def commands_of(run: RunContents) -> str:
 
 
 def compared(runs: Sequence[RunContents]) -> str:
-    """Figures of several runs in one table, and the keys in which their recipes differ."""
+    """Return a table of the metrics of several runs, and the keys in which their recipes differ."""
     head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
     figures = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
@@ -342,7 +344,7 @@ def compared(runs: Sequence[RunContents]) -> str:
 
 
 def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
-    """A figure of each run by what it is called; those that no run has are left out."""
+    """Return the metrics of each run by label. Metrics without values are omitted."""
 
     def best(values: Sequence[float]) -> float:
         return min(values)
@@ -377,7 +379,7 @@ def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
 
 
 def recipe_differences(runs: Sequence[RunContents]) -> dict[str, list[str]]:
-    """Values of the keys that are not the same in all runs; empty where one has none."""
+    """Return the values of the keys that differ between runs, "" for missing keys."""
     own = [dotted_values(run.recipe) for run in runs]
     keys = sorted({key for values in own for key in values})
     rows = {key: [_toml(v[key]) if key in v else "" for v in own] for key in keys}
@@ -389,7 +391,7 @@ def _toml(value: Any) -> str:
 
 
 def _in_script(told: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Return JSON that cannot close its enclosing script element."""
     text = json.dumps(told, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("&", "\\u0026")
 
