@@ -100,7 +100,7 @@ def test_stages_are_the_same_on_any_number_of_ranks(make):
 def test_changed_stages_are_noticed(make):
     state = take(make(stages=STAGES), 4)[-1].state
     later = [{**STAGES[0], "until_step": 2}, *STAGES[1:]]
-    with pytest.raises(CheckpointError, match=r"data\.stages"):
+    with pytest.raises(CheckpointError, match=r"data\.mixture_schedule"):
         make(state, stages=later)
     only_b = [{"until_step": 4, "weights": {"a": 1.0}}, {"weights": {"b": 1.0}}]
     goes_on = take(make(state, stages=only_b, accept=True), 6)
