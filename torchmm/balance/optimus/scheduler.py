@@ -13,16 +13,17 @@ F_i is the latest start of microbatch i in the LLM. B_i is the time when its gra
 (`llm_timeline`). A schedule is found in four steps:
 
 1. Assignment. Each next task goes to the pipeline that finishes it first. For identical tasks this
-greedy assignment is optimal. It merges the end times of all pipelines, so the i-th end is as early
-as any assignment allows (global ordering of the paper: EF_i <= F_i for all i). Bisection finds the
-smallest delay that meets all F_i. A larger delay never violates one.
+   greedy assignment is optimal. It merges the end times of all pipelines, so the i-th end is as
+   early as any assignment allows (global ordering of the paper: EF_i <= F_i for all i). Bisection
+   finds the smallest delay that meets all F_i. A larger delay never violates one.
 2. Delay of an assignment. Tasks are placed backward in time from F_i, as late as possible. The time
-by which they extend before the start of the LLM is exactly the smallest delay.
+   by which they extend before the start of the LLM is exactly the smallest delay.
 3. Placement. With this delay, forward passes run as early as possible, which leaves late bubbles to
-backward passes. Backward passes run as early as possible after B_i, in the pipeline of their
-forward pass.
+   backward passes. Backward passes run as early as possible after B_i, in the pipeline of their
+   forward pass.
 4. Search. Simulated annealing changes the pipelines of tasks. Step 1 is only a start, because
-backward passes must run in the pipeline of their forward pass, and tasks can have different costs.
+   backward passes must run in the pipeline of their forward pass, and tasks can have different
+   costs.
 
 Invariants:
 
