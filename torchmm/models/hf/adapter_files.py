@@ -1,9 +1,9 @@
 """Adapters in the format of PEFT, which `peft.PeftModel.from_pretrained` loads.
 
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. Its names are
-those of the Hugging Face class that the weights of its module come from: the composite, if the
-model is one; otherwise the LLM or the tower alone, and an adapter of several modules has a
-directory for each. So an adapter is loaded on top of the files that training started from.
+those of the Hugging Face class of the pretrained weights: the multimodal class, or the class of the
+LLM or encoder. With separate sources, an adapter of several modules has one directory for each.
+An adapter is therefore loaded on top of the files that training started from.
 (`export_hf` writes the model with merged adapters.)
 
 PEFT itself is not required: both files are plain, and only some keys of the config matter.

@@ -1,6 +1,6 @@
-"""A trained model as a Hugging Face directory.
+"""Export a trained model as a Hugging Face directory.
 
-Composites keep their class. An encoder and an LLM from separate sources get a class that computes
+Multimodal models from one source keep their class. An encoder and an LLM from separate sources get a class that computes
 the same (`torchmm.models.hf.pairs`), usually LLaVA. An LLM alone becomes a causal LM. Hugging
 Face's `save_pretrained` writes the files, so it decides on names, shards and configs. Other pairs
 have no Hugging Face class: their parts are written to separate folders, next to `torchmm.json`. It
@@ -134,7 +134,7 @@ class _Export:
     hf: Any
     """Model of transformers or diffusers on the meta device, which receives the weights."""
     prefixes: dict[str, Prefixes]
-    """Pairs of our and Hugging Face's prefixes, by module."""
+    """Pairs of torchmm and Hugging Face prefixes, by module."""
     generation_source: str | None = None
     """Source whose generation settings are copied, if the LLM has one."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -245,7 +245,7 @@ def _choose_exports(
 
 
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
-    """Return pairs of our and Hugging Face's prefixes in the class of the source, by module."""
+    """Return pairs of torchmm and Hugging Face prefixes in the class of the source, by module."""
     return {m.name: m.weights.hf_prefixes for m in model.modality_modules()}
 
 

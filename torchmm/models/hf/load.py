@@ -1,15 +1,14 @@
 """Pretrained weights from safetensors files directly into (sharded) parameters.
 
-Every rank maps the files and reads only the slices of its parameters, so no rank stores a complete
-model. Missing, unexpected and misshapen tensors are listed and rejected before anything is read,
+Each rank memory-maps the files and reads only the slices of its parameters, so that no rank stores
+a complete model. Missing, unexpected and misshapen tensors are listed and rejected before anything is read,
 for the complete model, so that ranks with different stages raise the same error. Only new modules
 (a new connector) may be missing. Pickled weight files are never opened.
 
-Rejected: `from_pretrained` and a broadcast, which requires the complete model on a rank. Also
-rejected: `HuggingFaceStorageReader` of torch. It reads only the slices of a rank, too, but looks up
-tensors by the names of the model, one per parameter. Files have other names, and one tensor per
-expert. It reads every safetensors file of the directory regardless of the index, ignores unexpected
-tensors, and stops at the first missing tensor.
+`HuggingFaceStorageReader` of torch also reads only local slices, but does not work here. It requires
+one tensor per parameter with the names of the model, while files have other names and one tensor
+per expert. It also reads all safetensors files regardless of the index, ignores unexpected tensors,
+and stops at the first missing tensor.
 
 Parameters are filled in pieces, as they are in the files. Most are one tensor there. The experts of
 a layer are one parameter in the model, (experts, rows, columns) with the rows of gate and up
@@ -89,7 +88,7 @@ class Piece(NamedTuple):
 
     @property
     def shapes(self) -> list[list[int]]:
-        """Return the shapes that the tensor may have in the files."""
+        """The shapes that the tensor may have in the files."""
         whole = list(self.tensor.shape)
         if self.share[1] > 1:
             return [[self.share[1] * whole[0], *whole[1:]], whole]

@@ -56,7 +56,7 @@ class Gemma4VisionFamily(EncoderFamily):
 
     def variant(self, config: Any) -> EncoderFamily:
         refuse_clipping(config)
-        # Features for other LLMs are not standardized. Exported configs of the pair also disable it.
+        # Features for other LLMs are not standardized. Exported configs also disable it.
         config.standardize = False
         return self
 
