@@ -363,7 +363,7 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def connector_norm(self) -> bool:
-        """Whether the first weighted submodule of the connector is a norm."""
+        """True if the first weighted submodule of the connector is a norm."""
         return False
 
     @property
@@ -409,7 +409,7 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def keeps_slices(self) -> bool:
-        """Whether hidden states between layers are sequence slices under sequence parallelism."""
+        """True if hidden states between layers are slices under sequence parallelism."""
         if self._keeps_slices is None:
             return "sequence" in self.tensor_parallel_plan().values()
         return self._keeps_slices

@@ -81,7 +81,7 @@ _FIXES = {
 
 
 class _Files(NamedTuple):
-    """One directory of an adapter, equal on all ranks."""
+    """A directory of an adapter, equal on all ranks."""
 
     directory: Path
     """Relative to the directory of all adapters."""

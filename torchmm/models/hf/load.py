@@ -1,14 +1,14 @@
 """Pretrained weights from safetensors files directly into (sharded) parameters.
 
 Each rank memory-maps the files and reads only the slices of its parameters, so that no rank stores
-a complete model. Missing, unexpected and misshapen tensors are listed and rejected before anything is read,
-for the complete model, so that ranks with different stages raise the same error. Only new modules
-(a new connector) may be missing. Pickled weight files are never opened.
+a complete model. Missing, unexpected and misshapen tensors are listed and rejected before anything
+is read, for the complete model, so that ranks with different stages raise the same error. Only new
+modules (a new connector) may be missing. Pickled weight files are never opened.
 
-`HuggingFaceStorageReader` of torch also reads only local slices, but does not work here. It requires
-one tensor per parameter with the names of the model, while files have other names and one tensor
-per expert. It also reads all safetensors files regardless of the index, ignores unexpected tensors,
-and stops at the first missing tensor.
+`HuggingFaceStorageReader` of torch also reads only local slices, but does not work here. It
+requires one tensor per parameter with the names of the model, while files have other names and one
+tensor per expert. It also reads all safetensors files regardless of the index, ignores unexpected
+tensors, and stops at the first missing tensor.
 
 Parameters are filled in pieces, as they are in the files. Most are one tensor there. The experts of
 a layer are one parameter in the model, (experts, rows, columns) with the rows of gate and up
@@ -161,7 +161,7 @@ _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor in a file."""
+    """A tensor in a file."""
 
     path: Path
     name: str
@@ -217,7 +217,7 @@ def open_files(source: str) -> dict[str, FileTensor]:
     """Return the tensors of a directory or a repository of the Hub, by their names in the files.
 
     Raises:
-        CheckpointError: There are no safetensors files, or a file is damaged.
+        CheckpointError: No safetensors files exist, or a file is corrupt.
     """
     directory = _directory(source)
     files = _weight_files(directory)

@@ -1,9 +1,9 @@
 """Hugging Face classes of an encoder and an LLM from separate sources.
 
-A class fits if it computes exactly what the torchmm model computes: LLaVA, whose encoder and LLM are
-built by `AutoModel`, with two linear layers between them; or Audio Flamingo 3, with its encoder and
-any LLM. No weight is converted or omitted, so an export is read back as the same model. If no class
-fits, the reason is reported before the run, and the parts are exported to separate folders.
+A class fits if it computes exactly what the torchmm model computes: LLaVA, whose encoder and LLM
+are built by `AutoModel`, with two linear layers between them; or Audio Flamingo 3, with its encoder
+and any LLM. No weight is converted or omitted, so an export is read back as the same model. If no
+class fits, the reason is reported before the run, and the parts are exported to separate folders.
 
 A pair with InternViT, and a norm between folded patches and linears, is an InternVL. Its images
 have one size, and only placeholders in the text. Its processor is that of LLaVA, which counts

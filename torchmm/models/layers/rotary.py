@@ -58,7 +58,7 @@ class RotaryLimits:
 
 @contextmanager
 def sample_frequencies(text_model: nn.Module, lengths_T: Tensor) -> Iterator[None]:
-    """Let rotary modules of `text_model` select frequencies by the length of each sample.
+    """Select frequencies of rotary modules in `text_model` by the length of each sample.
 
     Args:
         text_model: Text model with the rotary modules.

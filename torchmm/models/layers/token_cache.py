@@ -207,7 +207,7 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
 
 
 def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
-    """Return a prompt with more tokens, to be computed again as a whole."""
+    """Return a prompt with more tokens, for a forward pass without a cache."""
     positions = row.position_ids
     following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
     following = following_N.expand(*positions.shape[:-1], -1)

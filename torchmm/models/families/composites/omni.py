@@ -6,8 +6,8 @@ their other weights are ignored.
 
 Positions. Each group of video frames has a time position, and text continues after the last one.
 Times are integers in Qwen2.5-Omni and fractional in Qwen3-Omni. Positions of audio increase as
-those of text. Interleaved audio of videos (`use_audio_in_video`) is not supported: a video and its audio
-are two separate media.
+those of text. Interleaved audio of videos (`use_audio_in_video`) is not supported: a video and its
+audio are two separate media.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _CAPS = ("paligemma", "gemma4")
 
 
 class EncoderPart(NamedTuple):
-    """One encoder of a multimodal model."""
+    """An encoder of a multimodal model."""
 
     config: PreTrainedConfig
     family: EncoderFamily

@@ -125,7 +125,7 @@ class Gemma4VisionFamily(EncoderFamily):
 
 
 def refuse_clipping(config: Any) -> None:
-    """Reject configs whose linear layers clip inputs and outputs.
+    """Reject configs whose linear layers clamp inputs and outputs.
 
     Raises:
         ConfigError: The config enables clipping.

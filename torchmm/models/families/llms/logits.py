@@ -19,8 +19,8 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_
 def own_logits(config: PreTrainedConfig, family: LlmFamily, *, caps: bool = False) -> str:
     """Return a description of changes to logits before or after the head, or "".
 
-    Multimodal Hugging Face classes have a separate head and omit such a change. A small random copy of the
-    LLM shows it, because it depends on settings as well as on the class.
+    Multimodal Hugging Face classes have a separate head and omit such a change. A small random copy
+    of the LLM shows it, because it depends on settings as well as on the class.
 
     Args:
         config: Config of the causal LM.
