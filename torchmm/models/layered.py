@@ -40,6 +40,7 @@ class Skip(nn.Module):
     """A placeholder for a layer, embedding or head of another stage. It returns its first input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden` unchanged. Other arguments are ignored."""
         return hidden
 
 

@@ -46,8 +46,8 @@ _RUN_SETTINGS = frozenset(
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "runtime_config", "megatron_core"),
         "lora_dropout",  # concerns the training of the file; [adapters] has no dropout
-        "fan_in_fan_out",  # PEFT ignores it for linears
-        # The names of the tensors show which linears have an adapter.
+        "fan_in_fan_out",  # PEFT ignores it for linear layers
+        # The names of the tensors show which linear layers have an adapter.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # Settings of a value of `init_lora_weights` or of `use_qalora`, which decide.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
@@ -71,7 +71,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields with the values that torchmm supports. Other values are rejected by name."""
 _PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
-"""Fields with values by linear, and the field with the value of the other linears."""
+"""Fields with values by linear layer, and the field with the default value."""
 _FIXES = {
     "init_lora_weights": "convert the adapter with PEFT: save_pretrained("
     'path_initial_model_for_weight_conversion="...")',
@@ -88,7 +88,7 @@ class _Files(NamedTuple):
     spec: LoraSpec
     modules: list[LayeredModule]
     targets: list[str]
-    """Hugging Face names of the linears."""
+    """Hugging Face names of the linear layers."""
     names: dict[tuple[str, str, str], str]
     """Names in PEFT by module, linear and parameter of `Lora`, also of other pipeline stages."""
 

@@ -1,12 +1,13 @@
 """Export a trained model as a Hugging Face directory.
 
 Multimodal models from one source keep their class. An encoder and an LLM from separate sources get
-a class that computes the same (`torchmm.models.hf.pairs`), usually LLaVA. An LLM alone becomes a
-causal LM. Hugging Face's `save_pretrained` writes the files, so it decides on names, shards and
-configs. Other pairs have no Hugging Face class: their parts are written to separate folders, next
-to `torchmm.json`. It has the `[model]` section that joins them if the `source` of a recipe is such
-a directory. Diffusers writes a generator to `generator/`; the connector is the caption projection
-of diffusers.
+an equivalent class (`torchmm.models.hf.pairs`), usually LLaVA. An LLM without encoders becomes a
+causal LM. `save_pretrained` of Hugging Face writes the files and determines names, shards and
+configs.
+
+Other pairs have no Hugging Face class. Their components are written to separate folders, next to
+`torchmm.json`. This file has the `[model]` section for recipes whose `source` is such a directory.
+Diffusers writes a generator to `generator/`. The connector is the caption projection of diffusers.
 
 Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_files` writes them
 separately).

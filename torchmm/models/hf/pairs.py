@@ -5,9 +5,9 @@ are built by `AutoModel`, with two linear layers between them; or Audio Flamingo
 and any LLM. No weight is converted or omitted, so an export is read back as the same model. If no
 class fits, the reason is reported before the run, and the parts are exported to separate folders.
 
-A pair with InternViT, and a norm between folded patches and linears, is an InternVL. Its images
-have one size, and only placeholders in the text. Its processor is that of LLaVA, which counts
-placeholders in the same way. The processor identifies such an export when it is read again.
+A pair with InternViT, and a norm between folded patches and linear layers, is an InternVL. Its
+images have one size, and only placeholders in the text. Its processor is that of LLaVA, which
+counts placeholders in the same way. The processor identifies such an export when it is read again.
 
 Two classes almost fit. Idefics3 has one linear layer after the last norm of the encoder, and
 Lfm2-VL uses SigLIP2 features after that norm, which cannot be disabled. A separate class of torchmm
@@ -198,7 +198,7 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
 def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
     vision = spec.config
     if spec.family.same_as_clip:
-        # The same tower under the name that `AutoModel` supports.
+        # The same encoder with the model type that `AutoModel` supports.
         settings = spec.config.to_dict()
         known = [k for k in CLIPVisionConfig().to_dict() if k in settings and k != "model_type"]
         vision = CLIPVisionConfig(**{key: settings[key] for key in known})
@@ -209,7 +209,7 @@ def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTraine
         image_seq_length=patches_per_row(spec.config) ** 2,
         projector_hidden_act=spec.connector_act,
         vision_feature_layer=spec.feature_layer,
-        # "default" drops the first output, which is a patch if the tower has no class token.
+        # "default" drops the first output, which is a patch if the encoder has no class token.
         vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
         tie_word_embeddings=llm.tie_word_embeddings,
     )

@@ -148,6 +148,7 @@ class ChunkHead(nn.Module):
         self._vocabulary = len(weight)
 
     def forward(self, rows_1ND: Tensor) -> Tensor:
+        """Return the logits (1, N, V) of rows (1, N, D), as a DTensor if the head is one."""
         product_1NV = _HeadProduct.apply(rows_1ND, self.local_VD.detach(), self.gradient_VD)
         if self.mesh is None:
             return product_1NV

@@ -207,7 +207,12 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
 
 
 def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
-    """Return a prompt with more tokens, for a forward pass without a cache."""
+    """Return a prompt with more tokens, whose keys and values are recomputed.
+
+    Args:
+        row: Packed sequence with one prompt.
+        tokens_N: (N,), int64, generated tokens.
+    """
     positions = row.position_ids
     following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
     following = following_N.expand(*positions.shape[:-1], -1)
