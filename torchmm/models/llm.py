@@ -436,12 +436,12 @@ class LlmModule(LayeredModule):
     ) -> dict[str, Any]:
         ranks = self.row_ranks
         tokens = microbatch.cu_seqlens[-1]
-        kept: dict[str, Any] = {}
+        cache_arguments: dict[str, Any] = {}
         if cache is not None:
             cache.begin_row(microbatch.cu_seqlens, hidden_TD.device)
-            kept = {"past_key_values": cache, "use_cache": True}
+            cache_arguments = {"past_key_values": cache, "use_cache": True}
         return self._switches() | {
-            **kept,
+            **cache_arguments,
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             # Hugging Face forwards pass this keyword (`FlashAttentionKwargs`: starts of packed

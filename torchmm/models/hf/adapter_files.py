@@ -184,18 +184,18 @@ def _files(model: MultimodalModel) -> Iterator[_Files]:
     for module in model.modality_modules():
         for spec in module.adapters.values():
             by_adapter.setdefault(spec.adapter, {})[module] = spec
-    for adapter, found in by_adapter.items():
-        spec = next(iter(found.values()))
+    for adapter, specs in by_adapter.items():
+        spec = next(iter(specs.values()))
         parts = [part for part in _PEFT_NAMES if part != "magnitude" or spec.method == "dora"]
-        folders = {Path(adapter): list(found)}
-        if model.composite is None and len(found) > 1:
-            folders = {Path(adapter) / module.name: [module] for module in found}
+        folders = {Path(adapter): list(specs)}
+        if model.composite is None and len(specs) > 1:
+            folders = {Path(adapter) / module.name: [module] for module in specs}
         for folder, modules in folders.items():
             targets: list[str] = []
             names: dict[tuple[str, str, str], str] = {}
             for module in modules:
-                for linear, own in module.adapters.items():
-                    if own.adapter != adapter:
+                for linear, linear_spec in module.adapters.items():
+                    if linear_spec.adapter != adapter:
                         continue
                     theirs = hf_name(prefixes, module.name, f"{linear}.weight")
                     assert theirs is not None, linear
@@ -239,14 +239,14 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
                 f"{source}: {key} = {config.get(key)}, but [adapters.{spec.adapter}] requires "
                 f"{value}; change rank, alpha or method"
             )
-    found = set(shapes)
-    for what, names in (("lacks", expected - found), ("also has", found - expected)):
+    stored = set(shapes)
+    for what, names in (("lacks", expected - stored), ("also has", stored - expected)):
         if names:
             yield (
                 f"{source}: {what} {min(names)} (and {len(names) - 1} more); change modules or "
                 f"targets of [adapters.{spec.adapter}]"
             )
-    for name in sorted(expected & found):
+    for name in sorted(expected & stored):
         part = next(part for part, peft in _PEFT_NAMES.items() if name.endswith(peft))
         if part != "magnitude" and shapes[name][part == "up"] != spec.rank:
             yield f"{source}: {name} has shape {shapes[name]}, but rank = {spec.rank}"
@@ -259,7 +259,7 @@ def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
             continue
         if key in _PATTERNS:
             usual = config.get(_PATTERNS[key])
-            supported = not value or all(own == usual for own in value.values())
+            supported = not value or all(entry == usual for entry in value.values())
         else:
             # A field that this version does not list may have its default value.
             supported = value in _ACCEPTED.get(key, (None, False, [], {}))

@@ -160,7 +160,7 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
     """Return messages for unknown keys, which Hugging Face would ignore silently."""
     defaults = vars(kind())
     known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
-    if any("partial_rotary_factor" in own for own in rope_settings(kind())):
+    if any("partial_rotary_factor" in rope for rope in rope_settings(kind())):
         known.add("partial_rotary_factor")  # key in published configs of Phi-4-mini
     problems = []
     for name, value in settings.items():

@@ -318,12 +318,12 @@ def gather_adapters(
 
     Ranks other than rank 0 receive none.
     """
-    found: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
+    factors: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
     for module, name, value in weights(model, of_adapter):
         linear, _, part = name.rpartition(f".{CHILD}.")
         if value is not None:
-            found[module.name].setdefault(linear, {})[part] = value
-    return found
+            factors[module.name].setdefault(linear, {})[part] = value
+    return factors
 
 
 def _set_end_tokens(
@@ -336,23 +336,23 @@ def _set_end_tokens(
     hf = export.hf
     if not isinstance(hf, PreTrainedModel) or not hf.can_generate():
         return
-    own = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
+    end_tokens = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
     known: Any = None
     if export.generation_source is None:
         hf.generation_config = GenerationConfig.from_model_config(hf.config)
-        if own:
+        if end_tokens:
             hf.config = copy.deepcopy(hf.config)  # the model in training has the same object
-            hf.config.get_text_config().eos_token_id = own[0]
+            hf.config.get_text_config().eos_token_id = end_tokens[0]
     else:
         # If the source has no valid generation config, keep the settings of the model config.
         with suppress(OSError, ValueError):
             name, revision = split_place(export.generation_source)
-            found = GenerationConfig.from_pretrained(name, revision=revision or "main")
-            found.validate(strict=True)
-            hf.generation_config = found
+            generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+            generation_config.validate(strict=True)
+            hf.generation_config = generation_config
         known = hf.generation_config.eos_token_id
     known = known if isinstance(known, list) else [] if known is None else [known]
-    tokens = list(dict.fromkeys([*known, *own]))
+    tokens = list(dict.fromkeys([*known, *end_tokens]))
     if tokens:
         hf.generation_config.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
 
@@ -423,13 +423,13 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
     with torch.device("meta"):
         holder = nn.Module()
         holder.tower = module.uncut_tower()
-    own = copy.copy(holder.tower)
-    own._modules = {}  # the tower without its parts
-    for fqn, unit in (("tower", own), *units(holder, module.layers_fqn)):
-        wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
-        if wanted:
+    shell = copy.copy(holder.tower)
+    shell._modules = {}  # the tower without its parts
+    for fqn, unit in (("tower", shell), *units(holder, module.layers_fqn)):
+        names = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
+        if names:
             filled = random_copy(unit, module.hf, fqn, unused=True)
-            values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in wanted}
+            values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in names}
     return values
 
 

@@ -125,7 +125,7 @@ def _difference(pair: _Pair) -> float:
         module.load_state_dict(values, strict=False)
 
     features: dict[str, Tensor] = {}
-    given: dict[str, Tensor] = {}
+    hf_inputs: dict[str, Tensor] = {}
     count = 0
     inputs: dict[str, EncoderInputs] = {}
     if spec.family.modality == "image":
@@ -136,7 +136,7 @@ def _difference(pair: _Pair) -> float:
         inputs[spec.name] = replace(
             dummy, pixels=pixels, positions_K=torch.arange(_TEXT, _TEXT + count)
         )
-        given["pixel_values"] = pixels
+        hf_inputs["pixel_values"] = pixels
     ids = torch.randint(3, _PLACEHOLDER, (2 * _TEXT + count,))
     ids[_TEXT : _TEXT + count] = _PLACEHOLDER
     length = len(ids)
@@ -144,6 +144,6 @@ def _difference(pair: _Pair) -> float:
     targets = torch.full_like(ids, IGNORE_TARGET)
     meta = MicrobatchMeta((), length)
     batch = Microbatch(ids, targets, everywhere, [0, length], inputs, meta)
-    found = llm.logits(batch, features, everywhere)
-    expected = plain(input_ids=ids[None], use_cache=False, **given).logits[0]
-    return ((found - expected).norm() / expected.norm()).item()
+    logits = llm.logits(batch, features, everywhere)
+    expected = plain(input_ids=ids[None], use_cache=False, **hf_inputs).logits[0]
+    return ((logits - expected).norm() / expected.norm()).item()

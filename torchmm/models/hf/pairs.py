@@ -81,14 +81,14 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     llm = model.llm
     if reason := _llm_problem(llm) or _encoder_problem(spec, llm):
         return reason
-    found = _class_of(spec, llm.config)
+    hf_class = _class_of(spec, llm.config)
 
     def build_hf(spec: EncoderSpec, config: PreTrainedConfig, token_id: int) -> PreTrainedModel:
         plain = _class_of(spec, config)
         return plain.kind._from_config(plain.config(token_id), attn_implementation="eager")
 
-    name = found.kind.__name__
-    return class_difference(spec, llm, name, found.encoder_files, build_hf) or found
+    name = hf_class.kind.__name__
+    return class_difference(spec, llm, name, hf_class.encoder_files, build_hf) or hf_class
 
 
 def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
@@ -109,10 +109,10 @@ def exported_as(model: MultimodalModel) -> str:
         return COMPOSITES[model.composite.model_type].kind.__name__
     if not model.encoders:
         return type(model.llm.backbone).__name__
-    found = pair_class(model)
-    if isinstance(found, str):
-        return f"components without a common Hugging Face class: {found}"
-    return found.kind.__name__
+    hf_class = pair_class(model)
+    if isinstance(hf_class, str):
+        return f"components without a common Hugging Face class: {hf_class}"
+    return hf_class.kind.__name__
 
 
 def becomes_llava(family: EncoderFamily) -> bool:

@@ -68,8 +68,8 @@ def save_processor(
             # The class does not support tiles and rejects outputs that count them. This processor
             # does the same to a full image. vLLM reads a crop size from the one of LLaVA.
             of_tiles = processor.to_dict()
-            kept = {key: of_tiles[key] for key in _OF_WHOLE}
-            processor = _processor_class(_WHOLE)(**kept, crop_size=of_tiles["size"])
+            settings_of_resize = {key: of_tiles[key] for key in _OF_WHOLE}
+            processor = _processor_class(_WHOLE)(**settings_of_resize, crop_size=of_tiles["size"])
         processor.save_pretrained(directory)
         if settings:
             _put(before, {**settings, **json.loads(before.read_text())})
@@ -84,8 +84,8 @@ def save_processor(
     of_pictures = {} if cut else written.whole(model.composite, encoders)
     _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures})
     if written.video:
-        own = json.loads((directory / PREPROCESSOR_FILE).read_text())
-        sizes = {key: own[key] for key in _SIZES if key in own}
+        image_settings = json.loads((directory / PREPROCESSOR_FILE).read_text())
+        sizes = {key: image_settings[key] for key in _SIZES if key in image_settings}
         _put(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
     if model.composite is None and isinstance(model.text.image_token, str):
         template = template_for_parts(tokenizer, model.text.image_token)

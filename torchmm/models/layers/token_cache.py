@@ -89,12 +89,12 @@ class PackedCache(DynamicCache):
         """
         key = kept, window
         if key not in self._masks:
-            own = [min(length, window or length) for length in self.lengths]
+            visible = [min(length, window or length) for length in self.lengths]
             self._masks[key] = None
-            if min(own) < kept:
-                own_B = to_device(torch.tensor(own), self._device)
+            if min(visible) < kept:
+                visible_B = to_device(torch.tensor(visible), self._device)
                 back_S = torch.arange(kept - 1, -1, -1, device=self._device)
-                self._masks[key] = back_S < own_B[:, None]
+                self._masks[key] = back_S < visible_B[:, None]
         return self._masks[key]
 
     def update(
