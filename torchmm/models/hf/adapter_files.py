@@ -54,7 +54,7 @@ _RUN_SETTINGS = frozenset(
         "ensure_weight_tying",  # concerns embeddings, which have no adapters
     )
 )
-"""Fields of `LoraConfig` of PEFT that do not change what an adapter computes."""
+"""Fields of `LoraConfig` of PEFT that do not affect the output of an adapter."""
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -90,7 +90,7 @@ class _Files(NamedTuple):
     targets: list[str]
     """Hugging Face names of the linear layers."""
     names: dict[tuple[str, str, str], str]
-    """Names in PEFT by module, linear and parameter of `Lora`, also of other pipeline stages."""
+    """PEFT names by module, linear layer and parameter of `Lora`, including other stages."""
 
 
 def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RANK_WEIGHTS) -> None:
@@ -208,7 +208,7 @@ def _files(model: MultimodalModel) -> Iterator[_Files]:
 
 
 def _settings(spec: LoraSpec) -> dict[str, Any]:
-    """Return the settings of PEFT that change what an adapter computes."""
+    """Return the settings of PEFT that affect the output of an adapter."""
     return {
         "r": spec.rank,
         "lora_alpha": spec.alpha,
@@ -253,7 +253,7 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
 
 
 def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings of PEFT that change what an adapter computes and are not supported."""
+    """Yield unsupported PEFT settings that affect the output of an adapter."""
     for key, value in config.items():
         if key in _RUN_SETTINGS or key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             continue

@@ -94,7 +94,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
         raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
     _check_generation(key, Path(name))
     try:
-        # Checked as a table first: config classes make lists of as many items as there are layers.
+        # The dict is checked first, because config classes allocate lists with one item per layer.
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         if problems := value_problems(f"[{key}] source = {source!r}: {CONFIG_NAME}", settings):
             raise ConfigError(problems)

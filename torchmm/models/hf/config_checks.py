@@ -18,7 +18,7 @@ _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the RoPE settings of a config, one for each layer type that has its own."""
+    """Return the RoPE settings of a config, one dict per layer type with separate settings."""
     settings = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [table for table in settings.values() if isinstance(table, dict)]
     return by_layer_type or [settings]

@@ -314,7 +314,7 @@ def check_range(values: Tensor, before: Tensor, name: str) -> None:
 def gather_adapters(
     model: MultimodalModel, weights: Weights
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Return parameters of adapters by module, linear and name in `Lora`. Collective.
+    """Return parameters of adapters by module, linear layer and name in `Lora`. Collective.
 
     Ranks other than rank 0 receive none.
     """
@@ -344,7 +344,7 @@ def _set_end_tokens(
             hf.config = copy.deepcopy(hf.config)  # the model in training has the same object
             hf.config.get_text_config().eos_token_id = end_tokens[0]
     else:
-        # If the source has no valid generation config, keep the settings of the model config.
+        # Without a valid generation config in the source, the model config provides the settings.
         with suppress(OSError, ValueError):
             name, revision = split_place(export.generation_source)
             generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
@@ -389,7 +389,7 @@ def _save(
 
 
 def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
-    """Return True if the tower of CLIP or SigLIP is `vision_tower.vision_model` in the files.
+    """Return True if the CLIP or SigLIP encoder is `vision_tower.vision_model` in the files.
 
     Published files have such names, and transformers 4 and vLLM require them. Transformers 5 reads
     both kinds of names and writes the short ones. Models with a source keep the names of its files.
@@ -424,7 +424,7 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
         holder = nn.Module()
         holder.tower = module.uncut_tower()
     shell = copy.copy(holder.tower)
-    shell._modules = {}  # the tower without its parts
+    shell._modules = {}  # the encoder without its submodules
     for fqn, unit in (("tower", shell), *units(holder, module.layers_fqn)):
         names = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
         if names:

@@ -63,7 +63,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy the part of `whole` that is on this rank into `target`."""
+    """Copy the local shard of the unsharded tensor `whole` into `target`."""
     local_tensor(target).copy_(whole[local_slices(target)])
 
 

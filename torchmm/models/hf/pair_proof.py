@@ -2,8 +2,8 @@
 
 A small copy of both parts with random weights is built in torchmm and as the Hugging Face class
 with eager attention. The weights are copied under the names of the export, and the logits have to
-be equal. So settings that a class ignores are found, whatever their names: scales, soft caps and
-multipliers of the LLM, or feature layers of the encoder.
+be equal. This finds all settings that a class ignores, independent of their names: scales, soft
+caps and multipliers of the LLM, or feature layers of the encoder.
 
 Inputs are text and an image. Classes with an audio encoder are compared with text alone, because
 they build the same encoder and connector as torchmm, with the config of the trained encoder.
