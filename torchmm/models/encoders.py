@@ -44,7 +44,7 @@ from torchmm.models.layers.patches import embed_by_products
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """All settings of an encoder module, without its weights."""
+    """Settings of an encoder module, without its weights."""
 
     name: str
     family: EncoderFamily
@@ -211,7 +211,7 @@ class EncoderModule(LayeredModule):
 
     @property
     def connector_norm(self) -> bool:
-        """Whether the first weighted submodule of the connector is a norm."""
+        """True if the first weighted submodule of the connector is a norm."""
         parts = islice(self.connector.modules(), 1, None)  # submodules run before own parameters
         weighted = (p for p in parts if list(p.parameters(recurse=False)))
         return "Norm" in type(next(weighted, None)).__name__

@@ -40,6 +40,7 @@ class Skip(nn.Module):
     """A placeholder for a layer, embedding or head of another stage. It returns its first input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden` unchanged. Other arguments are ignored."""
         return hidden
 
 
@@ -363,7 +364,7 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def connector_norm(self) -> bool:
-        """Whether the first weighted submodule of the connector is a norm."""
+        """True if the first weighted submodule of the connector is a norm."""
         return False
 
     @property
@@ -409,7 +410,7 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def keeps_slices(self) -> bool:
-        """Whether hidden states between layers are sequence slices under sequence parallelism."""
+        """True if hidden states between layers are slices under sequence parallelism."""
         if self._keeps_slices is None:
             return "sequence" in self.tensor_parallel_plan().values()
         return self._keeps_slices

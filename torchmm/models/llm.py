@@ -152,7 +152,7 @@ class LlmModule(LayeredModule):
 
     @property
     def _has_plain_head(self) -> bool:
-        """Whether the head is a linear layer without a bias."""
+        """True if the head is a linear layer without a bias."""
         return type(self.head) is nn.Linear and self.head.bias is None
 
     def chunk_sharded_loss(self) -> None:
@@ -388,7 +388,7 @@ class LlmModule(LayeredModule):
     def _around_layers(
         self, microbatch: Microbatch, blocks_KB: Tensor | None, cache: PackedCache | None
     ) -> Iterator[None]:
-        """Let layers add DeepStack features and select rotary frequencies by sample length.
+        """Enable DeepStack features and rotary frequencies by sample length within the context.
 
         Args:
             microbatch: Packed sequence.
@@ -417,7 +417,7 @@ class LlmModule(LayeredModule):
 
     @contextmanager
     def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:
-        """Let the layers of this stage add their blocks of the DeepStack features."""
+        """Make the layers of this stage add their blocks of the DeepStack features."""
         if blocks_KB is None:
             yield
             return
@@ -436,12 +436,12 @@ class LlmModule(LayeredModule):
     ) -> dict[str, Any]:
         ranks = self.row_ranks
         tokens = microbatch.cu_seqlens[-1]
-        kept: dict[str, Any] = {}
+        cache_arguments: dict[str, Any] = {}
         if cache is not None:
             cache.begin_row(microbatch.cu_seqlens, hidden_TD.device)
-            kept = {"past_key_values": cache, "use_cache": True}
+            cache_arguments = {"past_key_values": cache, "use_cache": True}
         return self._switches() | {
-            **kept,
+            **cache_arguments,
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             # Hugging Face forwards pass this keyword (`FlashAttentionKwargs`: starts of packed

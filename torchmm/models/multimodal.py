@@ -34,7 +34,7 @@ from torchmm.models.llm import LlmModule
 
 
 class SampleSpecs(TypedDict):
-    """Arguments that tell the data pipeline how to prepare samples for a model."""
+    """Settings with which the data pipeline prepares samples for a model."""
 
     text_spec: TextSpec
     image_specs: dict[str, ImageSpec]

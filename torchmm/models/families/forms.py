@@ -1,5 +1,7 @@
-"""What searching the form of a model needs, whatever its kind: sizes of a short, narrow copy, what
-makes layers alike, and what the names of parts tell of a model that is refused.
+"""Tools to examine unregistered models: small copies, layer types and mechanisms by name.
+
+A small copy has few layers and features. Two layers have the same type if their modules and
+settings are equal except for sizes. Names of modules show which mechanisms a rejected model has.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.hf.config_checks import is_random_rate
 
 MOST_LAYERS = 24
-"""Layers of a copy; models whose kinds of layers show only later are refused."""
+"""Maximum layers of a copy. Models whose layer types first occur later are rejected."""
 MOST_PARAMETERS = 5_000_000
-"""Parameters of a copy; more mean that a size has a name which is not among those below."""
+"""Maximum parameters of a copy. More parameters indicate a size with an unsupported name."""
 SMALL = {
     "hidden_size": 32,
     "embedding_size": 32,
@@ -54,7 +56,7 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Sizes of the copy by name; those that a config does not have, or leaves out, are left out."""
+"""Sizes of the copy by name. Sizes that a config does not set are skipped."""
 _EXPERTS = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -74,8 +76,10 @@ _AT_MOST = {
     "attn_logit_softcapping": 2.0,
     "logits_soft_cap": 3.0,
 }
-"""The same where a model may have fewer, and where a large value would not show on small
-numbers."""
+"""Upper bounds of the copy by name.
+
+Models may have smaller values. Large caps would have no effect on small activations.
+"""
 TOLERANCE = 1e-5
 """Maximum relative difference of float32 results that are equal in exact arithmetic."""
 _INDEX = ("layer_idx", "layer_id", "layer_number", "training")
@@ -100,14 +104,14 @@ def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Resul
 
 
 def is_outside(model: nn.Module, name: str) -> bool:
-    """Whether a list is not inside of another."""
+    """Return True if a module list is not inside of another module list."""
     parents = name.split(".")[:-1]
     above = (model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents)))
     return not any(isinstance(part, nn.ModuleList) for part in above)
 
 
 def layer_kind(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
-    """What a layer consists of, its sizes aside: equal for layers that compute alike."""
+    """Return the modules and settings of a layer without sizes, equal for layers of one type."""
     marks: set[tuple[Any, ...]] = set()
     for name, part in layer.named_modules():
         place = re.sub(r"\d+", "n", name)
@@ -123,12 +127,17 @@ def layer_kind(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
 
 
 def shrunk_value(name: str, value: Any) -> Any:
-    """A setting of the copy, by the name it usually has."""
+    """Return a setting of the copy.
+
+    Args:
+        name: Usual name of the setting.
+        value: Value in the original config.
+    """
     if name in SMALL and value:
         return SMALL[name]
     if name in _AT_MOST and isinstance(value, (int, float)):
         return min(value, _AT_MOST[name])
-    # What else is wrong is said together with rates that are refused.
+    # Other checks report unsupported rates together with all other problems.
     return 0.0 if is_random_rate(name, value) else value
 
 
@@ -137,14 +146,15 @@ def small_copy(
     layers_of: Callable[[PreTrainedConfig], nn.ModuleList],
     shrunk: Callable[[PreTrainedConfig, int], dict[str, Any]],
 ) -> PreTrainedConfig:
-    """A config of the same kind whose model is small and has every kind of layer.
+    """Return a config of the same type whose model is small and has all types of layers.
 
     Args:
-        layers_of: the layers of a config's model, on the current default device.
-        shrunk: settings with small sizes and a given number of layers.
+        config: Original config.
+        layers_of: Function that builds a model and returns its layers, on the default device.
+        shrunk: Function that returns settings with small sizes and a given number of layers.
 
     Raises:
-        ConfigError: the copy has not.
+        ConfigError: The copy lacks a type of layer or is too large.
     """
     settings = config.to_dict()
     settings |= {name: 0.0 for name, value in settings.items() if is_random_rate(name, value)}
@@ -191,7 +201,7 @@ _MECHANISMS = (
     (r"per_layer", "embeddings for every layer"),
     (r"embeddings\.word_embeddings|embeddings\.tok_embeddings", "the embedding format of BERT"),
 )
-"""Names of parts -> what they are."""
+"""Pairs (pattern of module names, description of the mechanism) for causal LMs."""
 
 
 _OF_TOWERS = (
@@ -204,11 +214,11 @@ _OF_TOWERS = (
     (r"codebook|quantize", "a codebook (images become discrete tokens)"),
     (r"timm_model|backbone", "a backbone of another library, or for detection"),
 )
-"""The same for what reads pixels or sounds, and for composites."""
+"""Pairs (pattern of module names, description) for encoders and multimodal models."""
 
 
 def mechanisms(config: PreTrainedConfig) -> list[str]:
-    """What a model has that those of the usual form do not, as far as names tell."""
+    """Return the unusual mechanisms of a model that its module names show."""
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return _mechanisms_of_towers(config)
     found = []
@@ -225,7 +235,7 @@ def mechanisms(config: PreTrainedConfig) -> list[str]:
 
 
 def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
-    """The same of encoders and composites: what the listed ones have not."""
+    """Return the unusual mechanisms of an encoder or multimodal model."""
     names = "\n".join(_part_names(config, whole=True))
     found = [what for pattern, what in _OF_TOWERS if re.search(pattern, names, re.MULTILINE)]
     if config.model_type == "timm_wrapper":
@@ -240,13 +250,12 @@ def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
 
 
 def nearest(config: PreTrainedConfig, families: Collection[str]) -> str:
-    """The listed family most of whose layers' parts have the names of this model's; "": none has
-    any of them."""
-    own = _part_names(config)
+    """Return the registered family with the most similar module names, or "" without overlap."""
+    names = _part_names(config)
 
     def likeness(model_type: str) -> float:
         other = _part_names(CONFIG_MAPPING[model_type]())
-        return len(own & other) / max(len(own | other), 1)
+        return len(names & other) / max(len(names | other), 1)
 
     shares = {model_type: likeness(model_type) for model_type in families}
     best = max(shares, key=lambda model_type: shares[model_type])
@@ -254,13 +263,18 @@ def nearest(config: PreTrainedConfig, families: Collection[str]) -> str:
 
 
 def _part_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
-    """Of a model's modules and weights; only of its first layer, from there, or of all."""
+    """Return the names of modules and weights of a model.
+
+    Args:
+        config: Config of the model.
+        whole: Whether to return full names. Otherwise, only names inside of layers are returned.
+    """
     try:
         with torch.device("meta"):
             causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             auto = AutoModelForCausalLM if causal else AutoModel
             model = auto.from_config(config, trust_remote_code=False)
-    except Exception:  # raised by classes that need more than a config: nothing is said of parts
+    except Exception:  # some classes need more than a config, so no names are available
         return set()
     names = [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())]
     places = {re.sub(r"\.\d+(?=\.|$)", ".n", name) for name in names}

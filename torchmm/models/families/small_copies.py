@@ -28,9 +28,9 @@ def small_llm_config(config: PreTrainedConfig, layers: str) -> PreTrainedConfig:
 
     def layers_of(config: PreTrainedConfig) -> nn.ModuleList:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        found = model.get_submodule(layers)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        module = model.get_submodule(layers)
+        assert isinstance(module, nn.ModuleList)
+        return module
 
     return small_copy(config, layers_of, shrunk_llm_settings)
 
@@ -92,10 +92,10 @@ def _shrunk_rotation(settings: dict[str, Any], head_dim: int) -> dict[str, Any]:
 def shrunk_encoder_settings(
     config: PreTrainedConfig, layers: int, patches_per_row: int = _PATCHES_PER_ROW
 ) -> dict[str, Any]:
-    """Return the settings of a small copy of a tower.
+    """Return the settings of a small copy of an encoder.
 
     Args:
-        config: Config of the tower.
+        config: Config of the encoder.
         layers: Number of layers of the copy.
         patches_per_row: Patches per row of an image.
     """
@@ -109,8 +109,8 @@ def shrunk_encoder_settings(
         if key in small:
             small[key] = 32
     for name, size in (("image_size", patches_per_row * _PATCH_PX), ("patch_size", _PATCH_PX)):
-        given = getattr(config, name, None)
-        if given is not None:
+        original = getattr(config, name, None)
+        if original is not None:
             key = config.attribute_map.get(name, name)
-            small[key] = size if isinstance(given, int) else [size, size]
+            small[key] = size if isinstance(original, int) else [size, size]
     return small | {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}

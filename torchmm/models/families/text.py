@@ -1,4 +1,4 @@
-"""How images, clips and sounds appear in the text of a model's samples."""
+"""Representation of images, videos and audio in the text of samples."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ from torchmm.common.batch import ClipText
 
 @dataclass(frozen=True)
 class Token:
-    """A token whose id only the tokenizer knows."""
+    """A token whose id is defined by the tokenizer."""
 
     text: str
     needed: bool = True
-    """Whether a tokenizer without it is refused; otherwise it spells the token as plain text."""
+    """Whether to reject tokenizers without the token. Otherwise, the text is tokenized."""
 
 
 @dataclass(frozen=True)
 class TextConventions:
-    """How images appear in the text: the same for every sample of a model."""
+    """The representation of media in the text of all samples of a model."""
 
     image_token: str | int
-    """Placeholder, by token or by id."""
+    """Placeholder of images, as a token or an id."""
     prefix: tuple[int | str | Token, ...] = ()
-    """What stands before every image: ids, plain text, tokens."""
+    """Ids, text and tokens before each image."""
     suffix: tuple[int | str | Token, ...] = ()
+    """Ids, text and tokens after each image."""
     row_end: Token | None = None
-    """After every row of an image's placeholders but the last."""
+    """Token after each row of image placeholders except the last, or None."""
     mrope: bool = False
-    """Three position ids per token (time, row, column)."""
+    """Whether tokens have three position ids (time, row, column)."""
     video_token_id: int | None = None
-    """Placeholder of clips, if it differs from that of images."""
+    """Placeholder of videos, if it differs from the image placeholder."""
     tokens_per_second: float | None = None
-    """Time positions per second of a clip; None: one per group of frames."""
+    """Time positions per second of a video. None means one per group of frames."""
     clip_times: Literal["sides", "whole", "fractional"] = "sides"
-    """Where M-RoPE continues behind a clip, and what times are. sides: after the larger of rows and
-    columns; whole, fractional: after its last time too, which is cut to a whole number or not."""
+    """Start of the M-RoPE positions after a video.
+
+    "sides" continues after the maximum of rows and columns. "whole" and "fractional" also continue
+    after the last time, which "whole" truncates to an integer.
+    """
     clip: ClipText = field(default_factory=ClipText)
-    """Around groups of frames that are images of their own."""
+    """Text around groups of video frames that are separate images."""
     sound_token_id: int | None = None
-    """Placeholder of sounds; None: sounds are written as images are."""
+    """Placeholder of audio. None means that audio uses the image placeholder and its markers."""
     sound_prefix: tuple[int | str | Token, ...] = ()
+    """Ids, text and tokens before each audio."""
     sound_suffix: tuple[int | str | Token, ...] = ()
+    """Ids, text and tokens after each audio."""
     around_sounds: tuple[str, str] = ("", "")
-    """In chats, plain text before and after each sound with what else belongs to it; {} is its
-    number in the chat, from 1."""
+    """Text before and after each audio with its markers in chats. "{}" is replaced by the index of
+    the audio in the chat, starting at 1."""

@@ -1,7 +1,7 @@
-"""Whether and how a model's pictures are cut into tiles: what checkpoints' processors say.
+"""Tiling of images, as in the processors of Hugging Face checkpoints.
 
-Hugging Face's processors (the classes that also write the text) override some settings of the
-image processor's file; what applies there applies here.
+Hugging Face processors (the classes that also prepare text) override some settings of the image
+processor file. The same overrides apply in torchmm.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torchmm.common.tiles import TileSpec
 
 @dataclass(frozen=True)
 class Tiling:
-    """How checkpoints of a family cut pictures into tiles of their tower's size."""
+    """The tiling of images in checkpoints of a family. Tiles have the image size of the encoder."""
 
     processor_class: str
-    """Hugging Face's image processor, which replaces the tower's own for pictures."""
+    """Hugging Face image processor class, which replaces that of the encoder for tiled images."""
     switch: str | None
-    """Its setting that turns tiles on; None: the model knows nothing else."""
+    """Processor setting that enables tiles, or None if tiles are always enabled."""
     on: bool | None = None
-    """What Hugging Face's processor sets it to, whatever the image processor's file says; None: the
-    file decides."""
+    """Value to which the Hugging Face processor sets the switch. None means the value in the image
+    processor file."""
     side: str = "size"
-    """Its setting with the side of a tile."""
+    """Name of the setting with the tile size."""
     sides_of_picture: int = 0
-    """Tiles along a picture's longer side if nothing says so (`size.longest_edge`)."""
+    """Default number of tiles along the longer side of an image (`size.longest_edge`)."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings that Hugging Face's processor overrides."""
+    """Other settings that the Hugging Face processor overrides."""
     most_tiles: int = 0
-    """See `TileSpec`."""
+    """Maximum number of tiles per image (`TileSpec`)."""
     single: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the tower's own processor without tiles, by which exports are read again as what
-    they were trained as, by Hugging Face's processor too."""
+    """Settings of the encoder processor without tiles. They make sure that torchmm and Hugging Face
+    read an export as it was trained."""
 
     def spec(
         self,
@@ -46,24 +46,24 @@ class Tiling:
         recipe: Mapping[str, Any],
         whole: bool,
     ) -> TileSpec | None:
-        """How to cut; None: a picture is one image.
+        """Return the tiling, or None if an image is not split.
 
         Args:
-            key: the recipe's section, for messages.
-            side_px: of the tower's images.
-            tower: settings of its own image processor.
-            file: settings in the image processor's file; empty: there is none. One of another
-                image processor says nothing about tiles.
-            recipe: settings in the recipe, which rule.
-            whole: the file is of this very model, and not only of its tower. Otherwise, and without
-                a file, only the recipe turns tiles on.
+            key: Section of the recipe, for messages.
+            side_px: Image size of the encoder in pixels.
+            tower: Settings of the image processor of the encoder.
+            file: Settings in the image processor file, or {} without a file. Settings of a
+                different image processor class are ignored.
+            recipe: Settings in the recipe, which have priority.
+            whole: Whether the file belongs to the full model and not only to its encoder.
+                Otherwise, and without a file, only the recipe enables tiles.
 
         Raises:
-            ConfigError: tiles would not fit the tower.
+            ConfigError: The tile size does not fit the encoder.
         """
         if not self._reads(file):
             file = {}
-        if not self._asked(file, recipe, whole):
+        if not self._is_enabled(file, recipe, whole):
             return None
         settings: dict[str, Any] = {"size": {"height": side_px, "width": side_px}}
         if self.switch is None:
@@ -79,10 +79,11 @@ class Tiling:
         )
         for name in ("image_processor_type", "processor_class"):
             settings.pop(name, None)
-        found = settings.get("crop_size") or settings[self.side]
-        if set(found.values() if isinstance(found, Mapping) else [found]) != {side_px}:
+        tile_size = settings.get("crop_size") or settings[self.side]
+        sides = tile_size.values() if isinstance(tile_size, Mapping) else [tile_size]
+        if set(sides) != {side_px}:
             raise ConfigError(
-                f"[{key}] processor.{self.side} = {found}, but tiles require the image size "
+                f"[{key}] processor.{self.side} = {tile_size}, but tiles require the image size "
                 f"of the model, {side_px} pixels; remove the setting from the recipe or from "
                 "the processor file of the model"
             )
@@ -91,18 +92,18 @@ class Tiling:
     def _reads(self, file: Mapping[str, Any]) -> bool:
         written = str(file.get("image_processor_type", self.processor_class))
         kind = written.removesuffix("Fast").removesuffix("Pil")
-        return kind == self.processor_class or {kind, self.processor_class} == _ALIKE
+        return kind == self.processor_class or {kind, self.processor_class} == _EQUIVALENT
 
-    def _asked(self, file: Mapping[str, Any], recipe: Mapping[str, Any], whole: bool) -> bool:
+    def _is_enabled(self, file: Mapping[str, Any], recipe: Mapping[str, Any], whole: bool) -> bool:
         if self.switch is None:
             return True
-        asked = recipe.get(self.switch)
-        if asked is None and whole and file:
-            asked = file.get(self.switch, True) if self.on is None else self.on
-        return bool(asked)
+        enabled = recipe.get(self.switch)
+        if enabled is None and whole and file:
+            enabled = file.get(self.switch, True) if self.on is None else self.on
+        return bool(enabled)
 
 
-_ALIKE = {"Idefics3ImageProcessor", "SmolVLMImageProcessor"}
+_EQUIVALENT = {"Idefics3ImageProcessor", "SmolVLMImageProcessor"}
 INTERN_TILES = Tiling(
     "GotOcr2ImageProcessor", switch="crop_to_patches", on=True, single={"max_patches": 1}
 )

@@ -1,9 +1,9 @@
 """Adapters in the format of PEFT, which `peft.PeftModel.from_pretrained` loads.
 
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. Its names are
-those of the Hugging Face class that the weights of its module come from: the composite, if the
-model is one; otherwise the LLM or the tower alone, and an adapter of several modules has a
-directory for each. So an adapter is loaded on top of the files that training started from.
+those of the Hugging Face class of the pretrained weights: the multimodal class, or the class of the
+LLM or encoder. With separate sources, an adapter of several modules has one directory for each.
+An adapter is therefore loaded on top of the files that training started from.
 (`export_hf` writes the model with merged adapters.)
 
 PEFT itself is not required: both files are plain, and only some keys of the config matter.
@@ -46,15 +46,15 @@ _RUN_SETTINGS = frozenset(
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "runtime_config", "megatron_core"),
         "lora_dropout",  # concerns the training of the file; [adapters] has no dropout
-        "fan_in_fan_out",  # PEFT ignores it for linears
-        # The names of the tensors show which linears have an adapter.
+        "fan_in_fan_out",  # PEFT ignores it for linear layers
+        # The names of the tensors show which linear layers have an adapter.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # Settings of a value of `init_lora_weights` or of `use_qalora`, which decide.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
         "ensure_weight_tying",  # concerns embeddings, which have no adapters
     )
 )
-"""Fields of `LoraConfig` of PEFT that do not change what an adapter computes."""
+"""Fields of `LoraConfig` of PEFT that do not affect the output of an adapter."""
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -71,7 +71,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields with the values that torchmm supports. Other values are rejected by name."""
 _PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
-"""Fields with values by linear, and the field with the value of the other linears."""
+"""Fields with values by linear layer, and the field with the default value."""
 _FIXES = {
     "init_lora_weights": "convert the adapter with PEFT: save_pretrained("
     'path_initial_model_for_weight_conversion="...")',
@@ -81,16 +81,16 @@ _FIXES = {
 
 
 class _Files(NamedTuple):
-    """One directory of an adapter, equal on all ranks."""
+    """A directory of an adapter, equal on all ranks."""
 
     directory: Path
     """Relative to the directory of all adapters."""
     spec: LoraSpec
     modules: list[LayeredModule]
     targets: list[str]
-    """Hugging Face names of the linears."""
+    """Hugging Face names of the linear layers."""
     names: dict[tuple[str, str, str], str]
-    """Names in PEFT by module, linear and parameter of `Lora`, also of other pipeline stages."""
+    """PEFT names by module, linear layer and parameter of `Lora`, including other stages."""
 
 
 def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RANK_WEIGHTS) -> None:
@@ -184,18 +184,18 @@ def _files(model: MultimodalModel) -> Iterator[_Files]:
     for module in model.modality_modules():
         for spec in module.adapters.values():
             by_adapter.setdefault(spec.adapter, {})[module] = spec
-    for adapter, found in by_adapter.items():
-        spec = next(iter(found.values()))
+    for adapter, specs in by_adapter.items():
+        spec = next(iter(specs.values()))
         parts = [part for part in _PEFT_NAMES if part != "magnitude" or spec.method == "dora"]
-        folders = {Path(adapter): list(found)}
-        if model.composite is None and len(found) > 1:
-            folders = {Path(adapter) / module.name: [module] for module in found}
+        folders = {Path(adapter): list(specs)}
+        if model.composite is None and len(specs) > 1:
+            folders = {Path(adapter) / module.name: [module] for module in specs}
         for folder, modules in folders.items():
             targets: list[str] = []
             names: dict[tuple[str, str, str], str] = {}
             for module in modules:
-                for linear, own in module.adapters.items():
-                    if own.adapter != adapter:
+                for linear, linear_spec in module.adapters.items():
+                    if linear_spec.adapter != adapter:
                         continue
                     theirs = hf_name(prefixes, module.name, f"{linear}.weight")
                     assert theirs is not None, linear
@@ -208,7 +208,7 @@ def _files(model: MultimodalModel) -> Iterator[_Files]:
 
 
 def _settings(spec: LoraSpec) -> dict[str, Any]:
-    """Return the settings of PEFT that change what an adapter computes."""
+    """Return the settings of PEFT that affect the output of an adapter."""
     return {
         "r": spec.rank,
         "lora_alpha": spec.alpha,
@@ -239,27 +239,27 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
                 f"{source}: {key} = {config.get(key)}, but [adapters.{spec.adapter}] requires "
                 f"{value}; change rank, alpha or method"
             )
-    found = set(shapes)
-    for what, names in (("lacks", expected - found), ("also has", found - expected)):
+    stored = set(shapes)
+    for what, names in (("lacks", expected - stored), ("also has", stored - expected)):
         if names:
             yield (
                 f"{source}: {what} {min(names)} (and {len(names) - 1} more); change modules or "
                 f"targets of [adapters.{spec.adapter}]"
             )
-    for name in sorted(expected & found):
+    for name in sorted(expected & stored):
         part = next(part for part, peft in _PEFT_NAMES.items() if name.endswith(peft))
         if part != "magnitude" and shapes[name][part == "up"] != spec.rank:
             yield f"{source}: {name} has shape {shapes[name]}, but rank = {spec.rank}"
 
 
 def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings of PEFT that change what an adapter computes and are not supported."""
+    """Yield unsupported PEFT settings that affect the output of an adapter."""
     for key, value in config.items():
         if key in _RUN_SETTINGS or key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             continue
         if key in _PATTERNS:
             usual = config.get(_PATTERNS[key])
-            supported = not value or all(own == usual for own in value.values())
+            supported = not value or all(entry == usual for entry in value.values())
         else:
             # A field that this version does not list may have its default value.
             supported = value in _ACCEPTED.get(key, (None, False, [], {}))

@@ -1,9 +1,9 @@
-"""Chat templates of LLMs that have never seen a picture, for models that see.
+"""Chat templates of text-only LLMs, extended for messages with images.
 
-Programs hand over a chat's contents as parts, `{"type": "image"}` and `{"type": "text", ...}`, and
-a text-only template writes their list as Python does, or fails. A prelude joins the parts to the
-text that our own data are rendered from, with the placeholder where a picture is; strings stay as
-they are, so chats without pictures are rendered as before.
+Programs pass the content of a message as parts, `{"type": "image"}` and `{"type": "text", ...}`. A
+text-only template renders this list as a Python list, or fails. A prelude before the template joins
+the parts to a string with placeholders for images, as in the training data of torchmm. String
+contents do not change, so that chats without images are rendered as before.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ _QUESTION = "What is this?"
 
 
 def template_for_parts(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> str | None:
-    """The tokenizer's chat template, so that it takes parts; None: it does already, or there is
-    none that could.
+    """Return the chat template with support for content parts.
 
     Args:
-        placeholder: token of a picture, as Hugging Face's processor looks for it.
+        tokenizer: Tokenizer with the chat template.
+        placeholder: Image token that the Hugging Face processor replaces.
+
+    Returns:
+        The template, or None if the template already supports parts or cannot be extended.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):
@@ -53,7 +56,7 @@ def template_for_parts(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> 
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, template: str, content: object) -> str | None:
-    """A question with this content; None: the template refuses it."""
+    """Return a rendered user message with this content, or None if the template rejects it."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     try:
         text = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Hugging Face configs of the recipe: read, overridden, checked."""
+"""Load, override and check Hugging Face configs of a recipe."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from torchmm.recipe.model_section import json_problems, split_place
 logger = logging.getLogger(__name__)
 
 _ALSO_READ = {
-    "audio_end_token_id",  # Qwen3-Omni's published configs have these three
+    "audio_end_token_id",  # three keys in published configs of Qwen3-Omni
     "vision_end_token_id",
     "vision_start_token_id",
-    "global_head_dim",  # Gemma 4's
+    "global_head_dim",  # Gemma 4
     "head_dim",
     "model_type",
     "num_global_key_value_heads",
@@ -46,12 +46,13 @@ _FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a model directory that are read here or by exports. Some readers take defaults instead
-of damaged files."""
+"""JSON files of a model directory that torchmm reads. Some readers ignore damaged files."""
 
 
 def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
-    """Return the Hugging Face config of a section; of a dual model its vision part for an encoder.
+    """Return the Hugging Face config of a section.
+
+    For an encoder section with a dual model (such as CLIP), this is its vision config.
 
     Args:
         key: Section, for messages.
@@ -93,7 +94,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
         raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
     _check_generation(key, Path(name))
     try:
-        # Checked as a table first: config classes make lists of as many items as there are layers.
+        # The dict is checked first, because config classes allocate lists with one item per layer.
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         if problems := value_problems(f"[{key}] source = {source!r}: {CONFIG_NAME}", settings):
             raise ConfigError(problems)
@@ -118,7 +119,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
 def _check_generation(key: str, directory: Path) -> None:
     """Raise a ConfigError if generation_config.json of a local directory would stop an export.
 
-    Values that transformers rejects by name are allowed: exports leave such a file out.
+    Values that transformers rejects by name are allowed, because exports omit such a file.
     """
     if not (directory / GENERATION_CONFIG_NAME).is_file():
         return
@@ -134,7 +135,7 @@ def _check_generation(key: str, directory: Path) -> None:
 
 
 def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:
-    """Config from `settings`, of which the user has written `written`."""
+    """Return the config for `settings`, of which `written` are the settings in the recipe."""
     model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), 1)
@@ -156,11 +157,11 @@ def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) ->
 
 
 def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, Any]) -> list[str]:
-    """Hugging Face accepts any key, so that a misspelt one would silently do nothing."""
+    """Return messages for unknown keys, which Hugging Face would ignore silently."""
     defaults = vars(kind())
     known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
-    if any("partial_rotary_factor" in own for own in rope_settings(kind())):
-        known.add("partial_rotary_factor")  # Phi-4-mini's published key
+    if any("partial_rotary_factor" in rope for rope in rope_settings(kind())):
+        known.add("partial_rotary_factor")  # key in published configs of Phi-4-mini
     problems = []
     for name, value in settings.items():
         part = defaults.get(name)
@@ -170,7 +171,7 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
             problems.append(f"[{key}] {name!r} is not a key of {kind.model_type!r}{hint}")
         elif isinstance(part, PreTrainedConfig) and isinstance(value, dict):
             inner_type = str(value.get("model_type", part.model_type))
-            # Not `get`, which knows only the classes that were imported already.
+            # `CONFIG_MAPPING.get` finds only classes that are already imported.
             inner = CONFIG_MAPPING[inner_type] if inner_type in CONFIG_MAPPING else type(part)
             problems += _unknown_keys(f"{key}.{name}", inner, value)
     return problems
@@ -188,7 +189,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """The config of one layer, where sizes differ from layer to layer."""
+    """Return the config of one layer, for models whose sizes differ between layers."""
     return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
 
 
@@ -208,7 +209,7 @@ def size_problems(key: str, config: Any) -> list[str]:
                 f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
                 "num_key_value_heads"
             )
-        # "vision" is for images in Gemma 4, which its composite supports.
+        # "vision" is for images in Gemma 4, which the multimodal model supports.
         if getattr(layer, "use_bidirectional_attention", None) not in (None, False, "vision"):
             problems.append(
                 f"[{key}] use_bidirectional_attention is not supported; override it with false"

@@ -18,9 +18,9 @@ _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the RoPE settings of a config, one for each layer type that has its own."""
+    """Return the RoPE settings of a config, one dict per layer type with separate settings."""
     settings = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [own for own in settings.values() if isinstance(own, dict)]
+    by_layer_type = [table for table in settings.values() if isinstance(table, dict)]
     return by_layer_type or [settings]
 
 
@@ -60,10 +60,10 @@ def setting_problems(key: str, config: Any) -> list[str]:
 def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
     """Return layer numbers beyond the last layer, as in copies with fewer layers."""
     names = ("num_hidden_layers", "depth", "encoder_layers")
-    found = [(name, layers) for name in names if (layers := settings.get(name))]
-    if not found:
+    counts = [(name, layers) for name in names if (layers := settings.get(name))]
+    if not counts:
         return []
-    of_count, layers = found[0]
+    of_count, layers = counts[0]
     problems = []
     for name, value in settings.items():
         numbers = list(value) if isinstance(value, (list, tuple)) else []

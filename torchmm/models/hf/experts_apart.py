@@ -46,11 +46,11 @@ def taken_apart(
         match = _LAYER.match(name)
         return match.group() if match else ""
 
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for _, layer in groupby(sorted(left, key=natural), key=layer_of):
         group = {name: left.pop(name) for name in layer}
         if not has_stacked_experts(group):
-            found |= revert_weight_conversion(hf, group)
+            result |= revert_weight_conversion(hf, group)
             continue
         # Tensors that are only renamed share memory with the model and need no copy.
         shapes = {value.untyped_storage().data_ptr(): value.shape for value in group.values()}
@@ -58,11 +58,11 @@ def taken_apart(
         made = [
             n for n, v in files.items() if shapes.get(v.untyped_storage().data_ptr()) != v.shape
         ]
-        kept = dict(zip(made, keep([files[name] for name in made]), strict=True))
-        found |= {name: kept.get(name, value) for name, value in files.items()}
+        copies = dict(zip(made, keep([files[name] for name in made]), strict=True))
+        result |= {name: copies.get(name, value) for name, value in files.items()}
         for name in filter(_STACKED.search, group):
             module = hf.get_submodule(name.rpartition(".")[0])
             leaf = name.rpartition(".")[2]
             empty = torch.empty_like(getattr(module, leaf), device="meta")
             setattr(module, leaf, nn.Parameter(empty, False))
-    return found
+    return result

@@ -1,11 +1,13 @@
-"""A trained model as a Hugging Face directory.
+"""Export a trained model as a Hugging Face directory.
 
-Composites keep their class. An encoder and an LLM from separate sources get a class that computes
-the same (`torchmm.models.hf.pairs`), usually LLaVA. An LLM alone becomes a causal LM. Hugging
-Face's `save_pretrained` writes the files, so it decides on names, shards and configs. Other pairs
-have no Hugging Face class: their parts are written to separate folders, next to `torchmm.json`. It
-has the `[model]` section that joins them if the `source` of a recipe is such a directory. Diffusers
-writes a generator to `generator/`; the connector is the caption projection of diffusers.
+Multimodal models from one source keep their class. An encoder and an LLM from separate sources get
+an equivalent class (`torchmm.models.hf.pairs`), usually LLaVA. An LLM without encoders becomes a
+causal LM. `save_pretrained` of Hugging Face writes the files and determines names, shards and
+configs.
+
+Other pairs have no Hugging Face class. Their components are written to separate folders, next to
+`torchmm.json`. This file has the `[model]` section for recipes whose `source` is such a directory.
+Diffusers writes a generator to `generator/`. The connector is the caption projection of diffusers.
 
 Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_files` writes them
 separately).
@@ -123,18 +125,18 @@ class RankWeights:
 
 
 RANK_WEIGHTS = RankWeights()
-"""`Weights` without state."""
+"""Stateless instance of `RankWeights`."""
 
 
 @dataclass
 class _Export:
-    """One Hugging Face model to be written."""
+    """A Hugging Face model to be written."""
 
     directory: Path
     hf: Any
     """Model of transformers or diffusers on the meta device, which receives the weights."""
     prefixes: dict[str, Prefixes]
-    """Pairs of our and Hugging Face's prefixes, by module."""
+    """Pairs of torchmm and Hugging Face prefixes, by module."""
     generation_source: str | None = None
     """Source whose generation settings are copied, if the LLM has one."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -245,7 +247,7 @@ def _choose_exports(
 
 
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
-    """Return pairs of our and Hugging Face's prefixes in the class of the source, by module."""
+    """Return pairs of torchmm and Hugging Face prefixes in the class of the source, by module."""
     return {m.name: m.weights.hf_prefixes for m in model.modality_modules()}
 
 
@@ -312,16 +314,16 @@ def check_range(values: Tensor, before: Tensor, name: str) -> None:
 def gather_adapters(
     model: MultimodalModel, weights: Weights
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Return parameters of adapters by module, linear and name in `Lora`. Collective.
+    """Return parameters of adapters by module, linear layer and name in `Lora`. Collective.
 
     Ranks other than rank 0 receive none.
     """
-    found: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
+    factors: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
     for module, name, value in weights(model, of_adapter):
         linear, _, part = name.rpartition(f".{CHILD}.")
         if value is not None:
-            found[module.name].setdefault(linear, {})[part] = value
-    return found
+            factors[module.name].setdefault(linear, {})[part] = value
+    return factors
 
 
 def _set_end_tokens(
@@ -334,23 +336,23 @@ def _set_end_tokens(
     hf = export.hf
     if not isinstance(hf, PreTrainedModel) or not hf.can_generate():
         return
-    own = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
+    end_tokens = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
     known: Any = None
     if export.generation_source is None:
         hf.generation_config = GenerationConfig.from_model_config(hf.config)
-        if own:
+        if end_tokens:
             hf.config = copy.deepcopy(hf.config)  # the model in training has the same object
-            hf.config.get_text_config().eos_token_id = own[0]
+            hf.config.get_text_config().eos_token_id = end_tokens[0]
     else:
-        # If the source has no valid generation config, keep the settings of the model config.
+        # Without a valid generation config in the source, the model config provides the settings.
         with suppress(OSError, ValueError):
             name, revision = split_place(export.generation_source)
-            found = GenerationConfig.from_pretrained(name, revision=revision or "main")
-            found.validate(strict=True)
-            hf.generation_config = found
+            generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+            generation_config.validate(strict=True)
+            hf.generation_config = generation_config
         known = hf.generation_config.eos_token_id
     known = known if isinstance(known, list) else [] if known is None else [known]
-    tokens = list(dict.fromkeys([*known, *own]))
+    tokens = list(dict.fromkeys([*known, *end_tokens]))
     if tokens:
         hf.generation_config.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
 
@@ -387,7 +389,7 @@ def _save(
 
 
 def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
-    """Return True if the tower of CLIP or SigLIP is `vision_tower.vision_model` in the files.
+    """Return True if the CLIP or SigLIP encoder is `vision_tower.vision_model` in the files.
 
     Published files have such names, and transformers 4 and vLLM require them. Transformers 5 reads
     both kinds of names and writes the short ones. Models with a source keep the names of its files.
@@ -421,13 +423,13 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
     with torch.device("meta"):
         holder = nn.Module()
         holder.tower = module.uncut_tower()
-    own = copy.copy(holder.tower)
-    own._modules = {}  # the tower without its parts
-    for fqn, unit in (("tower", own), *units(holder, module.layers_fqn)):
-        wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
-        if wanted:
+    shell = copy.copy(holder.tower)
+    shell._modules = {}  # the encoder without its submodules
+    for fqn, unit in (("tower", shell), *units(holder, module.layers_fqn)):
+        names = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
+        if names:
             filled = random_copy(unit, module.hf, fqn, unused=True)
-            values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in wanted}
+            values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in names}
     return values
 
 

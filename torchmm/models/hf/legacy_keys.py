@@ -41,11 +41,11 @@ def add_legacy_keys(directory: Path) -> None:
 def _reads_same(settings: dict[str, Any], legacy: dict[str, Any]) -> bool:
     """Return True if this version of transformers reads the same config with the legacy keys."""
     try:
-        found = AutoConfig.for_model(**copy.deepcopy(legacy)).to_dict()  # adds keys in place
+        config = AutoConfig.for_model(**copy.deepcopy(legacy)).to_dict()  # adds keys in place
     except (KeyError, TypeError, ValueError):
         return False
     expected = AutoConfig.for_model(**copy.deepcopy(settings)).to_dict()
-    return without_legacy_keys(found) == without_legacy_keys(expected)
+    return without_legacy_keys(config) == without_legacy_keys(expected)
 
 
 def without_legacy_keys(settings: Any) -> Any:

@@ -1,14 +1,13 @@
 """Pretrained weights from safetensors files directly into (sharded) parameters.
 
-Every rank maps the files and reads only the slices of its parameters, so no rank stores a complete
-model. Missing, unexpected and misshapen tensors are listed and rejected before anything is read,
-for the complete model, so that ranks with different stages raise the same error. Only new modules
-(a new connector) may be missing. Pickled weight files are never opened.
+Each rank memory-maps the files and reads only the slices of its parameters, so that no rank stores
+a complete model. Missing, unexpected and misshapen tensors are listed and rejected before anything
+is read, for the complete model, so that ranks with different stages raise the same error. Only new
+modules (a new connector) may be missing. Pickled weight files are never opened.
 
-Rejected: `from_pretrained` and a broadcast, which requires the complete model on a rank. Also
-rejected: `HuggingFaceStorageReader` of torch. It reads only the slices of a rank, too, but looks up
-tensors by the names of the model, one per parameter. Files have other names, and one tensor per
-expert. It reads every safetensors file of the directory regardless of the index, ignores unexpected
+`HuggingFaceStorageReader` of torch also reads only local slices, but does not work here. It
+requires one tensor per parameter with the names of the model, while files have other names and one
+tensor per expert. It also reads all safetensors files regardless of the index, ignores unexpected
 tensors, and stops at the first missing tensor.
 
 Parameters are filled in pieces, as they are in the files. Most are one tensor there. The experts of
@@ -64,7 +63,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy the part of `whole` that is on this rank into `target`."""
+    """Copy the local shard of the unsharded tensor `whole` into `target`."""
     local_tensor(target).copy_(whole[local_slices(target)])
 
 
@@ -89,7 +88,7 @@ class Piece(NamedTuple):
 
     @property
     def shapes(self) -> list[list[int]]:
-        """Return the shapes that the tensor may have in the files."""
+        """The shapes that the tensor may have in the files."""
         whole = list(self.tensor.shape)
         if self.share[1] > 1:
             return [[self.share[1] * whole[0], *whole[1:]], whole]
@@ -102,20 +101,20 @@ class Piece(NamedTuple):
     def fill(self, stored: Any) -> None:
         """Read the part on this rank from a tensor in the files."""
         local = local_tensor(self.tensor)
-        own = local_slices(self.tensor)
+        slices = local_slices(self.tensor)
         if not local.numel():
             return
         if self.stacked and list(stored.get_shape()) != list(self.tensor.shape):
-            experts, rows, columns = own
+            experts, rows, columns = slices
             local.copy_(stored[experts, columns, rows].transpose(1, 2))
             return
         if self.expert is None:
             if self.share[1] > 1 and list(stored.get_shape()) != list(self.tensor.shape):
                 first = self.share[0] * self.tensor.shape[0]
-                own = (slice(own[0].start + first, own[0].stop + first), *own[1:])
-            local.copy_(stored[own])
+                slices = (slice(slices[0].start + first, slices[0].stop + first), *slices[1:])
+            local.copy_(stored[slices])
             return
-        experts, rows, columns = own
+        experts, rows, columns = slices
         start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
         if not experts.start <= self.expert < experts.stop or start >= stop:
             return
@@ -162,7 +161,7 @@ _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor in a file."""
+    """A tensor in a file."""
 
     path: Path
     name: str
@@ -184,7 +183,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
     problems: list[str] = []
     filled: set[str] = set()
     expected: dict[str, tuple[list[list[int]], FileTensor]] = {}
-    found: dict[str, tuple[Piece, FileTensor]] = {}
+    targets_by_name: dict[str, tuple[Piece, FileTensor]] = {}
     by_source: dict[str, list[tuple[str, LayeredModule, WeightFiles]]] = defaultdict(list)
     for prefix, module in model.named_modality_modules():
         for weights in (module.weights, *module.given_weights):
@@ -201,16 +200,16 @@ def load_weights(model: MultimodalModel) -> set[str]:
             problems += [f"{source}: {problem}" for problem in _tie_problems(module, names, files)]
             expected |= {f"{prefix}.{n}": (shapes, files[s]) for n, (shapes, s) in stored.items()}
             targets = _targets(module, stored)
-            found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
+            targets_by_name |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
-        others = [n for n in files if n not in claimed and not _LEFT_OUT.search(n)]
-        stray = [n for n in others if not _COMPUTED.search(n)]
+        unclaimed = [n for n in files if n not in claimed and not _LEFT_OUT.search(n)]
+        stray = [n for n in unclaimed if not _COMPUTED.search(n)]
         if not modules[0][2].partial:
             problems += _listed(f"{source}: not part of the model", stray)
     problems += _shape_problems(expected)
     if problems:
         raise CheckpointError("weights do not match the model:\n  - " + "\n  - ".join(problems))
-    _read(found)
+    _read(targets_by_name)
     return filled
 
 
@@ -218,7 +217,7 @@ def open_files(source: str) -> dict[str, FileTensor]:
     """Return the tensors of a directory or a repository of the Hub, by their names in the files.
 
     Raises:
-        CheckpointError: There are no safetensors files, or a file is damaged.
+        CheckpointError: No safetensors files exist, or a file is corrupt.
     """
     directory = _directory(source)
     files = _weight_files(directory)
@@ -326,8 +325,8 @@ def names_in_files(
             if count:
                 for old, new in weights.old_names:
                     ours = re.sub(old, new, ours)
-                own = [part for part in _parts(ours, weights) if part in known]
-                names |= dict.fromkeys(own, name)
+                parameters = [part for part in _parts(ours, weights) if part in known]
+                names |= dict.fromkeys(parameters, name)
                 break
     return names
 
@@ -349,12 +348,12 @@ def _match(
     tied = whole.tied_parameters()
     stored, missing = {}, []
     for name, piece in pieces(whole).items():
-        own = module.weights
+        source = module.weights
         for given in module.given_weights:
             if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
-                own = given
+                source = given
                 break
-        if name in tied or own is not weights:
+        if name in tied or source is not weights:
             continue
         if name in names:
             stored[name] = (piece.shapes, names[name])
@@ -419,20 +418,20 @@ def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> 
     by_file = _by_file((stored, (name, shape)) for name, (shape, stored) in expected.items())
     for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for stored, (name, wanted) in entries:
+            for stored, (name, shapes) in entries:
                 shape = list(opened.get_slice(stored).get_shape())
-                if shape not in wanted:
+                if shape not in shapes:
                     problems.append(
                         f"{path}: {stored} has shape {shape}, but {name} of the model has "
-                        f"shape {wanted[0]}"
+                        f"shape {shapes[0]}"
                     )
     return problems
 
 
 @torch.no_grad()
-def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
-    by_file = _by_file((stored, piece) for piece, stored in found.values())
-    with working("reading weights", len(found), "tensors") as work:
+def _read(targets: dict[str, tuple[Piece, FileTensor]]) -> None:
+    by_file = _by_file((stored, piece) for piece, stored in targets.values())
+    with working("reading weights", len(targets), "tensors") as work:
         for path, entries in by_file.items():
             with safe_open(path, "pt") as opened:
                 for name, piece in entries:
@@ -442,7 +441,7 @@ def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
 
 def _by_file(entries: Iterable[tuple[FileTensor, T]]) -> dict[Path, list[tuple[str, T]]]:
     """Return entries of tensors by file, with the name of the tensor in the file."""
-    found: dict[Path, list[tuple[str, T]]] = defaultdict(list)
+    by_file: dict[Path, list[tuple[str, T]]] = defaultdict(list)
     for stored, content in entries:
-        found[stored.path].append((stored.name, content))
-    return found
+        by_file[stored.path].append((stored.name, content))
+    return by_file

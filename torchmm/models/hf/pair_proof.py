@@ -2,8 +2,8 @@
 
 A small copy of both parts with random weights is built in torchmm and as the Hugging Face class
 with eager attention. The weights are copied under the names of the export, and the logits have to
-be equal. So settings that a class ignores are found, whatever their names: scales, soft caps and
-multipliers of the LLM, or feature layers of the encoder.
+be equal. This finds all settings that a class ignores, independent of their names: scales, soft
+caps and multipliers of the LLM, or feature layers of the encoder.
 
 Inputs are text and an image. Classes with an audio encoder are compared with text alone, because
 they build the same encoder and connector as torchmm, with the config of the trained encoder.
@@ -125,7 +125,7 @@ def _difference(pair: _Pair) -> float:
         module.load_state_dict(values, strict=False)
 
     features: dict[str, Tensor] = {}
-    given: dict[str, Tensor] = {}
+    hf_inputs: dict[str, Tensor] = {}
     count = 0
     inputs: dict[str, EncoderInputs] = {}
     if spec.family.modality == "image":
@@ -136,7 +136,7 @@ def _difference(pair: _Pair) -> float:
         inputs[spec.name] = replace(
             dummy, pixels=pixels, positions_K=torch.arange(_TEXT, _TEXT + count)
         )
-        given["pixel_values"] = pixels
+        hf_inputs["pixel_values"] = pixels
     ids = torch.randint(3, _PLACEHOLDER, (2 * _TEXT + count,))
     ids[_TEXT : _TEXT + count] = _PLACEHOLDER
     length = len(ids)
@@ -144,6 +144,6 @@ def _difference(pair: _Pair) -> float:
     targets = torch.full_like(ids, IGNORE_TARGET)
     meta = MicrobatchMeta((), length)
     batch = Microbatch(ids, targets, everywhere, [0, length], inputs, meta)
-    found = llm.logits(batch, features, everywhere)
-    expected = plain(input_ids=ids[None], use_cache=False, **given).logits[0]
-    return ((found - expected).norm() / expected.norm()).item()
+    logits = llm.logits(batch, features, everywhere)
+    expected = plain(input_ids=ids[None], use_cache=False, **hf_inputs).logits[0]
+    return ((logits - expected).norm() / expected.norm()).item()

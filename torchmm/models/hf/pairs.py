@@ -1,17 +1,17 @@
 """Hugging Face classes of an encoder and an LLM from separate sources.
 
-A class fits if it computes exactly what the torchmm model computes: LLaVA, whose tower and LLM are
-built by `AutoModel`, with two linears between them; or Audio Flamingo 3, with its own tower and any
-LLM. No weight is converted or omitted, so an export is read back as the same model. If no class
-fits, the reason is reported before the run, and the parts are exported to separate folders.
+A class fits if it computes exactly what the torchmm model computes: LLaVA, whose encoder and LLM
+are built by `AutoModel`, with two linear layers between them; or Audio Flamingo 3, with its encoder
+and any LLM. No weight is converted or omitted, so an export is read back as the same model. If no
+class fits, the reason is reported before the run, and the parts are exported to separate folders.
 
-A pair with InternViT, and a norm between folded patches and linears, is an InternVL. Its images
-have one size, and only placeholders in the text. Its processor is that of LLaVA, which counts
-placeholders in the same way. The processor identifies such an export when it is read again.
+A pair with InternViT, and a norm between folded patches and linear layers, is an InternVL. Its
+images have one size, and only placeholders in the text. Its processor is that of LLaVA, which
+counts placeholders in the same way. The processor identifies such an export when it is read again.
 
-Rejected: classes that almost fit. Idefics3 has one linear after the last norm of the tower, and
-Lfm2-VL uses SigLIP2 features after that norm; a norm cannot be disabled. Also rejected: a class of
-torchmm, which others would have to trust as remote code.
+Two classes almost fit. Idefics3 has one linear layer after the last norm of the encoder, and
+Lfm2-VL uses SigLIP2 features after that norm, which cannot be disabled. A separate class of torchmm
+would require that users trust remote code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONNECTORS = {
 }
 """Names in recipes by (whether neighboring patches are folded, `EncoderSpec.connector`)."""
 HEARING = "audioflamingo3_encoder"
-"""Tower of the only audio class for any LLM whose connector is two linears."""
+"""Encoder of the only audio class for any LLM whose connector has two linear layers."""
 
 
 class PairClass(NamedTuple):
@@ -61,7 +61,7 @@ class PairClass(NamedTuple):
     config: Callable[[int], PreTrainedConfig]
     """Function that returns the config for the id of the placeholder token."""
     encoder_files: WeightFiles
-    """Names of the encoder weights. Those of the LLM are LLaVA's."""
+    """Names of the encoder weights. The LLM has the names of LLaVA."""
 
 
 def pair_class(model: MultimodalModel) -> PairClass | str:
@@ -70,7 +70,7 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     Needs no other ranks.
 
     Args:
-        model: Model with at least one encoder that is not a composite.
+        model: Model from separate sources with at least one encoder.
     """
     encoders = model.encoder_modules()
     if len(encoders) > 1:
@@ -81,14 +81,14 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     llm = model.llm
     if reason := _llm_problem(llm) or _encoder_problem(spec, llm):
         return reason
-    found = _class_of(spec, llm.config)
+    hf_class = _class_of(spec, llm.config)
 
     def build_hf(spec: EncoderSpec, config: PreTrainedConfig, token_id: int) -> PreTrainedModel:
         plain = _class_of(spec, config)
         return plain.kind._from_config(plain.config(token_id), attn_implementation="eager")
 
-    name = found.kind.__name__
-    return class_difference(spec, llm, name, found.encoder_files, build_hf) or found
+    name = hf_class.kind.__name__
+    return class_difference(spec, llm, name, hf_class.encoder_files, build_hf) or hf_class
 
 
 def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
@@ -109,10 +109,10 @@ def exported_as(model: MultimodalModel) -> str:
         return COMPOSITES[model.composite.model_type].kind.__name__
     if not model.encoders:
         return type(model.llm.backbone).__name__
-    found = pair_class(model)
-    if isinstance(found, str):
-        return f"components without a common Hugging Face class: {found}"
-    return found.kind.__name__
+    hf_class = pair_class(model)
+    if isinstance(hf_class, str):
+        return f"components without a common Hugging Face class: {hf_class}"
+    return hf_class.kind.__name__
 
 
 def becomes_llava(family: EncoderFamily) -> bool:
@@ -168,7 +168,7 @@ def _encoder_problem(spec: EncoderSpec, llm: LlmModule) -> str:
 
 
 def _tower_problem(spec: EncoderSpec) -> str:
-    """Return why LLaVA does not have the tower of an encoder."""
+    """Return why LLaVA does not support an encoder."""
     kind = spec.config.model_type
     family = spec.family
     if family.modality == "audio":
@@ -188,7 +188,7 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
         image_seq_length=(patches_per_row(spec.config) // spec.shuffle) ** 2,
         downsample_ratio=1 / spec.shuffle,
         projector_hidden_act=spec.connector_act,
-        # -1 would be what passed the tower's last norm, if it has one.
+        # -1 would select the output of the last norm of the encoder, if it has one.
         vision_feature_layer=spec.family.layer_count(spec.config) + 1 + spec.feature_layer,
         vision_feature_select_strategy="default",
         tie_word_embeddings=llm.tie_word_embeddings,
@@ -198,7 +198,7 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
 def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
     vision = spec.config
     if spec.family.same_as_clip:
-        # The same tower under the name that `AutoModel` supports.
+        # The same encoder with the model type that `AutoModel` supports.
         settings = spec.config.to_dict()
         known = [k for k in CLIPVisionConfig().to_dict() if k in settings and k != "model_type"]
         vision = CLIPVisionConfig(**{key: settings[key] for key in known})
@@ -209,7 +209,7 @@ def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTraine
         image_seq_length=patches_per_row(spec.config) ** 2,
         projector_hidden_act=spec.connector_act,
         vision_feature_layer=spec.feature_layer,
-        # "default" drops the first output, which is a patch if the tower has no class token.
+        # "default" drops the first output, which is a patch if the encoder has no class token.
         vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
         tie_word_embeddings=llm.tie_word_embeddings,
     )

@@ -1,8 +1,8 @@
-"""Hugging Face's processors of composites: their classes, and what these look for.
+"""Hugging Face processor classes of multimodal models, with their settings and token names.
 
-A processor puts as many placeholders into a text as an image has tokens. How it counts them is in
-its own settings, and which tokens it writes it asks the tokenizer, by names that differ from class
-to class.
+A processor replaces the placeholder of an image by as many placeholders as the image has tokens.
+The processor settings determine their number. The tokens are attributes of the tokenizer, whose
+names differ between processor classes.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ _NO_SETTINGS = _constant()
 
 @dataclass(frozen=True)
 class Written:
-    """The processor of a composite."""
+    """The Hugging Face processor of a multimodal model."""
 
     processor: str
-    """Hugging Face's class."""
+    """Name of the processor class."""
     tokens: Mapping[str, str | None] = field(default_factory=dict)
-    """Name that it asks the tokenizer for -> the token, or the key of the config with its id; None:
-    the placeholder's."""
+    """Maps names of tokenizer attributes to the token, or to the config key with its id. None means
+    the image placeholder."""
     token_settings: tuple[str, ...] = ()
-    """Those of them that are settings of the processor as well."""
+    """Names in `tokens` that are also settings of the processor."""
     settings: Settings = _NO_SETTINGS
-    """Its own, from the composite's config (None: encoder and LLM are from separate sources)."""
+    """Function that returns the processor settings for config and encoders.
+
+    The config is None if encoder and LLM have separate sources.
+    """
     video: str = ""
-    """Class for clips, if it has one."""
+    """Name of the video processor class, or ""."""
     whole: Settings = _NO_SETTINGS
-    """Of its own image processor, so that it does to a picture what the tower's does: no tiles."""
+    """Function that returns image processor settings without tiles, as for the encoder alone."""
     adds_marks: bool = False
     """Whether the processor adds the tokens around a placeholder."""
     in_text: str = ""
-    """Name in `tokens` of the token that stands for an image in prompts, if not the placeholder."""
+    """Name in `tokens` of the token for an image in prompts, if it is not the placeholder."""
     adds_bos: bool = True
-    """Whether the begin token comes first, as in training."""
+    """Whether the processor adds the BOS token, as in training."""
     packages: tuple[str, ...] = ()
     """Packages that the processor requires in addition to transformers."""
     takes_text: bool = True
@@ -66,7 +69,7 @@ def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
 
 
 def _folded(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
-    # Its count is that of squares as large as a token's, without a class token.
+    # The processor counts patches of the size of a token, without a class token.
     (encoder,) = encoders
     return {
         "patch_size": side(encoder.spec.config.patch_size) * encoder.spec.shuffle,
@@ -150,7 +153,7 @@ _GEMMA4 = {
     "boi_token": "boi_token_id",
     "eoi_token": "eoi_token_id",
     "image_token": None,
-    # Its processor asks for marks of sounds, for pictures too; any will do.
+    # The processor always requires audio markers. Any tokens work for images.
     "boa_token": "boi_token_id",
     "eoa_token": "eoi_token_id",
 }
@@ -165,7 +168,7 @@ PIXTRAL = Written(
     "PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral, adds_marks=True, packages=_VIDEO
 )
 FOLDED = Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _folded)
-"""Of an InternVL whose parts are from separate sources."""
+"""Processor of an InternVL whose encoder and LLM have separate sources."""
 WRITTEN: dict[str, Written] = {
     "llava": Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _llava),
     "llava_next": Written("LlavaNextProcessor", _IMAGE, ("image_token",), _llava),
@@ -248,4 +251,4 @@ WRITTEN: dict[str, Written] = {
         "Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor", packages=_VIDEO
     ),
 }
-"""By Hugging Face's model_type."""
+"""Processors by Hugging Face model_type."""

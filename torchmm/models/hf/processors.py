@@ -1,13 +1,14 @@
-"""What an export needs beside weights: image processor, feature extractor, names of tokens.
+"""Processor files of an export: image processor, feature extractor and names of tokens.
 
-A model that began as files keeps their files. For another the settings that it was trained with are
-written as Hugging Face's processors read them: `preprocessor_config.json`, `processor_config.json`
-and, where a class reads clips, `video_preprocessor_config.json`; and the names of special tokens
-(`image_token`, `boi_token`, ...) by which a processor asks its tokenizer.
+A multimodal model with pretrained files keeps the processor files of its source. For other models,
+the training settings are written in the format of Hugging Face processors:
 
-Rejected: to build Hugging Face's processor here and let it save itself. Those that read clips need
-torchvision, others further packages, and some add tokens to the tokenizer that the LLM has no
-embeddings for.
+- `preprocessor_config.json` and `processor_config.json`
+- `video_preprocessor_config.json`, if the processor class supports videos
+- names of special tokens (`image_token`, `boi_token`, ...), which processors read from tokenizers
+
+Hugging Face processors are not built and saved, because many require torchvision or other packages.
+Some also add tokens to the tokenizer for which the LLM has no embeddings.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ VIDEO_FILE = "video_preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _SIZES = ("patch_size", "temporal_patch_size", "merge_size", "size", "image_mean", "image_std")
-"""Settings of an image processor that hold for frames of clips too."""
+"""Settings of an image processor that also apply to video frames."""
 _WHOLE = "CLIPImageProcessor"
 _SCALES = ("do_resize", "size", "resample", "do_rescale", "rescale_factor")
 _OF_WHOLE = (*_SCALES, "do_normalize", "image_mean", "image_std", "do_convert_rgb")
-"""Settings of an image processor that stretches pictures to one size and does nothing else."""
+"""Settings of an image processor that only resizes images to one size and normalizes them."""
 
 
 def save_processor(
     model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Writes them beside the tokenizer's files.
+    """Write the processor files next to the tokenizer files.
 
     Args:
-        model: one that is written as a whole.
-        directory: with the tokenizer's files.
+        model: Model that is exported as one Hugging Face class.
+        directory: Directory with the tokenizer files.
+        tokenizer: Tokenizer of the export.
     """
     encoders = model.encoder_modules()
     if not encoders:
@@ -66,8 +68,8 @@ def save_processor(
             # The class does not support tiles and rejects outputs that count them. This processor
             # does the same to a full image. vLLM reads a crop size from the one of LLaVA.
             of_tiles = processor.to_dict()
-            kept = {key: of_tiles[key] for key in _OF_WHOLE}
-            processor = _processor_class(_WHOLE)(**kept, crop_size=of_tiles["size"])
+            settings_of_resize = {key: of_tiles[key] for key in _OF_WHOLE}
+            processor = _processor_class(_WHOLE)(**settings_of_resize, crop_size=of_tiles["size"])
         processor.save_pretrained(directory)
         if settings:
             _put(before, {**settings, **json.loads(before.read_text())})
@@ -75,15 +77,15 @@ def save_processor(
     written = choose_processor(model)
     settings = written.settings(model.composite, encoders)
     tokens = name_tokens(written, model.composite, placeholder, tokenizer)
-    # Those that say how a placeholder is written are settings of the processor in some classes.
+    # In some classes, tokens around placeholders are also settings of the processor.
     settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
     _put(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
     cut = any(encoder.spec.tiles is not None for encoder in encoders)
     of_pictures = {} if cut else written.whole(model.composite, encoders)
     _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures})
     if written.video:
-        own = json.loads((directory / PREPROCESSOR_FILE).read_text())
-        sizes = {key: own[key] for key in _SIZES if key in own}
+        image_settings = json.loads((directory / PREPROCESSOR_FILE).read_text())
+        sizes = {key: image_settings[key] for key in _SIZES if key in image_settings}
         _put(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
     if model.composite is None and isinstance(model.text.image_token, str):
         template = template_for_parts(tokenizer, model.text.image_token)
@@ -95,20 +97,20 @@ def save_processor(
 
 
 def image_processor(encoder: EncoderModule) -> Any:
-    """Hugging Face's for an encoder's images or sounds, with the settings that it trains with."""
-    own = encoder.image_spec()
-    spec = own.tiles or own
+    """Return the Hugging Face image processor or feature extractor with the training settings."""
+    image_spec = encoder.image_spec()
+    spec = image_spec.tiles or image_spec
     return _processor_class(spec.processor_class)(**spec.processor)
 
 
 def _processor_class(name: str) -> Any:
-    """Hugging Face's, on Pillow if there is one."""
+    """Return a Hugging Face processor class, in its Pillow version if available."""
     plain = name.removesuffix("Fast").removesuffix("Pil")
     return getattr(transformers, f"{plain}Pil", None) or getattr(transformers, plain)
 
 
 def _copy(source: str, directory: Path) -> None:
-    """The files of a composite's directory or hub id."""
+    """Copy the processor files of a local directory or a Hub id."""
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
         file = Path(source) / name
         if not Path(source).is_dir():
@@ -116,7 +118,7 @@ def _copy(source: str, directory: Path) -> None:
             try:
                 file = Path(hf_hub_download(place, name, revision=revision))
             except (EntryNotFoundError, HFValidationError, OSError):
-                continue  # there is none
+                continue  # the file does not exist
         if file.is_file():
             shutil.copyfile(file, directory / name)
 
@@ -154,7 +156,7 @@ def name_tokens(
 
 
 def _put(file: Path, settings: Mapping[str, Any]) -> None:
-    """Adds settings to a JSON file."""
+    """Add settings to a JSON file, which may not exist yet."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     text = json.dumps({**before, **settings}, indent=2, sort_keys=True, ensure_ascii=False)
     file.write_text(text + "\n")

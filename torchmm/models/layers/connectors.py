@@ -32,6 +32,7 @@ class MlpConnector(nn.Module):
         self.linear_2 = nn.Linear(out_features, out_features, bias=bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         return self.linear_2(self.act(self.linear_1(hidden_states)))
 
 
@@ -92,6 +93,7 @@ class MergeMlpConnector(nn.Module):
         self.linear_2 = nn.Linear(out_features, out_features, bias=bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for concatenated patch features (K, n n D_in)."""
         x_KND = self.norm(hidden_states.unflatten(1, (-1, self.linear_1.in_features)))
         merged = self.patch_merger["merging_layer"](x_KND.transpose(1, 2).flatten(1))
         return self.linear_2(self.act(self.linear_1(merged)))
@@ -106,6 +108,7 @@ class NormMlpConnector(nn.Module):
         self.mlp = MlpConnector(in_features, out_features, act)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         return self.mlp(self.layer_norm(hidden_states))
 
 
@@ -117,6 +120,7 @@ class LinearConnector(nn.Module):
         self.linear = nn.Linear(in_features, out_features, bias=bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         return self.linear(hidden_states)
 
 
@@ -140,6 +144,7 @@ class ScaledLinearConnector(LinearConnector):
             self.std_scale = nn.Buffer(torch.empty(in_features))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         wide = hidden_states.float() * hidden_states.shape[-1] ** 0.5
         if self.standardized:
             wide = (wide - self.std_bias.float()) * self.std_scale.float()
@@ -158,6 +163,7 @@ class SoundProjection(nn.Module):
         self.proj2 = proj2
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         return self.proj2(self.act(self.proj1(hidden_states)))
 
 
@@ -173,6 +179,7 @@ class NormProjection(nn.Module):
         self.proj = proj
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for features (K, D_in)."""
         return self.proj(self.ln_post(hidden_states))
 
 
@@ -187,6 +194,7 @@ class PoolConnector(nn.Module):
         self.mm_soft_emb_norm = Gemma3RMSNorm(features, eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return embeddings (K, D_llm) for concatenated patch features (K, D_in)."""
         pooled = hidden_states.unflatten(-1, (self.neighbours, -1)).mean(-2)
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
 

@@ -60,7 +60,9 @@ class Part(NamedTuple):
     """Functions that select the shard of a rank from inputs and parameters of a linear layer."""
 
     of_input: Callable[[Tensor], Tensor]
+    """Prepare the input of the linear layer (..., I) for the matmul with A."""
     of_down: Callable[[Tensor], Tensor]
+    """Select the local shard of A (R, I)."""
     of_rows: Callable[[Tensor], Tensor]
     """Select rows of tensors with one row per output feature: B, magnitudes, W and b."""
     summed: Callable[[Tensor], Tensor]
@@ -74,6 +76,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 WHOLE = Part(_itself, _itself, _itself, _itself, biased=True)
+"""Selection for linear layers without tensor parallelism."""
 
 
 class Lora(nn.Module):

@@ -65,7 +65,7 @@ def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
     Backward may overwrite `logits_LV` (see `uses_fused_loss`). An operator that has saved them for
-    its own backward then raises the error of autograd about modified tensors.
+    backward then raises the error of autograd about modified tensors.
     """
     at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
     if at_once or _is_fused(logits_LV):  # chunks would not save memory
@@ -148,6 +148,7 @@ class ChunkHead(nn.Module):
         self._vocabulary = len(weight)
 
     def forward(self, rows_1ND: Tensor) -> Tensor:
+        """Return the logits (1, N, V) of rows (1, N, D), as a DTensor if the head is one."""
         product_1NV = _HeadProduct.apply(rows_1ND, self.local_VD.detach(), self.gradient_VD)
         if self.mesh is None:
             return product_1NV

@@ -36,12 +36,12 @@ class RotaryLimits:
     def __init__(self, config: Any) -> None:
         settings = rope_settings(config)
         self.switches = frozenset(
-            own["original_max_position_embeddings"]
-            for own in settings
-            if own.get("rope_type") == "longrope"
+            rope["original_max_position_embeddings"]
+            for rope in settings
+            if rope.get("rope_type") == "longrope"
         )
         """Lengths after which "longrope" uses its frequencies for long samples."""
-        is_dynamic = any("dynamic" in str(own.get("rope_type")) for own in settings)
+        is_dynamic = any("dynamic" in str(rope.get("rope_type")) for rope in settings)
         self.maximum: int | None = config.max_position_embeddings if is_dynamic else None
         """Maximum length of a sample, or None for no limit."""
 
@@ -58,7 +58,7 @@ class RotaryLimits:
 
 @contextmanager
 def sample_frequencies(text_model: nn.Module, lengths_T: Tensor) -> Iterator[None]:
-    """Let rotary modules of `text_model` select frequencies by the length of each sample.
+    """Select frequencies of rotary modules in `text_model` by the length of each sample.
 
     Args:
         text_model: Text model with the rotary modules.

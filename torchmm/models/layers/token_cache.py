@@ -89,12 +89,12 @@ class PackedCache(DynamicCache):
         """
         key = kept, window
         if key not in self._masks:
-            own = [min(length, window or length) for length in self.lengths]
+            visible = [min(length, window or length) for length in self.lengths]
             self._masks[key] = None
-            if min(own) < kept:
-                own_B = to_device(torch.tensor(own), self._device)
+            if min(visible) < kept:
+                visible_B = to_device(torch.tensor(visible), self._device)
                 back_S = torch.arange(kept - 1, -1, -1, device=self._device)
-                self._masks[key] = back_S < own_B[:, None]
+                self._masks[key] = back_S < visible_B[:, None]
         return self._masks[key]
 
     def update(
@@ -207,7 +207,12 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
 
 
 def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
-    """Return a prompt with more tokens, to be computed again as a whole."""
+    """Return a prompt with more tokens, whose keys and values are recomputed.
+
+    Args:
+        row: Packed sequence with one prompt.
+        tokens_N: (N,), int64, generated tokens.
+    """
     positions = row.position_ids
     following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
     following = following_N.expand(*positions.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""PaliGemma and Gemma 3: SigLIP, and attention in both directions among some tokens."""
+"""PaliGemma and Gemma 3: SigLIP encoders, and bidirectional attention of some tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchmm.models.families.tiling import PAN_AND_SCAN
 
 
 def take_paligemma(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part is not supported, or sizes differ.
+        ConfigError: A component is not supported, or sizes differ.
     """
     text = text_config(config)
-    # `both_ways` handles the bidirectional prompts that this declares; layers would instead drop
-    # causality altogether.
+    # `both_ways` implements bidirectional prompts. With this setting, layers would have no causal
+    # mask at all.
     text.use_bidirectional_attention = False
     problems = part_problems(config)
     if config.projection_dim != text.hidden_size:
@@ -46,10 +46,10 @@ def take_paligemma(config: Any) -> CompositeParts:
 
 
 def take_gemma3(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part is not supported, or tokens do not divide patches.
+        ConfigError: A component is not supported, or tokens do not divide patches.
     """
     text, vision = text_config(config), config.vision_config
     problems = part_problems(config)

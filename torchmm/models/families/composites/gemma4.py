@@ -1,6 +1,6 @@
-"""Gemma 4: images of any size, a mean of n x n patches to a token, one product.
+"""Gemma 4: images of any size, means of n x n patches as tokens, one linear layer as connector.
 
-Tokens of an image see each other in layers with a window only, where the config says so.
+If the config enables it, tokens of an image attend to each other in layers with a sliding window.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ GEMMA4_VISION = WeightFiles(
 
 
 def take_gemma4(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part is not supported.
+        ConfigError: A component is not supported.
     """
     text, vision = text_config(config), config.vision_config
     problems = part_problems(config, towers=("gemma4_vision",))

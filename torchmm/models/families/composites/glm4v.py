@@ -1,4 +1,4 @@
-"""GLM-4V: GLM-4.1V and GLM-4.6V, dense, and GLM-4.5V with experts; three-dimensional positions."""
+"""GLM-4.1V and GLM-4.6V (dense) and GLM-4.5V (mixture of experts), with M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ GLM_VISION = WeightFiles(
         ("tower.", "model.visual."),
     ),
 )
-_TIMES = {  # Hugging Face's processors write them; GLM-4.5V's is GLM-4.1V's
+_TIMES = {  # as in Hugging Face processors; GLM-4.5V has that of GLM-4.1V
     "glm4v": "{frames}{whole_s}",
     "glm4v_moe": "{frames}{whole_s}",
     "glm46v": "{frames}{first_s:.1f} seconds",
 }
-"""Groups of frames of a clip with their times, see `ClipText`."""
+"""Text of a group of video frames with its time, by model type (`ClipText`)."""
 _TEXTS = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
-"""Whose layers they have, by model_type of the text part."""
+"""Maps model types of the text component to LLM families with the same layers."""
 
 
 def take_glm4v(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part is not supported, or the sizes of tower and LLM differ.
+        ConfigError: A component is not supported, or the sizes of tower and LLM differ.
     """
     # The config of glm46v accepts any parts.
     part_family = "glm4v_moe" if config.model_type == "glm4v_moe" else "glm4v"

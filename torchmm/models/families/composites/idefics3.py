@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: tiles, n x n patches to a token, one linear."""
+"""Idefics3 and SmolVLM: tiles, n x n patches per token, one linear layer as connector."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ IDEFICS3_VISION = WeightFiles(
 
 
 def take_idefics3(config: Any) -> CompositeParts:
-    """Takes a config of Idefics3 or SmolVLM apart.
+    """Return the components of Idefics3 or SmolVLM from its config.
 
     Raises:
-        ConfigError: a part is not supported.
+        ConfigError: A component is not supported.
     """
     refuse(config, part_problems(config))
     around = Token("<fake_token_around_image>")
-    # Idefics3's own tokenizer spells it with several tokens.
+    # The tokenizer of Idefics3 has no such token and splits the text into several tokens.
     whole = Token("<global-img>", needed=False)
     return one_encoder(
         config,

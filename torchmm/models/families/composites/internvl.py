@@ -1,4 +1,4 @@
-"""InternVL: tiles, 2 x 2 patches to a token, norm and two linears."""
+"""InternVL: tiles, 2 x 2 patches per token, a connector of a norm and two linear layers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ INTERN_VISION = WeightFiles(
 
 
 def take_internvl(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part or a choice of features is not supported.
+        ConfigError: A component or a choice of features is not supported.
     """
     vision, layer = config.vision_config, config.vision_feature_layer
     problems = part_problems(config)

@@ -1,4 +1,4 @@
-"""LLaVA, on images of one size or with Pixtral's tower; LLaVA-NeXT and LLaVA-OneVision on tiles."""
+"""LLaVA with fixed-size images or the Pixtral encoder, and LLaVA-NeXT and -OneVision with tiles."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ LLAVA_NEXT_VISION = WeightFiles(
 
 
 def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Args:
-        unlisted: families of the parts that no table lists.
+        config: Config of the model.
+        unlisted: Verified families of unregistered components.
 
     Raises:
-        ConfigError: a part or a choice of features is not supported.
+        ConfigError: A component or a choice of features is not supported.
     """
     text, vision = text_config(config), config.vision_config
     family = unlisted.tower or ENCODER_FAMILIES.get(vision.model_type)
@@ -74,16 +75,17 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
 
 
 def take_llava_next(config: Any) -> CompositeParts:
-    """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles.
+    """Return the components of LLaVA-NeXT or LLaVA-OneVision, which are LLaVA with tiles.
 
     Raises:
-        ConfigError: a part or a choice of features is not supported, or tiles are not whole.
+        ConfigError: A component or a choice of features is not supported, or
+            resolutions are not multiples of the tile size.
     """
     parts = take_llava(config)
     tower = config.vision_config
-    seen = parts.encoders[VISION]
+    vision = parts.encoders[VISION]
     problems = []
-    if seen.family.has_class_token and not seen.settings["drop_class_token"]:
+    if vision.family.has_class_token and not vision.settings["drop_class_token"]:
         problems.append(
             "vision_feature_select_strategy = 'full' keeps the class token, which does not "
             "fit into a grid of patches; set it to 'default'"
@@ -106,9 +108,9 @@ def take_llava_next(config: Any) -> CompositeParts:
         tiling = replace(ONEVISION_TILES, most_tiles=int(most) if most.isdecimal() else 0)
     refuse(config, problems)
     pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
-    tiled = seen._replace(
+    tiled = vision._replace(
         files=LLAVA_NEXT_VISION,
-        settings={**seen.settings, "connector": "line_mlp"},
+        settings={**vision.settings, "connector": "line_mlp"},
         tiling=replace(tiling, overridden={"image_grid_pinpoints": pinpoints}),
     )
     return parts._replace(encoders={VISION: tiled})

@@ -1,4 +1,4 @@
-"""Mistral 3: Pixtral's tower, n x n patches to a token, a token at the end of every row."""
+"""Mistral 3: the Pixtral encoder, n x n patches per token, a token at the end of each row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchmm.models.families.text import TextConventions
 
 
 def take_mistral3(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: a part or a choice of features is not supported.
+        ConfigError: A component or a choice of features is not supported.
     """
     text = text_config(config)
     problems = part_problems(config, towers=("pixtral",))

@@ -1,13 +1,13 @@
-"""The thinkers of Omni models: towers for images and sounds, and an LLM that writes.
+"""Thinkers of Qwen Omni models: encoders for images, videos and audio, and an LLM.
 
-Qwen2.5-Omni has Qwen2's layers; Qwen3-Omni has experts and deepstack. What speaks (talker and
-vocoder) is left out: a run trains the thinker, and exports its class. Files of the whole model are
-read, their other weights left alone.
+Qwen2.5-Omni has Qwen2 layers. Qwen3-Omni has experts and DeepStack. The speech output (talker and
+vocoder) is omitted: a run trains and exports the thinker. Files of the full model can be read, and
+their other weights are ignored.
 
-Clips have a time position for each group of frames, and text continues behind the last of them: a
-whole number in Qwen2.5-Omni, with its fraction in Qwen3-Omni. A sound counts up as text does. Clips
-whose own sound is heard between their frames (`use_audio_in_video`) are not prepared: a clip and a
-sound are two media here.
+Positions. Each group of video frames has a time position, and text continues after the last one.
+Times are integers in Qwen2.5-Omni and fractional in Qwen3-Omni. Positions of audio increase as
+those of text. Interleaved audio of videos (`use_audio_in_video`) is not supported: a video and its
+audio are two separate media.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ _SOUND_3 = replace(
 
 
 def take_qwen2_5_omni(config: Any) -> CompositeParts:
-    """Takes a thinker's config apart.
+    """Return the components of a thinker from its config.
 
     Raises:
-        ConfigError: the sizes of towers and LLM differ.
+        ConfigError: The sizes of encoders and LLM differ.
     """
     _check(config, [])
     family = LlmFamily(
@@ -97,10 +97,10 @@ def take_qwen2_5_omni(config: Any) -> CompositeParts:
 
 
 def take_qwen3_omni(config: Any) -> CompositeParts:
-    """Takes a thinker's config apart.
+    """Return the components of a thinker from its config.
 
     Raises:
-        ConfigError: the sizes of towers and LLM differ, or the tapped layers are impossible.
+        ConfigError: The sizes of encoders and LLM differ, or the tapped layers are impossible.
     """
     _check(config, tap_problems(config))
     family = LLM_FAMILIES["qwen3_moe"]
@@ -121,23 +121,29 @@ def take_qwen3_omni(config: Any) -> CompositeParts:
 
 
 def _check(config: Any, problems: list[str]) -> None:
-    """Refuses what neither of the two can be, and what has further problems.
+    """Check the installed transformers version and the sizes of an Omni model.
+
+    Args:
+        config: Config of the thinker.
+        problems: Other problems to report.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: At least one problem exists.
     """
-    if not hasattr(modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel"):  # Qwen3's came with it
+    if not hasattr(
+        modeling_qwen2_5_omni, "Qwen2_5OmniThinkerModel"
+    ):  # same release as the class of Qwen3
         raise ConfigError(
             f"[model] {config.model_type}: transformers {transformers.__version__} builds "
             "this model differently; install 5.23"
         )
     problems = width_problems(config, "out_hidden_size") + problems
-    given = config.audio_config.output_dim
-    wanted = config.text_config.hidden_size
-    if given != wanted:
+    output_size = config.audio_config.output_dim
+    hidden_size = config.text_config.hidden_size
+    if output_size != hidden_size:
         problems.append(
-            f"audio_config.output_dim = {given} differs from text_config.hidden_size = "
-            f"{wanted}; set them to the same value"
+            f"audio_config.output_dim = {output_size} differs from text_config.hidden_size = "
+            f"{hidden_size}; set them to the same value"
         )
     refuse(config, problems)
 
@@ -148,11 +154,12 @@ def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderPart:
 
 
 def _text(config: Any, begin: str, end: str) -> TextConventions:
-    """How media appear in the text.
+    """Return the text conventions for media.
 
     Args:
-        begin: token before a medium, with a place for its kind.
-        end: token after it.
+        config: Config of the thinker.
+        begin: Token before a medium, with {} for its type.
+        end: Token after a medium, with {} for its type.
     """
     return TextConventions(
         config.image_token_id,
@@ -168,6 +175,6 @@ def _text(config: Any, begin: str, end: str) -> TextConventions:
 
 
 def _mark(config: Any, name: str, token: str) -> int | Token:
-    """By its id, if the config has it: Hugging Face's classes know some of the four only."""
+    """Return the id of a token from the config, or the token if the config lacks its id."""
     token_id = getattr(config, f"{name}_token_id", None)
     return Token(token) if token_id is None else token_id

@@ -1,4 +1,4 @@
-"""What every composite says about its parts, and what several of them have in common."""
+"""Components of multimodal Hugging Face models (composites), and helpers for several of them."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ LLAVA_VISION = WeightFiles(
     ),
 )
 ROW_MARKS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("[IMG_BREAK]")}
-"""How images of Pixtral's tower appear in the text, for `TextConventions`."""
+"""Arguments of `TextConventions` for images of the Pixtral encoder."""
 PAIR_PROCESSOR = "LlavaProcessor"
-"""Hugging Face's processor of images as encoder and LLM from separate sources have them."""
+"""Hugging Face processor of models with encoder and LLM from separate sources."""
 _CAPS = ("paligemma", "gemma4")
-"""Composites that apply `final_logit_softcapping` of the LLM."""
+"""Model types that apply `final_logit_softcapping` of the LLM."""
 
 
 class EncoderPart(NamedTuple):
-    """What a composite config says about one of its encoders."""
+    """An encoder of a multimodal model."""
 
     config: PreTrainedConfig
     family: EncoderFamily
     files: WeightFiles
     settings: dict[str, Any]
-    """Further ones of the `EncoderSpec`."""
+    """Other fields of the `EncoderSpec`."""
     tiling: Tiling | None = None
-    """How the composite's image processor cuts pictures, if it can."""
+    """Tiling of images by the image processor, or None without tiles."""
 
 
 class CompositeParts(NamedTuple):
-    """What a composite config says about its parts."""
+    """The components of a multimodal model."""
 
     llm_config: PreTrainedConfig
     llm_family: LlmFamily
     llm_files: WeightFiles
     encoders: dict[str, EncoderPart]
-    """By name, `VISION` first if it sees."""
+    """Encoders by name, with `VISION` first if the model has it."""
     text: TextConventions
 
     def without_marks(self) -> CompositeParts:
-        """The same with placeholders alone in the text, and whole pictures."""
+        """Return the components with only placeholders in the text, and without tiles."""
         encoders = {name: part._replace(tiling=None) for name, part in self.encoders.items()}
         text = TextConventions(self.text.image_token)
         return self._replace(encoders=encoders, text=text)
@@ -87,14 +87,17 @@ def one_encoder(
     files: tuple[WeightFiles, WeightFiles] = (LLAVA_VISION, LLAVA_LLM),
     tiling: Tiling | None = None,
 ) -> CompositeParts:
-    """Return the parts of a composite with a vision encoder.
+    """Return the components of a multimodal model with one vision encoder.
 
     Args:
-        llm: configuration of the LLM.
-        settings: fields of the `EncoderSpec`.
-        family: defaults to the family of the vision config.
-        llm_family: defaults to the family of `llm`.
-        files: weights of the encoder and of the LLM.
+        config: Config of the multimodal model.
+        llm: Config of the LLM.
+        text: Conventions for images in text.
+        settings: Fields of the `EncoderSpec`.
+        family: Family of the encoder. Defaults to the family of the vision config.
+        llm_family: Family of the LLM. Defaults to the family of `llm`.
+        files: Weight files of the encoder and of the LLM.
+        tiling: Tiling of images, or None.
     """
     vision = config.vision_config
     family = family or ENCODER_FAMILIES[vision.model_type]
@@ -104,14 +107,14 @@ def one_encoder(
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of the LLM. The composite decides whether the head is tied."""
+    """Return the config of the LLM, with `tie_word_embeddings` of the multimodal model."""
     text = copy.deepcopy(config.text_config)
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
 class Unlisted(NamedTuple):
-    """Families of a composite's parts that no table lists, where it takes any parts."""
+    """Verified families of unregistered components, for models that support any components."""
 
     tower: EncoderFamily | None = None
     llm: LlmFamily | None = None
@@ -126,11 +129,13 @@ def part_problems(
     also: Sequence[str] = (),
     unlisted: Unlisted = ALL_LISTED,
 ) -> list[str]:
-    """Parts that are not supported.
+    """Return messages for the components that are not supported.
 
     Args:
-        towers: those that the composite can have; empty: all on images of a fixed size.
-        also: further ones.
+        config: Config of the multimodal model.
+        towers: Model types of supported encoders. If empty, all encoders of fixed-size images.
+        also: Additional model types.
+        unlisted: Verified families of unregistered components.
     """
     vision = getattr(config.vision_config, "model_type", None)
     problems = llm_problems(config, unlisted)
@@ -145,7 +150,7 @@ def part_problems(
 
 
 def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
-    """Return the problems of the LLM of a composite."""
+    """Return the problems of the LLM of a multimodal model."""
     text = config.text_config.model_type
     problems = []
     family = unlisted.llm or LLM_FAMILIES.get(text)
@@ -161,10 +166,10 @@ def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
 
 
 def refuse(config: Any, problems: list[str]) -> None:
-    """All problems of a composite, as one error if there are any.
+    """Raise an error with all problems of a multimodal model, if any.
 
     Raises:
-        ConfigError: there are.
+        ConfigError: The list of problems is not empty.
     """
     if problems:
         raise ConfigError([f"[model] {config.model_type}: {problem}" for problem in problems])

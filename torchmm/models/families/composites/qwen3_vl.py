@@ -1,5 +1,7 @@
-"""Qwen3-VL and Qwen3.5, dense and with experts: interleaved three-dimensional positions, times as
-text; Qwen3-VL with deepstack, Qwen3.5 with gated delta nets."""
+"""Qwen3-VL and Qwen3.5, dense and mixture of experts, with interleaved M-RoPE and times as text.
+
+Qwen3-VL has DeepStack, and Qwen3.5 has gated delta nets.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _TEXTS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-QWEN3_STYLES = {  # Qwen3-VL's dense config has no plan, and that of experts leaves the norms out
+QWEN3_STYLES = {  # dense Qwen3-VL has no plan, and the plan with experts omits norms
     **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
     "self_attn.o_proj": "rowwise",
     "self_attn.q_norm": "replicated_with_grad_allreduce",
@@ -46,10 +48,10 @@ QWEN3_STYLES = {  # Qwen3-VL's dense config has no plan, and that of experts lea
 
 
 def take_qwen3_vl(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: the sizes of tower and LLM differ, or the tapped layers are impossible.
+        ConfigError: The sizes of encoder and LLM differ, or the tapped layers are impossible.
     """
     refuse(config, width_problems(config, "out_hidden_size") + tap_problems(config))
     family = LLM_FAMILIES[_TEXTS[config.model_type]]
@@ -78,20 +80,20 @@ def _taps(vision: Any) -> list[int]:
 
 
 def tap_problems(config: Any) -> list[str]:
-    """What is wrong with the layers of the tower whose outputs the LLM gets."""
+    """Return the problems of the DeepStack layer indices of the encoder."""
     vision = config.vision_config
     text = config.text_config
-    found = []
+    problems = []
     taps = _taps(vision)
     rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
     if not rises:
-        found.append(
+        problems.append(
             f"vision_config.deepstack_visual_indexes = {taps} must be increasing indices of "
             f"the {vision.depth} encoder layers, counted from 0; correct them"
         )
     if len(taps) > text.num_hidden_layers:
-        found.append(
+        problems.append(
             f"vision_config.deepstack_visual_indexes = {taps} has more entries than the "
             f"{text.num_hidden_layers} layers of the LLM; remove entries"
         )
-    return found
+    return problems

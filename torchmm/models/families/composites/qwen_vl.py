@@ -1,4 +1,4 @@
-"""Qwen's vision-language models, whose towers take images of any size and merge patches."""
+"""Qwen2-VL and Qwen2.5-VL, whose encoders support images of any size and merge patches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ QWEN_VISION = WeightFiles(
 
 
 def build_without_towers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a composite without its towers: Hugging Face has no causal LM of the text part."""
+    """Build a multimodal model without its encoders.
+
+    Hugging Face has no causal LM class for the text component.
+    """
     model: Any = AutoModelForImageTextToText.from_config(
         config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
     )
@@ -51,19 +54,19 @@ def build_without_towers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
 
 
 def width_problems(config: Any, key: str) -> list[str]:
-    """What is wrong if the tower's outputs, `vision_config.key` wide, do not fit the LLM."""
-    given = getattr(config.vision_config, key)
-    wanted = config.text_config.hidden_size
-    if given == wanted:
+    """Return the problem if the output size `vision_config.key` does not fit the LLM."""
+    output_size = getattr(config.vision_config, key)
+    hidden_size = config.text_config.hidden_size
+    if output_size == hidden_size:
         return []
     return [
-        f"vision_config.{key} = {given} differs from text_config.hidden_size = {wanted}; set "
-        "them to the same value"
+        f"vision_config.{key} = {output_size} differs from text_config.hidden_size = "
+        f"{hidden_size}; set them to the same value"
     ]
 
 
 def qwen_text(config: Any) -> TextConventions:
-    """How images and clips appear in the text of all of them."""
+    """Return the text conventions for images and videos of Qwen-VL models."""
     return TextConventions(
         config.image_token_id,
         prefix=(config.vision_start_token_id,),
@@ -75,10 +78,10 @@ def qwen_text(config: Any) -> TextConventions:
 
 
 def take_qwen_vl(config: Any) -> CompositeParts:
-    """Takes a config apart.
+    """Return the components of a multimodal model from its config.
 
     Raises:
-        ConfigError: the sizes of tower and LLM differ.
+        ConfigError: The sizes of encoder and LLM differ.
     """
     key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
     refuse(config, width_problems(config, key))

@@ -1,11 +1,13 @@
-"""Models that hear and write: Voxtral, Qwen2-Audio, Audio Flamingo 3. Their one encoder is "audio".
+"""Audio LLMs: Voxtral, Qwen2-Audio and Audio Flamingo 3. Their only encoder is "audio".
 
-How their processors write a sound, apart from its placeholders: Voxtral's (mistral-common) puts
-`[BEGIN_AUDIO]` before it. Qwen2-Audio's puts nothing, but its documentation and its chat template
-put `<|audio_bos|>` and `<|audio_eos|>` around each, and in chats a number and the end of the line.
-Audio Flamingo 3's puts nothing.
+Tokens around the placeholders of an audio:
 
-None of the three ties its head to the embeddings, whatever the config says.
+- Voxtral (mistral-common): `[BEGIN_AUDIO]` before it.
+- Qwen2-Audio: its processor adds none. Its documentation and chat template add `<|audio_bos|>` and
+  `<|audio_eos|>` around each audio. Chats also have the index of the audio and a line break.
+- Audio Flamingo 3: none.
+
+None of these models ties the head to the embeddings, regardless of the config.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torchmm.models.layered import WeightFiles
 
 _LLM = replace(
     LLAVA_LLM,
-    # The first as transformers 5.17 to 5.21 write it.
+    # The first prefix is that of files from transformers 5.17 to 5.21.
     renames=((r"language_model\.model\.model\.", "backbone.model."), *LLAVA_LLM.renames),
 )
 SOUND_FILES = WeightFiles(
@@ -43,14 +45,17 @@ SOUND_FILES = WeightFiles(
     ),
 )
 _GROUP = 4
-"""Positions that are one token of Voxtral's."""
+"""Number of positions per token in Voxtral."""
 
 
 def take_voxtral(config: Any) -> CompositeParts:
-    """Two linears, behind four positions each.
+    """Return the components of Voxtral, whose connector has two linear layers.
+
+    Each token has the features of four positions.
 
     Raises:
-        ConfigError: a part is not supported, or sizes do not allow groups of four.
+        ConfigError: A component is not supported, or the sizes do not allow
+            groups of four positions.
     """
     audio = config.audio_config
     problems = []
@@ -80,10 +85,10 @@ def take_voxtral(config: Any) -> CompositeParts:
 
 
 def take_qwen2_audio(config: Any) -> CompositeParts:
-    """One linear.
+    """Return the components of Qwen2-Audio, whose connector is one linear layer.
 
     Raises:
-        ConfigError: a part is not supported.
+        ConfigError: A component is not supported.
     """
     text = TextConventions(
         config.audio_token_id,
@@ -95,10 +100,10 @@ def take_qwen2_audio(config: Any) -> CompositeParts:
 
 
 def take_audioflamingo3(config: Any) -> CompositeParts:
-    """Two linears.
+    """Return the components of Audio Flamingo 3, whose connector has two linear layers.
 
     Raises:
-        ConfigError: a part is not supported.
+        ConfigError: A component is not supported.
     """
     settings = {
         "connector_act": config.projector_hidden_act,
@@ -118,11 +123,11 @@ def _take(
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False
     family = ENCODER_FAMILIES[tower].variant(audio)
-    heard = EncoderPart(audio, family, SOUND_FILES, settings)
+    part = EncoderPart(audio, family, SOUND_FILES, settings)
     return CompositeParts(
         llm_config=llm,
         llm_family=LLM_FAMILIES[llm.model_type],
         llm_files=_LLM,
-        encoders={AUDIO: heard},
+        encoders={AUDIO: part},
         text=text,
     )

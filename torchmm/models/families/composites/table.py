@@ -1,9 +1,9 @@
-"""Composite Hugging Face models, taken apart into encoders ("vision", "audio") and the LLM.
+"""Registered multimodal Hugging Face models, split into encoders ("vision", "audio") and the LLM.
 
-Each composite says which Hugging Face configs its parts have and how its checkpoints name them;
-everything else is the same as for an encoder combined with an LLM by hand. Both old and new names
-of checkpoints on the hub are read. Rejected: running the composite's own forward, which pads
-images, has one device for both parts and cannot be cut into stages.
+For each model type, a function returns the configs of the components and their names in
+checkpoints. All other code is shared with models whose encoder and LLM have separate sources. Both
+old and new names of checkpoints on the Hub are supported. The forward of the multimodal class is
+not used: it pads images, requires one device for all components, and cannot be split into stages.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from torchmm.models.families.composites.speech import (
 
 
 class Composite(NamedTuple):
-    """A family of composite models."""
+    """A registered type of multimodal models."""
 
     kind: type[PreTrainedModel]
-    """Hugging Face's class."""
+    """Hugging Face class."""
     take: Callable[..., CompositeParts]
-    """Takes its config apart."""
+    """Function that returns the components for a config."""
     takes_any: bool = False
-    """Whether its tower and its LLM may be of any type that `AutoModel` builds; `take` then wants
-    the families of those that no table lists, too."""
+    """Whether encoder and LLM may have any type that `AutoModel` builds. `take` then also receives
+    the verified families of unregistered components."""
 
 
 COMPOSITES: dict[str, Composite] = {
@@ -99,4 +99,4 @@ COMPOSITES: dict[str, Composite] = {
     "glm4v_moe": Composite(Glm4vMoeForConditionalGeneration, take_glm4v),
     "glm46v": Composite(Glm46VForConditionalGeneration, take_glm4v),
 }
-"""Supported composites by Hugging Face model_type."""
+"""Registered multimodal models by Hugging Face model_type."""

@@ -183,7 +183,7 @@ class Wav2Vec2Family(SoundFamily):
         return Wav2Vec2StableFamily() if config.do_stable_layer_norm else self
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """Return (values read per output, outputs per patch) of the convolutions and the projection."""
+        """Return (values read per output, outputs per patch) of the convolutions."""
         config = tower.config
         inputs, positions, sizes = 1, self.patch_size(config), []
         layers = zip(config.conv_dim, config.conv_kernel, config.conv_stride, strict=True)

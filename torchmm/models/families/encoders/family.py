@@ -49,7 +49,7 @@ def patches_per_row(config: Any) -> int:
 
 
 class EncoderFamily:
-    """The base class of all encoder families. Defaults are those of CLIP, with fixed-size images."""
+    """The base class of all encoder families. Defaults are those of CLIP."""
 
     modality: Literal["image", "audio"] = "image"
     inputs: Literal["fixed", "patches"] = "fixed"
@@ -90,7 +90,7 @@ class EncoderFamily:
     merger_norms: tuple[str, ...] = ()
     """Submodules of the merger that apply a norm before their linear layers."""
     splits_clips = False
-    """Whether each group of frames of a video is a separate image, if patches span several frames."""
+    """Whether each group of video frames is a separate image, if patches span several frames."""
     pooled = 1
     """Number of consecutive audio positions that `finish` averages into one."""
     merger: tuple[str, ...] = ()
@@ -136,12 +136,12 @@ class EncoderFamily:
         return merger
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """Return (input features, output features) of the linear layers per patch before the layers."""
+        """Return (input, output features) of the linear layers per patch before the layers."""
         weight = tower.get_submodule(self.patch_embedding).weight
         return ((weight.numel() // len(weight), len(weight)),)
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
-        """Return the layer inputs that depend only on the grids, such as segments and rotary tables."""
+        """Return layer inputs that depend only on the grids, such as segments and rotary tables."""
         return None
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:

@@ -56,7 +56,7 @@ class Gemma4VisionFamily(EncoderFamily):
 
     def variant(self, config: Any) -> EncoderFamily:
         refuse_clipping(config)
-        # Features for other LLMs are not standardized. Exported configs of the pair also disable it.
+        # Features for other LLMs are not standardized. Exported configs also disable it.
         config.standardize = False
         return self
 
@@ -125,7 +125,7 @@ class Gemma4VisionFamily(EncoderFamily):
 
 
 def refuse_clipping(config: Any) -> None:
-    """Reject configs whose linear layers clip inputs and outputs.
+    """Reject configs whose linear layers clamp inputs and outputs.
 
     Raises:
         ConfigError: The config enables clipping.

@@ -1,4 +1,4 @@
-"""What differs between families of causal LMs."""
+"""The class `LlmFamily` with the differences between families of causal LMs."""
 
 from __future__ import annotations
 
@@ -24,75 +24,81 @@ GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-"""From Gemma 2 on."""
+"""Norms of a layer, from Gemma 2 on."""
 NormPlace = Literal["before", "behind", "around", "shared"]
-"""See `LayerDescription.norm_place`."""
+"""Position of norms in a layer (`LayerDescription.norm_place`)."""
 
 
 @dataclass(frozen=True)
 class LlmFamily:
-    """What differs between families of causal LMs."""
+    """The properties of a family of causal LMs."""
 
     build: Callable[[PreTrainedConfig, torch.dtype], PreTrainedModel] = _build_causal_lm
+    """Function that builds the Hugging Face model from config and dtype."""
     text_model: str = "model"
-    """Name of the part with embedding, layers and norm."""
+    """Name of the submodule with embedding, layers and final norm."""
     layers: str = "layers"
+    """Name of the layer list in the text model."""
     embedding: str = "embed_tokens"
+    """Name of the embedding in the text model."""
     final_norm: str = "norm"
-    """Names of those in it; "": there is none."""
+    """Name of the final norm in the text model, or "" without one."""
     head: str = "lm_head"
-    """Name of the head in the whole."""
+    """Name of the head in the full model."""
     logits_to_keep: bool = True
-    """Whether the whole's forward can compute the logits of some positions only."""
+    """Whether the forward of the full model can compute logits of selected positions only."""
     listed: bool = True
-    """Whether it is in the table; otherwise the extension `auto_models` proved what is
-    claimed of it, which tensor parallelism is not part of."""
+    """Whether the family is registered. Otherwise, the extension `auto_models` has verified it,
+    without tensor parallelism."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms of a layer whose input or output is added to the residual stream."""
+    """Names of the norms of a layer that read or write the residual stream."""
     norm_kind: Literal["centred"] | None = None
-    """Kind of norms, if neither RMSNorm nor torch's LayerNorm, see `LayerDescription`."""
+    """Type of the norms, if neither RMSNorm nor LayerNorm of torch (`LayerDescription`)."""
     norm_place: NormPlace = "before"
+    """Position of the norms (`LayerDescription.norm_place`)."""
     more_norms: int = 0
-    """Norms beside the usual ones of that place, see `LayerDescription`."""
+    """Number of norms in addition to the usual ones (`LayerDescription`)."""
     norms_of_same: int = 0
-    """How many of them read what another norm reads."""
+    """Number of additional norms whose input another norm also reads."""
     router_norm: bool = False
-    """See `LayerDescription`."""
+    """Whether the router has a norm (`LayerDescription`)."""
     norm_weight_float32: bool = False
-    """Whether norms return to the compute dtype only after their weights."""
+    """Whether norms multiply by their weights in float32, before the cast to the compute dtype."""
     rotary_float32: bool = False
     """Whether queries and keys are rotated in float32."""
     multiplier: str | None = None
-    """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
-    later stages, where that input is a hidden state."""
+    """Attribute of the text model that scales `inputs_embeds`, or None. It is set to 1 on later
+    stages, whose input is a hidden state."""
     gated_ffn: bool = True
-    """Whether the feed-forward network has a gate: three weight matrices instead of two."""
+    """Whether the MLP has a gate, with three weight matrices instead of two."""
     activation: str = ""
-    """Function inside it, if it is not the one that the config names, see `LayerDescription`."""
+    """Activation of the MLP, if it differs from the config (`LayerDescription`)."""
     packed_qkv: bool = False
-    """Whether one linear computes queries, keys and values."""
+    """Whether one linear layer computes queries, keys and values."""
     output_gate: bool = False
-    """Whether the queries' linear also gives a gate of attention's result."""
+    """Whether the query projection also computes a gate of the attention output."""
     both_ways: Literal["images", "images in windows", "prompts"] | None = None
-    """Tokens with bidirectional attention: those of an image (in all layers, or in those with a
-    window), or all before the first target of a sample."""
+    """Tokens with bidirectional attention, or None: tokens of an image (in all layers or in layers
+    with a sliding window), or the prompt up to the first target of a sample."""
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
     old_names: tuple[tuple[str, str], ...] = ()
+    """Old names in files (`WeightFiles.old_names`)."""
     stacked_experts: bool = False
-    """How files differ from the model, see `WeightFiles`."""
+    """Whether files have stacked experts (`WeightFiles.stacked_experts`)."""
     taps: int = 0
-    """Blocks of features that a composite's encoder gives beside its features, and that are added
-    behind as many of the first layers, see `torchmm.models.layers.deepstack`."""
+    """Number of DeepStack feature blocks, which are added after the first layers
+    (`torchmm.models.layers.deepstack`)."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
-    """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
+    """Tensor-parallel styles of submodules of a layer that override the Hugging Face plan. ""
+    disables sharding."""
     choose: Callable[[LlmFamily, Any], LlmFamily] | None = None
-    """See `variant`."""
+    """Function for `variant`, or None."""
 
     def variant(self, config: Any) -> LlmFamily:
-        """The family for `config`: models of one type may have different layers.
+        """Return the family for `config`, because models of one type may have different layers.
 
         Raises:
-            ConfigError: the family has no part for it.
+            ConfigError: The family does not support the config.
         """
         return self if self.choose is None else self.choose(self, config)

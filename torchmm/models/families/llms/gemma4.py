@@ -1,12 +1,12 @@
-"""Gemma 4: global layers with heads of their own size, and experts beside the feed-forward part.
+"""Gemma 4: global layers with a different head size, and experts in addition to a dense MLP.
 
-Most layers attend within a window; every sixth to everything, with larger heads, fewer of them for
-keys, and in large models with keys for values. In the mixture every layer has experts *and* a
-feed-forward part, whose outputs are added.
+Most layers have sliding-window attention. Every sixth layer attends to all tokens, with larger
+heads and fewer key heads. In large models these layers use keys as values. In the
+mixture-of-experts model, each layer adds the outputs of experts and of a dense MLP.
 
-The small models (E2B, E4B) are refused: their last layers attend to keys and values of earlier
-layers, and every layer adds a second embedding of the tokens. Both would have to travel with the
-hidden states from stage to stage, and a message between stages of an LLM is one tensor.
+The small models (E2B, E4B) are not supported. Their last layers attend to keys and values of
+preceding layers, and each layer adds a second token embedding. Pipeline stages would have to send
+both with the hidden states, but a message between LLM stages is one tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _choose(family: LlmFamily, config: Any) -> LlmFamily:
         family,
         norms=(*family.norms, *_EXPERT_NORMS),
         more_norms=len(_EXPERT_NORMS),
-        norms_of_same=1,  # "pre_feedforward_layernorm" and its second, as the router's own
+        norms_of_same=1,  # both pre-feedforward norms read the same input, as does the router norm
         router_norm=True,
         tensor_parallel={
             "router": "sequence",

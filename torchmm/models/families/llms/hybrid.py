@@ -1,7 +1,7 @@
-"""LLMs whose layers differ in kind: few have attention, most something that keeps less.
+"""Hybrid LLMs: few layers have attention, and most have a mixer with a smaller state.
 
-Qwen3-Next and Qwen3.5 have gated delta nets, and attention with a gate; one feed-forward part, or
-experts, beside which one shared expert sees all tokens. LFM2 has short convolutions.
+Qwen3-Next and Qwen3.5 have gated delta nets and attention with an output gate. Their MLPs are
+dense, or have routed experts and one shared expert. LFM2 has short convolutions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _build_lfm2(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    if "kwargs" not in signature(Lfm2ShortConv.forward).parameters:  # layers hand nothing on
+    if (
+        "kwargs" not in signature(Lfm2ShortConv.forward).parameters
+    ):  # layers do not pass keyword arguments
         raise ConfigError(
             f"[model] lfm2: layers of transformers {transformers.__version__} do not pass "
             "sample boundaries to their convolutions; install 5.23"
@@ -39,15 +41,15 @@ def _build_lfm2(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     return _build(config, dtype)
 
 
-_DELTA_STYLES = {  # Hugging Face's plan computes delta nets whole on every rank
+_DELTA_STYLES = {  # the Hugging Face plan replicates delta nets
     "linear_attn": "delta_net",
-    "linear_attn.in_proj_qkv": "",  # part of the style of what contains it
+    "linear_attn.in_proj_qkv": "",  # included in the style of the parent
     "linear_attn.in_proj_z": "colwise",
     "linear_attn.in_proj_b": "colwise",
     "linear_attn.in_proj_a": "colwise",
     "linear_attn.out_proj": "rowwise",
 }
-_INTERLEAVED_STYLES = {  # rows of a key head are neighbours
+_INTERLEAVED_STYLES = {  # rows of a key head are adjacent
     "linear_attn": "delta_net",
     "linear_attn.in_proj_qkvz": "colwise",
     "linear_attn.in_proj_ba": "colwise",
@@ -58,7 +60,7 @@ _EXPERT_STYLES = {
     "mlp.experts": "",
     "mlp.experts.gate_up_proj": "",
     "mlp.experts.down_proj": "",
-    # Part of the style of what contains them, as they share its input and its sum over ranks.
+    # Included in the style of the parent, which shares its input and its reduction.
     "mlp.shared_expert.gate_proj": "",
     "mlp.shared_expert.up_proj": "",
     "mlp.shared_expert.down_proj": "",
@@ -84,7 +86,7 @@ LFM2 = LlmFamily(
         "self_attn.q_layernorm": "replicated_with_grad_allreduce",
         "self_attn.k_layernorm": "replicated_with_grad_allreduce",
         "conv": "short_convolution",
-        "conv.in_proj": "",  # part of the style of what contains it
+        "conv.in_proj": "",  # included in the style of the parent
         "conv.out_proj": "rowwise",
         "feed_forward.w1": "colwise",
         "feed_forward.w3": "colwise",

@@ -17,20 +17,20 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_
 
 
 def own_logits(config: PreTrainedConfig, family: LlmFamily, *, caps: bool = False) -> str:
-    """Return how an LLM changes its logits before or after the head, or "" if it does not.
+    """Return a description of changes to logits before or after the head, or "".
 
-    Hugging Face composites have a separate head and omit such a change. A small random copy of the
-    LLM shows it, because it depends on settings as well as on the class.
+    Multimodal Hugging Face classes have a separate head and omit such a change. A small random copy
+    of the LLM shows it, because it depends on settings as well as on the class.
 
     Args:
         config: Config of the causal LM.
         family: Family with the names of the parts.
-        caps: Whether the composite applies `final_logit_softcapping` itself.
+        caps: Whether the multimodal class applies `final_logit_softcapping` itself.
     """
     settings = config.to_dict()
     values = {key: settings[key] for key in _LOGIT_KEYS if settings.get(key) not in (None, 1)}
     names = family.text_model, family.layers, family.head
-    if getattr(config, "is_heterogeneous", False):  # has no small copy
+    if getattr(config, "is_heterogeneous", False):  # no small copy
         return "" if caps else "has layers of different sizes and may cap its logits"
     if not _changes_logits(json.dumps(settings, sort_keys=True, default=str), names, caps):
         return ""

@@ -1,10 +1,11 @@
-"""What a decoder layer's products with weights are, read from its modules instead of its config.
+"""Shapes of the matmuls of a decoder layer, read from its modules instead of its config.
 
-Configs name the same size in many ways (`moe_topk`, `num_experts_per_tok`; `intermediate_size` of
-experts here and of dense layers there), and layers of one model differ: the first ones are dense,
-some have shared experts beside those that a router chooses among. The modules say it without names.
-Rejected: a function of the config for each family, which is wrong without notice as soon as a
-family gains an option."""
+Configs have many names for the same size (`moe_topk`, `num_experts_per_tok`), and
+`intermediate_size` may be that of experts or of dense layers. Layers of one model also differ: the
+first layers may be dense, and some have shared experts. The modules have the shapes independent of
+names. A function of the config for each family would silently become wrong if a family adds an
+option.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +27,32 @@ _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", 
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """The attention of a layer, or what it has in its place; None: one of an unknown name."""
+    """Return the attention or other token mixer of a layer, or None if its name is unknown."""
     return next((getattr(layer, name) for name in _ATTENTIONS if hasattr(layer, name)), None)
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
-    """Those that a router chooses among, whose weights are tensors of all of them."""
+    """Return the expert module of a layer, whose weights are stacked, or None."""
     return next(iter(expert_parts([layer])), None)
 
 
 def expert_count(layer: nn.Module) -> int:
-    """Experts among which a router chooses; 0: none."""
+    """Return the number of routed experts of a layer, or 0."""
     experts = experts_of(layer)
     return 0 if experts is None else len(stacked_weights(experts)[0])
 
 
 def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str, Any]:
-    """The fields of a `LayerDescription` about products with weights, attention's usual four
-    aside."""
+    """Return the fields of a `LayerDescription` about matmuls with weights.
+
+    Args:
+        layer: Decoder layer.
+        config: Config of the layer.
+        family: Family of the LLM.
+    """
     gated = family.gated_ffn if family.listed else _is_gated(layer, config)
     experts = expert_count(layer)
-    # Inner features of the part that all tokens pass: a dense one, or shared experts.
+    # Hidden size of the MLP that processes all tokens: a dense MLP or shared experts.
     hidden = config.hidden_size
     matrices = 3 if gated else 2
     weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
@@ -65,7 +71,7 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         "shared_ffn_size": dense if experts else 0,
         "expert_biases": any("experts" in n and n.endswith("_bias") for n in layer.state_dict()),
         "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
-        # GLM's and DeepSeek's, whose scores have biases of their own.
+        # Routers of GLM and DeepSeek, whose scores have separate biases.
         "router_float32": any("score_correction" in name for name in layer.state_dict()),
         "mixer": mixer,
         "output_gate": family.output_gate and mixer is None,
@@ -74,21 +80,25 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
 
 
 def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, Any]:
-    """Heads, and what latent attention has.
+    """Return the fields of a `LayerDescription` about attention.
 
     Args:
-        counted: whether all further weights of attention are described otherwise.
+        layer: Decoder layer.
+        config: Config of the layer.
+        counted: Whether other fields describe all other weights of attention.
     """
     attention = attention_of(layer)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(attention, "num_heads", config.num_attention_heads)  # Laguna's: by layer
+    heads = getattr(
+        attention, "num_heads", config.num_attention_heads
+    )  # differs by layer in Laguna
     sizes = {
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": head_dim,
     }
-    capped = getattr(config, "attn_logit_softcapping", None) is not None  # Gemma 2's
-    sizes["plain_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS's
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # Gemma 2
+    sizes["plain_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS
     if not getattr(attention, "use_rope", True):  # some layers of SmolLM3
         sizes["rotary"] = False
     if getattr(attention, "kv_b_proj", None) is not None:
@@ -102,7 +112,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
             "shared_key_dim": shared,
         }
         return sizes
-    if getattr(attention, "v_norm", None) is not None:  # Gemma 4's
+    if getattr(attention, "v_norm", None) is not None:  # Gemma 4
         sizes["value_norm"] = True
     value_is_key = getattr(attention, "v_proj", attention) is None
     parts = () if attention is None or counted else attention.modules()
@@ -113,7 +123,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
 
 
 def _is_gated(layer: nn.Module, config: Any) -> bool:
-    """Whether more features enter the activation function than leave it."""
+    """Return True if the MLP is gated: more features enter the activation than leave it."""
     hidden = config.hidden_size
     experts = experts_of(layer)
     if experts is not None:
@@ -129,7 +139,7 @@ def _chosen(config: Any) -> int:
 
 
 def _ffn_linears(layer: nn.Module) -> Iterator[nn.Linear]:
-    """All outside of attention, except routers and gates of results."""
+    """Yield linear layers outside of attention, except routers and output gates."""
     experts = expert_count(layer)
     for linear in _linears_outside(layer):
         if linear.out_features not in (1, experts):
@@ -137,9 +147,9 @@ def _ffn_linears(layer: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _linears_outside(layer: nn.Module) -> Iterator[nn.Linear]:
-    """All outside of attention."""
+    """Yield linear layers outside of attention."""
     attention = attention_of(layer)
-    own = set() if attention is None else set(attention.modules())
+    inside = set() if attention is None else set(attention.modules())
     for part in layer.modules():
-        if isinstance(part, nn.Linear) and part not in own:
+        if isinstance(part, nn.Linear) and part not in inside:
             yield part

@@ -1,6 +1,6 @@
-"""The table of causal LMs: what each family has of its own.
+"""The registered families of causal LMs and their differences from the defaults.
 
-Plain ones (Llama's layers) are a line.
+Models with Llama layers need only one line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OLMO2 = LlmFamily(
     norm_weight_float32=True,
     rotary_float32=True,
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    # Hugging Face's plan computes attention whole on every rank, for its norms of all heads.
+    # The Hugging Face plan replicates attention, because norms are over all heads.
     tensor_parallel={
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
@@ -30,7 +30,7 @@ _OLMO2 = LlmFamily(
 _PHI3 = LlmFamily(
     packed_qkv=True,
     tensor_parallel={
-        "self_attn.qkv_proj": "",  # part of the style of what contains it
+        "self_attn.qkv_proj": "",  # included in the style of the parent
         "mlp.gate_up_proj": "",
         "self_attn": "packed_qkv",
         "self_attn.o_proj": "rowwise",
@@ -39,7 +39,7 @@ _PHI3 = LlmFamily(
     },
 )
 _QWEN3_MOE = LlmFamily(
-    tensor_parallel={  # each rank has some of the experts
+    tensor_parallel={  # experts are divided among ranks
         "mlp": "experts",
         "mlp.experts": "",
         "mlp.experts.gate_up_proj": "",
@@ -47,7 +47,7 @@ _QWEN3_MOE = LlmFamily(
     },
 )
 
-_EXPERTS_OF_BLOCKS = (  # as Mixtral's files call them
+_EXPERTS_OF_BLOCKS = (  # names in Mixtral files
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
     (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
@@ -64,13 +64,13 @@ _GLM4_NORMS = (
     "post_attention_layernorm",
     "post_mlp_layernorm",
 )
-_SHARED_EXPERTS = {  # part of the style of what contains them
+_SHARED_EXPERTS = {  # included in the style of the parent
     **_QWEN3_MOE.tensor_parallel,
     "mlp.shared_experts.gate_proj": "",
     "mlp.shared_experts.up_proj": "",
     "mlp.shared_experts.down_proj": "",
 }
-_HEAD_NORMS = {  # which Hugging Face's plan forgets
+_HEAD_NORMS = {  # missing in the Hugging Face plan
     "self_attn.q_norm": "replicated_with_grad_allreduce",
     "self_attn.k_norm": "replicated_with_grad_allreduce",
 }
@@ -100,11 +100,11 @@ LLM_FAMILIES = {
     "llama": LlmFamily(),
     "gemma": LlmFamily(norm_weight_float32=True),
     "mistral": LlmFamily(),
-    "ministral3": LlmFamily(),  # queries grow with their position in the sample
+    "ministral3": LlmFamily(),  # queries are scaled by position in the sample
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
-    "smollm3": LlmFamily(),  # some layers without rotary positions
-    "gemma2": _GEMMA,  # capped scores and logits, every other layer with a window
+    "smollm3": LlmFamily(),  # some layers have no rotary positions
+    "gemma2": _GEMMA,  # soft capping, sliding window in every second layer
     "gemma3_text": _GEMMA,
     "gemma4_text": GEMMA4,
     "qwen3_moe": _QWEN3_MOE,
@@ -114,11 +114,11 @@ LLM_FAMILIES = {
     "lfm2": LFM2,
     "granite": LlmFamily(multiplier="embedding_multiplier"),
     "olmo2": _OLMO2,
-    "olmo3": _OLMO2,  # three of four layers with a window
+    "olmo3": _OLMO2,  # sliding window in three of four layers
     "phi3": _PHI3,
     "glm": LlmFamily(tensor_parallel=_GLM_STYLES),
     "glm4": LlmFamily(norms=_GLM4_NORMS, norm_place="around", tensor_parallel=_GLM_STYLES),
-    # Attention and feed-forward part read the same norm; some layers without rotary positions.
+    # Attention and MLP read the same norm. Some layers have no rotary positions.
     "cohere2": LlmFamily(
         norms=("input_layernorm",),
         norm_kind="centred",
@@ -129,10 +129,10 @@ LLM_FAMILIES = {
     "mixtral": replace(_QWEN3_MOE, old_names=_EXPERTS_OF_BLOCKS),
     "glm4_moe": LlmFamily(
         tensor_parallel={**_SHARED_EXPERTS, **_HEAD_NORMS}
-    ),  # first layers without experts
+    ),  # the first layers are dense
     "deepseek_v3": LlmFamily(tensor_parallel={**_SHARED_EXPERTS, **_LATENT}),
     "minicpm3": LlmFamily(multiplier="embedding_multiplier", tensor_parallel=_LATENT),
     "gpt_oss": _GPT_OSS,  # attention sinks, windows; experts with biases
-    "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate
+    "starcoder2": LlmFamily(gated_ffn=False),  # GPT layers: LayerNorm, biases, no gate
 }
-"""Supported families by Hugging Face model_type. One is supported when its parity test passes."""
+"""Registered LLM families by Hugging Face model_type. Each has a parity test."""
