@@ -1,1 +1,1 @@
-"""Tensor-parallel communication that overlaps with matrix products (StepCCL)."""
+"""Overlap tensor-parallel communication with matmuls (StepCCL)."""

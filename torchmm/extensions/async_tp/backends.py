@@ -1,26 +1,27 @@
-"""How ranks exchange rows of activations while matrix products run: three backends, one interface.
+"""Exchange of activations between ranks during matmuls: three backends with one interface.
 
-Tensor parallelism with sequence parallelism gathers slices of the sequence in front of a
-column-wise linear and sums and scatters after a row-wise one. Both are cut into blocks of rows,
-so that one block is on its way while another is multiplied (StepCCL: DistTrain section 7,
-figures 13 and 14).
+Tensor parallelism with sequence parallelism all-gathers slices of the sequence before a column-wise
+linear layer and reduce-scatters after a row-wise layer. Both are split into blocks of tokens, so
+that one block is sent while another is multiplied (StepCCL: DistTrain section 7, figures 13 and
+14).
 
-- `Ring`: sends and receives on any process group. In step s a rank sends to the rank s places
-  before it (after it, when scattering) and receives from the one s places after (before), each
-  slice in `chunks` blocks. Everything is in flight at once; nothing is passed on. Rejected: the
-  ring that hands slices from neighbour to neighbour, whose every hop needs the host awake between
-  two products and whose sums are rounded at every hop.
-- `Collective`: whole products and the group's own collectives, overlapped in backward only, where
-  input and weight gradients do not need each other.
-- `SymmetricMemory`: torch's fused operators on CUDA. Copies are made by the copy engine, which
-  takes no multiprocessor away from the products. Blocks are the ranks' slices.
+- `Ring`: sends and receives on any process group. In step s a rank sends to rank - s (to rank + s
+  in a reduce-scatter) and receives from rank + s (rank - s), each slice in `chunks` blocks. All
+  blocks are in flight at once, and no rank forwards blocks. In a ring that forwards slices between
+  adjacent ranks, every hop requires the host between two matmuls and rounds the sums.
+- `Collective`: unsplit matmuls and the collectives of the group. They overlap only in backward
+  passes, in which input and weight gradients are independent.
+- `SymmetricMemory`: fused operators of torch on CUDA. The copy engine performs the copies, so that
+  matmuls can use all multiprocessors. Blocks are the slices of the ranks.
 
-Every block is written where it belongs, so there is no layout to restore afterwards (figure 14's
-remap), except in batches of several rows, see `torchmm.extensions.async_tp.styles`. Backward
-starts both its communications first and runs both its products over them.
+Every block is written to its final position, so the layout need not be restored afterwards (the
+remap in figure 14), except in batches of several sequences, see
+`torchmm.extensions.async_tp.styles`. Backward starts both communications first and overlaps them
+with both matmuls.
 
-Shape legend: T rows of the whole sequence, S rows of one slice (all ranks' slices are equal, the
-last are padded: ranks x S >= T), D and F features. A weight is (out, in), as in `nn.Linear`.
+Shape legend: T tokens of the full sequence, S tokens of one slice (slices of all ranks have equal
+length, and the last ones are padded: ranks x S >= T), D and F features. A weight is (out, in), as
+in `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ from torchmm.parallel import torch_private
 
 
 class Pending(Protocol):
-    """A result that is on its way."""
+    """Result of a communication in flight."""
 
     def wait(self) -> Tensor:
-        """The result; to be called once."""
+        """Return the result. Call it once."""
 
 
 class Backend(ABC):
-    """One way of communicating among the ranks of a group.
+    """Communication between the ranks of a group.
 
-    Made anew for each operation. All ranks of the group must call the same methods in the same
-    order with the same number of rows.
+    A new object is created for each operation. All ranks of the group must call the same methods in
+    the same order with the same number of rows.
 
     Args:
-        chunks: Blocks per slice, where the backend has a choice.
+        group: Process group.
+        chunks: Number of blocks per slice, if the backend supports several.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
@@ -62,19 +64,19 @@ class Backend(ABC):
 
     @abstractmethod
     def start_gather(self, x_SD: Tensor, rows: int) -> Pending:
-        """Starts collecting all slices: (T, D), T = `rows`."""
+        """Start to all-gather the slices. The result is (T, D), with T = `rows`."""
 
     def gather_linear(
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
-        """Products of the whole sequence, (T, F), with each (F, D) weight, plus biases."""
+        """Return the matmuls (T, F) of the full sequence with each (F, D) weight, plus biases."""
         whole_TD = self.start_gather(x_SD, rows).wait()
         return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
     def gather_linear_keeping(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """The product (T, F) with one weight, and the whole (T, D) input."""
+        """Return the matmul (T, F) with one weight, and the full input (T, D)."""
         whole_TD = self.start_gather(x_SD, rows).wait()
         return functional.linear(whole_TD, weight), whole_TD
 
@@ -82,16 +84,18 @@ class Backend(ABC):
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> Pending:
-        """Multiplies (T, F) inputs with their (D, F) weights; their sum over pairs and ranks is
-        scattered: (S, D), S = `slice_rows`, with zeros after the last of the T rows."""
+        """Multiply inputs (T, F) by their weights (D, F), and start to reduce-scatter the sum.
+
+        The sum over pairs and ranks is scattered to (S, D), with S = `slice_rows`. Padding is zero.
+        """
 
     def slice_of(self, rank: int, slice_rows: int, rows: int) -> tuple[int, int]:
-        """Where a rank's slice begins and ends within the sequence, padding left out."""
+        """Return start and stop of the slice of a rank in the sequence, without padding."""
         return min(rank * slice_rows, rows), min((rank + 1) * slice_rows, rows)
 
 
 class Ring(Backend):
-    """Blocks by isend and irecv, on any process group."""
+    """Backend with isend and irecv of blocks, on any process group."""
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _RingGather:
         gather = _RingGather(x_SD.contiguous(), self.slice_of(self.rank, len(x_SD), rows), rows)
@@ -134,7 +138,7 @@ class Ring(Backend):
                 _multiply_sum(inputs, weights, partial, *block)
                 sent = partial[slice(*block)]
                 scatter.works += self._exchange(sent, to, received[step - 1, a:b], source)
-        _multiply_sum(inputs, weights, partial, *own)  # last: it has no way to go
+        _multiply_sum(inputs, weights, partial, *own)  # last, because it is not sent
         return scatter
 
     def _multiply_arriving(
@@ -149,14 +153,14 @@ class Ring(Backend):
         return products
 
     def _blocks(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) in `chunks` nearly equal parts; some are empty if it is short."""
+        """Split [start, stop) into `chunks` ranges of similar size, which may be empty."""
         ends = [start + (stop - start) * i // self.chunks for i in range(self.chunks + 1)]
         return list(pairwise(ends))
 
     def _exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
-        """Starts sending one block and receiving another; both ends skip blocks that are empty."""
+        """Start to send a block and to receive another. Both ranks skip empty blocks."""
         operations = []
-        # One batch, for on NCCL a send may block until it is received.
+        # One batch, because a send may block on NCCL until it is received.
         if received.numel():
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
         if sent.numel():
@@ -165,7 +169,7 @@ class Ring(Backend):
 
 
 class _RingGather:
-    """Slices that arrive block by block."""
+    """All-gather of slices that arrive block by block."""
 
     def __init__(self, x_SD: Tensor, own_rows: tuple[int, int], rows: int) -> None:
         self.own_rows = own_rows
@@ -175,19 +179,19 @@ class _RingGather:
         self._sent: list[dist.Work] = []
 
     def blocks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """(start, stop) and rows: this rank's own at once, the others as they arrive."""
+        """Yield (start, stop) and tokens: the local slice first, then other slices."""
         if len(self.own):
             yield self.own_rows, self.own
         for (start, stop), works in self.arriving:
             if works:
-                works[0].wait()  # the receive; or, on NCCL, both
+                works[0].wait()  # the receive, or both on NCCL
                 self._sent += works[1:]
             if stop > start:
                 yield (start, stop), self.whole[start:stop]
         self.arriving = []
 
     def finish(self) -> None:
-        """Waits for what is being sent, so that the slice may change."""
+        """Wait for the sends, after which the slice may be modified."""
         for work in self._sent:
             work.wait()
         self._sent = []
@@ -201,12 +205,12 @@ class _RingGather:
 
 
 class _RingScatter:
-    """Partial sums of this rank's slice, from all ranks."""
+    """Reduce-scatter of the partial sums of all ranks for the slice of this rank."""
 
     def __init__(
         self, partial: Tensor, own_rows: tuple[int, int], received: Tensor, slice_rows: int
     ) -> None:
-        self.partial = partial  # other ranks' rows are being sent
+        self.partial = partial  # slices of other ranks are being sent
         self.own_rows = own_rows
         self.received = received
         self.slice_rows = slice_rows
@@ -224,7 +228,7 @@ class _RingScatter:
 
 
 class Collective(Backend):
-    """Whole products and the group's collectives."""
+    """Backend with unsplit matmuls and collectives."""
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
         started = torch_private.start_all_gather(x_SD.contiguous(), self.group)
@@ -239,7 +243,7 @@ class Collective(Backend):
     def _whole_product(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> Tensor:
-        """(ranks x S, D), zero after the last row of the sequence."""
+        """Return the matmul of all tokens (ranks x S, D), with zeros as padding."""
         rows = len(inputs[0])
         partial = inputs[0].new_empty(slice_rows * self.ranks, len(weights[0]))
         partial[rows:] = 0
@@ -248,10 +252,10 @@ class Collective(Backend):
 
 
 class SymmetricMemory(Collective):
-    """torch's fused operators on CUDA symmetric memory.
+    """Backend with fused operators of torch on CUDA symmetric memory.
 
-    Where backward needs weight gradients, products stay whole and the copy engine works below
-    them; one after the other, for all these operators share one workspace per group.
+    If backward requires weight gradients, matmuls are unsplit and overlap with the copy engine.
+    Operations run sequentially, because all these operators share one workspace per group.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
@@ -299,11 +303,13 @@ class SymmetricMemory(Collective):
 
 
 class _Started:
-    """A functional collective; a second `wait` costs nothing.
+    """Functional collective that has been started. A second `wait` is free.
 
     Args:
-        read: What a copy engine reads until `wait`, on a stream that torch's allocator does not
-            know of: its memory would be handed out again meanwhile.
+        started: Result of the functional collective.
+        rows: Number of rows of the result.
+        read: Tensor that a copy engine reads until `wait`, on a stream that the allocator of torch
+            does not track. Without a reference, the allocator would reuse its memory.
     """
 
     def __init__(self, started: Tensor, rows: int, read: Tensor | None = None) -> None:
@@ -322,7 +328,7 @@ BACKENDS: dict[str, type[Backend]] = {
     "ring": Ring,
     "collective": Collective,
 }
-"""By name in a recipe."""
+"""Backends by their names in recipes."""
 
 
 def _multiply(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_NF: Tensor) -> None:
@@ -335,7 +341,7 @@ def _multiply(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_NF: Te
 def _multiply_sum(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor, start: int, stop: int
 ) -> None:
-    """Rows [start, stop) of the sum of products."""
+    """Write rows [start, stop) of the sum of matmuls to `out`."""
     if start == stop:
         return
     for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):

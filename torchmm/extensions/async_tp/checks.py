@@ -1,4 +1,4 @@
-"""Checks of the keys `parallel.async_tensor_*`."""
+"""Check the keys `parallel.async_tensor_*`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchmm.recipe.schedules import find_schedule
 
 
 def check_async_tensor(recipe: Recipe, world_size: int | None) -> Problems:
-    """Yield the problems of overlapped tensor-parallel communication."""
+    """Yield problems of overlapped tensor-parallel communication."""
     parallel = recipe.parallel
     if not parallel.async_tensor_parallel:
         return

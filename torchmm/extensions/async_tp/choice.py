@@ -1,10 +1,10 @@
-"""Which backend async tensor parallelism uses and in how many blocks: chosen once, at the start.
+"""Select the backend of async tensor parallelism and its number of blocks at startup.
 
-Capability decides: symmetric memory where it gives the right numbers in a trial, a ring where the
-process group has sends and receives that run in the background (NCCL, gloo), else collectives. What
-all ranks of a group do must be the same, so they vote. One line of the log says what was chosen and
-why. The number of blocks per slice is timed on one MLP of the module: small blocks hide more of the
-first and the last transfer, large ones multiply faster.
+Symmetric memory is selected if a test on this host returns correct numbers. Otherwise a ring is
+selected if the process group supports sends and receives in the background (NCCL, gloo), or else
+collectives. Ranks of a group must have the same backend, so they vote. One log line has the
+selection and the reason. The number of blocks per slice is measured with one MLP of the module:
+small blocks overlap more of the first and the last transfer, and large blocks multiply faster.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchmm.parallel import torch_private
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CANDIDATES = (1, 2, 4, 8)
-"""Blocks per slice that are tried."""
+"""Numbers of blocks per slice that are measured."""
 UNTUNED = 2
-"""Blocks per slice where nothing is known about the number of rows."""
+"""Number of blocks per slice if the number of tokens is unknown."""
 REPETITIONS = 3
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def choose_styles(
     dtype: torch.dtype,
     tokens: int,
 ) -> AsyncStyles:
-    """Return the styles of a module; collective. See `torchmm.parallel.tensor.apply`."""
+    """Return the styles of a module. Collective. See `torchmm.parallel.tensor.apply`."""
     return AsyncStyles(choose_overlap(module, mesh, parallel, dtype, tokens))
 
 
@@ -56,14 +56,17 @@ def choose_overlap(
     dtype: torch.dtype,
     tokens: int,
 ) -> Overlap:
-    """How the ranks of the 1-D `mesh` communicate in `module`; collective, the same on all.
+    """Return the communication settings of a module, identical on all ranks. Collective.
 
     Args:
-        dtype: Of activations.
-        tokens: Rows to choose the number of blocks for; 0: not known.
+        module: Module to parallelize.
+        mesh: 1-D mesh of the tensor-parallel ranks.
+        parallel: Section [parallel] of the recipe.
+        dtype: Dtype of activations.
+        tokens: Number of tokens for which the number of blocks is selected. 0 if unknown.
 
     Raises:
-        ConfigError: The recipe asks for a backend that does not work here.
+        ConfigError: The backend of the recipe does not work on this machine.
     """
     group = mesh.get_group()
     device = _device_of(mesh)
@@ -86,10 +89,10 @@ def choose_overlap(
 def choose_backend(
     group: dist.ProcessGroup, device: torch.device, wanted: str = "auto"
 ) -> tuple[str, str]:
-    """A key of `BACKENDS` and why; collective over the group.
+    """Return a key of `BACKENDS` and the reason. Collective over the group.
 
     Raises:
-        ConfigError: Symmetric memory is wanted and does not work.
+        ConfigError: Symmetric memory is requested and does not work.
     """
     if wanted in ("ring", "collective"):
         return wanted, "set in the recipe"
@@ -110,7 +113,7 @@ def choose_backend(
 
 
 def symmetric_memory_trouble(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why symmetric memory cannot be used in the group, or None; the ranks agree."""
+    """Return why the group cannot use symmetric memory, or None. Identical on all ranks."""
     if device.type != "cuda":
         return f"it requires CUDA, but the device is {device.type}"
     if not _on_one_host(group, device):
@@ -119,7 +122,7 @@ def symmetric_memory_trouble(group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def try_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Compares all operations on small numbers with the collectives'; what went wrong, or None."""
+    """Compare all operations on small numbers with collectives. Return the problem, or None."""
     trouble = None
     try:
         if not _gives_equal_numbers(group, device):
@@ -141,9 +144,10 @@ def time_chunks(
     tokens: int,
     candidates: Sequence[int] = CANDIDATES,
 ) -> dict[int, float]:
-    """Milliseconds of one MLP's forward, by blocks per slice: of the slowest rank, the same on all.
+    """Measure the forward time of one MLP in ms, by blocks per slice.
 
-    The median of a few runs, in turns, so that a slow moment hits all candidates alike.
+    The time is that of the slowest rank, and identical on all ranks. It is the median of a few
+    alternating runs, so that disturbances affect all candidates equally.
     """
     group = torch_private.group_named(overlap.group)
     ranks = group.size()
@@ -166,9 +170,9 @@ def time_chunks(
 
 
 def _gives_equal_numbers(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Small whole numbers, which every order of summation adds up exactly."""
+    """Return True if small integers, whose sums are exact in any order, give equal results."""
     rows, features = 8, 16
-    total = rows * group.size() - 1  # one row of padding
+    total = rows * group.size() - 1  # the last row is padding
     count = torch.arange(rows * features, device=device).view(rows, features)
     x_SD = ((count + group.rank()) % 5 - 2).to(torch.bfloat16)
     weight_FD = x_SD[:, :features].repeat(2, 1)

@@ -1,23 +1,24 @@
-"""Column- and row-wise linears whose communication runs below their own products.
+"""Column- and row-wise linear layers whose communication overlaps with their matmuls.
 
-`gather_linear` is the all-gather of a sequence-parallel input with all column-wise linears that
-share it (q, k, v; gate, up); `linear_scatter` a row-wise linear with the reduce-scatter of its
-output. Both work on rows; how ranks exchange rows is the backend's business
-(`torchmm.extensions.async_tp.backends`).
+`gather_linear` is the all-gather of a sequence-parallel input with all column-wise linear layers
+that share it (q, k, v; gate, up). `linear_scatter` is a row-wise linear layer with the
+reduce-scatter of its output. Both process tokens. The backend defines the communication between
+ranks (`torchmm.extensions.async_tp.backends`).
 
-Backward of `gather_linear` gathers the input anew (it is not kept: that is what sequence
-parallelism saves) while it computes the input's gradient, whose reduce-scatter runs below the
-weight gradients. Frozen weights need neither; then the reduce-scatter runs below the input
-gradient's own blocks. Backward of `linear_scatter` gathers the output's gradient block by block
-below the input gradient and keeps it for the weight gradient.
+Backward of `gather_linear` all-gathers the input again while it computes the input gradient. The
+full input is not saved, because sequence parallelism exists to save this memory. The reduce-scatter
+of the input gradient overlaps with the weight gradients. With frozen weights, neither the
+all-gather nor weight gradients are required, and the reduce-scatter overlaps with the blocks of the
+input gradient. Backward of `linear_scatter` all-gathers the output gradient in blocks during the
+input gradient and saves it for the weight gradient.
 
-They are custom operators with names instead of objects for arguments, so torch.compile takes them
-as they are, without a break, and selective recomputation keeps their results like those of other
-matrix products. Rejected: `autograd.Function`, in which dynamo would trace sends and receives;
-torch's `_micro_pipeline_tp` pass, which finds the pattern in compiled graphs only, on symmetric
-memory only.
+The functions are custom operators with names instead of objects as arguments. torch.compile
+therefore accepts them without a graph break, and selective recomputation saves their results like
+those of other matmuls. In an `autograd.Function`, dynamo would trace sends and receives. The
+`_micro_pipeline_tp` pass of torch finds the pattern only in compiled graphs and requires symmetric
+memory.
 
-Shape legend: T rows of the whole sequence, S rows of one slice, D and F features.
+Shape legend: T tokens of the full sequence, S tokens of one slice, D and F features.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from torchmm.parallel import torch_private
 
 
 class Overlap(NamedTuple):
-    """How the ranks of one tensor-parallel group communicate."""
+    """Communication settings of one tensor-parallel group."""
 
     backend: str
-    """A key of `BACKENDS`."""
+    """Key of `BACKENDS`."""
     group: str
     """Name of the process group."""
     chunks: int = 1
-    """Blocks per slice ("ring")."""
+    """Number of blocks per slice ("ring")."""
 
 
 def gather_linear(
@@ -51,16 +52,17 @@ def gather_linear(
     rows: int,
     overlap: Overlap,
 ) -> list[Tensor]:
-    """Products of all ranks' rows with this rank's weights; differentiable.
+    """Return matmuls of the tokens of all ranks with the local weights. Differentiable.
 
     Args:
-        x_SD: This rank's slice; slices of all ranks are equally long, the last ones padded.
-        weights: (F, D) each.
-        biases: (F,) or None for each weight.
-        rows: T, rows of all slices without padding.
+        x_SD: Slice of this rank. All slices have equal length, and the last ones are padded.
+        weights: Weights (F, D).
+        biases: Bias (F,) or None for each weight.
+        rows: Number of tokens T of all slices without padding.
+        overlap: Communication settings.
 
     Returns:
-        (T, F) for each weight.
+        One output (T, F) per weight.
 
     Raises:
         RuntimeError: A peer was lost.
@@ -72,15 +74,17 @@ def gather_linear(
 def linear_scatter(
     x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None, slice_rows: int, overlap: Overlap
 ) -> Tensor:
-    """This rank's rows of the sum over ranks of x @ weight^T, plus bias; differentiable.
+    """Return the local tokens of the sum over ranks of x @ weight^T, plus bias. Differentiable.
 
     Args:
-        x_TF: All rows of the sequence, this rank's features.
-        bias_D: The same on all ranks; gradients are this rank's share of the sum.
-        slice_rows: S; ranks x S >= T.
+        x_TF: All tokens of the sequence, with the features of this rank.
+        weight_DF: Local weight.
+        bias_D: Bias, identical on all ranks. Its gradient is the local part of the sum.
+        slice_rows: Slice length S, with ranks x S >= T.
+        overlap: Communication settings.
 
     Returns:
-        (S, D); zeros where the slice reaches past the sequence.
+        The slice (S, D), with zeros as padding.
 
     Raises:
         RuntimeError: A peer was lost.
@@ -89,17 +93,18 @@ def linear_scatter(
 
 
 def gather_slices(x_SD: Tensor, rows: int, overlap: Overlap) -> Tensor:
-    """The rows of all ranks' slices, (T, D); differentiable.
+    """Return the tokens of the slices of all ranks, (T, D). Differentiable.
 
-    What follows must be the same on all ranks: backward keeps this rank's slice of the gradient.
+    The following computation must be identical on all ranks: backward returns the local slice of
+    the gradient.
     """
     return _gather_slices(x_SD, rows, *overlap)
 
 
 def take_slice(x_TD: Tensor, slice_rows: int, overlap: Overlap) -> Tensor:
-    """This rank's slice (S, D) of rows that all ranks have, padded with zeros; differentiable.
+    """Return the local slice (S, D) of replicated tokens, padded with zeros. Differentiable.
 
-    Backward gathers: the gradient, too, is the same on all ranks.
+    Backward all-gathers, because the gradient is also identical on all ranks.
     """
     return _take_slice(x_TD, slice_rows, *overlap)
 
@@ -138,7 +143,7 @@ def _gather_linear_backward(
     group: str,
     chunks: int,
 ) -> list[Tensor]:
-    """Gradients that are `needed`, of the input and each weight (which a bias goes along with)."""
+    """Return the `needed` gradients of the input and of each weight with its bias."""
     communication = _backend(backend, group, chunks)
     gathering = scattering = None
     if x_SD is not None:
@@ -222,7 +227,7 @@ def _linear_scatter_backward(
     group: str,
     chunks: int,
 ) -> list[Tensor]:
-    """Gradients that are `needed`, of input, weight and bias."""
+    """Return the `needed` gradients of input, weight and bias."""
     communication = _backend(backend, group, chunks)
     found = []
     grad_TD = None
@@ -313,6 +318,6 @@ _take_slice.register_autograd(_backward_of_take_slice, setup_context=_keep_rows)
 
 
 def _spread(parts: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    """What was computed, in the places where it was needed."""
+    """Return the computed gradients at the positions where they are needed, and None elsewhere."""
     following = iter(parts)
     return [next(following) if wanted else None for wanted in needed]

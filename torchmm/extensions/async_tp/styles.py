@@ -1,22 +1,25 @@
-"""Async tensor parallelism of Hugging Face modules: communication alongside matrix products.
+"""Async tensor parallelism of Hugging Face modules: communication overlaps with matmuls.
 
-A "scope" (attention, MLP) has column-wise linears that read the same input and a row-wise one at
-its end. Plain tensor parallelism gathers the input on entry and waits. Here the scope's pre-hook
-computes all its column-wise linears at once, while their shared input is being gathered, and gives
-the scope a `ScopeInput` in its place, which has the gathered shape and the products; each linear,
-when called with it, returns its own. The row-wise linear multiplies in blocks that are summed and
-scattered on the way.
+A "scope" (attention, MLP) has column-wise linear layers with the same input and a row-wise layer at
+its end. Regular tensor parallelism all-gathers the input at the start of the scope and waits. With
+async tensor parallelism, the pre-hook of the scope computes all column-wise layers at once, during
+the all-gather of their shared input. It replaces the input of the scope by a `ScopeInput`, which
+has the gathered shape and the results. Each linear layer returns its result when called with the
+`ScopeInput`. The row-wise layer multiplies in blocks that are reduced and scattered during the
+matmul.
 
-A scope that does anything else with its input than ask for its shape and call these linears fails
-with an error. Rejected: gathering in the first linear that is called (q, k and v would wait for
-each other's gathers in backward); giving the scope its slice, whose shape Hugging Face's attention
-reads; keeping the products in the linears, which torch.compile refuses below recomputation.
+A scope that uses its input for other purposes than its shape and these linear layers fails with an
+error. Alternatives do not work: an all-gather in the first called layer would serialize the
+all-gathers of q, k and v in backward. The slice as input has a different shape, which the attention
+of Hugging Face reads. Results that are stored in the linear layers are not supported by
+torch.compile with recomputation.
 
-Batches of several rows (images of one size) are laid out sequence first (`sequence_first`): then
-every slice is a range of rows, and communication needs no copy of its own. Only views change in
-front of and after the linears; attention and activation functions read any layout.
+Batches of several sequences (images of one size) are stored with the sequence dimension first
+(`sequence_first`). Every slice is then a range of rows and is sent without a copy. Only views
+change before and after the linear layers. Attention and activation functions support any memory
+layout.
 
-Shape legend: B rows of a batch, T tokens, S tokens of one slice, D and F features.
+Shape legend: B sequences of a batch, T tokens, S tokens of one slice, D and F features.
 """
 
 from __future__ import annotations
@@ -48,39 +51,39 @@ from torchmm.parallel.tensor.sequence import (
 
 
 class ScopeInput:
-    """Stands in a scope for its gathered input."""
+    """Placeholder for the gathered input of a scope."""
 
     def __init__(self, shape: torch.Size, products: list[Tensor]) -> None:
         self.shape = shape
         self.products = products
 
     def size(self) -> torch.Size:
-        """What some attentions ask for instead of the shape."""
+        """Return the shape, which some attention classes read with this method."""
         return self.shape
 
 
 class Column:
-    """Forward of a column-wise linear whose product its scope has computed.
+    """Forward method of a column-wise linear layer whose result the scope has computed.
 
     Args:
-        linear: With DTensor parameters.
-        local_rows: Applied to its weight and bias.
+        linear: Linear layer with DTensor parameters.
+        local_rows: Function that returns the local rows of its weight and bias.
     """
 
     def __init__(self, linear: nn.Module, local_rows: LocalRows) -> None:
         self._linear: Any = linear
         self._local_rows = local_rows
         self.index = 0
-        """Place among the columns of the scope."""
+        """Index of the layer among the column-wise layers of the scope."""
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's rows of weight and bias."""
+        """Return the local rows of weight and bias."""
         bias = self._linear.bias
         local_bias = None if bias is None else self._local_rows(bias)
         return self._local_rows(self._linear.weight), local_bias
 
     def __call__(self, x: ScopeInput) -> Tensor:
-        """The product.
+        """Return the result of the layer.
 
         Raises:
             TypeError: `x` is not the input of the scope.
@@ -94,7 +97,7 @@ class Column:
 
 
 class AsyncStyles(OverlapStyles):
-    """Styles whose linears communicate as `overlap` describes."""
+    """Parallel styles whose linear layers communicate with the settings in `overlap`."""
 
     def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
@@ -116,7 +119,7 @@ class AsyncStyles(OverlapStyles):
 
 
 class _Overlapping(ParallelStyle):
-    """A style with communication that overlaps with its products."""
+    """Parallel style with communication that overlaps with its matmuls."""
 
     def __init__(self, slices: SequenceSlices, overlap: Overlap) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class _Overlapping(ParallelStyle):
 
 
 class AsyncScope(_Overlapping):
-    """Attention or MLP: gathers its input below the products of its column-wise linears."""
+    """Style of attention or an MLP: all-gathers its input during its column-wise layers."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         columns = [m.forward for m in module.modules() if isinstance(m.forward, Column)]
@@ -136,7 +139,7 @@ class AsyncScope(_Overlapping):
         return module
 
     def _multiply(self, x_BSD: Tensor, columns: list[Column]) -> ScopeInput:
-        """Gathers and computes all products."""
+        """All-gather the input and compute all column-wise layers."""
         length = self._slices.length
         rows, batch = sequence_first(x_BSD)
         weights, biases = zip(*[column.parameters() for column in columns], strict=True)
@@ -146,7 +149,7 @@ class AsyncScope(_Overlapping):
 
 
 class AsyncRow(_Overlapping):
-    """Row-wise linear: columns of the weight are divided; gives slices of the summed output."""
+    """Style of a row-wise linear layer, which returns a slice of the summed output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, weight=Shard(1))

@@ -1,1 +1,1 @@
-"""Encoders and LLMs of model types that no family registers."""
+"""Support encoders and LLMs of model types that no family registers."""

@@ -1,7 +1,7 @@
-"""Reading off a forward where an image encoder has what a layered module needs.
+"""Detect the structure of an image encoder from its forward pass.
 
-The tower's own forward is run once; which tensor goes into which module says what comes before the
-layers, what the layers are given, and what comes after them, whatever the parts are called.
+The forward method of the tower runs once. The inputs of each module show what runs before the
+layers, which arguments layers receive, and what runs after them, independent of module names.
 
 Shape legend: N images, C channels, H and W pixels.
 """
@@ -27,28 +27,28 @@ from torchmm.models.families.forms import is_outside
 
 @dataclass(frozen=True)
 class Form:
-    """Where a tower has what a layered module needs; names of its parts."""
+    """Structure of a tower: the names of the modules that a layered module requires."""
 
     layers: str
     pre: tuple[str, ...]
-    """What makes hidden states of pixels, one called on the result of the other."""
+    """Modules that compute hidden states from pixels, in call order."""
     patch_embedding: str
     final_norm: str
-    """"": there is none."""
+    """Name of the norm after the layers, or "" without a norm."""
     unused: tuple[str, ...]
     tokens_before: int
     left_out: tuple[str, ...]
-    """Arguments that layers insist on, and that are None."""
+    """Required arguments of layers that are always None."""
     gated_ffn: bool
     rms: bool
     old_names: tuple[tuple[str, str], ...]
     prefix: str
-    """What files of models with heads put before names of the tower."""
+    """Prefix of the names of the tower in files of models with heads."""
     processor_class: str
 
 
 def ffn_size(config: Any) -> int:
-    """Hidden size of the feed-forward part, as far as the config says it."""
+    """Return the hidden size of the feed-forward network if the config has it."""
     size = getattr(config, "intermediate_size", None)
     return size or int(config.hidden_size * getattr(config, "mlp_ratio", 4))
 
@@ -119,7 +119,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
 
 
 def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> tuple[str, ...]:
-    """Modules between pixels and the first layer, one called on the result of the other."""
+    """Return the modules between pixels and the first layer, in call order."""
     if entered.others:
         raise ConfigError(f"layers have inputs besides hidden states: {entered.others}")
     hidden: Tensor | None = entered.hidden
@@ -138,16 +138,16 @@ def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> 
 
 
 def example_pixels(config: Any, images: int) -> Tensor:
-    """(N, C, H, W) random pixels."""
+    """Return random pixels (N, C, H, W)."""
     size = side(config.image_size)
     return torch.randn(images, getattr(config, "num_channels", 3), size, size)
 
 
 class _Call(NamedTuple):
     hidden: Tensor | None
-    """First tensor that a module was given."""
+    """First tensor argument of a module."""
     others: list[str]
-    """What else it was given."""
+    """Names of its other arguments."""
     result: Tensor
 
     @property
@@ -158,7 +158,7 @@ class _Call(NamedTuple):
 def _record(
     tower: PreTrainedModel, layers: str, pixels: Tensor
 ) -> tuple[dict[str, _Call], dict[str, _Call]]:
-    """What layers, and what modules outside of them, were given and returned."""
+    """Return inputs and outputs of layers, and of modules outside the layers."""
     calls: dict[str, _Call] = {}
 
     def listen(name: str) -> Any:
@@ -196,15 +196,15 @@ def _record(
 
 
 def first(output: Any) -> Any:
-    """Hidden states, of a module that may return more."""
+    """Return the hidden states of a module output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) and output else output
 
 
 def layer_list(tower: PreTrainedModel) -> str:
-    """Name of the list of layers.
+    """Return the name of the list of layers.
 
     Raises:
-        ConfigError: There is none, or several.
+        ConfigError: The tower has no such list, or several.
     """
     count = getattr(tower.config, "num_hidden_layers", None)
     lists = [
@@ -224,7 +224,7 @@ def _gradients(last: Tensor, weights: dict[str, nn.Parameter]) -> tuple[Tensor |
 
 
 def _strange(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list[str]:
-    """Weights that the last layer's output depends on, and that are in none of `parts`."""
+    """Return weights that affect the output of the last layer but are not in any of `parts`."""
     outside = {
         name: value
         for name, value in tower.named_parameters()
@@ -239,7 +239,7 @@ def _strange(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list
 def _unused(
     tower: PreTrainedModel, last: Tensor, pre: tuple[str, ...], kept: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Largest parts with weights outside of `kept`, and weights within that nothing reads."""
+    """Return the largest modules with weights outside `kept`, and unused weights inside."""
     within = {
         name: value
         for name, value in tower.named_parameters()
@@ -259,7 +259,7 @@ def _unused(
 
 
 def _is_gated(layer: nn.Module, config: Any) -> bool:
-    """Whether the feed-forward part has three matrices instead of two."""
+    """Return True if the feed-forward network has three matrices instead of two."""
     sizes = {config.hidden_size, ffn_size(config)}
     matrices = [
         part

@@ -1,19 +1,19 @@
-"""Image encoders that no table lists: finding ViT's form, and a short, narrow copy of their config.
+"""Image encoders that are not registered: their structure, and a small copy of their config.
 
-The form: a module that makes positions of pixels, a list of layers that are called on those alone,
-perhaps norms between and after them. Which parts these are is read off a forward of Hugging Face's
-own model, from which tensor goes into which module, and not off their names. What is between the
-modules (an addition, a reordering) breaks that chain, and the model is refused. That a chain is
-there does not mean that it gives the same numbers when it is cut;
-`extensions/auto_models/unlisted.py` proves that.
+The supported structure is that of ViT: modules that compute hidden states from pixels, a list of
+layers that are called with hidden states only, and optional norms between and after them. These
+modules are found in the forward pass of the Hugging Face model, by the tensor that each module
+receives, and not by their names. An operation between modules (an addition, a reordering) breaks
+this chain, and the model is rejected. The structure alone does not prove that the split model
+computes the same numbers. `extensions/auto_models/unlisted.py` proves that.
 
-A pixel may change only the position of its own patch before the layers, and positions have to be
-in the order of patches, behind those that belong to no patch: features are told apart by place.
+Before the layers, a pixel may affect only the position of its patch. Positions must be in patch
+order, after positions without a patch, because features are distinguished by position.
 
-Rejected: the names that most classes give their parts ("embeddings", "layernorm"), which say
-nothing about the order in which a forward calls them.
+The common names of modules ("embeddings", "layernorm") are not sufficient, because they do not
+determine the order of the calls.
 
-Shape legend: N images, S positions of one, P patches of one, D features.
+Shape legend: N images, S positions of one image, P patches of one image, D features.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchmm.models.layers.attention import PACKED
 
 
 class StructuralFamily(EncoderFamily):
-    """The family of a tower whose form was found."""
+    """Family of a tower whose structure was detected."""
 
     listed = False
     in_composites = False
@@ -119,7 +119,7 @@ class StructuralFamily(EncoderFamily):
 
 
 def build_tower(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The tower of a config.
+    """Return the tower of a config.
 
     Raises:
         ConfigError: Transformers has no class for it.
@@ -129,10 +129,12 @@ def build_tower(config: PreTrainedConfig, dtype: torch.dtype, attention: str) ->
 
 
 def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Hugging Face's class; some halves of dual models have one that `AutoModel` does not know.
+    """Return the Hugging Face class of a tower.
+
+    Some towers of dual encoders have a class that `AutoModel` does not support.
 
     Raises:
-        ConfigError: There is none, or it does not read pixels.
+        ConfigError: Transformers has no class, or the class does not read pixels.
     """
     if type(config) in MODEL_MAPPING:
         known = MODEL_MAPPING[type(config)]
@@ -154,19 +156,19 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _renames(form: Form) -> tuple[tuple[str, str], ...]:
-    """What files of the tower, and of models that contain it, put before its names."""
+    """Return the prefixes of tower names in files of the tower and of models that contain it."""
     (top, *others) = {name.partition(".")[0] for name in (*form.pre, form.layers)}
     head = rf"({form.prefix}\.)?" if form.prefix else ""
-    if not others and f"{top}." in form.layers:  # a wrapper around everything
+    if not others and f"{top}." in form.layers:  # a wrapper around all modules
         return ((rf"{head}(vision_model\.)?{top}\.", f"tower.{top}."),)
     return ((rf"{form.prefix}\.", "tower."),) if form.prefix else ()
 
 
 def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same kind whose tower is small and has every kind of layer.
+    """Return a config of the same type whose tower is small and has every type of layer.
 
     Raises:
-        ConfigError: The copy has not, or images are not squares of one size.
+        ConfigError: No small copy has every type of layer, or images are not squares of one size.
     """
     if not getattr(config, "image_size", None) or not getattr(config, "patch_size", None):
         raise ConfigError(
@@ -179,7 +181,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
-    """Whether positions before the layers are those of patches, row by row; "": they are."""
+    """Return why positions before the layers are not those of patches in row order, or ""."""
     config: Any = tower.config
     rows = patches_per_row(config)
     size = side(config.patch_size)
@@ -191,7 +193,7 @@ def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
     inputs = EncoderInputs(pixels, grids, torch.empty(0))
     with torch.no_grad():
         hidden = family.embed(tower, inputs, None)
-    # A difference of rounding in another row of a batch is no trace of a pixel.
+    # A rounding difference in another row of a batch is not an effect of a pixel.
     changed = (hidden[:-1] - hidden[-1:]).abs().amax(-1) > 1e-4
     for patch in range(rows * rows):
         found = changed[patch].nonzero().flatten().tolist()
@@ -204,14 +206,17 @@ def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
 
 
 def known_processor(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
-    """The image processor of a tower: of its files, else what transformers has for its type, or for
-    the model that it is a half of.
+    """Return the image processor class of a tower.
+
+    It is the class in its files, or else the class in transformers for its type or its dual
+    encoder.
 
     Args:
-        settings: What its files, or the recipe, say of it.
+        config: Config of the tower.
+        settings: Settings of the image processor, in its files and the recipe.
 
     Raises:
-        ConfigError: None of them names one.
+        ConfigError: No image processor class is found.
     """
     folder = type(config).__module__.split(".")[-2]
     types = [t for t in IMAGE_PROCESSOR_MAPPING_NAMES if model_type_to_module_name(t) == folder]

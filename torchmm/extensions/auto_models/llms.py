@@ -1,14 +1,14 @@
-"""Causal LMs that no table lists: finding their form, and a short, narrow copy of their config.
+"""Causal LMs that are not registered: their structure, and a small copy of their config.
 
-Most causal LMs have one form: a table of embeddings, a list of decoder layers, a final norm, a
-head. Those parts are found by what Hugging Face's classes say of them (`get_input_embeddings`,
-`get_output_embeddings`, the list as long as the config's number of layers), not by their names.
-That a model has the form does not mean that it may be cut and packed;
-`extensions/auto_models/unlisted.py` proves that on the copy before anything is trained.
+Most causal LMs have the same structure: token embeddings, a list of decoder layers, a final norm,
+and a head. These modules are found with methods of the Hugging Face classes
+(`get_input_embeddings`, `get_output_embeddings`, the list with the number of layers in the config),
+not by their names. The structure alone does not prove that the model can be split and packed.
+`extensions/auto_models/unlisted.py` proves that on the copy before training.
 
 The copy has few features, heads, experts and tokens, and windows that are shorter than its samples,
-but as many layers as show every kind that the model has. Rejected: taking some layers out of the
-middle, as many configs give kinds by index ("every fourth", "the first three").
+but enough layers to have every type of layer of the model. Layers are not removed from the middle,
+because many configs define types by index ("every fourth", "the first three").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchmm.models.families.small_copies import shrunk_llm_settings
 
 
 def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
-    """Return the family of a causal LM, or the parts that it lacks."""
+    """Return the family of a causal LM, or the missing modules."""
     layers_n = getattr(model.config, "num_hidden_layers", None)
     names = {id(part): name for name, part in model.named_modules()}
     try:
@@ -82,10 +82,10 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
 
 
 def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same kind whose model is small and has every kind of layer.
+    """Return a config of the same type whose model is small and has every type of layer.
 
     Raises:
-        ConfigError: The copy has not.
+        ConfigError: No small copy has every type of layer.
     """
     return small_copy(config, _layers, shrunk_llm_settings)
 

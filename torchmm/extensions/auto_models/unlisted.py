@@ -1,21 +1,21 @@
-"""Models that no table lists: proof that one may be packed and cut, before it is trained.
+"""Verify models that are not registered: packing and splitting, before training.
 
-A small random copy does what training does, and has to give what the plain Hugging Face model gives
-with eager attention, which sees one sample or image at a time and knows nothing of ours. This takes
-seconds, on the CPU, in each process by itself.
+A small random copy must return the same values in torchmm as the unmodified Hugging Face model with
+eager attention, which processes one sample or image at a time. The verification takes seconds on
+the CPU and runs in each process.
 
-- Causal LMs (`llms.py`): samples alone and packed together, the whole model and
-  a pipeline stage for every layer; logits, loss and the gradients of all weights.
-- Image encoders (`encoders.py`): images alone and several in a call, the whole
-  tower and a stage for every layer; features and the gradients of all weights.
+- Causal LMs (`llms.py`): separate and packed samples, the complete model and one pipeline stage per
+  layer. Logits, loss and the gradients of all weights are compared.
+- Image encoders (`encoders.py`): single images and batches, the complete tower and one stage per
+  layer. Features and the gradients of all weights are compared.
 
-If weights are to be read, files that Hugging Face writes for the copy are read as real ones would
-be, and have to give the same bits.
+If weights are loaded, files that Hugging Face saves for the copy are loaded like real files and
+must be bitwise identical.
 
-What the copy cannot show is not proven: tensor parallelism (which is refused), and numbers that
-only appear with real sizes. Rejected: trusting the names of a class's parts, which says nothing
-about what its forward does between them (a second stream of activations from layer to layer,
-positions that are added to embeddings)."""
+The copy does not verify tensor parallelism (which is rejected), and numbers that occur only with
+real sizes. Module names are not sufficient, because they do not determine the operations between
+modules (a second stream of activations between layers, positions that are added to embeddings).
+"""
 
 from __future__ import annotations
 
@@ -61,18 +61,20 @@ _ALONE = [21]
 _PACKED = [5, 9, 9, 4, 2]
 _IMAGES = 3
 _WIDTH = 24
-"""Features of an encoder's output."""
+"""Number of output features of an encoder."""
 _logger = logging.getLogger(__name__)
 
 
 def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
-    """The family of a causal LM that no table lists, after the proof.
+    """Return the family of a causal LM that is not registered, after its verification.
 
     Args:
-        files: What its files are called; without a source, reading them is not part of the proof.
+        config: Config of the LLM.
+        files: Names in its weight files. Without a source, loading them is not verified.
 
     Raises:
-        ConfigError: What the model lacks, or which comparison failed, and by how much.
+        ConfigError: The model has a different structure, or a comparison failed. The error has the
+            difference.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return _adopt(settings, config.model_type, files)
@@ -90,17 +92,17 @@ Family = TypeVar("Family")
 
 
 class Proof(NamedTuple, Generic[Family]):
-    """What a comparison gave."""
+    """Result of a verification."""
 
     family: Family
     worst: float
     """Largest relative difference."""
     unreadable: str
-    """Why files cannot be read; "": they can."""
+    """Why weight files cannot be loaded, or "" if they can."""
 
 
 def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
-    """Builds a small copy of a model, and the same with Hugging Face's means alone, and compares.
+    """Build a small copy of a model in torchmm and in Hugging Face, and compare the results.
 
     Raises:
         ConfigError: As for `adopt`, except for files.
@@ -132,15 +134,15 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
 def adopt_encoder(
     config: PreTrainedConfig, files: WeightFiles, processor: dict[str, Any]
 ) -> StructuralFamily:
-    """Return the family of an image encoder that no table lists, after the proof.
+    """Return the family of an image encoder that is not registered, after its verification.
 
     Args:
         config: Config of the encoder.
-        files: Names in its weight files. Without a source, reading them is not part of the proof.
+        files: Names in its weight files. Without a source, loading them is not verified.
         processor: Settings of its image processor, in its files and the recipe.
 
     Raises:
-        ConfigError: No image processor is known, or as for `adopt`.
+        ConfigError: The image processor is unknown, or as for `adopt`.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     name = towers.known_processor(config, processor)
@@ -180,7 +182,7 @@ def _report(proof: Proof[Any], files: WeightFiles, model_type: str, compared: st
 def prove_encoder(
     config: PreTrainedConfig, files: WeightFiles, processor_class: str
 ) -> Proof[StructuralFamily]:
-    """The same for an image encoder.
+    """Build a small copy of an encoder in torchmm and in Hugging Face, and compare the results.
 
     Raises:
         ConfigError: As for `adopt_encoder`, except for files.
@@ -217,8 +219,11 @@ def prove_encoder(
 
 @torch.no_grad()
 def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels: Tensor) -> bool:
-    """Whether `AutoModel` builds the tower, and its hidden states are what its layers return, with
-    nothing but a class token beside those of patches."""
+    """Return True if LLaVA can use the tower.
+
+    `AutoModel` must build the tower. Its hidden states must be the outputs of its layers, with at
+    most a class token in addition to patches.
+    """
     if family.form.tokens_before > 1 or type(plain.config) not in MODEL_MAPPING:
         return False
     if MODEL_MAPPING[type(plain.config)] is not type(plain):
@@ -236,7 +241,7 @@ def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels:
 
 
 def _judge(differences: dict[str, float]) -> float:
-    """The largest of them, if none is too large."""
+    """Return the largest difference. Raise an error if it is too large."""
     wrong = {name: value for name, value in differences.items() if not value < TOLERANCE}
     if wrong:
         name = max(wrong, key=lambda key: wrong[key])
@@ -312,7 +317,7 @@ def _plain_results(plain: nn.Module, batch: Microbatch) -> Results:
 
 
 def _gradients(model: nn.Module, prefix: str = "") -> Results:
-    """By Hugging Face's names, of parameters whose names begin with `prefix`."""
+    """Return gradients by Hugging Face names, of parameters whose names start with `prefix`."""
     return {
         f"gradient of {_plain_name(name)}": torch.zeros_like(p)
         if p.grad is None
@@ -340,7 +345,7 @@ def _stage_results(ours: LlmModule, batch: Microbatch) -> Results:
 
 
 def _plain_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor) -> Results:
-    """Of each image by itself: what the last layer returns, and the connector makes of it."""
+    """Return the outputs of the last layer and of the connector, for each image separately."""
     plain.zero_grad()
     ours.zero_grad()
     returned: list[Tensor] = []
@@ -355,13 +360,13 @@ def _plain_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor)
     _loss_of(features).backward()
     own = {f"gradient of {name.removeprefix('tower.')}" for name, _ in ours.named_parameters()}
     every = _gradients(plain)
-    # Those of parts that no feature passes are no part of ours, and have none here either.
+    # Modules without effect on features are not part of the torchmm module, and have no gradients.
     kept = {name: grad for name, grad in every.items() if name in own or grad.any()}
     return {"features": features.detach(), **kept, **_gradients(ours, "connector.")}
 
 
 def _loss_of(features: Tensor) -> Tensor:
-    """A number that depends on every feature in another way."""
+    """Return a scalar with a different gradient for every feature."""
     return (features * torch.linspace(0.5, 1.5, features.numel()).view_as(features)).square().sum()
 
 
@@ -380,7 +385,7 @@ def _stage_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
 def _in_stages(
     ours: LlmModule | EncoderModule, run: Callable[[Any, Any], Any], hidden: Any
 ) -> tuple[Tensor, Results]:
-    """What a stage for every layer returns in the end, and the sums of gradients."""
+    """Return the output of the last of one stage per layer, and the accumulated gradients."""
     last = len(ours.layers) - 1
     gradients: Results = {}
     stages = []

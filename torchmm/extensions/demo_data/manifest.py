@@ -1,4 +1,4 @@
-"""Entries of MANIFEST.json next to prepared data sets, and directories that appear complete."""
+"""Entries of MANIFEST.json next to prepared data sets, and atomic creation of directories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchmm.extensions.demo_data.packages import Package
 
 
 def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
-    """Whether set `name` was made with these options and no file of it is missing or altered."""
+    """Return True if a set was made with these options and its files are unmodified."""
     entry = read_prepared(output).get(name)
     if entry is None or entry["options"] != options:
         return False
@@ -33,10 +33,10 @@ def record(
 
     Args:
         output: Directory of all sets.
-        name: The set and its directory.
-        packages: Where its content came from.
-        licence: Of the content.
-        details: `options` it was made with, and `counts`.
+        name: Name of the set and its directory.
+        packages: Packages with the content of the set.
+        licence: License of the content.
+        details: `options` of the set, and `counts`.
     """
     files = sorted(f for f in (output / name).rglob("*") if f.is_file())
     entries = read_prepared(output)
@@ -54,7 +54,7 @@ def record(
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill that replaces `target` if all went well."""
+    """Yield a directory that replaces `target` if no error occurs."""
     temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
@@ -67,6 +67,6 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the hex digest of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""gimp-help-en: the pages of a user manual as interleaved documents of text and screenshots."""
+"""Interleaved documents of text and screenshots from the user manual gimp-help-en."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _rows(pages: Path) -> Iterator[dict[str, Any]]:
 
 
 def page_elements(html: str) -> list[tuple[str, str]]:
-    """("text", paragraphs) and ("image", relative path) in reading order."""
+    """Return ("text", paragraphs) and ("image", relative path) in reading order."""
     parser = _PageParser()
     parser.feed(html)
     parser.close()
@@ -81,7 +81,7 @@ def page_elements(html: str) -> list[tuple[str, str]]:
 
 
 class _PageParser(HTMLParser):
-    """Collects text and images of the body, without navigation."""
+    """Parser of text and images of the body, without navigation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _PageParser(HTMLParser):
         self._text: list[str] = []
         self._in_body = False
         self._skipped_depth = 0
-        """Open tags since the start of a part that is left out; 0 outside such a part."""
+        """Number of open tags since the start of a skipped element, 0 outside skipped elements."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)

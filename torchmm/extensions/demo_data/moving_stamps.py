@@ -1,7 +1,8 @@
-"""Clips for text-to-video: every stamp moves over a white square, and its caption says how.
+"""Videos for text-to-video: every stamp moves over a white square, and its caption describes how.
 
-Real pictures, generated motion: small enough for a CPU, and a model can only get them right by
-relating the frames to each other and to the words. Clips are animated PNGs without loss.
+The images are real and the motion is generated. The videos are small enough for a CPU. A model can
+only generate them by relating the frames to each other and to the text. Videos are lossless
+animated PNGs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FEATURES = datasets.Features(
 
 
 class Motion(NamedTuple):
-    """Centre and side of the stamp in the first and the last frame, as fractions of the square."""
+    """Center and side of the stamp in the first and the last frame, as fractions of the square."""
 
     words: str
     start: tuple[float, float, float]
@@ -53,15 +54,16 @@ MOTIONS = (
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/moving_stamps from tuxpaint_stamps, with its split; two motions per stamp.
+    """Make `output`/moving_stamps from tuxpaint_stamps, with its split and two motions per stamp.
 
     Args:
         output: Directory of all sets.
         packages: Not used.
-        options: `source`, the hashes of the stamps' files; `frames` and `size_px` of a clip.
+        options: `source` has the hashes of the stamp files, and `frames` and `size_px` describe a
+            video.
 
     Raises:
-        DataError: The stamps are not there.
+        DataError: The stamps are missing.
     """
     files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
     if not files:
@@ -87,7 +89,7 @@ def _rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _animation(image: Image.Image, motion: Motion, frames: int, size_px: int) -> bytes:
-    """An animated PNG."""
+    """Return an animated PNG."""
     stages = [frame_at(image, motion, number / (frames - 1), size_px) for number in range(frames)]
     stream = io.BytesIO()
     options: dict[str, Any] = {"save_all": True, "append_images": stages[1:]}
@@ -96,7 +98,7 @@ def _animation(image: Image.Image, motion: Motion, frames: int, size_px: int) ->
 
 
 def frame_at(image: Image.Image, motion: Motion, time: float, size_px: int) -> Image.Image:
-    """The square at a time from 0 to 1."""
+    """Return the frame at a time from 0 to 1."""
     x, y, side = (a + (b - a) * time for a, b in zip(motion.start, motion.end, strict=True))
     scale = side * size_px / max(image.size)
     width, height = (max(1, round(scale * length)) for length in image.size)

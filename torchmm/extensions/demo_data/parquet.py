@@ -1,7 +1,7 @@
-"""Rows with images to parquet files, split by source file.
+"""Write records with images to parquet files, split by source file.
 
-The split is by file and never by row: the same picture appears with captions in many languages,
-and must not be on both sides.
+The split is by file and not by record, because the same image has captions in many languages and
+must not be in both splits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS_PER_FILE = 2000
 
 
 def split_of(source_file: str) -> str:
-    """ "train" or "validation", a pure function of the file's name."""
+    """Return "train" or "validation", a pure function of the file name."""
     number = int.from_bytes(hashlib.sha256(source_file.encode()).digest()[:8], "big")
     return "validation" if number % 100 < VALIDATION_PERCENT else "train"
 
@@ -26,7 +26,7 @@ def split_of(source_file: str) -> str:
 def write_splits(
     directory: Path, rows: Sequence[dict[str, Any]], features: datasets.Features
 ) -> dict[str, int]:
-    """Write rows (each with its `file`) to `train/` and `validation/`; returns rows per split."""
+    """Write records (each with its `file`) to `train/` and `validation/`. Return the counts."""
     counts = {}
     for split in ("train", "validation"):
         part = [row for row in rows if split_of(row["file"]) == split]
@@ -38,7 +38,7 @@ def write_splits(
 def write_rows(
     directory: Path, rows: Sequence[dict[str, Any]], features: datasets.Features
 ) -> None:
-    """Write the rows of one split."""
+    """Write the records of one split."""
     directory.mkdir(parents=True)
     for start in range(0, len(rows), ROWS_PER_FILE):
         table = datasets.Dataset.from_list(rows[start : start + ROWS_PER_FILE], features)

@@ -1,12 +1,13 @@
-"""Printed times, to be read (OCR) digit by digit.
+"""Images of printed times, to be read (OCR) digit by digit.
 
-A picture shows the hours of a time and below them its minutes, printed in one of several fonts and
-grays; the text is the time ("14:37"). One in five times is held out: training shows every hour and
-every minute, and never the two together. So a model has to read, in fonts that it knows.
+An image shows the hours of a time and below them its minutes, printed in one of several fonts and
+grays. The text is the time ("14:37"). One in five times is held out: training shows every hour and
+every minute, but never the combination. A model therefore has to read, in fonts of the training
+data.
 
-The fonts (DejaVu) come in matplotlib's wheel, which is installed with everything else. Rejected:
-days and times in print of half the size, of which a small model learned the day alone in 400 steps,
-with a token for each letter or for each hour and minute (one run of each: an indication).
+The fonts (DejaVu) are included in the wheel of matplotlib, which is a dependency. Dates and times
+at half the size are not used, because a small model learned only the date in 400 steps, with a
+token per letter or per hour and minute (one run each).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ TIMES = {"train": 4800, "validation": 200}
 HELD_OUT_PERCENT = 20
 SIDE_PX = 64
 SHIFT_PX = 2
-"""From the middle, at most."""
+"""Maximum distance from the center in pixels."""
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif")
 FONT_PX = (28, 32)
 GROUND, DARKEST = 128, 40
-"""Gray of the paper, zero to an encoder that expects values from -1 to 1, and of the ink."""
+"""Gray values of the background, 0 for an encoder of values from -1 to 1, and of text."""
 FEATURES = datasets.Features(
     {
         "image": datasets.Image(),
@@ -68,13 +69,13 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
 
 def held_out(time: str) -> bool:
-    """Whether a time is only seen in validation."""
+    """Return True if a time occurs only in validation."""
     digest = hashlib.sha256(time.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
 def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterator[dict[str, Any]]:
-    """A split's times: all of them before any comes again, printed anew."""
+    """Yield the times of a split. All times occur before a time repeats in a new image."""
     choose = random.Random(split)
     times = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
     own = [time for time in times if held_out(time) == (split != "train")]
@@ -90,7 +91,7 @@ def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterat
 
 
 def draw(time: str, font: ImageFont.FreeTypeFont, place: random.Random) -> Image.Image:
-    """Hours above minutes; `place` chooses where they are, and how dark."""
+    """Return an image of hours above minutes. `place` samples position and gray value."""
     image = Image.new("RGB", (SIDE_PX, SIDE_PX), (GROUND,) * 3)
     pen = ImageDraw.Draw(image)
     ink = (place.randint(0, DARKEST),) * 3

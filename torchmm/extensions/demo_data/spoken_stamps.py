@@ -1,9 +1,9 @@
-"""tuxpaint-stamps-default, spoken: the sentence about each stamp, read aloud, with its transcript.
+"""Recordings of the captions of tuxpaint-stamps-default, with transcripts.
 
-NAME_desc_LANG.ogg next to NAME.txt is a recording of the line `LANG.utf8=text`. Among the languages
-with many recordings, only those whose recordings match the text are offered (number of characters
-and seconds correlate); in others the recording often says less. Most stamps have a picture too, so
-these are samples of three modalities.
+NAME_desc_LANG.ogg next to NAME.txt is a recording of the line `LANG.utf8=text`. Only languages with
+many recordings that match the text are offered (number of characters and seconds correlate). In
+other languages, recordings are often incomplete. Most stamps also have an image, so that these
+samples have three modalities.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FEATURES = datasets.Features(
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/spoken_stamps: sounds with transcripts and pictures, split by stamp.
+    """Make `output`/spoken_stamps: audio with transcripts and images, split by stamp.
 
     Args:
         output: Directory of all sets.
         packages: Directory of downloaded packages.
-        options: `languages`, codes of those that are spoken: es, fr, ro, bg, ru.
+        options: `languages` has the codes of the spoken languages: es, fr, ro, bg, ru.
     """
     package = debian_package(PACKAGE, packages)
     with tempfile.TemporaryDirectory() as unpacked:
@@ -70,6 +70,6 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
             "audio": recording.read_bytes(),
             "text": text,
             "language": found[2],
-            # As in tuxpaint_stamps, so that a stamp is held out of both or of none.
+            # Same split as tuxpaint_stamps, so that a stamp is held out of both sets or of none.
             "file": str(image.relative_to(stamps)),
         }

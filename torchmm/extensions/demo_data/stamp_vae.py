@@ -1,10 +1,10 @@
-"""A small autoencoder trained on tuxpaint_stamps: what a generator of latents is given.
+"""A small autoencoder trained on tuxpaint_stamps, for generators of latents.
 
-Diffusers' `AutoencoderKL`, as Stable Diffusion has one (Rombach et al., arXiv 2112.10752), of a few
-hundred thousand parameters and without the adversarial loss: squared error, a little absolute one,
-and a little of the divergence from a normal distribution. Rejected: a published one, which no
-package registry has; absolute error alone, after which most pictures came back brown (17.4 dB on
-held-out ones instead of 19.4, one run of each).
+The class is `AutoencoderKL` of diffusers, as in Stable Diffusion (Rombach et al., arXiv
+2112.10752). It has a few hundred thousand parameters and no adversarial loss. Its loss is squared
+error with small coefficients of absolute error and KL divergence. No package registry has a
+published autoencoder. With absolute error alone, most reconstructions were brown (17.4 dB on
+held-out images instead of 19.4 dB, one run each).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "latent_channels": 4,
     "sample_size": SIZE_PX,
 }
-"""Four latents for 4 x 4 pixels: a twelfth of the numbers."""
+"""Config with four latents per 4 x 4 pixels, a twelfth of the number of values."""
 OPTIONS = {
     "steps": STEPS,
     "config": CONFIG,
@@ -55,8 +55,8 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
     Args:
         output: Directory of all sets.
-        packages: Not needed.
-        options: What it follows from; recorded.
+        packages: Not used.
+        options: Options that are recorded in the manifest.
 
     Raises:
         DataError: Diffusers or OUTPUT/tuxpaint_stamps is missing.
@@ -93,7 +93,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
 
 
 def _pictures(directory: Path) -> Tensor:
-    """(N, 3, H, W) in [-1, 1], of every picture once."""
+    """Return every image once, (N, 3, H, W) in [-1, 1]."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(directory.glob("*.parquet")):
         for row in pq.read_table(file, columns=["image", "file"]).to_pylist():
@@ -105,7 +105,7 @@ def _pictures(directory: Path) -> Tensor:
 
 
 def _train(vae: Any, pictures: Tensor) -> None:
-    """Mirrored pictures count as others."""
+    """Train the autoencoder, with random horizontal flips."""
     optimizer = torch.optim.Adam(vae.parameters(), LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
     for _ in worked("training the autoencoder", range(STEPS), STEPS, "steps"):

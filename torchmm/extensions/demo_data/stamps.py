@@ -1,7 +1,8 @@
-"""tuxpaint-stamps-default: photographs and drawings with a sentence about each, in many languages.
+"""Photographs and illustrations of tuxpaint-stamps-default, with captions in many languages.
 
-Every stamp is NAME.png with NAME.txt, whose first line is English and whose other lines read
-`LANG.utf8=text`. Stamps that exist only as SVG are left out (Pillow does not draw them).
+Every stamp is NAME.png with NAME.txt, whose first line is English and whose other lines have the
+form `LANG.utf8=text`. Stamps that exist only as SVG are omitted, because Pillow does not support
+SVG.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ FEATURES = datasets.Features(
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/tuxpaint_stamps: caption samples, split by picture.
+    """Make `output`/tuxpaint_stamps: caption samples, split by image.
 
     Args:
         output: Directory of all sets.
         packages: Directory of downloaded packages.
-        options: `languages`, a list of codes; "en" is the English line.
+        options: `languages` is a list of codes, in which "en" is the English line.
     """
     package = debian_package(PACKAGE, packages)
     with tempfile.TemporaryDirectory() as unpacked:
@@ -70,7 +71,7 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def captions(text: str) -> dict[str, str]:
-    """Caption by language code."""
+    """Return the captions by language code."""
     first, *others = text.splitlines() or [""]
     found = (TRANSLATION.match(line) for line in others)
     return {"en": first.strip()} | {m[1]: m[2].strip() for m in found if m}

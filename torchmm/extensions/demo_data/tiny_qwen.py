@@ -1,6 +1,6 @@
-"""A tiny Qwen2.5-VL as Hugging Face's own class saves it: files for trying continued training.
+"""A tiny Qwen2.5-VL, saved by its Hugging Face class, to test continued training.
 
-The weights are random. Rejected: a small published checkpoint; the smallest has 3 B parameters.
+The weights are random. The smallest published checkpoint has 3 B parameters.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torchmm.extensions.demo_data.manifest import new_directory, record
 
 NAME = "tiny_qwen2_5_vl"
 MAX_PIXELS = 112 * 112
-"""Most pixels of an image: 16 tokens of 28 x 28 pixels."""
+"""Maximum number of pixels of an image: 16 tokens of 28 x 28 pixels."""
 SEED = 0
 _EXTRA = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/tiny_qwen2_5_vl: weights, the pictures' tokenizer, image processor.
+    """Make `output`/tiny_qwen2_5_vl: weights, the tokenizer of the stamps, image processor.
 
     Args:
         output: Directory of all sets.
-        packages: Not needed.
-        options: What it follows from; recorded.
+        packages: Not used.
+        options: Options that are recorded in the manifest.
 
     Raises:
         DataError: OUTPUT/tokenizer is missing.

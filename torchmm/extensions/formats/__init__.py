@@ -1,1 +1,1 @@
-"""Energon and Lance datasets."""
+"""Read Energon and Lance datasets."""

@@ -1,13 +1,13 @@
-"""Megatron-Energon's folders, read without Energon: shards and what `.nv-meta` says about them.
+"""Read Megatron-Energon datasets without Energon: shards, and their description in `.nv-meta`.
 
-    .nv-meta/dataset.yaml   the kind of samples; `field_map`: which part of a sample is which field
+    .nv-meta/dataset.yaml   sample type; `field_map`: maps fields to parts of a sample
     .nv-meta/split.yaml     `split_parts`: shards of each split; `exclude`: shards, SHARD/KEY
 
-`split.json` may be in its place. Fields become the columns of a caption, a chat or an interleaved
-document, so that nothing after this module knows of Energon. Code next to the data
-(`sample_loader`, `part_filter`, classes of other modules) is never run, and nothing is unpickled:
-what depends on either is refused by name. Format: Energon's documentation, "Dataset Format on
-Disk".
+`split.json` may replace `split.yaml`. Fields become the columns of a caption, a chat or an
+interleaved document, so that later modules are independent of Energon. Code in the dataset
+(`sample_loader`, `part_filter`, classes of other modules) never runs, and no part is unpickled.
+Datasets that depend on either are rejected with the name of the key. The format is described in the
+Energon documentation, "Dataset Format on Disk".
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
 from torchmm.recipe.data_section import SourceConfig
 
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
-"""Parts that webdataset and ChatML loaders unpickle."""
+"""Sample parts that webdataset and ChatML loaders unpickle."""
 CHATS = ("ChatML", "MultimodalChat")
 MAX_NODES = 2_000_000
-"""Values of a file of `.nv-meta`."""
+"""Maximum number of values in a file of `.nv-meta`."""
 MAX_CHARACTERS = 200_000_000
-"""Characters of all names of shards, once their braces are written out."""
+"""Maximum number of characters of all shard names after brace expansion."""
 _NUMBERS = re.compile(r"([0-9]{1,15})\.\.([0-9]{1,15})")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -51,7 +51,7 @@ Directory = Path | RemotePath
 
 
 class EnergonFormat:
-    """Format "energon"; see `SourceFormat`."""
+    """Format "energon", see `SourceFormat`."""
 
     def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
         """Return the files of an Energon dataset. None if the source is not one.
@@ -75,7 +75,7 @@ class EnergonFormat:
     def open(
         self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
     ) -> MapSource:
-        """Open an Energon dataset; raise DataError if it cannot be read."""
+        """Open an Energon dataset. Raise DataError if it cannot be read."""
         storage = next((file.storage for file in files if isinstance(file, RemoteFile)), None)
         folder = open_folder(source_directory(config, storage), Split.of(config).name)
         return EnergonSource(folder, fingerprint, places)
@@ -83,30 +83,30 @@ class EnergonFormat:
 
 @dataclass(frozen=True)
 class EnergonFolder:
-    """What `.nv-meta` says about one split."""
+    """Content of `.nv-meta` for one split."""
 
     directory: Directory
     kind: str
-    """One of KINDS."""
+    """Sample type, a key of `KINDS`."""
     fields: dict[str, list[list[str]]]
-    """For every field, where it may be: names of a part and of what is inside of it."""
+    """Maps a field to its possible locations: names of a sample part and of keys inside it."""
     shards: list[AnyFile]
     described_by: list[AnyFile]
     left_out: dict[AnyFile, set[str]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[AnyFile]:
-        """Everything that its samples depend on."""
+        """Return all files that determine the samples."""
         return self.described_by + self.shards
 
 
 class EnergonSource:
-    """Samples of a folder as records.
+    """Samples of a dataset as records.
 
     Args:
-        folder: What to read.
-        fingerprint: Of its files.
-        places: Keeps what was found in shards.
+        folder: Content of `.nv-meta` for the split.
+        fingerprint: Fingerprint of the files.
+        places: Cache of sample positions in shards.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EnergonSource:
         return len(self._samples)
 
     def read(self, index: int) -> Record:
-        """Record `index`; raises CorruptSampleError."""
+        """Return a record. May raise CorruptSampleError."""
         where, parts = self._samples.read(index)
         fields = self._folder.fields
         with naming_place(where):
@@ -131,7 +131,7 @@ class EnergonSource:
         return Record(columns, root, where=where)
 
     def _find(self, name: str, parts: Parts, options: Sequence[Sequence[str]]) -> Any:
-        """The value of a field, from the first of the places where it may be."""
+        """Return the value of a field from the first available location."""
         for part, *keys in options:
             if part not in parts:
                 continue
@@ -143,16 +143,17 @@ class EnergonSource:
                 continue
             return value
         if self._folder.kind in CHATS and name != "conversation":
-            return None  # not every chat has files
+            return None  # files are optional in chats
         wanted = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
         raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
 
 
 def open_folder(directory: Directory, split: str) -> EnergonFolder:
-    """Reads `.nv-meta`.
+    """Read `.nv-meta`.
 
     Raises:
-        DataError: It is incomplete, has no such split, or needs code that is not run here.
+        DataError: It is incomplete, does not have this split, or requires code that torchmm does
+            not run.
     """
     if isinstance(directory, Path):
         directory = directory.absolute()
@@ -198,7 +199,7 @@ def _present(file: AnyFile | None, name: str) -> AnyFile:
 def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
     """Return a function that finds a file of the directory by its name."""
     listed: dict[str, RemoteFile] = {}
-    if isinstance(directory, RemotePath):  # in one request, because there may be many shards
+    if isinstance(directory, RemotePath):  # one request, because a dataset may have many shards
         listed = {file.address: file for file in directory.storage.list(directory.address)}
 
     def find(name: str) -> AnyFile | None:
@@ -218,7 +219,7 @@ def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
 
 
 def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
-    """The kind of samples and where their fields are."""
+    """Return the sample type and the locations of its fields."""
     described = _load(file)
     sample_type = described.get("sample_type") or described
     if not isinstance(sample_type, dict):
@@ -368,7 +369,7 @@ def _text(fields: Columns, _: Parts) -> Columns:
 
 
 def _question(fields: Columns, _: Parts) -> Columns:
-    """A question about an image or a clip, and its best answer."""
+    """Return columns of a question about an image or a video, and its best answer."""
     kind = "video" if "video" in fields else "image"
     answers = fields.get("answers")
     if isinstance(answers, list):
@@ -379,7 +380,7 @@ def _question(fields: Columns, _: Parts) -> Columns:
         answers = answers[best] if best < len(answers) else None
     if not isinstance(answers, str):
         raise CorruptSampleError("has no answer")
-    # Questions converted from LLaVA's format still say where the image is.
+    # Questions that were converted from the LLaVA format still have the image placeholder.
     context = str(fields.get("context") or "").replace(f"<{kind}>", "").strip()
     content = [{"type": kind}, {"type": "text", "text": context}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answers}]
@@ -387,7 +388,7 @@ def _question(fields: Columns, _: Parts) -> Columns:
 
 
 def _interleaved(fields: Columns, parts: Parts) -> Columns:
-    """A sequence of texts and images, or lists of both that fill each other's gaps."""
+    """Return columns of interleaved text and images, in one sequence or in two lists with gaps."""
     found = fields.get("sequence", fields)
     if isinstance(found, dict):
         return _with_members(found, parts)
@@ -399,7 +400,7 @@ def _interleaved(fields: Columns, parts: Parts) -> Columns:
 
 
 def _chat(fields: Columns, parts: Parts) -> Columns:
-    """A conversation, and the files that it is about."""
+    """Return columns of a conversation and its files."""
     conversation = fields.get("conversation")
     if isinstance(conversation, str | bytes):
         try:
@@ -418,7 +419,7 @@ def _chat(fields: Columns, parts: Parts) -> Columns:
 
 
 def _crude(_: Columns, parts: Parts) -> Columns:
-    """Parts as they are, and the columns inside of `json`."""
+    """Return the sample parts unchanged, and the columns inside `json`."""
     columns = {part: decode_part(part, data) for part, data in parts.items()}
     inner = columns.get("json")
     if isinstance(inner, dict):
@@ -427,7 +428,7 @@ def _crude(_: Columns, parts: Parts) -> Columns:
 
 
 def _with_members(columns: Columns, parts: Parts) -> Columns:
-    """Columns with the content of files in the place of their names, if they are parts."""
+    """Replace file names in columns by the content of the files, if they are sample parts."""
     columns = dict(columns)
     for column in ("images", "videos", "audios"):
         if isinstance(columns.get(column), list):
@@ -448,5 +449,7 @@ KINDS: dict[str, Callable[[Columns, Parts], Columns]] = {
     **dict.fromkeys(CHATS, _chat),
     "Crude": _crude,
 }
-"""From the fields of a sample, and its parts, to columns; by names of classes without their ends,
-"Webdataset" and "Sample"."""
+"""Maps a sample type to the function from fields and sample parts to columns.
+
+The key is the class name without "Webdataset" and "Sample".
+"""

@@ -1,9 +1,9 @@
-"""Lance tables: rows by number, of one version of the table, here or in a store.
+"""Lance tables: rows by index of one version of a table, stored locally or remotely.
 
-The format keeps rows where they can be reached one by one, and versions that never change, so that
-a table has the exact order that other sources have without an index or a cache of ours. Lance reads
-stores itself, with credentials from the environment. Nothing of it runs when a table is only named:
-it is opened by the process that reads from it, since its threads do not survive a fork.
+The format supports random access to rows, and versions are immutable. A table therefore has the
+same exact sample order as other sources, without an index or a cache of torchmm. Lance reads remote
+storage itself, with credentials from the environment. A table is opened by the process that reads
+it, because the threads of Lance do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torchmm.recipe.data_section import SourceConfig, is_address
 
 
 class LanceFormat:
-    """Format "lance"; see `SourceFormat`."""
+    """Format "lance", see `SourceFormat`."""
 
     def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile]:
-        """Return no files, because Lance reads tables itself; raise DataError for a split."""
+        """Return no files, because Lance reads tables itself. Raise DataError for a split."""
         check_only_split(config, "a Lance table")
         return []
 
     def open(
         self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
     ) -> MapSource:
-        """Open a table; raise ConfigError or DataError if it cannot be read."""
+        """Open a table. Raise ConfigError or DataError if it cannot be read."""
         return LanceSource(config)
 
 
@@ -43,11 +43,12 @@ class LanceSource:
     """Rows of a table as records.
 
     Args:
-        config: The source; its `revision` is the number of a version, the newest without it.
+        config: Source. Its `revision` is the number of a version. Without it, the newest version is
+            read.
 
     Raises:
-        ConfigError: Lance is not installed, or the revision is no number.
-        DataError: There is no such table or version.
+        ConfigError: Lance is not installed, or the revision is not a number.
+        DataError: The table or the version does not exist.
     """
 
     def __init__(self, config: SourceConfig) -> None:
@@ -79,17 +80,17 @@ class LanceSource:
         return self._rows
 
     def read(self, index: int) -> Record:
-        """Record `index`.
+        """Return a record.
 
         Raises:
-            CorruptSampleError: It cannot be read.
-            DataError: Nor, perhaps, can others, since the table is in a store.
+            CorruptSampleError: The row cannot be read.
+            DataError: The row of a remote table cannot be read, possibly because of the storage.
         """
         where = f"{self._path} row {index}"
         try:
             columns = row_of(self._opened().take([index]))
         except (OSError, ValueError) as error:
-            if is_address(self._path):  # more likely the store than the row: no sample is lost
+            if is_address(self._path):  # probably an error of the storage, so no sample is skipped
                 raise DataError(f"{where} cannot be read: {_brief(error)}") from error
             raise CorruptSampleError(f"{where}: {_brief(error)}") from error
         return Record(columns, where=where)
@@ -108,7 +109,7 @@ class LanceSource:
 
 
 def _files(table: Any) -> list[Any]:
-    """Files with rows; their names are random, so that no two tables have the same."""
+    """Return the files with rows. Their names are random, so that they are unique to a table."""
     return [file for fragment in table.get_fragments() for file in fragment.data_files()]
 
 

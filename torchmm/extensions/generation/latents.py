@@ -47,9 +47,7 @@ class LatentSpec:
     factor: int
     """Rows and columns of pixels per latent."""
     sampled: bool
-    """Whether latents are sampled from the distribution of the encoder. Otherwise they are its
-    mean.
-    """
+    """Whether latents are sampled from the encoder distribution. Otherwise they are its mean."""
     files: WeightFiles
     sizes: LatentSizes
 

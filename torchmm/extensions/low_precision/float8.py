@@ -75,8 +75,9 @@ def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linea
 
 
 def rounded_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
-    """Return the float8 linear layers by layer, for planners. Empty if the module does not use
-    float8.
+    """Return the float8 linear layers by layer index, for planners.
+
+    The result is empty if the module does not use float8.
     """
     if not config.concerns(module.name):
         return {}
@@ -141,7 +142,7 @@ def float8_problems(
 
 
 def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
-    """Return linear layers whose shards on `tensor` ranks have sizes that kernels do not support."""
+    """Return linear layers whose shards on `tensor` ranks have unsupported sizes."""
     chosen = set(float8_linears(module, config))
     divided = {
         linear.weight.shape[style == "rowwise"]
@@ -186,7 +187,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
     )
 
     def multiply(linear: Float8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What a `Float8Linear` does, with parts of its weight and bias."""
+        """Compute a `Float8Linear` with slices of its weight and bias."""
         product: Tensor = matmul_with_hp_or_float8_args.apply(
             x, weight.t(), linear.linear_mm_config, linear.config
         )

@@ -113,8 +113,9 @@ class RandomBits:
         return (noise_RC >> 16) & 0xFFFF
 
     def rounded(self, value_RC: Tensor) -> Tensor:
-        """Return values rounded to bfloat16, away from 0 with the probability of the lowest 16
-        bits.
+        """Return values rounded to bfloat16 stochastically.
+
+        The probability of rounding away from 0 is the fraction of the lowest 16 bits.
         """
         bits_RC = self.noise()
         bits_RC += value_RC.view(torch.int32)
@@ -123,7 +124,7 @@ class RandomBits:
 
 
 class Form(Protocol):
-    """How a tensor is stored between updates."""
+    """Storage form of a tensor between updates."""
 
     @property
     def zero(self) -> int:
@@ -131,7 +132,7 @@ class Form(Protocol):
         ...
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shapes and dtypes of the stored tensors for an unsharded tensor of that shape."""
+        """Return shapes and dtypes of the stored tensors for an unsharded tensor."""
         ...
 
     def read(self, stored: Stored) -> Tensor:
@@ -150,15 +151,15 @@ class Float32:
     zero: ClassVar[int] = 0
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """See `Form`."""
+        """Return the shape and float32, see `Form`."""
         return {"": (shape, torch.float32)}
 
     def read(self, stored: Stored) -> Tensor:
-        """See `Form`."""
+        """Return the stored tensor, see `Form`."""
         return stored[""]
 
     def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """See `Form`."""
+        """Return the value unchanged, see `Form`."""
         return {"": value_RC}
 
 
@@ -174,15 +175,15 @@ class BFloat16:
     at_random: bool = True
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """See `Form`."""
+        """Return the shape and bfloat16, see `Form`."""
         return {"": (shape, torch.bfloat16)}
 
     def read(self, stored: Stored) -> Tensor:
-        """See `Form`."""
+        """Return the values in float32, see `Form`."""
         return stored[""].float()
 
     def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """See `Form`."""
+        """Return the rounded values, see `Form`."""
         return {"": bits.rounded(value_RC) if self.at_random else value_RC.bfloat16()}
 
 
@@ -204,12 +205,12 @@ class Int8Blocks:
         self._limits = to_device(limits, device)
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """See `Form`."""
+        """Return the shapes of codes and scales, see `Form`."""
         blocks = torch.Size([*shape[:-1], -(-shape[-1] // BLOCK)])
         return {"": (shape, torch.uint8), "_scale": (blocks, torch.float32)}
 
     def read(self, stored: Stored) -> Tensor:
-        """See `Form`."""
+        """Return the decoded values, see `Form`."""
         codes_RC = stored[""]
         scales_RB = stored["_scale"]
         values_RC = self._values[codes_RC.int()]
@@ -245,7 +246,7 @@ def _count_below(values: Tensor, limits: Tensor) -> Tensor:
 
 
 def dynamic_map(signed: bool) -> Tensor:
-    """The 256 values of codes, ascending, at most 1."""
+    """Return the 256 values of the codes, ascending, at most 1."""
     values = [0.0, 1.0]
     for exponent in range(-6, 1):
         # Twice as many for each exponent nearer to 0, in the middles of even parts of [0.1, 1].

@@ -50,7 +50,7 @@ STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
 INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "emulate_precision_casts": True,  # no contraction of products and sums
-    "assert_indirect_indexing": False,  # no index depends on data from outside
+    "assert_indirect_indexing": False,  # no index depends on external data
     "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
 }
 """Options of torch.compile."""

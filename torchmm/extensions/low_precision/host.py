@@ -84,7 +84,7 @@ class _Slot:
 
     memory: Tensor
     free: torch.cuda.Event | None = None
-    """Event after the copy of the previous chunk to the host. None if there was no chunk."""
+    """Event after the copy of the previous chunk to the host. None before the first chunk."""
 
 
 class _Visit:
