@@ -24,7 +24,6 @@ NO_FINDINGS = {
     "guides/check_gpus: Check a GPU": "a default",
     "guides/checkpoints: Stop a run": "a limit",
     "guides/cluster: Continue without a lost node": "a default",
-    "guides/cluster: Limits of containers": "a default",
     "guides/large_data: Large data": "advice",
     "guides/large_data: Reading and caching": "an estimate that shows how it is computed",
     "guides/plan_cluster: Check the result": "a setting",
