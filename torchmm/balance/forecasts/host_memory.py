@@ -76,7 +76,7 @@ def _batch_bytes(forecaster: Forecaster, run: Resolved) -> float:
     """Return the bytes of one step in the memory of all ranks.
 
     Every rank of a pipeline stores the tokens. Pixels are included for one rank of each
-    data-parallel group, with one byte per value, because ranks without an encoder store no pixels.
+    data-parallel replica, with one byte per value: ranks without an encoder store no pixels.
     Context-parallel ranks are one rank, and so are ranks of disaggregated modules.
     """
     ranks = run.world_size // (run.shares * run.recipe.parallel.context)
