@@ -56,8 +56,8 @@ class Problem(NamedTuple):
     def touches(self, key: str) -> bool:
         """Return True if an error at `key` can be the cause of the problem."""
         return any(
-            (own + ".").startswith(key + ".") or (key + ".").startswith(own + ".")
-            for own in (without_indices(k) for k in (self.key, *self.rests_on))
+            (other_key + ".").startswith(key + ".") or (key + ".").startswith(other_key + ".")
+            for other_key in (without_indices(k) for k in (self.key, *self.rests_on))
         )
 
 

@@ -268,10 +268,10 @@ def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of equal shape and dtype with few kernels."""
+    """Copy each source to its target, of equal shape and dtype, with few kernels."""
     alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        # Tensors with gaps would take the fast path from the others.
+        # Separate lists, because non-contiguous tensors disable the fast path of a list.
         lists = alike.setdefault((target.dtype, target.ndim), ([], []))
         lists[0].append(target)
         lists[1].append(source)
