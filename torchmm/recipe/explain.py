@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     Attributes:
         key: Dotted key.
         value: Value of the key, or `NO_VALUE`.
-        text: What is wrong, and how to fix it.
+        text: Description of the problem, and its fix.
         rests_on: Other keys that can cause the problem.
     """
 
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
 
 Problems = Iterator[Problem]
-"""What a check finds."""
+"""Problems that a check yields."""
 
 
 REMOVED_KEYS = {
