@@ -30,7 +30,7 @@ CONCEPTS = (
     ("Hook", "training/hooks/hook.py"),
     ("Metrics", "training/metrics.py"),
 )
-"""Concepts in the order in which a batch meets them, with the file that defines each."""
+"""Concepts in the order in which a batch uses them, with the file that defines each."""
 WIDTH, HEIGHT = 940, 520
 CORE_COLOR, EXTENSION_COLOR, CONCEPT_COLOR = "#dbe6f5", "#e3f0df", "#f6ead7"
 

@@ -35,7 +35,7 @@ def lines(found: Iterable[str]) -> Iterator[str]:
     """Yield the lines of the table: a row per model, a column per program and version.
 
     Args:
-        found: JSON lines with family, client, version, what.
+        found: JSON lines with the keys "family", "client", "version" and "what".
     """
     seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     versions: dict[str, str] = {}

@@ -6,7 +6,7 @@ python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests
 python scripts/family_table.py outputs/proofs.jsonl
 
 Results of several runs, with different versions of transformers, are merged. With --keep, the
-results on the page are kept and new ones are added: use it for a few new tests or a new version.
+results on the page remain and new results are added, for a few new tests or a new version.
 """
 
 import argparse
@@ -64,7 +64,7 @@ TIMED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glm4v", "glm4v_moe", "glm46v"),
 )
-"""Multimodal models with videos. The others read frames as images."""
+"""Multimodal models with videos. Other models process frames as images."""
 NONE = "-"
 """Cell of a test that does not apply to a model."""
 

@@ -206,7 +206,7 @@ def schema_keys(section: type[Section]) -> Iterator[str]:
 
 
 def set_keys(value: Any, section: type[Section]) -> Iterator[str]:
-    """Yield the keys that tables set, whatever their names and number."""
+    """Yield the keys that tables set, for any names and number of tables."""
     if isinstance(value, list):
         for table in value:
             yield from set_keys(table, section)

@@ -119,7 +119,7 @@ def _show_scores(console: Console, run: RunContents) -> None:
 def show_stragglers(console: Console, records: Records) -> None:
     """Print the ranks that were most often the slowest, by quarters of the run.
 
-    Prints nothing for one rank.
+    No output for one rank.
     """
     found = slowest_ranks(records, SHOWN_RANKS)
     if found is None:

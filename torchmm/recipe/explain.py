@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     Attributes:
         key: Dotted key.
         value: Value of the key, or `NO_VALUE`.
-        text: What is wrong, and how to fix it.
+        text: Description of the problem, and its fix.
         rests_on: Other keys that can cause the problem.
     """
 
@@ -56,13 +56,13 @@ class Problem(NamedTuple):
     def touches(self, key: str) -> bool:
         """Return True if an error at `key` can be the cause of the problem."""
         return any(
-            (own + ".").startswith(key + ".") or (key + ".").startswith(own + ".")
-            for own in (without_indices(k) for k in (self.key, *self.rests_on))
+            (other_key + ".").startswith(key + ".") or (key + ".").startswith(other_key + ".")
+            for other_key in (without_indices(k) for k in (self.key, *self.rests_on))
         )
 
 
 Problems = Iterator[Problem]
-"""What a check finds."""
+"""Problems that a check yields."""
 
 
 REMOVED_KEYS = {

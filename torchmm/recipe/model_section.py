@@ -274,8 +274,8 @@ class ModelConfig(Section):
 
         It is the tokenizer key, or else the source of the multimodal model or the LLM.
         """
-        own = place_of(self.tokenizer, self.tokenizer_revision)
-        return own or self.place or (self.llm.place if self.llm else None)
+        explicit = place_of(self.tokenizer, self.tokenizer_revision)
+        return explicit or self.place or (self.llm.place if self.llm else None)
 
 
 def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -141,23 +141,23 @@ def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
 
 def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) -> Problems:
     """Yield degrees of an encoder that do not divide those of the LLM."""
-    given = parallel.sizes_given(name)
-    own = given.get("pipeline", 1)
-    if pipeline % own:
+    degrees = parallel.sizes_given(name)
+    degree = degrees.get("pipeline", 1)
+    if pipeline % degree:
         divisors = ", ".join(str(n) for n in range(1, pipeline + 1) if pipeline % n == 0)
         text = f"must divide the {pipeline} pipeline ranks of the LLM; use one of {divisors}"
-        yield Problem(f"parallel.{name}.pipeline", own, text, ("parallel.pipeline",))
-    own = given.get("tensor", tensor)
-    if own < 1 or tensor % own:
+        yield Problem(f"parallel.{name}.pipeline", degree, text, ("parallel.pipeline",))
+    degree = degrees.get("tensor", tensor)
+    if degree < 1 or tensor % degree:
         divisors = ", ".join(str(n) for n in range(1, tensor + 1) if tensor % n == 0)
         text = f"must divide the {tensor} tensor-parallel ranks of the LLM; use one of {divisors}"
-        yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
+        yield Problem(f"parallel.{name}.tensor", degree, text, ("parallel.tensor",))
 
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
     """Return the degrees of a module by key. -1 is the remaining ranks."""
-    own = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
-    return own | parallel.sizes_given(name)
+    defaults = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
+    return defaults | parallel.sizes_given(name)
 
 
 def resolve_units(
@@ -174,34 +174,38 @@ def resolve_units(
         ConfigError: The degrees do not match `world_size`.
     """
     sizes = {name: unit_sizes(parallel, name) for name in modules}
-    shown = ", ".join(f"{name} {_shown(own)}" for name, own in sizes.items())
-    given = [(name, key) for name, own in sizes.items() for key in own if own[key] == -1]
-    if any(0 in own.values() for own in sizes.values()):
+    shown = ", ".join(f"{name} {_shown(degrees)}" for name, degrees in sizes.items())
+    open_keys = [
+        (name, key) for name, degrees in sizes.items() for key in degrees if degrees[key] == -1
+    ]
+    if any(0 in degrees.values() for degrees in sizes.values()):
         raise ConfigError(
             f"parallel: {shown}: a parallelism degree is 0; use 1 to disable a dimension"
         )
-    if len(given) > 1:
-        keys = " and ".join(_key(parallel, name, key) for name, key in given)
+    if len(open_keys) > 1:
+        keys = " and ".join(_key(parallel, name, key) for name, key in open_keys)
         raise ConfigError(
             f"parallel: {shown}: {keys} are -1, but only one key may be -1; set the others"
         )
-    fixed = {name: prod(size for size in own.values() if size > 0) for name, own in sizes.items()}
-    if given:
-        name, key = given[0]
-        left = world_size - sum(ranks for module, ranks in fixed.items() if module != name)
-        if left < fixed[name] or left % fixed[name]:
+    fixed = {
+        name: prod(size for size in degrees.values() if size > 0) for name, degrees in sizes.items()
+    }
+    if open_keys:
+        name, key = open_keys[0]
+        remaining = world_size - sum(ranks for module, ranks in fixed.items() if module != name)
+        if remaining < fixed[name] or remaining % fixed[name]:
             raise ConfigError(
-                f"parallel: {shown}: {max(left, 0)} of {world_size} ranks remain for {name}, "
+                f"parallel: {shown}: {max(remaining, 0)} of {world_size} ranks remain for {name}, "
                 f"which requires a multiple of {fixed[name]}; start more ranks or change a "
                 "parallelism degree"
             )
-        sizes[name][key] = left // fixed[name]
+        sizes[name][key] = remaining // fixed[name]
     elif sum(fixed.values()) != world_size:
         raise ConfigError(
             f"parallel: {shown} require {sum(fixed.values())} ranks, not {world_size}; start "
             f"{sum(fixed.values())}, or set one key to -1 (remaining ranks)"
         )
-    return {name: MeshSizes(**own) for name, own in sizes.items()}
+    return {name: MeshSizes(**degrees) for name, degrees in sizes.items()}
 
 
 def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
@@ -226,8 +230,8 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 def _key(parallel: ParallelConfig, name: str, size: str) -> str:
-    own = name != LLM or size in parallel.sizes_given(name)
-    return f"parallel.{name}.{size}" if own else f"parallel.{size}"
+    is_separate = name != LLM or size in parallel.sizes_given(name)
+    return f"parallel.{name}.{size}" if is_separate else f"parallel.{size}"
 
 
 def with_planned_keys_closed(recipe: Recipe) -> Recipe:

@@ -1,6 +1,6 @@
 """The optimizer, its parameter groups, the learning rate and the global gradient norm.
 
-Optimizers (`optimizers/optimizer.py`) read the clip factor and the check for non-finite values from
+Optimizers (`optimizers/optimizer.py`) read the clipping factor and the check for non-finite values from
 device scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore
 queued before the host reads the gradient norm, and a step with non-finite values changes nothing.
 
@@ -111,7 +111,7 @@ class Updates:
     def measure(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the global gradient norm, a float32 scalar, and prepare the update; collective.
 
-        Sets the clip factor of the optimizer. If a loss or the norm of any rank is not finite, the
+        Sets the clipping factor of the optimizer. If a loss or the norm of any rank is not finite, the
         update changes nothing on all ranks.
 
         Args:

@@ -127,7 +127,9 @@ class Pipeline:
         for stage in stages.values():
             if isinstance(stage, LlmStage):
                 stage.feature_ranks = feature_ranks
-        self._reading = {m for m, own in reading_stages(layout).items() if set(own) & set(modules)}
+        self._reading = {
+            m for m, indices in reading_stages(layout).items() if {*indices} & {*modules}
+        }
         """Modules whose pixels the stages of this rank read."""
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())

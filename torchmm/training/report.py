@@ -93,7 +93,7 @@ def describe_step(record: Record, eta_s: float) -> str:
 
 def make_figure(width_in: float, height_in: float) -> Any:
     """Return an empty matplotlib figure that requires no display and no global state."""
-    # Imported on first use: the import takes 0.3 s of CPU time, and most ranks plot nothing.
+    # Imported on first use: the import takes 0.3 s of CPU time, and most ranks have no plots.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 

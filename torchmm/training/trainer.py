@@ -146,7 +146,7 @@ class Trainer:
         return self.state.step
 
     def close(self) -> None:
-        """Stop planning, heartbeat and hooks. An error of one does not prevent the others."""
+        """Stop planning, heartbeat and hooks. An error does not prevent the remaining calls."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.callback(hook.close)

@@ -29,7 +29,7 @@ ENTRIES: Entries = {
             _generates_samples,
             after="validation",
         ),
-        # Rank 0 may wait for scores longer than other ranks wait for rank 0, so it comes last.
+        # Rank 0 may wait for scores longer than other ranks wait for rank 0, so it is last.
         Entry(
             "benchmarks",
             "torchmm.extensions.evaluation.benchmark_hook:BenchmarkHook",

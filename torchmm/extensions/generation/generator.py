@@ -324,7 +324,7 @@ class DitModule(GeneratorModule):
 def _message_shapes(
     hidden_size: int, time_features: int, latent_values: int, images: Sequence[GeneratedMeta]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of `StageTensors`, without those of latents if there are none."""
+    """Return the shapes of `StageTensors`, without latents if pixels are generated."""
     patches = [image.patches for image in images]
     shapes: list[tuple[int, ...]] = [
         (len(images), max(patches), hidden_size),

@@ -106,19 +106,23 @@ class LatentEncoder(nn.Module):
         """
         dtype = next(self.encoder.parameters()).dtype
         of_images = patches_AX.split([prod(grid) for grid in grids])
-        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, (_, rows, columns) in enumerate(grids):
-            alike[rows, columns].append(index)
-        found: dict[int, Tensor] = {}
-        for (rows, columns), images in alike.items():
-            own = torch.cat([of_images[i] for i in images])
+            by_size[rows, columns].append(index)
+        encoded_images: dict[int, Tensor] = {}
+        for (rows, columns), images in by_size.items():
+            pixels_AX = torch.cat([of_images[i] for i in images])
             frames = sum(grids[i][0] for i in images)
-            pixels_FCHW = to_images(own.to(dtype), (frames, rows, columns), self.spec.side_px)
+            pixels_FCHW = to_images(pixels_AX.to(dtype), (frames, rows, columns), self.spec.side_px)
             parts = pixels_FCHW.split(self.spec.sizes.encode_batch_size)
             encoded = torch.cat([self._encode(part) for part in parts])
             patches = to_patches(encoded, self.spec.side)
-            found |= zip(images, patches.split([prod(grids[i]) for i in images]), strict=True)
-        mean_AV, log_variance_AV = torch.cat([found[i] for i in range(len(grids))]).chunk(2, dim=1)
+            encoded_images |= zip(
+                images, patches.split([prod(grids[i]) for i in images]), strict=True
+            )
+        mean_AV, log_variance_AV = torch.cat([encoded_images[i] for i in range(len(grids))]).chunk(
+            2, dim=1
+        )
         if noise_AV is not None:
             deviation_AV = (0.5 * log_variance_AV.clamp(*LOG_VARIANCES)).exp()
             mean_AV = mean_AV + deviation_AV * noise_AV.to(dtype)

@@ -84,7 +84,7 @@ def as_int32(bits: int) -> int:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return the finalizer of MurmurHash3 of int32 values; products wrap around."""
+    """Return the finalizer of MurmurHash3 of int32 values, with wrapping multiplications."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * as_int32(0x85EBCA6B)
     x = (x ^ ((x >> 13) & 0x7FFFF)) * as_int32(0xC2B2AE35)
     return x ^ ((x >> 16) & 0xFFFF)

@@ -49,7 +49,7 @@ The last tensor may exceed this limit by `SMALL` elements or a row.
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
 INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
-    "emulate_precision_casts": True,  # no contraction of products and sums
+    "emulate_precision_casts": True,  # no contraction of multiplications and additions
     "assert_indirect_indexing": False,  # no index depends on external data
     "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
 }
@@ -96,7 +96,7 @@ class Piece:
     weight_decay: float
 
     def tensors(self) -> list[tuple[Tensor, int, int]]:
-        """Return gradient, target and states, their elements per unit and what they pad with."""
+        """Return gradient, target and states, their elements per unit and their padding values."""
         states = [
             (tensor, 1 if suffix else BLOCK, form.zero)
             for form, stored in zip(self.kind.forms[1:], self.moments, strict=True)
@@ -268,10 +268,10 @@ def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of equal shape and dtype with few kernels."""
+    """Copy each source to its target, of equal shape and dtype, with few kernels."""
     alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        # Tensors with gaps would take the fast path from the others.
+        # Separate lists, because non-contiguous tensors disable the fast path of a list.
         lists = alike.setdefault((target.dtype, target.ndim), ([], []))
         lists[0].append(target)
         lists[1].append(source)

@@ -12,8 +12,8 @@ buffers, "optimizer.FQN.NAME" for optimizer states, "ema.FQN" for averages of pa
 saved.
 
 Two functions of DCP are not used. `get_optimizer_state_dict` runs an optimizer step to create the
-state of parameters that are frozen or new. `dcp.async_save` leaves hashing and the commit to the
-caller.
+state of parameters that are frozen or new. `dcp.async_save` does not hash or commit
+the files.
 """
 
 from __future__ import annotations

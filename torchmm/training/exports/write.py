@@ -103,7 +103,7 @@ def write_files(
 
 
 def write_adapters(model: MultimodalModel, directory: Path) -> None:
-    """Write the adapters of a run in PEFT format, or nothing if the model has none.
+    """Write the adapters of a run in PEFT format, if the model has adapters.
 
     Collective. Rank 0 writes the files.
 

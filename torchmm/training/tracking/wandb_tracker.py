@@ -85,7 +85,7 @@ class WandbTracker:
             project=run.config.wandb_project,
             name=run.name,
             id=run_id,
-            resume="allow",  # continue the run of this identity if there is one
+            resume="allow",  # continue an existing run with this id
             dir=str(run.run_dir),
             config=dict(run.facts()),
             mode="offline" if mode == "offline" else "online",

@@ -47,7 +47,7 @@ class Export:
     """Recipe section `[model]` that continues from the export."""
     tokenizer: Path
     kind: str | None
-    """Hugging Face class of the model. None if there is no class."""
+    """Hugging Face class of the model. None without a class."""
 
     @classmethod
     def read(cls, directory: Path) -> Export:

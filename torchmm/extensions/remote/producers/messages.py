@@ -43,7 +43,7 @@ TOO_LARGE = b"too large"
 """Marks errors of responses above the size limit, which a retry does not fix."""
 
 TEXT = ""
-"""Part of a microbatch that does not belong to a module."""
+"""Part of a microbatch with text, which is not specific to a module."""
 TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
 GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
 COUNTS = ("corrupt", "decoded_media", "read_bytes")

@@ -72,7 +72,7 @@ def _from_patches(
     side = preprocessor.spec.patch_size_px
     merge = preprocessor.spec.merge
     first = pixels_PD[: rows * columns]
-    if first.shape[1] == 3 * side * side and merge == 1:  # NaFlex: rows of patches, colours last
+    if first.shape[1] == 3 * side * side and merge == 1:  # NaFlex: rows of patches, colors last
         patches = first.reshape(rows, columns, side, side, 3)
         return patches.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, 3)
     # Qwen order: squares of merged patches one after another, then colors, then frames of a patch.

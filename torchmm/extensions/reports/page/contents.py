@@ -191,7 +191,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    """Return True for finite numbers that a float can hold."""
+    """Return True for finite numbers that a float can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max
