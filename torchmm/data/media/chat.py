@@ -349,7 +349,7 @@ class _Chat:
 
 
 def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every value that is no string: where, what, and all of `value` with another one there."""
+    """Yield path and value of each scalar, and a copy of `value` with this scalar changed."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         here = f"{path}.{key}".lstrip(".")
@@ -359,10 +359,10 @@ def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             changes = iter([(here, item, not item if isinstance(item, bool) else (item or 0) + 1)])
         else:
             continue
-        for where, what, other in changes:
+        for where, scalar, changed in changes:
             copy: Any = dict(value) if isinstance(value, dict) else list(value)
-            copy[key] = other
-            yield where, what, copy
+            copy[key] = changed
+            yield where, scalar, copy
 
 
 def _segments(
@@ -371,7 +371,7 @@ def _segments(
     special: re.Pattern[str],
     around_sounds: tuple[str, str],
 ) -> list[Segment]:
-    """The text in pieces that are encoded alike, and the files in it."""
+    """Split a rendered text into segments with equal loss flags, special tokens, and files."""
     segments: list[Segment] = []
     sounds = 0
     for number in range(len(rendering.marks) + 1):
@@ -397,7 +397,7 @@ def _segments(
 
 
 def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, end: int) -> None:
-    """Appends text without special tokens."""
+    """Append text without special tokens."""
     while begin < end:
         loss = mask[begin]
         change = mask.find(1 - loss, begin, end)
@@ -407,7 +407,7 @@ def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, e
 
 
 def _join(segments: list[Segment], text: str, loss: bool) -> None:
-    """Appends plain text, joined to such text before it that counts alike."""
+    """Append plain text, joined to preceding plain text with the same loss flag."""
     last = segments[-1] if segments else None
     if isinstance(last, TextSegment) and not last.scaffold and last.loss == loss:
         segments[-1] = TextSegment(last.text + text, loss)

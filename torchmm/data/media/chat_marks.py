@@ -61,7 +61,7 @@ class Mark:
 
     @property
     def exact(self) -> bool:
-        """Whether the string must occur exactly once and in order, unlike names."""
+        """True if the string must occur exactly once and in order, unlike names."""
         return self.kind in ("content", "reasoning_content", "arguments")
 
 

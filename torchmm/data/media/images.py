@@ -2,7 +2,7 @@
 
 Planning requires only the header, so no image is decoded, and an image with too many pixels is
 rejected before it uses memory. `docs/reference/data_formats.md` lists the conversions to RGB. The
-plain `convert("RGB")` of Pillow drops alpha, clips 16-bit values and ignores EXIF rotation.
+plain `convert("RGB")` of Pillow drops alpha, truncates 16-bit values and ignores EXIF rotation.
 
 The image processor runs with its Pillow backend. Faster equivalents are used if they are bitwise
 identical (`stored_pixels.py`). The torchvision backend resizes differently from Pillow.

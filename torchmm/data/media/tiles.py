@@ -123,14 +123,14 @@ class TiledPicture:
 
     @cached_property
     def pixels(self) -> np.ndarray:
-        """Inputs of all tiles, (tiles, C, H, W), in storage format. May raise CorruptSampleError."""
+        """Stored inputs of all tiles, (tiles, C, H, W). May raise CorruptSampleError."""
         raw = self.media.images.byte_values is not None
         return self.media.scheme.pixels(self.image(), self.cut, raw)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of an image."""
+    """Tile of an image."""
 
     of: TiledPicture
     number: int

@@ -3,7 +3,7 @@
 The number of frames is from all packets of the container, because headers may lack it or be wrong.
 Size and rotation are from the first frame. These values and the recipe determine the sampled
 frames, with the rule of the Qwen processors of Hugging Face. Planning decodes only the first frame.
-Decoding seeks to key frames if sampled frames are far apart.
+Decoding seeks to key frames if it skips many frames.
 
 PyAV reads files with its bundled FFmpeg, without threads, because workers are processes. torchcodec
 requires a system FFmpeg that matches torch, and OpenCV has neither timestamps nor rotation. Formats
