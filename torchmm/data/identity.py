@@ -60,7 +60,7 @@ class SamplesDigest:
         self._hash = hashlib.sha256()
 
     def add(self, sample: MeasuredSample | None) -> None:
-        """Add the next sample. None stands for a corrupt sample."""
+        """Add the next sample. None is a corrupt sample."""
         if sample is None:
             self._hash.update(b"corrupt")
             return

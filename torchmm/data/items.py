@@ -15,7 +15,7 @@ from torchmm.data.layouts.sample import Record
 
 
 class Item(NamedTuple):
-    """One sample in the global sample order."""
+    """Sample in the global sample order."""
 
     feed: int
     """Index of the source in the mixture."""

@@ -167,7 +167,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         """Process ids of the decoding workers, by step number modulo the length."""
 
     def reset(self, initial_state: State | None = None) -> None:
-        """Continue after a loader state, and start to decode. None for the position of the run."""
+        """Resume after a loader state, and start to decode. None for the position of the run."""
         super().reset(initial_state)
         if self._chain is None:
             self._chain = self._start_chain()

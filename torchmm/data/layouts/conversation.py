@@ -21,7 +21,7 @@ Part = str | ImageSegment | AudioSegment | VideoSegment
 
 @dataclass(frozen=True)
 class Turn:
-    """One message."""
+    """Message of a chat."""
 
     role: str
     """One of ROLES."""

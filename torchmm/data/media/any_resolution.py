@@ -1,13 +1,18 @@
-"""AnyRes, as LLaVA-NeXT and LLaVA-OneVision cut pictures: the whole one, then a grid of tiles of
-the resolution closest to it, whose padding is dropped and whose lines end with an embedding.
+"""AnyRes tiling of LLaVA-NeXT and LLaVA-OneVision.
 
-A line of the picture goes through several tiles. Each tile is an image of its own for the encoder,
-so tokens of tiles interleave: those of a tile are a rectangle of its rows and columns, and the ends
-of lines belong to the tile that has the last column.
+An image becomes a downscaled image and a grid of tiles of the closest resolution. Features of
+padding are dropped, and each line of features ends with a learned embedding:
 
-LLaVA-OneVision shrinks the features of large pictures ("anyres_max_9") by bilinear interpolation,
-across tiles. It is linear, so that each tile can give its own share of the tokens at its edges, and
-the LLM adds them up: tiles of one picture may still be in different sub-microbatches.
+    tile 0 | tile 1      tokens: line 0 of tile 0, line 0 of tile 1, end of line 0,
+    -------+-------              line 1 of tile 0, line 1 of tile 1, end of line 1, ...
+    tile 2 | tile 3
+
+Each tile is a separate image of the encoder, so the tokens of tiles interleave. The tokens of a
+tile are a rectangle. The ends of lines belong to the tile with the last column.
+
+LLaVA-OneVision shrinks the features of large images ("anyres_max_9") by bilinear interpolation
+across tiles. The interpolation is linear, so each tile computes its contribution to tokens at its
+edges, and the LLM adds them. Tiles of one image may therefore be in different sub-microbatches.
 """
 
 from __future__ import annotations
@@ -24,24 +29,24 @@ from torchmm.common.tiles import Kept, Shrunk, shrink_weights
 from torchmm.data.media.tile_schemes import Cut, Scheme
 
 SHRINKS_ABOVE = 1.1
-"""Hugging Face's: how much longer than those of the most tiles sides may be."""
+"""Minimum ratio for shrinking, as in transformers."""
 
 
 class AnyResolution(Scheme):
-    """`LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`."""
+    """Tiling of `LlavaNextImageProcessor` and `LlavaOnevisionImageProcessor`."""
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
         whole = Kept(0, self.rows, 0, self.rows, 0)
         prefix = self.text.image_prefix
         suffix = self.text.image_suffix
 
-        # Choose the processor's best resolution among those whose tiles are within the limit.
+        # Select the best resolution of the processor within the limit on tiles.
         crop = self.processor.crop_size or self.processor.size
         every = self.processor.image_grid_pinpoints
         grids = {(y, x): (y // crop["height"], x // crop["width"]) for y, x in every}
         fitting = [resolution for resolution in every if prod(grids[tuple(resolution)]) < most]
         if not fitting:
-            # Hugging Face's model adds one line end after the only tile.
+            # The model in transformers adds one line end after the only tile.
             whole = whole._replace(line_ends=1)
             place = np.arange(whole.tokens)
             return Cut((prefix, suffix), {}, (whole,), (place,), (whole.tokens,))
@@ -64,8 +69,8 @@ class AnyResolution(Scheme):
                 rows = int(lines // ratio)
                 columns = int(length // ratio)
 
-        # Placeholders of all tiles follow the marks of the first tile. The offsets of each later
-        # tile count from its own marks, so that they start with a negative number.
+        # Placeholders of all tiles follow the markers of the first tile. Offsets of later tiles are
+        # relative to the markers of the tile, so they are negative.
         kept, places = self._divide(box, tall, wide, rows, columns)
         total = rows * (columns + 1)
         offsets = [each - (total if number else 0) for number, each in enumerate(places)]
@@ -83,7 +88,7 @@ class AnyResolution(Scheme):
     def _divide(
         self, box: Kept, tall: int, wide: int, rows: int, columns: int
     ) -> tuple[list[Kept], list[np.ndarray]]:
-        """Return the kept tokens of every tile and their positions among all tokens of tiles."""
+        """Return the kept tokens of each tile, and their positions among all tokens."""
         down = _spans(box.top, box.bottom, rows, tall, self.rows)
         right = _spans(box.left, box.right, columns, wide, self.rows)
         sizes = [(box.bottom - box.top, rows), (box.right - box.left, columns)]
@@ -102,17 +107,17 @@ class AnyResolution(Scheme):
 
 
 class _Span(NamedTuple):
-    """Token rows (or columns) of one row (or column) of tiles."""
+    """Token rows or columns of one row or column of tiles."""
 
     first: int
     """First kept row of the tile."""
     end: int
     start: int
-    """Position of the first kept row among those of the image."""
+    """Index of the first kept row in the image."""
     to: tuple[int, int]
-    """Rows after shrinking to which the tile contributes."""
+    """Range of shrunk rows to which the tile contributes."""
     own: tuple[int, int]
-    """Rows after shrinking that begin in this tile."""
+    """Range of shrunk rows that start in this tile."""
     last: bool
     """Whether the tile has the last row of the image."""
 
@@ -121,11 +126,11 @@ def _spans(low: int, high: int, after: int, tiles: int, side: int) -> list[_Span
     """Return the spans of all tiles along one axis.
 
     Args:
-        low: first row that is not padding.
-        high: end of these rows.
-        after: number of these rows after shrinking.
-        tiles: number of tiles.
-        side: rows of one tile.
+        low: First row without padding.
+        high: End of the rows without padding.
+        after: Number of these rows after shrinking.
+        tiles: Number of tiles.
+        side: Number of rows of a tile.
     """
     weights = shrink_weights(high - low, after) if after else np.zeros((0, high - low))
     begins = np.argmax(weights != 0, axis=1) if weights.size else np.zeros(0, np.int64)

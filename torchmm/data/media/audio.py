@@ -1,14 +1,15 @@
-"""Sound files to encoder inputs: header check, one conversion to mono, the Hugging Face extractor.
+"""Preprocess audio files to encoder inputs with the feature extractor of Hugging Face.
 
-Planning needs only the length, which is in the header. A sound becomes patches, each the mel bins
-(for Wav2Vec2 the samples) of the few frames that the encoder makes one position of, so that sounds
-of any length are packed one after another without padding. Rejected: padding every sound to
-30 s, as Whisper's own pipeline does, which makes a spoken word as costly as half a minute. Where a
-model's tower does hear the silence (Voxtral), it is part of the sound; where it is masked
-(Qwen2-Audio), it is there while the spectrogram is made, and left out then (`SoundChunks`).
+Planning requires only the length, which is in the header. Audio is cut into patches. A patch has
+the mel bins (for Wav2Vec2 the samples) of the frames of one encoder position. Audio of any length
+is packed without padding. Whisper pads all audio to 30 s, which would make short audio expensive.
 
-Files are read by libsndfile (soundfile), resampled by a polyphase filter (SciPy). Rejected:
-torchcodec and FFmpeg, binary dependencies that do not match every torch.
+If the encoder attends to the padding of a chunk (Voxtral), the padding is part of the audio. If it
+masks the padding (Qwen2-Audio), the padding is used for the spectrogram and then removed
+(`SoundChunks`).
+
+libsndfile (soundfile) reads files, and a polyphase filter (SciPy) resamples them. torchcodec is not
+used, because its binaries do not match all versions of torch.
 
 Shape legend: S samples, F mel frames, M mel bins, P patches, D values of one patch.
 """
@@ -30,24 +31,24 @@ from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.columns import MAX_SAMPLING_RATE
 
 TOLERANCE_S = 0.1
-"""Audio longer than the encoder reads by at most this time is cut: files of "30 s" often have a few
-milliseconds more, and no word fits into them."""
+"""Audio that exceeds the maximum length by at most this time in seconds is truncated. Files of 30 s
+are often a few milliseconds longer."""
 
 
 class AudioPreprocessor:
-    """The Hugging Face feature extractor of one encoder, and its output sizes without running it.
+    """Preprocessor of audio files with a Hugging Face feature extractor.
 
     Args:
-        spec: how the encoder wants its sounds.
+        spec: Format of the audio for the encoder.
 
     Raises:
-        ConfigError: soundfile is not installed, or the extractor is unknown or does not fit.
+        ConfigError: soundfile is not installed, or the extractor is unknown or does not match.
     """
 
     grouped = False
-    """Patches of sounds are concatenated."""
+    """Whether inputs are stacked. Patches of audio are concatenated."""
     byte_values = None
-    """They are float32."""
+    """Mapping of uint8 inputs, which audio does not have."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self.spec = spec
@@ -78,9 +79,9 @@ class AudioPreprocessor:
         """Return the sizes of an audio file, from its header.
 
         Raises:
-            CorruptSampleError: the file is not audio in a known format, or empty.
-            BeyondLimitError: the audio is longer than the encoder reads. Its transcript would
-                contain words that the model does not hear.
+            CorruptSampleError: The file is empty, or is not audio in a supported format.
+            BeyondLimitError: The audio exceeds the maximum length, so its transcript would not
+                match the truncated audio.
         """
         import soundfile  # noqa: PLC0415 - an extra
 
@@ -105,7 +106,7 @@ class AudioPreprocessor:
                 f"{limit_s:g} s of encoder {self.spec.encoder!r}; split the file and its "
                 "transcript",
             )
-        if self._chunks.padding == "patch":  # nobody says how sounds end: with a whole token
+        if self._chunks.padding == "patch":  # round up to a full token
             pooled = max(1, patches // self.spec.pooled)
             patches = ceil(pooled / self.spec.merge**2) * group
             most = most // group * group
@@ -117,7 +118,7 @@ class AudioPreprocessor:
         return ImageMeta(0, 0, patches, patches // group, duration_ms=duration_ms)
 
     def _patches(self, samples: int) -> int:
-        """That hold so many samples."""
+        """Return the number of patches for a number of samples."""
         chunks, rest = divmod(samples, self._chunks.samples)
         last = min(ceil(rest / self.spec.patch_size_px), self._chunks.patches)
         if rest and self._chunks.padding == "heard":
@@ -125,37 +126,37 @@ class AudioPreprocessor:
         return chunks * self._chunks.patches + last
 
     def _samples(self, patches: int) -> int:
-        """That so many patches hold."""
+        """Return the number of samples of a number of patches."""
         chunks, rest = divmod(patches, self._chunks.patches)
         return chunks * self._chunks.samples + rest * self.spec.patch_size_px
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Patches as (frames, rows, columns)."""
+        """Return the patch grid as (frames, rows, columns)."""
         return 1, 1, meta.patches
 
     def block(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Output tokens as (frames, rows, columns)."""
+        """Return the grid of output tokens as (frames, rows, columns)."""
         return 1, 1, meta.tokens
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
-        """float32 (P, D) of a sound.
+        """Return the patches of an audio file: (P, D), float32.
 
         Raises:
-            CorruptSampleError: it cannot be decoded.
+            CorruptSampleError: The file cannot be decoded.
         """
-        wanted = self._samples(meta.patches)
-        wave_S = self._decode(data, wanted)
-        if self._hears_waves and len(wave_S):  # normalized without the zeros after it
+        samples = self._samples(meta.patches)
+        wave_S = self._decode(data, samples)
+        if self._hears_waves and len(wave_S):  # normalize before padding
             made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
             wave_S = np.asarray(made["input_values"][0], np.float32)
         chunks = ceil(meta.patches / self._chunks.patches)
         if self._chunks.padding != "patch":
-            wanted = chunks * self._chunks.samples
-        padded_S = np.zeros(wanted, np.float32)
+            samples = chunks * self._chunks.samples
+        padded_S = np.zeros(samples, np.float32)
         padded_S[: len(wave_S)] = wave_S
         if self._hears_waves:
             return padded_S.reshape(meta.patches, -1)
-        if self._chunks.padding == "silent":  # a chunk's spectrogram knows nothing of the others
+        if self._chunks.padding == "silent":  # chunks have separate spectrograms
             pieces = [self._spectrogram(piece_S) for piece_S in np.split(padded_S, chunks)]
             frames_FM = np.concatenate(pieces)
         else:
@@ -165,38 +166,38 @@ class AudioPreprocessor:
         return self._cut(frames_FM, meta.patches)
 
     def _spectrogram(self, wave_S: np.ndarray) -> np.ndarray:
-        """float32 (F, M)."""
-        found: Any = self._extractor(
+        """Return the mel spectrogram of a waveform: (F, M), float32."""
+        outputs: Any = self._extractor(
             wave_S,
             sampling_rate=self._rate,
             padding="longest",
             truncation=False,
             return_tensors="np",
         )
-        return np.asarray(found["input_features"][0], np.float32).T
+        return np.asarray(outputs["input_features"][0], np.float32).T
 
     def _cut(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
-        """(P, D): patches of chunks, with zeros where a chunk has fewer frames than its patches."""
-        given = self._chunks.samples // self._hop
+        """Return the patches of all chunks, padded with zeros: (P, D), float32."""
+        chunk_frames = self._chunks.samples // self._hop
         width = self._frames + self._chunks.overlap
-        found = []
+        cut_chunks = []
         for chunk, start in enumerate(range(0, patches, self._chunks.patches)):
             count = min(patches - start, self._chunks.patches)
-            piece_FM = frames_FM[chunk * given : (chunk + 1) * given]
+            piece_FM = frames_FM[chunk * chunk_frames : (chunk + 1) * chunk_frames]
             filled_FM = np.zeros((count * self._frames + self._chunks.overlap, piece_FM.shape[1]))
             used = min(len(piece_FM), len(filled_FM))
             filled_FM[:used] = piece_FM[:used]
             cut_PMF = sliding_window_view(filled_FM, width, axis=0)[:: self._frames]
-            found.append(cut_PMF.transpose(0, 2, 1).reshape(count, -1))
-        return np.concatenate(found).astype(np.float32)
+            cut_chunks.append(cut_PMF.transpose(0, 2, 1).reshape(count, -1))
+        return np.concatenate(cut_chunks).astype(np.float32)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
-        """Zeros instead of a sound that turned out to be undecodable, same shape."""
+        """Return all-zero patches of the same shape."""
         width = (self._frames + self._chunks.overlap) * self._extractor.feature_size
         return np.zeros((meta.patches, width), np.float32)
 
     def _decode(self, data: bytes, wanted: int) -> np.ndarray:
-        """float32 (S,): mono, at the extractor's rate, at most `wanted` samples."""
+        """Return at most `wanted` samples at the rate of the extractor: (S,), float32, mono."""
         import soundfile  # noqa: PLC0415 - an extra
         from scipy.signal import resample_poly  # noqa: PLC0415 - slow to import
 

@@ -1,16 +1,14 @@
-"""Chats to segments through the tokenizer's own chat template.
+"""Convert chats to segments with the chat template of the tokenizer.
 
-The template is rendered twice: with marks instead of the sample's strings, and with the strings
-(`chat_marks.py`). The first shows where they went, the second that the text is the template's own,
-character by character. A sample of which the template leaves out, moves, repeats or changes
-anything is refused and the message names it.
+The template is rendered with the strings of the sample, and with markers instead (`chat_marks.py`).
+Comparing both shows the position of each string. A sample is rejected if the template omits, moves,
+repeats or changes a string.
 
-What comes from the sample is encoded as plain text, together with the template's text around it,
-as far as that has no special tokens: so ids are those of the whole text, and no message can forge
-a turn. What each turn says, and so what counts in the loss, is in `chat_spans.py`.
-
-Rejected: asking the template for the first k messages for every k (templates that drop earlier
-thoughts break it, and long chats take quadratic time): only where nothing else shows a boundary.
+Strings of the sample are tokenized as plain text, together with adjacent template text without
+special tokens. Token ids are those of the full text, and a message cannot forge a turn.
+`chat_spans.py` finds the characters of each turn for the loss mask. Rendering each prefix of the
+messages would have quadratic cost, and fails for templates that drop earlier reasoning. It is used
+only if the boundaries of a turn are ambiguous otherwise.
 """
 
 from __future__ import annotations
@@ -56,10 +54,10 @@ FALLBACK_TEMPLATE = (
     "{{ eos_token or '' if m.role == 'assistant' else '' }}\n{% endfor %}"
     "{{ 'assistant: ' if add_generation_prompt else '' }}"
 )
-"""Used if the tokenizer has no chat template."""
+"""Chat template for tokenizers without one."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
-"""A string in a table or list that a template wrote without `tojson`."""
+"""Pattern of a marker in an object or list that a template wrote without `tojson`."""
 _INDENTS = (None, 2, 4)
 _KEPT_HABITS = 64
 _RESERVED = {
@@ -67,21 +65,21 @@ _RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
 }
-"""Names that transformers gives to a template, or reads itself."""
+"""Variables that transformers passes to a template or reads."""
 
 logger = logging.getLogger(__name__)
 
 
 class TemplateRefusalError(CorruptSampleError):
-    """The template itself does not take these messages."""
+    """Error if the template rejects messages."""
 
 
 class ChatTemplate:
-    """Renders chat samples; picklable, so that workers can have it.
+    """Picklable renderer of chat samples.
 
     Args:
-        tokenizer: its `chat_template` is used, or a plain "role: content" one if it has none.
-        around_sounds: plain text before and after each sound; {} is its number in the chat.
+        tokenizer: Tokenizer with a chat template. Without one, "role: content" is written.
+        around_sounds: Text before and after each audio file. {} is its number in the chat.
     """
 
     def __init__(
@@ -95,10 +93,10 @@ class ChatTemplate:
         self._warned = False
 
     def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
-        """Segments of a conversation.
+        """Return the segments of a conversation.
 
         Raises:
-            CorruptSampleError: the template refuses it, or leaves something out.
+            CorruptSampleError: The template rejects the conversation, or omits a string.
         """
         for string in unmarked_strings(conversation):
             if self._special.search(string):
@@ -116,11 +114,11 @@ class ChatTemplate:
                 except CorruptSampleError as error:
                     problems.append(error)
         ours = [e for e in problems if not isinstance(e, TemplateRefusalError)]
-        # A style that a template cannot read loses contents; the other shows what it cannot say.
+        # With an unsupported style, the template omits contents. Prefer the error of another style.
         raise min(ours or problems, key=lambda error: " content of" in str(error))
 
     def _check_options(self, conversation: Conversation) -> None:
-        """Raise CorruptSampleError for a template option that would have no or another effect."""
+        """Raise CorruptSampleError for a template option that is reserved or has no effect."""
         options = conversation.template_options
         if not options:
             return
@@ -147,13 +145,13 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: messages as the template reads them.
-            tools: descriptions of tools, or None.
-            options: other variables of the template.
-            prompt: Whether to end the text with the prompt for an answer.
+            messages: Messages in the format of the template.
+            tools: Descriptions of tools, or None.
+            options: Further variables of the template.
+            prompt: Whether to add the generation prompt.
 
         Raises:
-            TemplateRefusalError: the template rejects the messages.
+            TemplateRefusalError: The template rejects the messages.
         """
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -174,7 +172,7 @@ class ChatTemplate:
     def tagged(
         self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
     ) -> list[Span] | None:
-        """Return the spans of `{% generation %}` tags; None if the template has no such tags."""
+        """Return the spans of `{% generation %}` tags, or None if the template has no tags."""
         template = self.tokenizer.get_chat_template(self.template, tools)
         if not GENERATION_TAG.search(template):
             return None
@@ -191,27 +189,27 @@ class ChatTemplate:
 
     @property
     def special(self) -> re.Pattern[str]:
-        """Matches special tokens (group "token"), with the blanks that they swallow."""
+        """Pattern of special tokens (group "token") with the whitespace that they strip."""
         return self._special
 
     def habits(self, style: Style, with_tools: bool, options: Mapping[str, Any]) -> Habits:
-        """Return the text that the template writes around plain answers."""
+        """Return the text of the template around assistant messages."""
         key = (style, with_tools, json.dumps(options, sort_keys=True))
         if key not in self._habits:
-            if len(self._habits) >= _KEPT_HABITS:  # records may have options of their own
+            if len(self._habits) >= _KEPT_HABITS:  # options may differ per record
                 self._habits.clear()
             self._habits[key] = self._find_habits(style, options)
         return self._habits[key]
 
     def end_tokens(self) -> set[int]:
-        """Return the ids of the special tokens that the template writes after an answer."""
+        """Return the ids of special tokens that the template writes after an assistant message."""
         styles = [Style(parts, json_arguments=False) for parts in (False, True)]
         tokens = {token for style in styles for token in self.habits(style, False, {}).ends}
         vocabulary = self.tokenizer.get_vocab()
         return {vocabulary[token] for token in tokens if token in vocabulary}
 
     def _find_habits(self, style: Style, options: Mapping[str, Any]) -> Habits:
-        """Render plain chats to find the prompt before answers and the tokens after them."""
+        """Render plain chats to find the text before and after assistant messages."""
         plain = (Turn("user", ("a",)), Turn("assistant", ("b",)))
 
         def render(turns: Sequence[Turn], prompt: bool = False) -> str:
@@ -226,10 +224,10 @@ class ChatTemplate:
         except TemplateRefusalError:
             return Habits("", (str(eos),) if eos else ())
         prompt = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
-        # Without a prompt: all between question and answer, except what ends the question.
+        # Without a generation prompt, use the text between user and assistant message.
         between = "".join(text_after_marks(answered)[1:2])
         header = prompt or between.removeprefix(text_after_marks(asked)[-1])
-        header = header if header.strip() else ""  # a blank is said with the answer
+        header = header if header.strip() else ""  # whitespace is part of the message
         followed = []
         for turns in ((*plain, *plain), (*plain, plain[1])):
             try:
@@ -239,7 +237,7 @@ class ChatTemplate:
         return find_ends(header, text_after_marks(answered)[-1], followed, self._special)
 
     def warn_of_no_end(self) -> None:
-        """Warn once that answers have no end token."""
+        """Warn once that assistant messages have no end token."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -250,7 +248,7 @@ class ChatTemplate:
 
 
 class _Chat:
-    """One conversation in one style; raises CorruptSampleError where the template fails it."""
+    """Rendered conversation in one message style. May raise CorruptSampleError."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, style: Style) -> None:
         self.template = template
@@ -281,7 +279,7 @@ class _Chat:
         self._check_tools()
 
     def sample(self, options: SampleOptions) -> Sample:
-        """Its segments."""
+        """Return the segments of the conversation."""
         turns = self.conversation.turns
         rendering = self.rendering
         tagged = self.template.tagged(self.messages, self.tools, self.options)
@@ -311,8 +309,10 @@ class _Chat:
         return Sample(tuple(segments), False, False)
 
     def _check_ids(self, out_of_order: Sequence[int]) -> None:
-        """Results in another order than their calls are only understood by ids: does the text
-        change if they do?"""
+        """Check that the rendered text depends on the ids of tool results that are out of order.
+
+        Only ids match such results to their calls.
+        """
         for turn in out_of_order:
             name = self.conversation.turns[turn].tool_call_id or ""
             other = "".join("1" if letter == "0" else "0" for letter in name)
@@ -332,14 +332,14 @@ class _Chat:
                     )
 
     def _check_tools(self) -> None:
-        """Numbers and the like in tools have no marks: does the text change if they do?"""
+        """Check that the rendered text depends on values of tools without markers."""
         for number, tool in enumerate(self.tools or ()):
-            whole = (
+            full_texts = (
                 json.dumps(t, ensure_ascii=False, indent=i)
                 for t in (tool, tool["function"])
                 for i in _INDENTS
             )
-            if any(text in self.rendering.text for text in whole):
+            if any(text in self.rendering.text for text in full_texts):
                 continue
             assert self.tools is not None
             for path, value, changed in _changed_scalars(tool):
@@ -349,7 +349,7 @@ class _Chat:
 
 
 def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every value that is no string: where, what, and all of `value` with another one there."""
+    """Yield path and value of each scalar, and a copy of `value` with this scalar changed."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         here = f"{path}.{key}".lstrip(".")
@@ -359,10 +359,10 @@ def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             changes = iter([(here, item, not item if isinstance(item, bool) else (item or 0) + 1)])
         else:
             continue
-        for where, what, other in changes:
+        for where, scalar, changed in changes:
             copy: Any = dict(value) if isinstance(value, dict) else list(value)
-            copy[key] = other
-            yield where, what, copy
+            copy[key] = changed
+            yield where, scalar, copy
 
 
 def _segments(
@@ -371,7 +371,7 @@ def _segments(
     special: re.Pattern[str],
     around_sounds: tuple[str, str],
 ) -> list[Segment]:
-    """The text in pieces that are encoded alike, and the files in it."""
+    """Split a rendered text into segments with equal loss flags, special tokens, and files."""
     segments: list[Segment] = []
     sounds = 0
     for number in range(len(rendering.marks) + 1):
@@ -397,7 +397,7 @@ def _segments(
 
 
 def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, end: int) -> None:
-    """Appends text without special tokens."""
+    """Append text without special tokens."""
     while begin < end:
         loss = mask[begin]
         change = mask.find(1 - loss, begin, end)
@@ -407,7 +407,7 @@ def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, e
 
 
 def _join(segments: list[Segment], text: str, loss: bool) -> None:
-    """Appends plain text, joined to such text before it that counts alike."""
+    """Append plain text, joined to preceding plain text with the same loss flag."""
     last = segments[-1] if segments else None
     if isinstance(last, TextSegment) and not last.scaffold and last.loss == loss:
         segments[-1] = TextSegment(last.text + text, loss)

@@ -1,8 +1,7 @@
-"""Limits on the processor time and the memory of chat templates.
+"""Limits on the CPU time and the memory of chat templates.
 
-A chat template is a program that comes with a tokenizer. Its sandbox has no access to files, but a
-template may loop without end or build values that fill the memory. Rejected: a child process with
-limits of the operating system, because a template may also loop for single samples only.
+A chat template is a program in a tokenizer. Its sandbox has no access to files, but a template may
+run forever or allocate too much memory, also for single samples only.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from torchmm.data.layouts.sample import Sample, SampleOptions
 from torchmm.data.media.chat import ChatTemplate
 
 LIMIT_S = 30.0
-"""Processor time per chat. Long chats with tools use less than 1 s."""
+"""Maximum CPU time per chat in seconds. Long chats with tools use less than 1 s."""
 MAX_EXCEEDED = 5
-"""Chats of one process beyond `LIMIT_S` before the template counts as unusable."""
+"""Number of chats beyond `LIMIT_S` in one process after which the run stops."""
 MAX_SIZE = 10_000_000
-"""Largest integer, and most characters or list items that one operator may produce."""
+"""Maximum integer, and maximum length of a string or list that an operator returns."""
 POLL_S = 0.5
+"""Seconds between checks of the CPU time."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of chat templates, with limits on integers and on results of operators.
+    """Sandbox of chat templates with limits on integers and on results of operators.
 
-    Each of `10 ** (10**8)`, `'a' * 10**10` and `'a'.ljust(10**10)` is a single operation of C code,
-    which no time limit interrupts. No published template has integers beyond thousands.
+    `10 ** (10**8)`, `'a' * 10**10` and `'a'.ljust(10**10)` are single operations in native code,
+    which a time limit cannot interrupt. Published templates have no integers above thousands.
     """
 
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -46,7 +46,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Compile a template, as Jinja does.
 
         Raises:
-            SecurityError: it has an integer beyond `MAX_SIZE`.
+            SecurityError: The template has an integer above `MAX_SIZE`.
         """
         template = self.parse(source) if isinstance(source, str) else source
         for constant in template.find_all(Const):
@@ -60,7 +60,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return the result of an intercepted operator.
 
         Raises:
-            SecurityError: the result exceeds `MAX_SIZE`.
+            SecurityError: The result exceeds `MAX_SIZE`.
         """
         size = 0
         if operator == "%":
@@ -90,25 +90,25 @@ def _max_width(text: str) -> int:
 
 
 class CpuLimitError(Exception):
-    """A block used more processor time than `CpuLimit` allows."""
+    """Error of a block that used more CPU time than `CpuLimit` allows."""
 
 
 class CpuLimit:
-    """A limit on the processor time of blocks of Python code, in any thread; picklable.
+    """Context manager that limits the CPU time of a block of Python code.
 
-    A context manager, which does not nest. A background thread raises `CpuLimitError` in the thread
-    of the block, between two bytecodes. Rejected: wall-clock time, because results would depend on
-    other processes of the machine.
+    It is picklable and thread-safe, and does not nest. A background thread raises `CpuLimitError`
+    in the thread of the block, between two bytecodes. With wall-clock time, results would depend
+    on other processes of the node.
 
     Args:
-        limit_s: processor time of a block.
+        limit_s: Maximum CPU time of a block in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._begins: dict[int, float | None] = {}
-        """By thread: its processor time when the background thread first saw the block."""
+        """CPU time of each thread when the background thread first saw its block."""
         self._raised: set[int] = set()
         self._watcher: threading.Thread | None = None
 
@@ -128,7 +128,7 @@ class CpuLimit:
         thread = threading.get_ident()
         with self._lock:
             self._begins.pop(thread, None)
-            if thread in self._raised:  # an exception that has not arrived must not do so later
+            if thread in self._raised:  # cancel a pending exception
                 self._raised.discard(thread)
                 _set_exception(thread, None)
 
@@ -150,17 +150,17 @@ class CpuLimit:
 
 
 def _set_exception(thread: int, kind: type[Exception] | None) -> None:
-    """Raise an exception in another thread at its next bytecode; None cancels it."""
+    """Raise an exception in another thread at its next bytecode. None cancels it."""
     value = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), value)
 
 
 class LimitedTemplate:
-    """A chat template with a limit on the processor time per chat.
+    """Chat template with a limit on the CPU time per chat.
 
     Args:
-        template: renders chats.
-        limit_s: processor time per chat.
+        template: Template that renders chats.
+        limit_s: Maximum CPU time per chat in seconds.
     """
 
     def __init__(self, template: ChatTemplate, limit_s: float = LIMIT_S) -> None:
@@ -173,8 +173,8 @@ class LimitedTemplate:
         """Return the segments of a conversation.
 
         Raises:
-            CorruptSampleError: the template rejects the conversation or exceeds the limit.
-            DataError: the template exceeded the limit for `MAX_EXCEEDED` conversations.
+            CorruptSampleError: The template rejects the conversation or exceeds the limit.
+            DataError: The template exceeded the limit for `MAX_EXCEEDED` conversations.
         """
         try:
             with self._limit:

@@ -1,9 +1,13 @@
-"""A conversation as the messages that templates read, once as it is and once with marks in it.
+"""Find the strings of a chat in the output of its chat template, with marker strings.
 
-A mark is a number between private-use characters instead of a string of the sample. The template
-rendered with marks shows where each string went, whatever the strings say; what lies between is
-the template's own text. Where the same text results with the strings themselves, nothing was lost,
-moved or changed, and every character is known to be the template's or the data's.
+The template is rendered twice: with the strings of the sample, and with a marker for each string. A
+marker is a number between two private-use characters:
+
+    messages    {"role": "user", "content": "Hi"}   {"role": "user", "content": "<000000>"}
+    rendered    <|user|>Hi<|end|>                    <|user|><000000><|end|>
+
+The text between markers is from the template. If both renderings match, no string was lost, moved
+or changed, and each character is attributed to the template or to the data.
 """
 
 from __future__ import annotations
@@ -19,36 +23,37 @@ from torchmm.data.layouts.conversation import Conversation, Turn
 from torchmm.data.layouts.sample import FileSegment
 
 FILE = "\ufffc"
-"""Stands for a file in a text without marks."""
+"""Placeholder for a file in a text without markers."""
 _MARK = re.compile(r"(?:\ue000|\\ue000)(\d{6})(?:\ue001|\\ue001)")
-"""Also as JSON may escape it. All of one length, so that sorting keeps their order."""
+"""Pattern of a marker, also if JSON-escaped. Markers have equal lengths, so sorting keeps the
+order."""
 _STEERING = ("type",)
-"""Keys in a tool's schema by whose values templates decide what to write."""
+"""Keys in tool schemas whose values control the output of templates."""
 
 
 class Style(NamedTuple):
-    """What differs between the messages that templates accept."""
+    """Message format that a chat template accepts."""
 
     parts: bool
-    """Contents are lists of parts, not strings."""
+    """Whether contents are lists of content parts instead of strings."""
     json_arguments: bool
-    """Arguments of calls are JSON text, not tables."""
+    """Whether arguments of tool calls are JSON text instead of objects."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A string or file of the sample."""
+    """Marker of a string or file of the sample."""
 
     value: str | FileSegment
     kind: str
     turn: int | None = None
-    """None: it belongs to the description of a tool."""
+    """Index of the turn. None for the description of a tool."""
     scalars: list[Any] = field(default_factory=list)
-    """Values of arguments that are no strings, between this one and the next."""
+    """Arguments that are not strings, between this marker and the next marker."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location in the conversation, for messages."""
         if self.turn is None:
             return f"{self.value!r:.80} of tools"
         kind = "tool_calls" if self.kind in ("call", "arguments") else self.kind
@@ -56,40 +61,40 @@ class Mark:
 
     @property
     def exact(self) -> bool:
-        """Whether it has to be written once and in order; a name may be repeated."""
+        """True if the string must occur exactly once and in order, unlike names."""
         return self.kind in ("content", "reasoning_content", "arguments")
 
 
 class Plain:
-    """Writes a sample as it is."""
+    """Writer that leaves strings unchanged."""
 
     def put(self, value: str | FileSegment, kind: str, turn: int | None) -> str:
-        """What the template gets to see of a string or file.
+        """Return the string that represents a value in the template.
 
         Args:
-            value: the string or file.
-            kind: what it is in its turn; see `Mark`.
-            turn: whose it is; None: it describes a tool.
+            value: String or file.
+            kind: Key of the value in its turn, see `Mark`.
+            turn: Index of the turn. None for the description of a tool.
         """
         return value if isinstance(value, str) else FILE
 
     def scalar(self, value: Any) -> Any:
-        """The same for a value of arguments that is no string."""
+        """Return the representation of an argument that is not a string."""
         return value
 
 
 class Marks(Plain):
-    """Writes marks instead of strings, and knows them afterwards."""
+    """Writer that replaces strings by markers and stores the markers."""
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
         self._of_tools: dict[str, str] = {}
 
     def put(self, value: str | FileSegment, kind: str, turn: int | None) -> str:
-        """A mark; blanks stay: templates ask whether there is anything, and nothing is lost."""
+        """Return a new marker. Blank strings are unchanged, because templates test for them."""
         if isinstance(value, str) and not value.strip():
             return value
-        if turn is None and value in self._of_tools:  # as templates look up names in lists
+        if turn is None and value in self._of_tools:  # templates compare names
             return self._of_tools[str(value)]
         mark = f"\ue000{len(self.marks):06d}\ue001"
         self.marks.append(Mark(value, kind, turn))
@@ -98,13 +103,13 @@ class Marks(Plain):
         return mark
 
     def scalar(self, value: Any) -> Any:
-        """The value itself, remembered with the mark before it."""
+        """Return the value, and store it with the preceding marker."""
         self.marks[-1].scalars.append(value)
         return value
 
 
 def messages_of(conversation: Conversation, style: Style, into: Plain) -> list[dict[str, Any]]:
-    """Its turns as templates read them."""
+    """Return the messages of a conversation in the format of chat templates."""
     return [_message(k, turn, style, into) for k, turn in enumerate(conversation.turns)]
 
 
@@ -115,7 +120,7 @@ def _message(number: int, turn: Turn, style: Style, into: Plain) -> dict[str, An
         message["content"] = [{"type": "text", "text": text} for text in texts]
     if turn.reasoning is not None:
         reasoning = into.put(turn.reasoning, "reasoning_content", number)
-        # Templates read one of these, as transformers fills in all of them.
+        # Templates read one of these keys.
         message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
     if turn.tool_calls:
         message["tool_calls"] = [_call(call, number, style, into) for call in turn.tool_calls]
@@ -135,7 +140,7 @@ def _call(call: dict[str, Any], number: int, style: Style, into: Plain) -> dict[
 
 
 def _table(value: Any, number: int, into: Plain) -> Any:
-    """Arguments with every string in them put, keys too."""
+    """Return arguments in which all strings, including keys, are passed to the writer."""
     if isinstance(value, dict):
         made = {}
         for key, item in value.items():
@@ -150,7 +155,7 @@ def _table(value: Any, number: int, into: Plain) -> Any:
 
 
 def tools_with(tools: Sequence[dict[str, Any]], into: Plain) -> list[dict[str, Any]] | None:
-    """Descriptions of tools, every text in them and the names of parameters put."""
+    """Return tools in which all text and parameter names are passed to the writer."""
     return [_schema(tool, "", into) for tool in tools] or None
 
 
@@ -171,7 +176,7 @@ def _schema(value: Any, parent: str, into: Plain) -> Any:
 
 
 def unmarked_strings(conversation: Conversation) -> Iterator[str]:
-    """Yield strings of a sample that no mark replaces, because templates depend on them."""
+    """Yield strings that have no marker, because templates depend on their values."""
     for turn in conversation.turns:
         yield turn.tool_call_id or ""
         yield from (call.get("id", "") for call in turn.tool_calls)
@@ -192,34 +197,35 @@ def unmarked_strings(conversation: Conversation) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A rendered text, and where the strings of the sample are in it."""
+    """Rendered text with the positions of the strings of the sample."""
 
     text: str
-    """With the strings themselves, and FILE for files."""
+    """Text with the strings of the sample, and FILE for files."""
     marks: list[Mark]
-    """In the order of their places."""
+    """Markers in the order of the text."""
     places: list[tuple[int, int]]
+    """Start and end of each string in the text."""
     owned: list[bool]
-    """Whether the string is said here, not repeated."""
+    """Whether this is the first occurrence of each string."""
 
     def between(self, number: int) -> tuple[int, int]:
-        """The template's own text before the mark of this number."""
+        """Return start and end of the template text before a marker."""
         start = self.places[number - 1][1] if number else 0
         end = self.places[number][0] if number < len(self.places) else len(self.text)
         return start, end
 
 
 def align(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) -> Rendering:
-    """Finds the strings of a sample in its rendered text.
+    """Find the strings of a sample in its rendered text.
 
     Args:
-        marked: rendered with marks.
-        plain: rendered without.
-        marks: those that were put.
-        optional: turns whose tool's name need not be written.
+        marked: Text rendered with markers.
+        plain: Text rendered with the strings of the sample.
+        marks: All markers.
+        optional: Turns for which the name of the tool may be omitted.
 
     Raises:
-        CorruptSampleError: something was left out, moved, repeated or changed.
+        CorruptSampleError: The template omits, moves, repeats or changes a string.
     """
     pieces = _MARK.split(marked)
     numbers = [int(piece) for piece in pieces[1::2]]
@@ -236,14 +242,14 @@ def align(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) ->
 
 
 def text_after_marks(text: str) -> list[str]:
-    """Return the text before the first mark, and the text after each mark."""
+    """Return the text before the first marker, and the text after each marker."""
     return _MARK.split(text)[0::2]
 
 
 def _check_all_there(
     numbers: Sequence[int], marks: Sequence[Mark], optional: set[int]
 ) -> list[bool]:
-    """Which of the marks found is the first with its number."""
+    """Check that no marker is missing, and return whether each one is a first occurrence."""
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
         if number in first and marks[number].exact:
@@ -266,7 +272,7 @@ def _check_all_there(
 
 
 def _check_scalars(mark: Mark, piece: str) -> None:
-    """Numbers and the like carry no mark, but stand after the key or string before them."""
+    """Check that arguments without a marker follow the marker before them, such as numbers."""
     position = 0
     for scalar in mark.scalars:
         forms = {json.dumps(scalar), str(scalar)}
@@ -289,9 +295,9 @@ def _places(scaffolds: Sequence[str], found: Sequence[Mark], plain: str) -> list
             if plain.startswith(text, position) and plain.startswith(after, end):
                 break
         else:
-            own = any(plain.startswith(text, position) for text in _readings(mark.value))
+            matches = any(plain.startswith(text, position) for text in _readings(mark.value))
             following = found[number + 1 : number + 2]
-            raise CorruptSampleError(_changed(following if own and following else [mark]))
+            raise CorruptSampleError(_changed(following if matches and following else [mark]))
         places.append((position, end))
         position = end + len(after)
     if position != len(plain):
@@ -308,7 +314,7 @@ def _changed(marks: Sequence[Mark]) -> str:
 
 
 def _readings(value: str | FileSegment) -> Iterator[str]:
-    """A string as a template may write it: trimmed or not, then escaped as in JSON or not."""
+    """Yield forms in which a template may write a string: trimmed or not, JSON-escaped or not."""
     if not isinstance(value, str):
         yield FILE
         return

@@ -1,8 +1,11 @@
-"""Which characters of a rendered chat each turn says, its tokens of structure included.
+"""Find the characters of each turn in a rendered chat, for the loss mask.
 
-A template with `{% generation %}` tags says it itself. For others: an answer begins after the
-prompt that asks the model for one (the role's header), and ends with its end token, if any.
-Everything in between is the assistant's: thoughts, contents, the structure of calls.
+    <|user|>Hi<|end|><|assistant|>Hello<|end|>
+                                  ^^^^^^^^^^^^   span of the assistant turn
+
+With `{% generation %}` tags, the template defines the spans. Otherwise the span of an assistant
+turn starts after the generation prompt and includes its end token. It contains reasoning, content
+and the syntax of tool calls.
 """
 
 from __future__ import annotations
@@ -21,29 +24,28 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Habits:
-    """What a template does around plain answers."""
+    """Text of a chat template around assistant messages."""
 
     header: str
-    """Before an answer: its generation prompt, else what stands between question and answer."""
+    """Generation prompt, or the text between user and assistant message if there is none."""
     ends: tuple[str, ...]
-    """Special tokens that end an answer."""
+    """Special tokens that end an assistant message."""
     epilogue: str = ""
-    """Text after the end of the last answer, which ends the chat and not the answer."""
+    """Text after the last assistant message, which ends the chat."""
 
 
 def find_ends(header: str, last: str, followed: Sequence[str], special: re.Pattern[str]) -> Habits:
-    """Return the habits of a template, given the text that it writes after a plain answer.
+    """Return the text of a template around assistant messages.
 
-    The end of an answer is the text that the template writes both after the last answer and
-    between an answer and the next message, up to its last special token. So a token that ends the
-    chat (Phi-3.5 writes `<|end|>` and then `</s>`), or begins the next message (`<|user|>` of
-    GLM-4.6), is not learned with the answer.
+    The end of an assistant message is the common text after the last message and between messages,
+    up to its last special token. This excludes tokens that end the chat (Phi-3.5 writes `<|end|>`
+    and then `</s>`) or start the next message (`<|user|>` of GLM-4.6).
 
     Args:
-        header: see `Habits`.
-        last: text after the last answer.
-        followed: text between an answer and the next message, for several roles of that message.
-        special: matches special tokens.
+        header: See `Habits`.
+        last: Text after the last assistant message.
+        followed: Text between an assistant message and the next message, for several roles.
+        special: Pattern of special tokens.
     """
     same = _whole(_common(last, followed[0]), last, special) if followed else last
     if tokens := list(special.finditer(same)):
@@ -59,7 +61,7 @@ def find_ends(header: str, last: str, followed: Sequence[str], special: re.Patte
 
 
 def _whole(begin: str, text: str, special: re.Pattern[str]) -> str:
-    """Return the beginning of a text without a special token that it would cut."""
+    """Return a prefix of a text, shortened if it ends inside a special token."""
     for match in special.finditer(text):
         if match.start("token") < len(begin) < match.end("token"):
             return begin[: match.start("token")]
@@ -69,13 +71,13 @@ def _whole(begin: str, text: str, special: re.Pattern[str]) -> str:
 def loss_mask(
     turns: Sequence[Turn], train_on: str, length: int, spans: Callable[[int], Sequence[Span]]
 ) -> bytearray:
-    """1 for every character that counts in the loss.
+    """Return the loss mask of a rendered chat, with 1 for each character in the loss.
 
     Args:
-        turns: of the conversation.
-        train_on: see `SourceConfig.train_on`.
-        length: of the rendered text.
-        spans: what a turn says.
+        turns: Turns of the conversation.
+        train_on: See `SourceConfig.train_on`.
+        length: Length of the rendered text in characters.
+        spans: Returns the spans of a turn.
     """
     everything = train_on == "all"
     answers = [k for k, turn in enumerate(turns) if turn.role == "assistant"]
@@ -90,9 +92,9 @@ def loss_mask(
 
 
 def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, list[Span]]:
-    """A template's `{% generation %}` spans by the turn that says something in them.
+    """Assign the `{% generation %}` spans of a template to turns.
 
-    One without anything belongs to the turn before it.
+    A span belongs to the turn of its first string. An empty span belongs to the preceding turn.
     """
     said = [
         (begin, mark.turn)
@@ -113,16 +115,16 @@ def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, li
 
 
 class Spans:
-    """Finds what turns say by what stands around them.
+    """Callable that finds the spans of turns by the template text around them.
 
     Args:
-        rendering: the rendered text.
-        turns: of the conversation.
-        habits: of the template.
-        special: matches special tokens.
-        start_token: the text's own, "" if there is none.
-        tail: what the template writes after the last of the first k turns; None if it cannot
-            render them alone.
+        rendering: Rendered text.
+        turns: Turns of the conversation.
+        habits: Text of the template around assistant messages.
+        special: Pattern of special tokens.
+        start_token: BOS token, or "".
+        tail: Returns the text after the first k turns if these are rendered alone, or None if the
+            template rejects them.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Spans:
                 self._numbers.setdefault(mark.turn, []).append(number)
 
     def __call__(self, turn: int) -> list[Span]:
-        """What a turn says; raises CorruptSampleError if that cannot be told."""
+        """Return the spans of a turn. Raise CorruptSampleError if they are ambiguous."""
         numbers = self._numbers.get(turn)
         if not numbers:
             return []
@@ -179,16 +181,16 @@ class Spans:
         after = self.rendering.text[begin:end]
         if number + 1 == len(self.rendering.marks):
             after = after.removesuffix(self.habits.epilogue)
-        found = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
-        if found:
-            return begin + min(found)
+        ends = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
+        if ends:
+            return begin + min(ends)
         closing = _whole(_common(self.tail(turn + 1) or "", after), after, self.special)
         tokens = [match.end("token") for match in self.special.finditer(closing)]
         return begin + (tokens[-1] if tokens else len(closing.rstrip()))
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return the common prefix of two strings."""
     length = next(
         (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),

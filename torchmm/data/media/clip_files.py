@@ -1,4 +1,4 @@
-"""Video files from images, for generated data sets and tests."""
+"""Write video files, for generated datasets and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmm.common.errors import DataError, install_command
 
 
 class Container(NamedTuple):
-    """A file format and its compression."""
+    """File format with a video codec."""
 
     name: str
     codec: str
@@ -26,7 +26,7 @@ CONTAINERS = {
     "webm": Container("webm", "libvpx-vp9", "yuv420p", {"crf": "24", "b:v": "0", "cpu-used": "8"}),
     "gif": Container("gif", "gif", "rgb8", {}),
 }
-"""By file name suffix; H.264 and VP9 need even sides."""
+"""Formats by file suffix. H.264 and VP9 require even heights and widths."""
 
 
 def write_clip(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4") -> bytes:

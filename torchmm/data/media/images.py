@@ -1,14 +1,11 @@
-"""Image files to encoder inputs: header check, one conversion to RGB, the Hugging Face processor.
+"""Preprocess image files to encoder inputs with the image processor of Hugging Face.
 
-Everything that planning needs comes from the header, so nothing is decoded for it, and a file
-that claims 100 megapixels is refused before it costs memory. The conversions are
-listed in `docs/reference/data_formats.md`; each exists because Pillow's plain `convert("RGB")`
-silently drops alpha, clips 16-bit values and ignores EXIF rotation.
+Planning requires only the header, so no image is decoded, and an image with too many pixels is
+rejected before it uses memory. `docs/reference/data_formats.md` lists the conversions to RGB. The
+plain `convert("RGB")` of Pillow drops alpha, truncates 16-bit values and ignores EXIF rotation.
 
-Preprocessing is the Hugging Face image processor itself (Pillow backend), or what gives its bits in
-less time (`stored_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
-torchvision's backend (one more binary dependency, and its resize differs from Pillow's) and our own
-resizing code.
+The image processor runs with its Pillow backend. Faster equivalents are used if they are bitwise
+identical (`stored_pixels.py`). The torchvision backend resizes differently from Pillow.
 
 Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
 """
@@ -39,13 +36,13 @@ from torchmm.data.media.stored_pixels import (
 )
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""
+"""Pillow decoders for untrusted data. Others, such as EPS, would start a process."""
 MAX_HEADER_BYTES = 16 << 20
+"""Maximum size of a header. Color profiles, thumbnails and depth maps have a few MB."""
 MAX_HEADER_READS = 100_000
-"""Limits on what Pillow reads before an image is decoded. Color profiles, thumbnails and depth maps
-have a few MB. Pillow reads PPM comments byte by byte, and copies repeated EXIF segments."""
+"""Maximum number of reads for a header. Pillow reads PPM comments byte by byte."""
 MAX_ASPECT_RATIO = 200
-"""Same bound as Qwen2-VL's processor."""
+"""Maximum aspect ratio, as in the Qwen2-VL processor."""
 EXIF_ORIENTATION = 0x0112
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -59,26 +56,26 @@ UPRIGHT = {
 
 
 def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Upright (width, height) in pixels from the header alone.
+    """Return the upright (width, height) of an image in pixels, from its header.
 
     Raises:
-        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+        CorruptSampleError: The file is not a supported image, or its size exceeds a limit.
     """
     return OpenedImage(data, max_pixels).size()
 
 
 class OpenedImage:
-    """An image file whose header was read; its pixels can be decoded once.
+    """Image file whose header was read. Its pixels can be decoded once.
 
     Args:
-        data: the file.
-        max_pixels: of the largest image that is decoded.
+        data: Content of the file.
+        max_pixels: Maximum number of pixels.
 
     Attributes:
-        data: the file.
+        data: Content of the file.
 
     Raises:
-        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+        CorruptSampleError: The file is not a supported image, or its size exceeds a limit.
     """
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
@@ -86,12 +83,12 @@ class OpenedImage:
         self._image, self._orientation = _open(data, max_pixels)
 
     def size(self) -> tuple[int, int]:
-        """Upright (width, height) in pixels."""
+        """Return the upright (width, height) in pixels."""
         width, height = self._image.size
         return (height, width) if self._orientation >= 5 else (width, height)
 
     def rgb(self) -> Image.Image:
-        """Upright RGB; raises CorruptSampleError."""
+        """Decode to an upright RGB image. Raise CorruptSampleError if it fails."""
         return _to_upright_rgb(self._image, self._orientation)
 
 
@@ -101,7 +98,7 @@ def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     `docs/reference/data_formats.md` lists the conversion of each mode.
 
     Raises:
-        CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
+        CorruptSampleError: The header is not valid, or the pixels cannot be decoded.
     """
     return OpenedImage(data, max_pixels).rgb()
 
@@ -110,16 +107,16 @@ def _to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
     try:
         image.load()
         image = to_rgb(image)
-    except Exception as error:  # decoders of broken files raise anything; counted by CorruptLimit
+    except Exception as error:  # decoders raise any exception for corrupt files
         raise CorruptSampleError(f"image cannot be decoded: {_describe(error)}") from error
     return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
 
 
 def count_frames(data: bytes, max_pixels: int) -> int:
-    """Frames of an image or animation.
+    """Return the number of frames of an image or animation.
 
     Raises:
-        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+        CorruptSampleError: The file is not a supported image, or its size exceeds a limit.
     """
     image, _ = _open(data, max_pixels)
     try:
@@ -129,10 +126,10 @@ def count_frames(data: bytes, max_pixels: int) -> int:
 
 
 def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]:
-    """`count` evenly spaced frames of an animation, or an image as its only frame, as RGB.
+    """Decode `count` evenly spaced frames of an image or animation to RGB.
 
     Raises:
-        CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
+        CorruptSampleError: The header is not valid, or the pixels cannot be decoded.
     """
     if count == 1:
         return [decode_rgb(data, max_pixels)]
@@ -148,7 +145,7 @@ def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB version of a loaded image of any mode: alpha over white, high bit depths scaled."""
+    """Convert a loaded image to RGB, with alpha over white and scaled high bit depths."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I") or image.mode == "F":
@@ -172,21 +169,21 @@ def _scale_to_8_bit(image: Image.Image) -> Image.Image:
 
 
 class _ImageFile(io.BytesIO):
-    """An image file in memory that limits what Pillow reads of its header.
+    """Image file in memory that limits the size of the header that Pillow reads.
 
     Args:
-        data: the file.
+        data: Content of the file.
     """
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self._size = len(data)
-        # Pillow passes WebP files to the decoder in one piece, when it opens them.
+        # Pillow reads complete WebP files when it opens them.
         self.in_header = not (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
         self._bytes = self._reads = 0
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read bytes of the file. Raises CorruptSampleError beyond a limit."""
+        """Read bytes of the file. Raise CorruptSampleError if a limit is exceeded."""
         if self.in_header:
             left = self._size - self.tell()
             self._bytes += left if size is None or size < 0 else min(size, left)
@@ -201,14 +198,14 @@ class _ImageFile(io.BytesIO):
 
 
 def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
-    """Read the header and return the image, not yet loaded, and its EXIF orientation."""
+    """Read the header, and return the undecoded image and its EXIF orientation."""
     file = _ImageFile(data)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
-        # Pillow turns TIFF upright itself. PNG's getexif() would decode the pixels to look for
-        # EXIF after them; EXIF before them is in `info` by now.
+        # Pillow rotates TIFF images. getexif() of PNG decodes the pixels to find EXIF data after
+        # them. EXIF data before the pixels is already in `info`.
         has_exif = image.format != "TIFF" and "exif" in image.info
         orientation = image.getexif().get(EXIF_ORIENTATION, 1) if has_exif else 1
     except CorruptSampleError:
@@ -237,23 +234,23 @@ def _describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """Patches of one image after resizing."""
+    """Patch grid of an image after resizing."""
 
     rows: int
     columns: int
 
 
 class ImagePreprocessor:
-    """The Hugging Face processor of one encoder, and its output sizes without running it.
+    """Preprocessor of images with a Hugging Face processor, which also predicts output sizes.
 
     Args:
-        spec: how the encoder wants its images.
+        spec: Format of the images for the encoder.
 
     Attributes:
-        byte_values: what stored pixels stand for; None: they are float32.
+        byte_values: Mapping of stored uint8 pixels to model inputs. None for float32 pixels.
 
     Raises:
-        ConfigError: the processor is unknown, or does not fit the spec's inputs or patch sizes.
+        ConfigError: The processor is unknown, or does not match the inputs or patch sizes.
     """
 
     def __init__(self, spec: ImageSpec) -> None:
@@ -276,7 +273,7 @@ class ImagePreprocessor:
                 f"results have {', '.join(markers)}"
             )
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
-        """Frames of a clip that a patch spans; those of an image are the same."""
+        """Number of video frames that a patch spans. Images are repeated."""
         self.byte_values: ByteValues | None = None
         self._fixed: FixedPixels | None = None
         self._check(probe)
@@ -289,10 +286,13 @@ class ImagePreprocessor:
             self.byte_values = find_byte_values(self._run_patches, (width, height), probes)
 
     def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
-        """Rows and columns of patches for an upright image of this size.
+        """Return the patch grid of an upright image of this size.
 
         Args:
-            limit_px: most pixels after resizing, if sizes vary; 0: the processor's own limit.
+            width_px: Width in pixels.
+            height_px: Height in pixels.
+            limit_px: Maximum number of pixels after resizing to variable sizes. 0 for the limit of
+                the processor.
         """
         patch = self.spec.patch_size_px
         if self._layout is None:
@@ -302,18 +302,18 @@ class ImagePreprocessor:
         return ImageGrid(height // patch, width // patch)
 
     def meta(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageMeta:
-        """What planning needs to know of an upright image of this size."""
+        """Return the metadata of an upright image of this size."""
         grid = self.grid(width_px, height_px, limit_px)
         patches = grid.rows * grid.columns
         tokens = patches // self.spec.merge**2 + self.spec.extra_tokens
         return ImageMeta(width_px, height_px, patches, tokens, frame_pixels=limit_px)
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
-        """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
+        """Return the inputs of an RGB image without padding: (C, H, W) or (P, D), float32."""
         return values_of(self.stored(image, limit_px), self.byte_values)
 
     def stored(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
-        """The same as it is kept until it is read: uint8 that `byte_values` are the values of."""
+        """Return the inputs in storage format, which is uint8 if `byte_values` is not None."""
         raw = self.byte_values is not None
         if self._layout is not None:
             limits = self._layout.limits(limit_px) if limit_px else {}
@@ -325,7 +325,7 @@ class ImagePreprocessor:
         return np.ascontiguousarray(pixels, self._dtype)
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
-        """Stored in the place of an image that turned out to be undecodable: zeros, same shape."""
+        """Return all-zero inputs of the same shape in storage format."""
         grid = self.grid(width_px, height_px, limit_px)
         if self._layout is None:
             return np.zeros((3, *self._fixed_shape), self._dtype)
@@ -378,10 +378,10 @@ class ImagePreprocessor:
 
 
 def make_processor(encoder: str, processor_class: str, settings: Mapping[str, Any]) -> Any:
-    """A Hugging Face image processor, Pillow backend.
+    """Return a Hugging Face image processor with the Pillow backend.
 
     Raises:
-        ConfigError: there is none of this name, or it needs a library that is missing.
+        ConfigError: The processor does not exist, or requires a missing library.
     """
     name = processor_class.removesuffix("Fast").removesuffix("Pil") + "Pil"
     cls = getattr(transformers, name, None)
@@ -392,7 +392,7 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
         )
     try:
         return cls.from_dict(dict(settings))
-    except ImportError as error:  # transformers 5.17 wants torchvision for Idefics3's and SmolVLM's
+    except ImportError as error:  # Idefics3 and SmolVLM, transformers 5.17: torchvision
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"encoder {encoder!r}: transformers {transformers.__version__}: {reason} Install it, "
@@ -409,7 +409,7 @@ def resolution_settings(processor: Any) -> list[str]:
 
 
 def png_thumbnail(picture: Image.Image, side_px: int) -> bytes:
-    """A small copy for a page, no side longer than that."""
+    """Return a PNG thumbnail whose sides are at most `side_px` pixels."""
     small = picture.copy()
     small.thumbnail((side_px, side_px))
     buffer = io.BytesIO()

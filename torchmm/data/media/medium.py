@@ -1,6 +1,6 @@
-"""What encoders read: one interface to the preprocessing of images and sounds.
+"""Common interface for the preprocessing of images and audio.
 
-Clips (`torchmm.data.media.video`) go through an image encoder's preprocessing.
+Videos (`torchmm.data.media.video`) use the preprocessing of the image encoder.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from torchmm.data.media.images import ImagePreprocessor, OpenedImage
 
 
 class MediaPreprocessor(Protocol):
-    """Files to the inputs of one encoder."""
+    """Preprocessor of files to the inputs of one encoder."""
 
     spec: ImageSpec
     grouped: bool
-    """Whether inputs are stacked, as all have one shape; otherwise they are concatenated."""
+    """Whether inputs have equal shapes and are stacked. Otherwise they are concatenated."""
 
     @property
     def byte_values(self) -> ByteValues | None:
-        """What uint8 inputs stand for; None: inputs are float32."""
+        """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         ...
 
     def meta(self, data: bytes) -> ImageMeta:
-        """What planning needs to know of a file; raises CorruptSampleError."""
+        """Return the sizes of a file, from its header. May raise CorruptSampleError."""
         ...
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Patches as (frames, rows, columns)."""
+        """Return the patch grid as (frames, rows, columns)."""
         ...
 
     def block(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Output tokens as (frames, rows, columns)."""
+        """Return the grid of output tokens as (frames, rows, columns)."""
         ...
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
-        """Inputs of a file, uint8 or float32; raises CorruptSampleError."""
+        """Return the inputs of a file, uint8 or float32. May raise CorruptSampleError."""
         ...
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
-        """Zeros of the same shape."""
+        """Return all-zero inputs of the same shape."""
         ...
 
 
 class ImageMedia:
-    """Image files.
+    """Preprocessor of image files.
 
     Args:
-        spec: how the encoder wants its images.
-        max_pixels: of the largest image that is decoded.
+        spec: Format of the images for the encoder.
+        max_pixels: Maximum number of pixels of an image.
 
     Raises:
-        ConfigError: the processor is unknown or does not fit.
+        ConfigError: The processor is unknown or does not match.
     """
 
     def __init__(self, spec: ImageSpec, max_pixels: int) -> None:
@@ -66,34 +66,34 @@ class ImageMedia:
         self.preprocessor = ImagePreprocessor(spec)
         self._max_pixels = max_pixels
         self._opened: OpenedImage | None = None
-        """The file measured last: most samples have one, and its pixels are wanted next."""
+        """Last measured file. Most samples have one image, which is decoded next."""
 
     @property
     def byte_values(self) -> ByteValues | None:
-        """What uint8 inputs stand for; None: inputs are float32."""
+        """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         return self.preprocessor.byte_values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}  # for workers, which open their own
+        return {**self.__dict__, "_opened": None}  # open files cannot be pickled
 
     def meta(self, data: bytes) -> ImageMeta:
-        """From the header; raises CorruptSampleError."""
+        """Return the sizes of a file, from its header. May raise CorruptSampleError."""
         self._opened = None
         self._opened = OpenedImage(data, self._max_pixels)
         return self.preprocessor.meta(*self._opened.size())
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Patches as (frames, rows, columns)."""
+        """Return the patch grid as (frames, rows, columns)."""
         grid = self.preprocessor.grid(meta.width_px, meta.height_px)
         return 1, grid.rows, grid.columns
 
     def block(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Output tokens as (frames, rows, columns)."""
+        """Return the grid of output tokens as (frames, rows, columns)."""
         _, rows, columns = self.grid_thw(meta)
         return 1, rows // self.spec.merge, columns // self.spec.merge
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
-        """(C, H, W) or (P, D); raises CorruptSampleError."""
+        """Return the inputs of a file, (C, H, W) or (P, D). May raise CorruptSampleError."""
         opened = self._opened
         self._opened = None
         if opened is None or opened.data is not data:
@@ -101,16 +101,16 @@ class ImageMedia:
         return self.preprocessor.stored(opened.rgb())
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
-        """Zeros of the same shape."""
+        """Return all-zero inputs of the same shape."""
         return self.preprocessor.blank(meta.width_px, meta.height_px)
 
 
 def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:
-    """Return what prepares files for an encoder.
+    """Return the preprocessor of files for an encoder.
 
     Raises:
-        ConfigError: The processor is unknown, does not fit, lacks a library, or cannot be used with
-            its settings.
+        ConfigError: The processor is unknown, does not match, requires a missing library, or
+            rejects its settings.
     """
     try:
         return AudioPreprocessor(spec) if spec.modality == "audio" else ImageMedia(spec, max_pixels)

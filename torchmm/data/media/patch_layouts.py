@@ -1,9 +1,8 @@
 """Image sizes and patches of processors for encoders with variable resolution.
 
-Every processor resizes by its own rule and returns patches in its own form. A layout calls the
-functions with which the processor computes sizes, so that planning does not run the processor.
-Rejected: running the processor on an array without memory until it resizes. This takes 59 to 65 us
-per size instead of 2 to 17 us, and Gemma 4's processor has no method that could be replaced.
+Each processor has a different resizing rule and output format. A layout calls the functions with
+which the processor computes sizes, so that planning does not run the processor. Running the
+processor on an array without memory would require 59 to 65 us per size instead of 2 to 17 us.
 
 Shape legend: P patches of one image, D values of one patch.
 """
@@ -38,23 +37,23 @@ class PatchLayout(ABC):
     """Output format of one type of processor.
 
     Args:
-        processor: the Hugging Face image processor.
-        spec: image inputs of the encoder.
+        processor: Hugging Face image processor.
+        spec: Image inputs of the encoder.
     """
 
     marker: ClassVar[str]
-    """Output name that only this type of processor has."""
+    """Name of an output that identifies this type of processor."""
     name_prefix: ClassVar[str] = ""
-    """Prefix of the class names, if other processors have the same outputs and another rule."""
+    """Prefix of the class names, if processors with other rules have the same outputs."""
 
     def __init__(self, processor: Any, spec: ImageSpec) -> None:
         self.processor = processor
         self.spec = spec
         self.token_px = spec.patch_size_px * spec.merge
-        """Side of the square of pixels that becomes one token."""
+        """Side of the square of one token in pixels."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of every call of the processor."""
+        """Return arguments for each call of the processor."""
         return {}
 
     @abstractmethod
@@ -62,7 +61,7 @@ class PatchLayout(ABC):
         """Return the processor settings that limit sizes.
 
         Args:
-            limit_px: maximum pixels after resizing; 0 selects the limit of the processor.
+            limit_px: Maximum number of pixels after resizing. 0 for the limit of the processor.
         """
 
     @abstractmethod
@@ -70,15 +69,15 @@ class PatchLayout(ABC):
         """Return (height, width) after resizing.
 
         Raises:
-            CorruptSampleError: the processor cannot resize an image of this size.
+            CorruptSampleError: The processor cannot resize an image of this size.
         """
 
     @abstractmethod
     def patches(self, outputs: Mapping[str, Any]) -> np.ndarray:
-        """Return the patches of the only image without padding, (P, D)."""
+        """Return the patches of the only image without padding: (P, D)."""
 
     def problems(self) -> list[str]:
-        """Describe processor settings that do not fit the encoder."""
+        """Return descriptions of processor settings that do not match the encoder."""
         return self._differs("patch size", self.processor.patch_size, self.spec.patch_size_px)
 
     def _differs(self, name: str, found: int, wanted: int) -> list[str]:
@@ -86,7 +85,7 @@ class PatchLayout(ABC):
 
 
 class NaflexLayout(PatchLayout):
-    """SigLIP2: a maximum number of patches, in grids with any sides."""
+    """Layout of SigLIP2: a maximum number of patches, in any grid."""
 
     marker = "spatial_shapes"
 
@@ -110,7 +109,7 @@ class NaflexLayout(PatchLayout):
 
 
 class MergedLayout(PatchLayout):
-    """Qwen: sides divisible by merged patches, between two numbers of pixels."""
+    """Layout of Qwen: sides divisible by merged patches, between two numbers of pixels."""
 
     marker = "image_grid_thw"
 
@@ -132,8 +131,10 @@ class MergedLayout(PatchLayout):
 
 
 class FramedLayout(MergedLayout):
-    """GLM: as Qwen, but the limits count all frames of a patch, and images smaller than a token
-    are enlarged first."""
+    """Layout of GLM: like Qwen, but limits count all frames of a patch.
+
+    Images that are smaller than a token are enlarged first.
+    """
 
     name_prefix = "Glm4"
 
@@ -147,7 +148,7 @@ class FramedLayout(MergedLayout):
 
 
 class PooledLayout(PatchLayout):
-    """Gemma 4: the largest size within one of five numbers of tokens."""
+    """Layout of Gemma 4: the largest size within one of five numbers of tokens."""
 
     marker = "image_position_ids"
     tokens: ClassVar[tuple[int, ...]] = (70, 140, 280, 560, 1120)
@@ -175,8 +176,10 @@ class PooledLayout(PatchLayout):
 
 
 class SizedLayout(PatchLayout):
-    """Pixtral: images shrunk to a longest side and rounded up to full tokens, which the processor
-    of Mistral 3 calls patches."""
+    """Layout of Pixtral: images shrunk to a longest side and rounded up to full tokens.
+
+    The processor of Mistral 3 calls the tokens patches.
+    """
 
     marker = "image_sizes"
 
@@ -194,7 +197,7 @@ class SizedLayout(PatchLayout):
         height, width = get_resize_output_image_size(
             shape_only(width_px, height_px), longest, self.token_px, ChannelDimension.FIRST
         )
-        if not height or not width:  # the processor itself would fail
+        if not height or not width:  # the processor would fail
             raise CorruptSampleError(
                 f"image of {width_px}x{height_px} pixels becomes less than one pixel wide if "
                 f"its longer side is resized to {longest}"
@@ -220,4 +223,4 @@ LAYOUTS: tuple[type[PatchLayout], ...] = (
     PooledLayout,
     SizedLayout,
 )
-"""All layouts. The first one that fits is used."""
+"""All layouts. The first match is used."""

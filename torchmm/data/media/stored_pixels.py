@@ -1,12 +1,11 @@
-"""The pixels of a Hugging Face image processor as bytes, without most of its work.
+"""Store preprocessed pixels as bytes, which requires less time and memory than float32.
 
-Rescaling and normalising give one number for each of a channel's 256 values (`ByteValues`): a
-table, filled by the processor itself. What it does before that is done to bytes, and the bytes are
-what is kept. Most processors of one output size only resize, which Pillow does here directly. All
-this is used where it gives the processor's own bits on pictures of several shapes, tried when it is
-made; else pixels are the processor's float32.
-
-Rejected: computing mean and standard deviation here, which rounds differently in every processor.
+Rescaling and normalization map each of the 256 values of a channel to one float. `ByteValues` is
+this mapping, measured with the processor. Pixels are stored as bytes before the mapping. Most
+processors with a fixed output size only resize, for which Pillow is called directly. Both are used
+only if the result is bitwise identical to the processor on probe images of several shapes.
+Otherwise pixels are float32. Computing the mapping from mean and standard deviation would round
+differently from some processors.
 
 Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
 """
@@ -24,22 +23,22 @@ from torchmm.common.dtypes import ByteValues
 
 RAW = {"do_rescale": False, "do_normalize": False}
 SHAPES = ((96, 64), (40, 90), (300, 200), (7, 5), (513, 257))
-"""Widths and heights of the pictures that are tried; the output's own is another."""
+"""Widths and heights of probe images, in addition to the output size."""
 
 Run = Callable[..., np.ndarray]
-"""What a processor makes of a picture, (C, H, W) or (P, D); with RAW, too."""
+"""Function that runs a processor on an image. Returns (C, H, W) or (P, D), and accepts RAW."""
 
 
 class FixedPixels:
-    """Pixels of RGB pictures, for processors whose outputs have one shape.
+    """Preprocessor of RGB images for processors with a fixed output shape.
 
     Args:
-        run: calls the processor.
-        processor: to ask how it resizes.
-        shape: (H, W) of its outputs.
+        run: Runs the processor.
+        processor: Processor with the resampling filter.
+        shape: (H, W) of the outputs.
 
     Attributes:
-        byte_values: what the pixels stand for; None: they are float32.
+        byte_values: Mapping of uint8 pixels to model inputs. None for float32 pixels.
     """
 
     def __init__(self, run: Run, processor: Any, shape: tuple[int, int]) -> None:
@@ -53,7 +52,7 @@ class FixedPixels:
         )
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        """(C, H, W): uint8, or float32."""
+        """Return the pixels of an image: (C, H, W), uint8 or float32."""
         if self.byte_values is None:
             return self._run(image)
         return self._resized(image) if self._resizes else as_bytes(self._run(image, **RAW))
@@ -65,11 +64,12 @@ class FixedPixels:
 def find_byte_values(
     run: Run, size: tuple[int, int], probes: Sequence[Image.Image]
 ) -> ByteValues | None:
-    """What the bytes of a processor stand for; None: it does not give one number for each.
+    """Return the mapping of bytes to outputs of a processor, or None if it has no such mapping.
 
     Args:
-        size: width and height of pictures that it does not pad.
-        probes: pictures on which the processor's bits have to be found.
+        run: Runs the processor.
+        size: Width and height of images that the processor does not pad.
+        probes: Images for which the result must be bitwise identical.
     """
     pairs = [(run(picture, **RAW), np.float32(run(picture))) for picture in probes]
     if any((raw != as_bytes(raw)).any() for raw, _ in pairs):
@@ -78,41 +78,41 @@ def find_byte_values(
         table_C256 = np.full((3, 256), np.nan, np.float32)
         for raw, values in pairs:
             table_C256[_channels(raw, last), as_bytes(raw)] = values
-        found = ByteValues(table_C256, last)
-        if all(np.array_equal(values_of(as_bytes(raw), found), v) for raw, v in pairs):
-            return found if _fill(found, run, size) else None
+        byte_values = ByteValues(table_C256, last)
+        if all(np.array_equal(values_of(as_bytes(raw), byte_values), v) for raw, v in pairs):
+            return byte_values if _fill(byte_values, run, size) else None
     return None
 
 
-def _fill(found: ByteValues, run: Run, size: tuple[int, int]) -> bool:
-    """Adds the values that no picture had, from pictures of one color; whether that could be."""
-    table_C256 = found.table_C256
+def _fill(byte_values: ByteValues, run: Run, size: tuple[int, int]) -> bool:
+    """Add missing values with images of one color. Return False if the processor changes them."""
+    table_C256 = byte_values.table_C256
     for level in np.flatnonzero(np.isnan(table_C256).any(axis=0)).tolist():
         plain = Image.new("RGB", size, (level, level, level))
         raw = run(plain, **RAW)
         if (raw != level).any():
             return False
-        table_C256[_channels(raw, found.channels_last), level] = run(plain)
+        table_C256[_channels(raw, byte_values.channels_last), level] = run(plain)
     return True
 
 
 def values_of(pixels: np.ndarray, byte_values: ByteValues | None) -> np.ndarray:
-    """float32 of the pixels, (C, H, W) or (P, D), of one image."""
+    """Return the model inputs of stored pixels: (C, H, W) or (P, D), float32."""
     if byte_values is None:
         return pixels
-    found = torch.from_numpy(np.ascontiguousarray(pixels))
-    if found.ndim == 3:
-        return byte_values.look_up(found[None])[0].numpy()
-    return byte_values.look_up(found).numpy()
+    tensor = torch.from_numpy(np.ascontiguousarray(pixels))
+    if tensor.ndim == 3:
+        return byte_values.look_up(tensor[None])[0].numpy()
+    return byte_values.look_up(tensor).numpy()
 
 
 def as_bytes(raw: np.ndarray) -> np.ndarray:
-    """uint8 of what a processor gives that neither rescales nor normalises."""
+    """Convert the output of a processor without rescaling and normalization to uint8."""
     return raw if raw.dtype == np.uint8 else raw.astype(np.uint8)
 
 
 def noise(size: tuple[int, int]) -> Image.Image:
-    """A picture of this width and height, to be tried."""
+    """Return a random probe image of this width and height."""
     pixels_HW3 = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
     return Image.fromarray(pixels_HW3)
 
@@ -123,8 +123,8 @@ def shape_only(width_px: int, height_px: int) -> np.ndarray:
 
 
 def _channels(pixels: np.ndarray, last: bool) -> np.ndarray:
-    """Of every value."""
+    """Return the channel of each value."""
     if pixels.ndim == 3:
         return np.broadcast_to(np.arange(3)[:, None, None], pixels.shape)
-    place_D = np.arange(pixels.shape[1])
-    return np.broadcast_to(place_D % 3 if last else place_D // (len(place_D) // 3), pixels.shape)
+    index_D = np.arange(pixels.shape[1])
+    return np.broadcast_to(index_D % 3 if last else index_D // (len(index_D) // 3), pixels.shape)

@@ -1,13 +1,11 @@
-"""Segments to token ids, targets and positions.
+"""Convert segments to token ids, targets and position ids.
 
-Text from data is encoded with special tokens switched off: "</s>" or "<image>" in a caption stays
-a string of characters and cannot end a sample or claim an image. Only the scaffolding of a chat
-template, which comes with the tokenizer, may contain special tokens. Rejected: the tokenizer's own
-`split_special_tokens` argument, because it flips a switch of the shared tokenizer per call.
+Text from data is tokenized without special tokens. So "</s>" or "<image>" in a caption is plain
+text. Only template text may contain special tokens. The `split_special_tokens` argument of
+tokenizers is not used, because it changes the state of the shared tokenizer per call.
 
-What a text may cost is bounded: one that is far longer than a sample can keep is corrupt before a
-tokenizer sees it (they need seconds and hundreds of bytes per character of a long word). Rejected:
-to cut it there, which would move the boundaries of its last tokens.
+Text that is much longer than a sample is corrupt, because tokenizers may require seconds and much
+memory for it. It is not truncated before tokenization, which would change its last tokens.
 
 Shape legend: L tokens of one sample.
 """
@@ -37,70 +35,70 @@ from torchmm.data.layouts.sample import (
 )
 
 MAX_TEXT_CHARACTERS = 500_000
-"""Longest text that is tokenised, unless a sample has room for more: see `longest_text`."""
+"""Minimum of the limit on the length of text, see `longest_text`."""
 CHARACTERS_PER_TOKEN = 16
-"""Far more than tokens of any language have on average."""
+"""Upper bound of the mean number of characters per token."""
 
 
 def longest_text(sequence_length: int) -> int:
-    """Characters of the longest text that is tokenised for samples of so many tokens."""
+    """Return the maximum number of characters of a text for this sequence length."""
     return max(MAX_TEXT_CHARACTERS, CHARACTERS_PER_TOKEN * sequence_length)
 
 
 @dataclass(frozen=True)
 class TiledSegment(ImageSegment):
-    """A picture that is cut into tiles."""
+    """Image that is cut into tiles."""
 
     marks: tuple[Marks, ...] = ()
-    """Before, between and after its tiles."""
+    """Markers before, between and after the tiles."""
 
 
 @dataclass(frozen=True)
 class FramesSegment(VideoSegment):
-    """A group of frames of a clip."""
+    """Group of frames of a video."""
 
     marks: tuple[Marks, ...] = ()
-    """Before and after them."""
+    """Markers before and after the frames."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One tokenised sample of at most `sequence_length` tokens."""
+    """Tokenized sample of at most `sequence_length` tokens."""
 
     ids: list[int]
     loss: list[bool]
-    """Whether the token is to be predicted."""
+    """Whether each token is a target."""
     image_starts: list[int]
-    """Position of the first placeholder of every image (or tile) that was kept."""
+    """Index of the first placeholder of each image or tile before the truncation."""
     generated_at: list[int] = field(default_factory=list)
-    """Tokens before every image to be drawn that was kept."""
+    """Number of tokens before each target image."""
     truncated: bool = False
     """Whether tokens beyond `sequence_length` were dropped."""
     unfitting_tokens: int = 0
-    """Tokens of the image, video or audio before which the sample was truncated, with markers."""
+    """Number of tokens, with markers, of the file before which the sample was truncated."""
 
     @property
     def targets_L(self) -> np.ndarray:
-        """int64: next token where it counts in the loss, IGNORE_TARGET elsewhere and at the end."""
+        """Next token of each token, (L,), int64. IGNORE_TARGET if it is not in the loss."""
         targets_L = np.full(len(self.ids), IGNORE_TARGET, np.int64)
-        wanted = np.asarray(self.loss[1:], bool)
-        targets_L[:-1][wanted] = np.asarray(self.ids[1:], np.int64)[wanted]
+        in_loss = np.asarray(self.loss[1:], bool)
+        targets_L[:-1][in_loss] = np.asarray(self.ids[1:], np.int64)[in_loss]
         return targets_L
 
 
 class TextEncoder:
-    """Encodes samples for one LLM.
+    """Tokenizer of samples for one LLM.
 
     Args:
-        tokenizer: a fast Hugging Face tokenizer.
-        spec: the LLM's special ids.
-        sequence_length: longest sample in tokens.
+        tokenizer: Fast Hugging Face tokenizer.
+        spec: Special token ids and markers of the LLM.
+        sequence_length: Maximum number of tokens of a sample.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, spec: TextSpec, sequence_length: int
     ) -> None:
-        if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
+        if not getattr(tokenizer, "is_fast", False):  # missing in mistral-common
             raise ConfigError(
                 f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json; use a "
                 "directory saved with PreTrainedTokenizerFast.save_pretrained"
@@ -113,15 +111,15 @@ class TextEncoder:
     def encode(
         self, sample: Sample, image_tokens: Sequence[int], columns: Sequence[int] = ()
     ) -> EncodedSample:
-        """Tokenize a sample, expand images to placeholders and truncate, never inside an image.
+        """Tokenize a sample, expand images to placeholders, and truncate, but not inside an image.
 
         Args:
-            sample: segments in order.
-            image_tokens: placeholders of each image, tile, clip or sound.
-            columns: of each image, where rows end with a token.
+            sample: Segments in order.
+            image_tokens: Number of placeholders of each image, tile, video or audio file.
+            columns: Number of columns of each image, if rows end with a token.
 
         Raises:
-            CorruptSampleError: a text is far too long, or has half a character.
+            CorruptSampleError: A text is too long, or has an unpaired surrogate.
         """
         spec = self.spec
         limit = self.sequence_length
@@ -172,10 +170,10 @@ class TextEncoder:
     def _pieces(
         self, segments: Sequence[Segment]
     ) -> list[TextSegment | GeneratedSegment | _ImageBlock]:
-        """Segments, with plain text beside images joined to texts that are only read.
+        """Return segments in which plain text around images is joined with adjacent text.
 
-        Hugging Face's processors write it into the text before they tokenise: the line feed that
-        ends a turn's head and the two before Gemma's images are one token.
+        Processors of Hugging Face tokenize both together. For example, the line feed at the end of
+        a role header and the two line feeds before an image of Gemma are one token.
         """
         pieces: list[TextSegment | GeneratedSegment | _ImageBlock] = []
         after_image = False
@@ -201,7 +199,7 @@ class TextEncoder:
         return pieces
 
     def _split(self, segment: FileSegment) -> tuple[TextSegment, _ImageBlock, TextSegment]:
-        """Plain text before an image, clip or sound; the rest of it; plain text after it."""
+        """Split a file into the plain text before it, its tokens, and the plain text after it."""
         spec = self.spec
         marks = [spec.image_prefix, spec.image_suffix]
         if isinstance(segment, TiledSegment | FramesSegment):
@@ -224,7 +222,7 @@ class TextEncoder:
     def _image_block(
         self, block: _ImageBlock, counts: Iterator[tuple[int, int]]
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of an image, and where the placeholders of each tile start."""
+        """Return the token ids of an image, and the index of the first placeholder of each tile."""
         row_end = self.spec.row_end_id
         ids = self._encode_marks(block.marks[0])
         starts = []
@@ -246,15 +244,16 @@ class TextEncoder:
 
 
 class _ImageBlock(NamedTuple):
-    """Tokens of an image, clip or sound, which no truncation divides."""
+    """Tokens of a file, which truncation does not divide."""
 
     placeholder: int
+    """Token id of the placeholder."""
     marks: list[Marks]
-    """Before, between and after its tiles; two for a single image."""
+    """Markers before, between and after the tiles. Two entries for a single image."""
 
 
 def _joined(first: Any, second: TextSegment) -> TextSegment:
-    """One text of two that are only read; one of them stands beside an image."""
+    """Join two adjacent texts that are not in the loss."""
     scaffold = first.scaffold or second.scaffold
     return TextSegment(first.text + second.text, loss=False, scaffold=scaffold)
 
@@ -273,22 +272,22 @@ def _copy_backend(tokenizer: PreTrainedTokenizerBase, encode_special_tokens: boo
 
 
 def places_in_rows(tokens: int, columns: int) -> np.ndarray:
-    """int64 (tokens,): where an image's placeholders are, relative to the first, if a token stands
-    between its rows."""
+    """Return the offsets of placeholders if rows end with a token: (tokens,), int64."""
     return np.arange(tokens) + np.arange(tokens) // columns
 
 
 class VisionBlock(NamedTuple):
-    """The placeholders of an image or clip, in output tokens."""
+    """Grid of the placeholders of an image or video."""
 
     start: int
+    """Index of the first placeholder."""
     frames: int
     rows: int
     columns: int
     time_step: float = 1.0
-    """From a frame to the next, in time positions if `per_second` is 1, else in seconds."""
+    """Time between frames, in position units if `per_second` is 1, else in seconds."""
     per_second: float = 1.0
-    """Time positions per second."""
+    """Position units per second."""
 
 
 def mrope_positions(
@@ -296,18 +295,20 @@ def mrope_positions(
     blocks: Sequence[VisionBlock],
     clip_times: Literal["sides", "whole", "fractional"] = "sides",
 ) -> np.ndarray:
-    """Multimodal rotary positions of one sample (Qwen2-VL section 2.1): int64 (3, L), float32 if
-    times are fractional.
+    """Return the multimodal rotary positions of a sample (Qwen2-VL, section 2.1).
 
-    Text counts up in all three rows (time, height, width). Rows and columns of a frame count up
-    from where the text before it ended, and so does the time of a clip's frames; an image has one
-    time. Text after it continues after the larger side, as in Hugging Face's code, even if a clip
-    lasts longer than that; in Omni models it then continues after its last time.
+    Text has equal positions for time, height and width. Positions of an image or video start at the
+    end of the preceding text. An image has a single time. The text after it starts after the larger
+    side, as in transformers, even if the time of a video is longer. In Omni models it starts after
+    the last position.
 
     Args:
-        length: tokens of the sample.
-        blocks: images and clips, in order.
-        clip_times: see `TextSpec.clip_times`.
+        length: Number of tokens of the sample.
+        blocks: Images and videos in order.
+        clip_times: See `TextSpec.clip_times`.
+
+    Returns:
+        (3, L), int64, or float32 if times are fractional.
     """
     fractional = clip_times == "fractional"
     positions_3L = np.empty((3, length), np.float32 if fractional else np.int64)
@@ -317,8 +318,7 @@ def mrope_positions(
         positions_3L[:, token:start] = position + np.arange(start - token)
         position += start - token
         token = start + frames * rows * columns
-        # In float32 and in this order, as Hugging Face multiplies: products just below a whole
-        # number count as it does.
+        # The same dtype and order as in transformers, so that rounding is equal.
         times = np.arange(frames, dtype=np.float32) * np.float32(time_step) * np.float32(per_second)
         if not fractional:
             times = times.astype(np.int64)

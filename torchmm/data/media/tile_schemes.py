@@ -1,9 +1,8 @@
-"""Into which tiles a picture of some size is cut, and what is written between them: a scheme for
-each way in which checkpoints were trained.
+"""Tiling schemes: split an image into tiles, with markers between them.
 
-Sizes come from the header alone. Schemes call methods of the image processor with an array that has
-a shape and no memory (`shape_only`), so that Hugging Face's arithmetic is not copied. Pixels come
-from one call of the processor per image.
+Sizes are from the header of the file. Schemes call methods of the Hugging Face image processor with
+an array that has a shape and no memory (`shape_only`), so that its size computation is not
+duplicated. The processor runs once per image for the pixels.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ THEN = " and here are some crops to help you see better "
 
 
 class Cut(NamedTuple):
-    """How one picture is cut."""
+    """Tiling of one image."""
 
     marks: tuple[Marks, ...]
-    """Before, between and after its tiles: one more than tiles."""
+    """Markers before, between and after the tiles, one entry more than tiles."""
     settings: dict[str, Any]
-    """What the image processor is asked for besides its own settings, to stay within a limit."""
+    """Additional settings of the image processor that enforce a limit on tiles."""
     kept: tuple[Kept, ...] | None = None
-    """What is kept of every tile, if that is not everything."""
+    """Used tokens of each tile. None for all tokens."""
     places: tuple[np.ndarray, ...] | None = None
-    """Where the tokens of every tile are, relative to its first placeholder."""
+    """Offsets of the tokens of each tile, relative to its first placeholder."""
     placeholders: tuple[int, ...] | None = None
-    """Of every tile, if they are not as many as its tokens."""
+    """Number of placeholders of each tile. None for the number of tokens."""
 
     @property
     def tiles(self) -> int:
-        """How many."""
+        """Number of tiles."""
         return len(self.marks) - 1
 
 
 class Scheme(ABC):
-    """Cuts pictures as one Hugging Face processor does.
+    """Tiling of one type of Hugging Face image processor.
 
     Args:
-        processor: the image processor, with the checkpoint's settings.
-        text: what stands beside single images.
-        vocabulary: of the tokenizer; what it lacks is spelled as plain text.
-        rows: of a tile's tokens, which has as many columns.
+        processor: Image processor with the settings of the checkpoint.
+        text: Markers around single images.
+        vocabulary: Vocabulary of the tokenizer. Missing markers are written as plain text.
+        rows: Number of rows and of columns of the tokens of a tile.
     """
 
     def __init__(
@@ -64,15 +63,22 @@ class Scheme(ABC):
         self.vocabulary = vocabulary
 
     most_tiles = 0
-    """As `TileSpec.most_tiles`."""
+    """See `TileSpec.most_tiles`."""
 
     @abstractmethod
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
-        """The tiles of an upright picture, at most `most`: the processor's own choice if that is
-        within the limit, otherwise its choice for a smaller resolution."""
+        """Return the tiling of an upright image.
+
+        It is the tiling of the processor, for a lower resolution if the limit requires it.
+
+        Args:
+            width_px: Width in pixels.
+            height_px: Height in pixels.
+            most: Maximum number of tiles.
+        """
 
     def pixels(self, image: Image.Image, cut: Cut, raw: bool = False) -> np.ndarray:
-        """(tiles, C, H, W) of an RGB image: float32, or uint8 before they are rescaled."""
+        """Return the tiles of an RGB image: (tiles, C, H, W), float32, or uint8 if `raw` is set."""
         settings = cut.settings | (RAW if raw else {})
         outputs = self.processor(images=[image], return_tensors="np", **settings)
         values = np.asarray(outputs["pixel_values"])
@@ -81,16 +87,16 @@ class Scheme(ABC):
 
 
 class InternTiles(Scheme):
-    """InternVL: a grid whose sides are closest to the picture's, and a thumbnail behind it.
+    """Tiling of InternVL: a grid with the closest aspect ratio, followed by a thumbnail.
 
-    All tiles stand between one pair of markers, without anything between them.
-    `GotOcr2ImageProcessor` with `crop_to_patches`: `min_patches` to `max_patches` tiles.
+    There are markers before the first and after the last tile only. It is the
+    `GotOcr2ImageProcessor` with `crop_to_patches` and `min_patches` to `max_patches` tiles.
     """
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
         settings = {}
         if most <= self.processor.max_patches:
-            # One of them is the thumbnail, which a picture of a single tile does not have.
+            # One tile is the thumbnail, unless the image has a single tile.
             limit = max(1, most - 1)
             settings = {
                 "max_patches": limit,
@@ -101,11 +107,11 @@ class InternTiles(Scheme):
 
 
 class SplitTiles(Scheme):
-    """Idefics3, SmolVLM: rows and columns, each tile named by a token, then the whole picture.
+    """Tiling of Idefics3 and SmolVLM: a grid of tiles with a token each, then a thumbnail.
 
-    A picture is resized until its longer side has `size.longest_edge` pixels, small ones too, and
-    both sides are whole tiles of `max_image_size.longest_edge`. `Idefics3ImageProcessor` and
-    `SmolVLMImageProcessor` with `do_image_splitting`.
+    Each image is resized to `size.longest_edge`, and both sides are rounded to multiples of
+    `max_image_size.longest_edge`. It is the `Idefics3ImageProcessor` or `SmolVLMImageProcessor`
+    with `do_image_splitting`.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class SplitTiles(Scheme):
         self._sizes = sizes_only(**processor.to_dict())
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
-        # The processor's own resolution, then fewer and fewer whole tiles along the longer side.
+        # Start with the resolution of the processor, then reduce tiles along the longer side.
         lower = range(-(-self._longest // self._side) - 1, 0, -1)
         for longest in (self._longest, *(self._side * tiles for tiles in lower)):
             rows, columns = self._grid(width_px, height_px, longest)
@@ -129,7 +135,7 @@ class SplitTiles(Scheme):
         return Cut(self._marks(rows, columns), settings)
 
     def _grid(self, width_px: int, height_px: int, longest: int) -> tuple[int, int]:
-        """Rows and columns; none if the whole picture is the only tile."""
+        """Return rows and columns, which are 0 if the thumbnail is the only tile."""
         image = shape_only(width_px, height_px)
         if self.processor.do_resize:
             image = shape_only(*reversed(get_resize_output_image_size(image, longest)))
@@ -152,14 +158,14 @@ class SplitTiles(Scheme):
 
 
 def _resize_shape(processor: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
-    """Replace the `resize` method of a processor of which only sizes are needed."""
+    """Replace the `resize` method of a processor that only computes sizes."""
     return shape_only(size.width, size.height)
 
 
 class PanAndScan(Scheme):
-    """Gemma 3's pan and scan: the whole picture, then crops of it if it is far from square.
+    """Pan and scan of Gemma 3: the full image, then crops if it is far from square.
 
-    `Gemma3ImageProcessor` with `do_pan_and_scan`.
+    It is the `Gemma3ImageProcessor` with `do_pan_and_scan`.
     """
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
@@ -167,7 +173,7 @@ class PanAndScan(Scheme):
         suffix = self.text.image_suffix
         settings: dict[str, Any] = {}
         if most <= self.processor.pan_and_scan_max_num_crops:
-            # A single crop would be the whole picture once more.
+            # A single crop would repeat the image.
             off = most < 3
             settings = {"do_pan_and_scan": False} if off else {CROPS: most - 1}
         crops = 0
@@ -185,7 +191,7 @@ class PanAndScan(Scheme):
 
 
 def joined(*parts: Marks) -> Marks:
-    """One after another, with adjacent texts as one: they are tokenised together."""
+    """Concatenate markers, and join adjacent text, which is tokenized together."""
     marks: list[int | str] = []
     for mark in (mark for part in parts for mark in part):
         last = marks[-1] if marks else None

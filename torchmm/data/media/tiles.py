@@ -1,4 +1,4 @@
-"""Pictures for one encoder, cut by the scheme of its checkpoint; every tile is an image."""
+"""Tiled images: each tile is a separate image of the encoder."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ SCHEMES: dict[str, type[Scheme]] = {
     "LlavaNextImageProcessor": AnyResolution,
     "LlavaOnevisionImageProcessor": AnyResolution,
 }
-"""By the image processor that cuts."""
+"""Tiling schemes by image processor."""
 
 
 class TiledMedia:
-    """Pictures for one encoder.
+    """Preprocessor of tiled images for one encoder.
 
     Args:
-        spec: how they are cut.
-        images: the encoder's preprocessing of single images.
-        text: what the LLM wants around images.
-        vocabulary: of the tokenizer.
-        max_pixels: of the largest picture that is decoded.
+        spec: Image processor for the tiling.
+        images: Preprocessor of single images.
+        text: Markers around images.
+        vocabulary: Vocabulary of the tokenizer.
+        max_pixels: Maximum number of pixels of an image.
 
     Raises:
-        ConfigError: the image processor does not fit.
+        ConfigError: The image processor does not match the encoder.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TiledMedia:
                 f"for an image of 600x200 pixels, but {wanted} is required; remove settings "
                 "from model.processor"
             )
-        # Tiles are stored as bytes only if the bytes give the processor's values.
+        # Tiles are stored as bytes only if the result is bitwise identical to the processor.
         for size in ((600, 200), (90, 400), (70, 70)):
             if images.byte_values is None:
                 break
@@ -80,14 +80,14 @@ class TiledMedia:
                 images.byte_values = None
 
     def open(self, data: bytes) -> TiledPicture:
-        """Read the header and cut the image as the processor does. Raises CorruptSampleError."""
+        """Read the header, and compute the tiling. May raise CorruptSampleError."""
         width, height = read_size(data, self.max_pixels)
         return TiledPicture(self, data, width, height, self.scheme.cut(width, height, UNLIMITED))
 
 
 @dataclass(frozen=True)
 class TiledPicture:
-    """An image file and its tiles."""
+    """Image file with its tiling."""
 
     media: TiledMedia
     data: bytes
@@ -101,7 +101,7 @@ class TiledPicture:
 
     @property
     def metas(self) -> list[ImageMeta]:
-        """Planning metadata of every tile."""
+        """Metadata of each tile."""
         meta = self.media.images.meta(self.width_px, self.height_px)
         if self.cut.kept is None:
             return [meta] * self.cut.tiles
@@ -109,60 +109,60 @@ class TiledPicture:
 
     @property
     def placeholders(self) -> list[int]:
-        """Of every tile."""
+        """Number of placeholders of each tile."""
         return list(self.cut.placeholders or (meta.tokens for meta in self.metas))
 
     @property
     def tiles(self) -> list[Tile]:
-        """In the order of their tokens."""
+        """Tiles in the order of their tokens."""
         return [Tile(self, number) for number in range(self.cut.tiles)]
 
     def image(self) -> Image.Image:
-        """Upright RGB. Raises CorruptSampleError."""
+        """Return the upright RGB image. May raise CorruptSampleError."""
         return decode_rgb(self.data, self.media.max_pixels)
 
     @cached_property
     def pixels(self) -> np.ndarray:
-        """(tiles, C, H, W), stored: decoded and resized once for all. Raises CorruptSampleError."""
+        """Stored inputs of all tiles, (tiles, C, H, W). May raise CorruptSampleError."""
         raw = self.media.images.byte_values is not None
         return self.media.scheme.pixels(self.image(), self.cut, raw)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of a picture."""
+    """Tile of an image."""
 
     of: TiledPicture
     number: int
 
     def pixels(self) -> np.ndarray:
-        """(C, H, W). Raises CorruptSampleError."""
+        """Return the inputs of the tile: (C, H, W). May raise CorruptSampleError."""
         return self.of.pixels[self.number]
 
     @property
     def kept(self) -> Kept | None:
-        """Which of its tokens reach the LLM; None: all."""
+        """Tokens of the tile that the LLM receives. None for all tokens."""
         kept = self.of.cut.kept
         return kept[self.number] if kept is not None else None
 
     @property
     def placeholders(self) -> int:
-        """In the text."""
+        """Number of placeholders of the tile in the text."""
         return self.of.placeholders[self.number]
 
     @property
     def places(self) -> np.ndarray:
-        """Where its tokens are, relative to its first placeholder."""
+        """Offsets of the tokens, relative to the first placeholder of the tile."""
         if self.of.cut.places is None:
             return np.arange(self.of.metas[self.number].tokens)
         return self.of.cut.places[self.number]
 
 
 def cut_within(pictures: Sequence[TiledPicture], budget: int | None) -> list[TiledPicture]:
-    """Return the images of a sample with at most `budget` tiles together.
+    """Return the images of a sample with at most `budget` tiles in total.
 
-    All images have the same limit, the largest with which they stay within the budget. Every image
-    keeps one tile, so a sample with more images than the budget has one tile per image.
+    All images have the same limit, the largest one within the budget. Each image has at least one
+    tile, also if the sample has more images than the budget.
     """
     cut = list(pictures)
     most = 0 if budget is None else max(1, budget - len(cut) + 1)
@@ -173,4 +173,4 @@ def cut_within(pictures: Sequence[TiledPicture], budget: int | None) -> list[Til
 
 
 UNLIMITED = 1 << 30
-"""More tiles than any picture has."""
+"""Limit above the number of tiles of any image."""

@@ -1,23 +1,23 @@
-"""Clips: container headers, evenly spaced frames, decoding of these alone.
+"""Read videos, sample evenly spaced frames, and preprocess them for image encoders.
 
-Lengths come from the container's list of packets, which is read whole (headers of streamed files
-lack them, and those of torn files are wrong), and from the first frame, which alone has rotation
-and size. These numbers and the recipe determine which frames are read, so that a plan can be made
-without decoding; the rule is that of Hugging Face's Qwen processors. Frames far apart are reached
-through their key frames.
+The number of frames is from all packets of the container, because headers may lack it or be wrong.
+Size and rotation are from the first frame. These values and the recipe determine the sampled
+frames, with the rule of the Qwen processors of Hugging Face. Planning decodes only the first frame.
+Decoding seeks to key frames if it skips many frames.
 
-Files are read by FFmpeg through PyAV, which includes its own copy, within the process and without
-threads: workers are processes. Rejected: torchcodec (needs the machine's FFmpeg, in a version that
-fits torch's), OpenCV (neither times nor rotation), a pipe to the `ffmpeg` program (a process per
-clip). Only container formats that hold their own data are allowed: playlists name other files.
+PyAV reads files with its bundled FFmpeg, without threads, because workers are processes. torchcodec
+requires a system FFmpeg that matches torch, and OpenCV has neither timestamps nor rotation. Formats
+that refer to other files, such as playlists, are rejected.
 
-`ClipMedia` turns clips into inputs of an image encoder. Encoders whose patches span frames (Qwen's:
-two) read a clip as one image of several frames, after one marker; their LLM's positions follow the
-time. Qwen3-VL's and GLM-4V's read each group of frames as an image of its own, with its time as
-text: the mean of its frames' before it ("<1.5 seconds>"), or the first one's after it (`ClipText`).
-All others read single frames that way. All use the encoder's image processor: a patch of two frames
-consists of halves of theirs. Rejected: Hugging Face's video processors, which need torchvision and
-otherwise differ little (its resizing from Pillow's).
+`ClipMedia` prepares three formats, depending on the encoder:
+
+    patches span frames (Qwen2-VL)     one input for the video, with time in the position ids
+    Qwen3-VL, GLM-4V                   one input per group of frames, with its time as text
+    image encoders                     one input per frame, with its time as text
+
+The time is a text before the frames ("<1.5 seconds>", mean of the group) or after them (first
+frame), see `ClipText`. All formats use the image processor of the encoder. A patch of two frames
+consists of halves of their patches. The video processors of Hugging Face require torchvision.
 
 Shape legend: F frames, G groups of them that make patches, P patches of a frame, D values of a
 patch.
@@ -47,29 +47,30 @@ from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rg
 from torchmm.recipe.data_section import VideoConfig
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"
-"""FFmpeg demuxers that may see untrusted bytes."""
+"""FFmpeg demuxers for untrusted data."""
 LONGEST_S = 1e6
-"""Longest clip whose times are plausible."""
+"""Maximum plausible duration of a video in seconds."""
 SEEK_FRAMES = 48
-"""From this many frames to skip, the next key frame is looked for instead."""
+"""Minimum number of skipped frames for which decoding seeks to a key frame."""
 
 
 class Clip:
-    """One clip: its sizes at once, its frames when they are asked for.
+    """Video file whose sizes are read immediately and whose frames are decoded on demand.
 
     Args:
-        data: the file.
-        max_pixels: of the largest frame that is decoded.
+        data: Content of the file.
+        max_pixels: Maximum number of pixels of a frame.
 
     Attributes:
-        data: the file.
-        frames: in the file.
-        duration_s: of all of them.
-        width_px, height_px: upright.
+        data: Content of the file.
+        frames: Number of frames.
+        duration_s: Duration in seconds.
+        width_px: Upright width in pixels.
+        height_px: Upright height in pixels.
 
     Raises:
         ConfigError: PyAV is not installed.
-        CorruptSampleError: no clip in a known format, or of an unacceptable size.
+        CorruptSampleError: The file is not a supported video, or its size exceeds a limit.
     """
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
@@ -90,8 +91,8 @@ class Clip:
             last = packets[-1].duration or 0
         self.frames = len(packets)
         shown = self._times[-1] - self._times[0]
-        # Without a duration the last frame stays as long as the others. Exact: six frames at three
-        # per second last two seconds, and not a little less.
+        # If the duration of the last frame is unknown, use the mean of the preceding frames. The
+        # fraction is exact, so that six frames at 3 fps last exactly 2 s.
         last = last or Fraction(shown, max(1, self.frames - 1)) or 1
         self.duration_s = float((shown + last) * self._unit_s)
         if not 0 < self.duration_s < LONGEST_S:
@@ -101,39 +102,42 @@ class Clip:
         self.width_px, self.height_px = first.size
 
     def at_s(self, frame: int) -> float:
-        """When a frame is shown, from the first one on."""
+        """Return the time of a frame in seconds after the first frame."""
         return float((self._times[frame] - self._times[0]) * self._unit_s)
 
     def select(self, frames: Sequence[int]) -> ClipFrames:
-        """Some of its frames; all that were ever selected are decoded together."""
+        """Return a selection of frames. All selected frames are decoded together."""
         self._wanted.update(frames)
         return ClipFrames(self, tuple(frames))
 
     @cached_property
     def decoded(self) -> dict[int, Image.Image]:
-        """RGB of all selected frames. Raises CorruptSampleError."""
+        """RGB images of all selected frames by frame number. May raise CorruptSampleError."""
         frames = sorted(self._wanted)
         return dict(zip(frames, self.decode(frames), strict=True))
 
     def decode(self, frames: Sequence[int]) -> list[Image.Image]:
-        """Upright RGB of some frames, in ascending order.
+        """Decode frames to upright RGB images.
+
+        Args:
+            frames: Frame numbers in ascending order.
 
         Raises:
-            CorruptSampleError: they cannot be decoded, or the file ends before them.
+            CorruptSampleError: Frames cannot be decoded, or the file ends before them.
         """
-        wanted = [self._times[number] for number in frames]
-        found = self._decode(wanted, seek=True)
-        if [time for time, _ in found] != wanted:  # seeking works in most files
-            found = self._decode(wanted, seek=False)
-        return [image for _, image in found]
+        times = [self._times[number] for number in frames]
+        decoded = self._decode(times, seek=True)
+        if [time for time, _ in decoded] != times:  # seeking fails in some files
+            decoded = self._decode(times, seek=False)
+        return [image for _, image in decoded]
 
-    def _decode(self, wanted: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
-        """The first frames at or after the wanted times, with their own times."""
-        found: list[tuple[int, Image.Image]] = []
+    def _decode(self, times: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
+        """Return the first frame at or after each time, with the time of the frame."""
+        decoded: list[tuple[int, Image.Image]] = []
         with self._opened() as (container, stream):
             frames = container.decode(stream)
             now, sought, frame = -1, -1, None
-            for time in wanted:
+            for time in times:
                 while frame is None or now < time:
                     key = self._key_ahead(now, time) if seek and frame is not None else -1
                     if key > sought:
@@ -148,11 +152,11 @@ class Clip:
                     now = _time(frame)
                     if now is None:
                         raise CorruptSampleError("video has frames without timestamps")
-                found.append((now, self._rgb(frame)))
-        return found
+                decoded.append((now, self._rgb(frame)))
+        return decoded
 
     def _key_ahead(self, now: int, time: int) -> int:
-        """The key frame to continue from, if it is far ahead; otherwise -1."""
+        """Return the time of the last key frame before `time` if it is far ahead, else -1."""
         at = bisect_right(self._keys, time) - 1
         if at < 0:
             return -1
@@ -196,30 +200,30 @@ class Clip:
 
 @dataclass(frozen=True)
 class ClipFrames:
-    """Some frames of a clip."""
+    """Selected frames of a video."""
 
     clip: Clip
     numbers: tuple[int, ...]
 
     def images(self) -> list[Image.Image]:
-        """Upright RGB. Raises CorruptSampleError."""
+        """Return upright RGB images. May raise CorruptSampleError."""
         return [self.clip.decoded[number] for number in self.numbers]
 
 
 def sampled_frames(
     frames: int, duration_s: float, config: VideoConfig, group: int = 1, most: int | None = None
 ) -> list[int]:
-    """Which frames of a clip are read: evenly spaced, whole groups where there are enough.
+    """Return evenly spaced frame numbers of a video, in complete groups if possible.
 
     Args:
-        frames: in the clip.
-        duration_s: of the clip.
-        config: rate and limits.
-        group: frames that make one patch.
-        most: a further limit.
+        frames: Number of frames of the video.
+        duration_s: Duration of the video in seconds.
+        config: Frame rate and limits.
+        group: Number of frames per patch.
+        most: Additional maximum number of frames.
 
     Returns:
-        ascending numbers, at least one.
+        At least one number, ascending.
     """
     limit = min(config.max_frames, frames, most or frames)
     wanted = min(max(duration_s * config.fps, config.min_frames), limit // group * group)
@@ -233,23 +237,23 @@ def _time(packet_or_frame: Any) -> Any:
 
 
 class ClipPart(NamedTuple):
-    """The part of a clip that becomes one image of the encoder."""
+    """Frames of a video that are one input of the encoder."""
 
     before: str
-    """Text in front of it, e.g. when it is shown."""
+    """Text before the frames, for example their time."""
     marks: tuple[Marks, ...]
-    """Directly before and after it, if it is not the whole clip."""
+    """Markers before and after the frames. Empty if the part is the complete video."""
     file: ClipFrames
     meta: ImageMeta
 
 
 class ClipMedia:
-    """Clips for one encoder; the counterpart of `torchmm.data.media.medium.ImageMedia`.
+    """Preprocessor of videos for one encoder, like `torchmm.data.media.medium.ImageMedia`.
 
     Args:
-        images: the encoder's preprocessing.
-        config: which frames are read.
-        text: how the LLM wants its text.
+        images: Image preprocessor of the encoder.
+        config: Frame rate and limits.
+        text: Format of the text for the LLM.
     """
 
     def __init__(self, images: ImagePreprocessor, config: VideoConfig, text: TextSpec) -> None:
@@ -263,11 +267,11 @@ class ClipMedia:
 
     @property
     def byte_values(self) -> ByteValues | None:
-        """What uint8 inputs stand for; None: inputs are float32."""
+        """Mapping of uint8 inputs to model inputs. None for float32 inputs."""
         return self._images.byte_values
 
     def parts(self, clip: Clip) -> list[ClipPart]:
-        """The images that a clip becomes, in order."""
+        """Return the encoder inputs of a video, in order."""
         config = self._config
         size = (clip.width_px, clip.height_px)
         fixed = self.spec.inputs == "fixed"
@@ -292,7 +296,7 @@ class ClipMedia:
         ]
 
     def count_dropped_frames(self, clip: Clip) -> int:
-        """Return the number of frames at `fps` that are not read because of the other limits."""
+        """Return the number of frames at `fps` that are not read because of other limits."""
         at_rate = int(min(clip.duration_s * self._config.fps, clip.frames))
         return max(0, at_rate - self._max_frames(clip))
 
@@ -300,7 +304,7 @@ class ClipMedia:
         config = self._config
         if self.spec.inputs != "fixed":
             return config.max_frames
-        # Frames of a fixed size cannot become smaller.
+        # Frames of a fixed size cannot be downscaled.
         grid = self._images.grid(clip.width_px, clip.height_px)
         frame_px = grid.rows * grid.columns * self.spec.patch_size_px**2
         return min(config.max_frames, max(1, config.max_pixels // frame_px))
@@ -308,14 +312,14 @@ class ClipMedia:
     def _part(
         self, clip: Clip, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
     ) -> ClipPart:
-        """A frame, or a group of them, with its time."""
+        """Return the input of a frame or a group of frames, with its time."""
         text = self._text
         first_s = clip.at_s(shown[0])
         mean_s = (first_s + clip.at_s(shown[-1])) / 2
         written = text.clip.group if self._config.timestamps else "{frames}"
         before, after = (
-            beside.format(first_s=first_s, whole_s=int(first_s), mean_s=mean_s)
-            for beside in written.split("{frames}")
+            text_around.format(first_s=first_s, whole_s=int(first_s), mean_s=mean_s)
+            for text_around in written.split("{frames}")
         )
         prefix = text.image_prefix
         suffix = text.image_suffix
@@ -328,23 +332,29 @@ class ClipMedia:
         return ClipPart(before, (prefix, suffix), clip.select(shown), meta)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Patches as (frames, rows, columns)."""
+        """Return the patch grid as (frames, rows, columns)."""
         grid = self._images.grid(meta.width_px, meta.height_px, meta.frame_pixels)
         return meta.frames, grid.rows, grid.columns
 
     def block(self, meta: ImageMeta) -> tuple[int, int, int]:
-        """Output tokens as (frames, rows, columns)."""
+        """Return the grid of output tokens as (frames, rows, columns)."""
         frames, rows, columns = self.grid_thw(meta)
         return frames, rows // self.spec.merge, columns // self.spec.merge
 
     def pixels(self, file: ClipFrames, meta: ImageMeta) -> np.ndarray:
-        """(C, H, W) or (P, D) of a frame, or (G P, D) of one or more groups of frames; raises
-        CorruptSampleError."""
+        """Return the inputs of frames in storage format.
+
+        Returns:
+            (C, H, W) or (P, D) for a frame, or (G P, D) for groups of frames.
+
+        Raises:
+            CorruptSampleError: The frames cannot be decoded.
+        """
         images = [self._images.stored(image, meta.frame_pixels) for image in file.images()]
         if not self.grouped:
             return images[0]
         images += [images[-1]] * (meta.frames * self._group - len(images))
-        # An image's patch holds the same frame several times, color by color.
+        # A patch of an image contains the frame several times, by color.
         pixels = self.spec.patch_size_px**2
         x_GFPcfp = np.stack(images).reshape(
             meta.frames, self._group, len(images[0]), -1, self._group, pixels
@@ -353,7 +363,7 @@ class ClipMedia:
         return x_GPcfp.reshape(meta.patches, -1)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
-        """Zeros of the same shape."""
+        """Return all-zero inputs of the same shape."""
         frame = self._images.blank(meta.width_px, meta.height_px, meta.frame_pixels)
         return np.concatenate([frame] * meta.frames) if self.grouped else frame
 
@@ -363,5 +373,5 @@ def _groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _ms(duration_s: float) -> int:
-    """Never 0, which is the duration of images."""
+    """Return a duration in ms, at least 1, because 0 is the duration of images."""
     return max(1, round(1000 * duration_s))

@@ -47,7 +47,7 @@ class RecordStream(Protocol):
     """Source that is read in order, from the start or from a position."""
 
     def restart(self, position: Any) -> None:
-        """Continue at a position. None is the start."""
+        """Resume at a position. None is the start."""
         ...
 
     def position(self) -> Any:
@@ -225,7 +225,7 @@ class StreamAsConfigured:
             stream.restart(None)
 
     def restart(self, position: Any) -> None:
-        """Continue at a position of the stream."""
+        """Resume at a position of the stream."""
         self._given = 0
         if position is not None and self._config.max_samples is not None:
             self._given, position = position

@@ -71,6 +71,6 @@ class FolderSource:
 
 
 def _joined(directory: str, name: Any) -> Any:
-    """Return a file name relative to the root. An empty name stands for no file, and is kept."""
+    """Return a file name relative to the root. An empty name means "no file"."""
     named = isinstance(name, str) and name.strip()
     return os.path.join(directory, name) if named else name  # noqa: PTH118 - text

@@ -91,7 +91,7 @@ class Samples:
 
     @property
     def streamed(self) -> bool:
-        """Whether any source is a stream."""
+        """True if any source is a stream."""
         return any(source.index is None for source in self.sources)
 
     @property

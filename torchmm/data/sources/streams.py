@@ -78,7 +78,7 @@ class ArrowStream:
         self.restart(None)
 
     def restart(self, position: Any) -> None:
-        """Continue at a state of the dataset."""
+        """Resume at a state of the dataset."""
         self._rows = self._dataset.with_format("arrow")
         if position is not None:
             self._rows.load_state_dict(position)
@@ -109,7 +109,7 @@ class JsonLinesStream:
         self._line: int | None = 1
 
     def restart(self, position: Any) -> None:
-        """Continue at a position [file, byte offset, line]."""
+        """Resume at a position [file, byte offset, line]."""
         self._file, self._offset, *line = position or (0, 0, 1)
         self._line = line[0] if line else None  # missing in old checkpoints
 
@@ -154,7 +154,7 @@ class IndexedStream:
         self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a record. Raise DataError for a saved state of `datasets`."""
+        """Resume at a record. Raise DataError for a saved state of `datasets`."""
         if isinstance(position, dict):
             raise DataError(
                 "the checkpoint has the loader state of an earlier torchmm version, which "

@@ -180,7 +180,7 @@ class WebdatasetStream:
         self.restart(None)
 
     def restart(self, position: Any) -> None:
-        """Continue at a position [shard, sample]. Raise DataError for a state of `datasets`."""
+        """Resume at a position [shard, sample]. Raise DataError for a state of `datasets`."""
         if isinstance(position, dict):
             raise DataError(
                 "the checkpoint has the loader state of an earlier torchmm version, which "

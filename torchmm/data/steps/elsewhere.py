@@ -87,7 +87,7 @@ class UnknownStateError(Exception):
 
 
 def digest_of(state: dict[str, Any] | None) -> str:
-    """Return the digest of a loader state. None stands for the start."""
+    """Return the digest of a loader state. None is the start."""
     if state is None:
         return START
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]

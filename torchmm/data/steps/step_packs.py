@@ -137,7 +137,7 @@ def _item_sizes(items: Mapping[Name, Item], samples: Drawn, modules: Sequence[st
 
 @dataclass(frozen=True)
 class StepSamples:
-    """One optimizer step of all data-parallel ranks."""
+    """Optimizer step of all data-parallel ranks."""
 
     pack: Callable[[int], PackItems]
     """Function that returns the samples of a sequence by number."""
@@ -508,7 +508,7 @@ class StepSequence:
         self._items.update((name_of(item), item) for item in items if item.record is not None)
 
     def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
-        """Continue sources whose saved positions are still valid, and start the remaining ones."""
+        """Resume sources whose saved positions are still valid, and start the remaining ones."""
         saved = state["content"] if comparable(state.get("content")) else None
         # References in the state use the feed numbers of the checkpoint.
         numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}

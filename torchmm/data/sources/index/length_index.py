@@ -203,7 +203,7 @@ class LengthIndex:
         """Function that returns the sizes of a shard. Raises DataError for a damaged file."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without mapped arrays, which each process maps again."""
+        """Return the pickled form without mapped arrays, which each process maps again."""
         return LengthIndex, (self.shards, self._open_shard, self._reasons)
 
     def __len__(self) -> int:
