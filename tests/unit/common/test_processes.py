@@ -5,12 +5,16 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from torchmm.common.processes import describe_state, without_collection
 from torchmm.common.step_process import start_process
+
+HERE = Path(__file__).parent
 
 
 def sleep_forever(connection):
@@ -18,19 +22,25 @@ def sleep_forever(connection):
         time.sleep(60)
 
 
-def start_worker_and_return():
-    start_process(sleep_forever, name="sleeping")
-
-
-def test_forked_process_ends_with_worker():
-    """A child of multiprocessing joins its own children before it runs `atexit` functions."""
-    process = multiprocessing.get_context("fork").Process(target=start_worker_and_return)
+def fork_and_join():
+    """Fork a process that starts a worker and returns. Exit with the exit code of the process."""
+    process = multiprocessing.get_context("fork").Process(
+        target=start_process, args=(sleep_forever,), kwargs={"name": "sleeping"}
+    )
     process.start()
     process.join(60)
     exit_code = process.exitcode
     process.kill()
-    process.join()
-    assert exit_code == 0
+    sys.exit(1 if exit_code is None else exit_code)
+
+
+def test_forked_process_ends_with_worker():
+    """A child of multiprocessing joins its own children before it runs `atexit` functions."""
+    # A fresh process, because this one may have started a fork server, which forks would share.
+    code = "import test_processes; test_processes.fork_and_join()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
+    assert ended.returncode == 0
 
 
 def test_state_names_stopped_process():
