@@ -1,8 +1,9 @@
 """The optimizer, its parameter groups, the learning rate and the global gradient norm.
 
-Optimizers (`optimizers/optimizer.py`) read the clipping factor and the check for non-finite values from
-device scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore
-queued before the host reads the gradient norm, and a step with non-finite values changes nothing.
+Optimizers (`optimizers/optimizer.py`) read the clipping factor and the check for non-finite values
+from device scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is
+therefore queued before the host reads the gradient norm, and a step with non-finite values changes
+nothing.
 
 The learning rate is a pure function of the step, so no scheduler state is saved. Parameters are
 grouped by module, by weight decay, and by device mesh (Muon gathers matrices over one mesh).
@@ -109,10 +110,10 @@ class Updates:
         self._groups = group_by_replicas(model)
 
     def measure(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the global gradient norm, a float32 scalar, and prepare the update; collective.
+        """Return the global gradient norm, a float32 scalar, and prepare the update. Collective.
 
-        Sets the clipping factor of the optimizer. If a loss or the norm of any rank is not finite, the
-        update changes nothing on all ranks.
+        Sets the clipping factor of the optimizer. If a loss or the norm of any rank is not finite,
+        the update changes nothing on all ranks.
 
         Args:
             losses: Scalars of this rank that must be finite.
