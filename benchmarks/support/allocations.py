@@ -1,4 +1,4 @@
-"""Following every allocation of a step."""
+"""Measurement of the peak memory of a training step from its allocations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchmm.common.batch import Microbatch
 
 
 class CountPeak(TorchDispatchMode):
-    """The most bytes in use after any operator: every allocation counts until it is freed.
+    """Dispatch mode that records the maximum number of allocated bytes after any operator.
 
     Args:
-        held: tensors that are there from the beginning to the end.
+        held: Tensors that are allocated before the first operator and are never freed.
     """
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()
-        self._found: dict[int, tuple[int, weakref.ref]] = {}
+        self._sizes: dict[int, tuple[int, weakref.ref]] = {}
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
         self._held = set(storages)
         self.bytes = self.peak_bytes = sum(s.nbytes() for s in storages.values())
@@ -40,17 +40,19 @@ class CountPeak(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._found and key not in self._held:
+        if key not in self._sizes and key not in self._held:
             self.bytes += size
-            self._found[key] = size, weakref.ref(storage, lambda _: self._let_go(key))
+            self._sizes[key] = size, weakref.ref(storage, lambda _: self._free(key))
 
-    def _let_go(self, key: int) -> None:
-        self.bytes -= self._found.pop(key)[0]
+    def _free(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)[0]
 
 
 def traced_peak_bytes(function: Callable[[], object]) -> int:
-    """The most bytes of the CPU in use while a function runs, beyond those before; also of what
-    compiled code allocates, which no dispatch mode sees."""
+    """Return the peak CPU memory of a function in bytes, in addition to memory allocated before.
+
+    Includes allocations of compiled code, which dispatch modes cannot observe.
+    """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         function()
@@ -60,12 +62,12 @@ def traced_peak_bytes(function: Callable[[], object]) -> int:
 
 
 def held_in_a_step(model: nn.Module, batch: Sequence[Microbatch]) -> list[Tensor]:
-    """Parameters with their gradients, buffers, and what is in the microbatches."""
-    found = [*model.buffers(), *model.parameters()]
-    found += [p.grad for p in model.parameters() if p.grad is not None]
+    """Return parameters, gradients, buffers and all tensors of the microbatches."""
+    tensors = [*model.buffers(), *model.parameters()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
     for m in batch:
-        found += [m.input_ids_T, m.targets_T, m.position_ids, m.target_positions_L]
-        found += [t for e in m.encoders.values() for t in (e.pixels, e.positions_K)]
-        if (drawn := m.generator) is not None:
-            found += [drawn.patches_PV, drawn.noise_PV, drawn.context_positions_K]
-    return found
+        tensors += [m.input_ids_T, m.targets_T, m.position_ids, m.target_positions_L]
+        tensors += [t for e in m.encoders.values() for t in (e.pixels, e.positions_K)]
+        if (generated := m.generator) is not None:
+            tensors += [generated.patches_PV, generated.noise_PV, generated.context_positions_K]
+    return tensors

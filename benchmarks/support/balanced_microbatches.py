@@ -1,4 +1,4 @@
-"""Balanced microbatches of decoded ones, without a loader."""
+"""Balanced microbatches from decoded microbatches, without a data loader."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Images with captions for benchmarks: the prepared real set, or synthetic ones like it."""
+"""Image-caption samples for benchmarks: the prepared dataset, or similar synthetic samples."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ IMAGE_TOKEN = "<image>"
 
 _WORDS = 2000
 _SYNTHETIC_SAMPLES = 711
-"""As many as the real training set has."""
+"""Number of samples in the real training set."""
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Samples and the tokenizer they are meant for."""
+    """Samples and their tokenizer."""
 
     records: list[dict]
-    """Columns image ({"bytes": ...}) and text, as `torchmm.data` reads them."""
+    """Records with the columns image ({"bytes": ...}) and text, as `torchmm.data` reads them."""
     tokenizer: PreTrainedTokenizerBase
     source: str
-    """Where they come from, for the report."""
+    """Description of the dataset for the report."""
 
     def of_one_length(self) -> Captions:
-        """Only the samples whose captions have the commonest number of tokens."""
+        """Return the samples whose captions have the most frequent number of tokens."""
         counts = [len(self.tokenizer(r["text"]).input_ids) for r in self.records]
         commonest, _ = Counter(counts).most_common(1)[0]
         kept = [r for r, count in zip(self.records, counts, strict=True) if count == commonest]
@@ -47,7 +47,7 @@ class Captions:
 
 
 def load_captions(seed: int, data: Path = DATA) -> Captions:
-    """The training set `tuxpaint_stamps`; where it was not prepared, synthetic samples."""
+    """Return the training set `tuxpaint_stamps`, or synthetic samples if it is not prepared."""
     files = sorted((data / "tuxpaint_stamps" / "train").glob("*.parquet"))
     if not files or not (data / "tokenizer").is_dir():
         return _synthesize(seed)
@@ -58,7 +58,7 @@ def load_captions(seed: int, data: Path = DATA) -> Captions:
 
 
 def _synthesize(seed: int) -> Captions:
-    """Noise with random words; numbers of words are log-normal like those of the real captions."""
+    """Return noise images with random words, whose caption lengths are log-normal as in real data."""
     random = np.random.default_rng(seed)
     records = []
     for _ in range(_SYNTHETIC_SAMPLES):

@@ -1,8 +1,8 @@
-"""Peaks of short runs, as the device's allocator counts them, against what is predicted of them.
+"""Measured and predicted peak memory of short runs.
 
-`train.py` runs the quickstart's recipe with one switch after the other, on the machine's GPUs or
-on emulated ones (`tests/cuda_emulation/emulate.py`), whose allocator counts the same tensors. The
-peak is that of two steps, as metrics.jsonl has it; the prediction is `--dry-run`'s, of the first.
+`train.py` runs the quickstart recipe once per setting, on GPUs or on emulated GPUs
+(`tests/cuda_emulation/emulate.py`), whose allocator counts the same tensors. The measured peak is
+that of two steps in `metrics.jsonl`. The predicted peak is that of `--dry-run` for the first step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, object] = {
     "optimizer.lr_schedule": "constant",
     "optimizer.warmup_steps": 1,
     "parallel.pipeline": 1,
-    "parallel.slow_rank_threshold": 0,  # its matrices would be the peak
+    "parallel.slow_rank_threshold": 0,  # its matrices would determine the peak
     "parallel.vision.sub_microbatch_images": 64,
     "validation.interval": 0,
     "checkpoint.interval": 0,
@@ -45,11 +45,11 @@ SETTINGS: Mapping[str, object] = {
 
 
 class Switch(NamedTuple):
-    """What is turned on.
+    """Recipe changes of one measurement.
 
     Attributes:
-        changes: of the recipe.
-        ranks: devices.
+        changes: Maps recipe keys to values.
+        ranks: Number of devices.
     """
 
     changes: Mapping[str, object]
@@ -75,21 +75,21 @@ SWITCHES = {
 
 
 class Peak(NamedTuple):
-    """Bytes of the rank with most."""
+    """Peak memory in bytes of the rank with the highest memory use."""
 
     measured: int
     predicted: int
 
 
 def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, Peak]]:
-    """Of each switch.
+    """Yield the name and the peak memory of each switch.
 
     Args:
-        through: script that starts train.py on other devices; None: on those that are there.
-        names: of `SWITCHES`.
+        through: Script that starts train.py on emulated devices. If None, the local GPUs are used.
+        names: Keys of `SWITCHES`.
 
     Raises:
-        RuntimeError: a run ended with an error.
+        RuntimeError: A run failed, or its step cannot be planned.
     """
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -101,9 +101,11 @@ def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, 
                 "data.index_cache_dir": Path(folder) / "index",
                 **switch.changes,
             }
-            given = [f"--{key}={value}" for key, value in settings.items()]
-            measured = _measured(Path(folder) / str(settings["name"]), given, switch.ranks, through)
-            recipe = load_recipe(RECIPE, given, switch.ranks).recipe
+            overrides = [f"--{key}={value}" for key, value in settings.items()]
+            measured = _measured(
+                Path(folder) / str(settings["name"]), overrides, switch.ranks, through
+            )
+            recipe = load_recipe(RECIPE, overrides, switch.ranks).recipe
             forecaster = Forecaster(recipe, switch.ranks, simulated_profile(recipe))
             step = forecaster.forecast_parallel(recipe.parallel).step
             if step is None:
@@ -111,14 +113,14 @@ def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, 
             yield name, Peak(measured, max(step.peak_bytes))
 
 
-def _measured(run: Path, given: list[str], ranks: int, through: Path | None) -> int:
+def _measured(run: Path, overrides: list[str], ranks: int, through: Path | None) -> int:
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     start += [str(through)] if through else []
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*start, str(ROOT / "train.py"), "--config", str(RECIPE), *given],
+        [*start, str(ROOT / "train.py"), "--config", str(RECIPE), *overrides],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "FAKECUDA_PORTION": str(UPDATE_PORTION)},
         capture_output=True,

@@ -31,7 +31,7 @@ JSON_HELP = "write all rows to FILE and update the tables of the page FILE.md, i
 
 @dataclass(frozen=True)
 class Row:
-    """One measured or simulated value. Fields without a value are None."""
+    """Measured or simulated value. Fields without a value are None."""
 
     case: str
     metric: str

@@ -1,8 +1,9 @@
-"""Layer tuning as PipeWeaver §6.3 has it: an integer linear program, solved by HiGHS.
+"""Selective recomputation as an integer linear program (PipeWeaver §6.3), solved by HiGHS.
 
-One binary variable per pair and candidate, one candidate per pair, one row per position that can
-run out of memory. A row is left out where another one has all its pairs and no more room. HiGHS,
-as SciPy offers it, takes no starting solution; a known one becomes a bound on the objective.
+The program has one binary variable per (pair, candidate) and selects one candidate per pair. It has
+one memory constraint per position that can run out of memory. A constraint is omitted if another
+constraint has all its pairs and at most the same free memory. HiGHS in SciPy accepts no initial
+solution, so a known solution becomes an upper bound on the objective.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def solve_exactly(
     gap: float = 0.0,
     time_limit_s: float = 60.0,
 ) -> TuningSolution | None:
-    """The best choice within `gap`; None if there is none, or none was found in time.
+    """Return the fastest solution within `gap`, or None if HiGHS finds none in time.
 
     Args:
-        problem: of one rank.
-        known: a choice that fits; what is returned is not slower.
-        gap: may stop when the choice adds at most this share more time than the best one.
-        time_limit_s: may stop when this has passed.
+        problem: Problem of one rank.
+        known: Solution that fits into memory. The returned solution is not slower.
+        gap: Relative gap between the added time and its lower bound at which HiGHS may stop.
+        time_limit_s: Time limit of HiGHS in seconds.
     """
     if problem.fits(problem.fastest_N):
         return TuningSolution(problem.fastest_N, problem.extra_ms(problem.fastest_N), 0.0)
@@ -56,28 +57,31 @@ def solve_exactly(
 
 
 def _memory_rows(problem: TuningProblem) -> tuple[sparse.csr_matrix, np.ndarray]:
-    """Bytes of every pair and candidate at positions that matter, in units of the largest limit."""
-    tight = np.flatnonzero(_most_bytes_T(problem) > problem.free_bytes_T)
+    """Return the memory constraints: a matrix and its upper bounds, relative to the largest limit.
+
+    Each matrix row has the bytes of every (pair, candidate) at one position.
+    """
+    tight = np.flatnonzero(_max_bytes_T(problem) > problem.free_bytes_T)
     scale = float(max(1, np.abs(problem.free_bytes_T[tight]).max(initial=1)))
     rows = []
     for position in tight.tolist():
         first_N = (problem.start_N <= position) & (position <= problem.middle_N)
         later_N = (problem.middle_N < position) & (position <= problem.end_N)
         here_N = problem.middle_N == position
-        own_NC = (
+        bytes_NC = (
             first_N[:, None] * problem.kept_bytes_NC
             + later_N[:, None] * problem.later_bytes_NC
             + here_N[:, None] * problem.passing_bytes_NC
         )
-        rows.append(sparse.csr_matrix(own_NC.ravel()[None] / scale))
+        rows.append(sparse.csr_matrix(bytes_NC.ravel()[None] / scale))
     kept = _not_implied(problem, tight)
     matrix = sparse.vstack([rows[i] for i in kept], format="csr")
     return matrix, problem.free_bytes_T[tight[kept]] / scale
 
 
-def _most_bytes_T(problem: TuningProblem) -> Int64s:
-    """At least what any choice keeps, by position."""
-    most = TuningProblem(
+def _max_bytes_T(problem: TuningProblem) -> Int64s:
+    """Return an upper bound on the used bytes of all solutions at each position."""
+    bound = TuningProblem(
         problem.start_N,
         problem.middle_N,
         problem.end_N,
@@ -87,11 +91,15 @@ def _most_bytes_T(problem: TuningProblem) -> Int64s:
         problem.later_bytes_NC.max(1, keepdims=True),
         problem.free_bytes_T,
     )
-    return most.used_bytes_T(most.fastest_N)
+    return bound.used_bytes_T(bound.fastest_N)
 
 
 def _not_implied(problem: TuningProblem, tight: Int64s) -> list[int]:
-    """Rows that do not follow from the next or the one before: the same pairs, or fewer of them."""
+    """Return indices of constraints that the constraint of an adjacent position does not imply.
+
+    An adjacent constraint implies another one if it has at least the same pairs and at most the
+    same free memory.
+    """
     turns = set(problem.middle_N[(problem.passing_bytes_NC > 0).any(1)].tolist())
     turns |= set((problem.middle_N[problem.end_N > problem.middle_N] + 1).tolist())
     begins = set(problem.start_N.tolist())

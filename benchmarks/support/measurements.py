@@ -1,4 +1,4 @@
-"""Several calibrations of one device, made into one."""
+"""Average of several calibrations of one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchmm.balance.costs.calibration import Measured, Measurements
 
 
 def mean_measurements(*found: Measurements) -> Measurements:
-    """Means of the same measurements at several times, for devices whose speed changes."""
+    """Return the means of repeated calibrations, for devices whose speed changes over time."""
     first = found[0]
     operators = zip(*(own.operators for own in found), strict=True)
     layers = zip(*(own.layers for own in found), strict=True)

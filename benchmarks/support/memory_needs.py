@@ -1,4 +1,4 @@
-"""Between what memory limits layer tuning has something to choose."""
+"""Range of memory limits for which selective recomputation has a choice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 
 
 class MemoryNeeds(NamedTuple):
-    """Peaks of one rank, in bytes."""
+    """Lowest and highest peak memory of one rank."""
 
     least_bytes: int
-    """With full recomputation that may be."""
+    """Peak if every pair uses its candidate with the lowest memory use."""
     most_bytes: int
-    """With everything kept that may be."""
+    """Peak if every pair uses its fastest candidate."""
 
 
 def memory_needs(
@@ -29,16 +29,16 @@ def memory_needs(
     tuning: LayerTuning,
     targets: Sequence[int] | None = None,
 ) -> list[MemoryNeeds]:
-    """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
-    given = plan.graph, modules, microbatches
-    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
-    choices = tuning.choices(*given, targets)
-    found = []
+    """Return the lowest and highest peak memory of each rank. Arguments as for `tune_layers`."""
+    step = plan.graph, modules, microbatches
+    costs = plan_costs(*step, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*step, targets)
+    needs = []
     for each in rank_problems(plan, costs, Rows(costs, choices, tuning.candidates), 0):
         problem = each.problem
         peaks = [
             int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
             for choice_N in (problem.leanest_N, problem.fastest_N)
         ]
-        found.append(MemoryNeeds(*peaks))
-    return found
+        needs.append(MemoryNeeds(*peaks))
+    return needs

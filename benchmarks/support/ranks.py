@@ -1,6 +1,6 @@
-"""Runs a function on the ranks of a gloo world, and times what they do together.
+"""Functions that run and time programs on the ranks of a gloo process group.
 
-Processes are forked from one that has only imported: starting eight costs no eight imports.
+Rank processes are forked from a process that has already imported torch, so they start quickly.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from support.harness import Row
 
 
 class RankFailedError(Exception):
-    """A rank ended with an error."""
+    """Failure of a rank process."""
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """Calls `function(*args)` on every rank, with one thread each; what rank 0 returned.
+    """Call `function(*args)` on every rank with one thread, and return the result of rank 0.
 
     Raises:
-        RankFailedError: with the traceback of the first rank that failed.
+        RankFailedError: A rank failed. The message has the traceback of the first failed rank.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ def _main(
 
 
 class Program(Protocol):
-    """One way to run the steps of a benchmark."""
+    """Program that runs the steps of a benchmark."""
 
     name: str
 
@@ -87,30 +87,30 @@ P = TypeVar("P", bound=Program)
 
 
 class StepTime(NamedTuple):
-    """Of a step, over all ranks."""
+    """Times of one step over all ranks."""
 
     wall_s: float
-    """Until the last rank was done."""
+    """Seconds until the last rank finishes."""
     busy_s: float
-    """Computing, summed over ranks."""
+    """Compute time in seconds, summed over ranks."""
     others: float
-    """Share of the machine's CPU time that other programs used during a run."""
+    """Fraction of the CPU time of the host that other programs use during the step."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of several programs; in each run, all of them ran the same step."""
+    """Times of several programs. In each run, all programs run the same step."""
 
     times: dict[str, list[StepTime]]
-    """By program: run after run."""
+    """Maps the name of a program to its times, one per run."""
     steps: list[int]
-    """Of each run."""
+    """Index of the step of each run."""
     ranks: int
     disturbed: int
-    """Runs that were left out; none if no run was undisturbed."""
+    """Number of omitted runs. 0 if all runs were disturbed, because then no run is omitted."""
 
     def wall_s(self, name: str) -> float:
-        """Mean over steps of the median over their runs."""
+        """Return the mean over steps of the median time over runs, in seconds."""
         walls = [
             [t.wall_s for t, s in zip(self.times[name], self.steps, strict=True) if s == step]
             for step in set(self.steps)
@@ -118,19 +118,21 @@ class Comparison:
         return mean(map(median, walls))
 
     def idle_share(self, name: str) -> float:
-        """Share of the ranks' time in which they did not compute; median over runs."""
+        """Return the fraction of time in which ranks do not compute, as the median over runs."""
         return median(1 - t.busy_s / (self.ranks * t.wall_s) for t in self.times[name])
 
     def speed_ratio(self, ours: str, baseline: str) -> float:
-        """Median over runs of baseline time / torchmm time. Above 1, torchmm is faster."""
+        """Return the median over runs of baseline time / torchmm time. Above 1, torchmm is faster."""
         pairs = zip(self.times[ours], self.times[baseline], strict=True)
         return median(b.wall_s / a.wall_s for a, b in pairs)
 
     def rows(self, case: str, ours: str, goals: Mapping[str, float | None]) -> list[Row]:
-        """Ratio, step times and idle fractions of one program against others.
+        """Return speedup, step times and idle fractions of a program and its baselines.
 
         Args:
-            goals: by name of the other: for the ratio; None: no goal.
+            case: Name of the case.
+            ours: Name of the program.
+            goals: Maps the name of a baseline to the goal of the speedup. None means no goal.
         """
         made = []
         for name, goal in goals.items():
@@ -153,7 +155,7 @@ class Comparison:
 
 
 def print_choices(case: str, found: Mapping[str, Any]) -> None:
-    """Says what was compared, of the `images`, `choices` and `comparison` that were found."""
+    """Print the `images`, `choices` and `comparison` of the results of a case."""
     print(f"{case}: images per microbatch, by step: {found['images']}")
     for name, choice in found["choices"].items():
         print(f"{case}: {name}: {choice}")
@@ -161,15 +163,14 @@ def print_choices(case: str, found: Mapping[str, Any]) -> None:
 
 
 class Stopwatch:
-    """Times programs on a machine that others use too. All methods are collective.
+    """Timer for programs on a shared host. All methods are collective.
 
-    The more often ranks wait for each other, the more a program suffers when others take a core
-    from one of them. So timing starts when the machine is quiet, as long as there is patience
-    left, and runs that were disturbed are left out, of all programs alike.
+    Programs with many synchronizations slow down the most when other programs use a core. So
+    timing starts when the host is quiet, and disturbed runs are omitted for all programs.
 
     Args:
-        patience_s: how long to wait, and to repeat, in all.
-        quiet: share of the CPU that others may take.
+        patience_s: Total time limit in seconds for waiting and for repeated runs.
+        quiet: Fraction of CPU time that other programs may use in an undisturbed run.
     """
 
     SAMPLE_S = 0.5
@@ -178,7 +179,7 @@ class Stopwatch:
         self.patience_s, self.quiet = patience_s, quiet
 
     def time(self, program: Program, index: int) -> StepTime:
-        """Run a step, which all ranks begin together."""
+        """Run a step, which all ranks start at the same time, and return its times."""
         others = _OtherPrograms()
         dist.barrier()
         begin_s = time.perf_counter()
@@ -187,7 +188,7 @@ class Stopwatch:
         return StepTime(wall_s, _over_ranks(busy), others.share())
 
     def fastest(self, programs: Sequence[P], turns: int = 2) -> P:
-        """The program with the least time of `turns` for step 0; a lone one does not run."""
+        """Return the program with the lowest time for step 0. A single program is not run."""
         if len(programs) == 1:
             return programs[0]
         best = [float("inf")] * len(programs)
@@ -200,9 +201,9 @@ class Stopwatch:
         return programs[best.index(min(best))]
 
     def compare(self, programs: Sequence[Program], steps: int, runs: int) -> Comparison:
-        """Time all programs on one step after the other, until every step has had its runs.
+        """Time all programs until every step has `runs` undisturbed runs or patience is used up.
 
-        The order of programs is reversed from run to run.
+        The order of the programs is reversed in every second run.
         """
         for program in programs:
             self.time(program, 0)  # warm
@@ -213,18 +214,18 @@ class Stopwatch:
             if self.patience_s <= 0 and done >= runs * steps:
                 break
             self._wait_until_quiet()
-            index, order = len(quiet) % steps, list(range(len(programs)))
+            index, program_order = len(quiet) % steps, list(range(len(programs)))
             if done % 2:
-                order.reverse()
-            taken = {i: self.time(programs[i], index) for i in order}
-            noisy = max(t.others for t in taken.values()) > self.quiet
+                program_order.reverse()
+            timed = {i: self.time(programs[i], index) for i in program_order}
+            noisy = max(t.others for t in timed.values()) > self.quiet
             if noisy:
-                self.patience_s -= sum(t.wall_s for t in taken.values())
-            found = index, [taken[i] for i in range(len(programs))]
-            (disturbed if noisy else quiet).append(found)
-        kept, left_out = (quiet, len(disturbed)) if quiet else (disturbed, 0)
-        times = {p.name: [found[i] for _, found in kept] for i, p in enumerate(programs)}
-        return Comparison(times, [s for s, _ in kept], dist.get_world_size(), left_out)
+                self.patience_s -= sum(t.wall_s for t in timed.values())
+            run = index, [timed[i] for i in range(len(programs))]
+            (disturbed if noisy else quiet).append(run)
+        counted, omitted = (quiet, len(disturbed)) if quiet else (disturbed, 0)
+        times = {p.name: [run[i] for _, run in counted] for i, p in enumerate(programs)}
+        return Comparison(times, [s for s, _ in counted], dist.get_world_size(), omitted)
 
     def _wait_until_quiet(self) -> None:
         while self.patience_s > 0:
@@ -236,22 +237,22 @@ class Stopwatch:
 
 
 class _OtherPrograms:
-    """CPU time that programs other than the ranks take from now on. Linux only: elsewhere 0."""
+    """CPU time of programs other than the ranks since creation. Always 0 except on Linux."""
 
     def __init__(self) -> None:
         self.begin_s, self.begin_cpu_s = time.perf_counter(), _machine_cpu_s()
-        self.begin_own_s = time.process_time()
+        self.begin_process_s = time.process_time()
 
     def share(self) -> float:
-        """Of the machine's CPU time since creation; the same on all ranks."""
-        own_s = _over_ranks(time.process_time() - self.begin_own_s)
+        """Return the fraction of the CPU time of the host since creation, equal on all ranks."""
+        ranks_s = _over_ranks(time.process_time() - self.begin_process_s)
         all_s = _over_ranks(_machine_cpu_s() - self.begin_cpu_s, dist.ReduceOp.MAX)
         elapsed_s = _over_ranks(time.perf_counter() - self.begin_s, dist.ReduceOp.MAX)
-        return max(0.0, all_s - own_s) / (elapsed_s * (os.cpu_count() or 1))
+        return max(0.0, all_s - ranks_s) / (elapsed_s * (os.cpu_count() or 1))
 
 
 def _machine_cpu_s() -> float:
-    """CPU time of all programs since the machine started."""
+    """Return the CPU time of all programs in seconds since the host started."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0

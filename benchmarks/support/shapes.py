@@ -1,7 +1,7 @@
 """Model shapes of benchmarks: small ones for CPUs, published ones for GPUs.
 
-All are LLaVA models (a SigLIP tower, a two-layer connector, a causal LM), so that Hugging Face's
-class of that name is the same model.
+All shapes are LLaVA models (a SigLIP encoder, a two-layer connector and a causal LM), so that
+`LlavaForConditionalGeneration` of Hugging Face is the same model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QWEN3_8B = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, the size of its step, and how it has to be trained to fit."""
+    """Model with its batch size and the settings that it requires to fit into memory."""
 
     vision: dict[str, Any]
     text: dict[str, Any]
@@ -53,7 +53,7 @@ class Shape:
     activation_checkpoint: str = "none"
 
     def llava_config(self, image_token_id: int) -> dict[str, Any]:
-        """Inline config of the composite."""
+        """Return the Hugging Face config of the multimodal model."""
         return {
             "model_type": "llava",
             "vision_config": {"model_type": "siglip_vision_model", **self.vision},
@@ -66,7 +66,7 @@ class Shape:
 
 
 def _small(size: int, ffn: int, layers: int, image: int, sequence_length: int, n: int) -> Shape:
-    """Tower and LLM of the same size, six heads each."""
+    """Return a shape whose encoder and LLM have the same size and six heads."""
     both = {
         "hidden_size": size,
         "intermediate_size": ffn,
@@ -87,14 +87,15 @@ def _small(size: int, ffn: int, layers: int, image: int, sequence_length: int, n
 
 SHAPES = {
     # For tests: a step takes milliseconds.
-    # A row takes the longest caption, which would be cut off otherwise, on our side only.
+    # A sequence fits the longest caption. Otherwise, torchmm would truncate it, and the baseline
+    # would not.
     "tiny": _small(48, 64, 2, image=32, sequence_length=80, n=2),
-    # 4 million parameters: the smallest shape that figures are given of.
+    # 4 million parameters: the smallest shape with reported results.
     "quickstart": _small(192, 512, 4, image=96, sequence_length=512, n=2),
     # 44 million parameters.
     "medium": _small(480, 1536, 8, image=128, sequence_length=512, n=1),
     "so400m_qwen3_1.7b": Shape(SO400M, QWEN3_1_7B, sequence_length=8192, sequences=1),
-    # With the LLM frozen: AdamW on 8 billion parameters would take 131 GB for each program.
+    # The LLM is frozen: AdamW states of 8 billion parameters would use 131 GB per program.
     "so400m_qwen3_8b_frozen_llm": Shape(
         SO400M,
         QWEN3_8B,

@@ -1,7 +1,7 @@
-"""Stages that sleep in the place of computing, for torch's schedules and for the runtime.
+"""Pipeline stages that sleep instead of computing, for PyTorch schedules and for the runtime.
 
-A forward sleeps for as long as its layers would take, a backward twice as long. Everything else is
-real: runtimes, processes, messages over gloo.
+A forward pass sleeps for the time of its layers, and a backward pass sleeps twice as long.
+Runtimes, processes and messages over gloo are real.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from torchmm.pipelining.schedules.separated import separated
 RANKS = 8
 TOWER_LAYERS, LLM_LAYERS = 24, 32
 ROWS_PER_IMAGE, ROWS, WIDTH = 4, 64, 256
-"""Messages are float32 (rows, width): 4 KB per image in the tower, 64 KB in the LLM."""
+"""Shape (rows, width) of float32 messages: 4 KB per image in the encoder, 64 KB in the LLM."""
 ACTION_S = 1e-3
-"""Assumed in orders: what an action takes besides its layers, for posting, waiting, switching."""
+"""Assumed overhead of an action in seconds when schedules are planned."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Images of every microbatch of every step, and how long layers take."""
+    """Image counts (step, microbatch) and layer times of a benchmark case."""
 
     images: list[list[int]]
     layer_s: float
     image_s: float
-    """Forward of one image through a tower layer."""
+    """Forward time of an encoder layer for one image, in seconds."""
     frozen: bool = False
-    """Whether the tower is not trained, so that it has no backward."""
+    """Whether the encoder is frozen, so that it has no backward pass."""
 
     def forward_s(self, tower: int, llm: int, images: int) -> float:
-        """Of a number of layers of both modules."""
+        """Return the forward time of `tower` encoder layers and `llm` LLM layers in seconds."""
         return tower * images * self.image_s + llm * self.layer_s
 
 
 class Sleep(torch.autograd.Function):
-    """Takes time instead of computing; gradients are zero."""
+    """Autograd function that sleeps instead of computing. Gradients are zero."""
 
     @staticmethod
     def forward(
@@ -76,7 +76,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """Has a weight, so that there is something to train."""
+    """Module with one weight, so that it has a trainable parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Sleeper(nn.Module):
 
 
 class ShardedSleeper(nn.Module):
-    """Layers of the tower and the LLM, each sharded with FSDP2: ranks synchronize in every layer.
+    """Encoder and LLM layers sharded with FSDP2, so that ranks synchronize in every layer.
 
     Args:
         layers: Number of layers of each module.
@@ -107,16 +107,17 @@ class ShardedSleeper(nn.Module):
         """Run a microbatch.
 
         Args:
-            tower_s, llm_s: Forward times of both modules in seconds.
-            images: Numbers of images that this rank encodes for each rank, and that each rank
-                encodes for this one; None: every rank encodes its own images.
+            tower_s: Forward time of the encoder in seconds.
+            llm_s: Forward time of the LLM in seconds.
+            images: Number of images that this rank encodes for each rank, and that each rank
+                encodes for this rank. If None, every rank encodes its local images.
         """
         x = torch.zeros(1, WIDTH)
         for module in self.tower:
             x = module(x, tower_s / len(self.tower))
         if images is not None:
             rows = x.expand(sum(images.sent) * ROWS_PER_IMAGE, WIDTH)
-            counts = Counts(*([n * ROWS_PER_IMAGE for n in own] for own in images))
+            counts = Counts(*([n * ROWS_PER_IMAGE for n in counts] for counts in images))
             x = exchange(rows, counts, dist.group.WORLD).sum(0, keepdim=True)
         for module in self.llm:
             x = module(x, llm_s / len(self.llm))
@@ -124,11 +125,11 @@ class ShardedSleeper(nn.Module):
 
 
 class ChainSleeper(Sleeper):
-    """A stock stage: layers of the tower and of the LLM, of the current step's microbatches."""
+    """Stage of a PyTorch schedule with encoder and LLM layers."""
 
     def __init__(self, program: StockSleep, start: int, stop: int) -> None:
         super().__init__()
-        self.program = [program]  # a list, which nn.Module does not look into
+        self.program = [program]  # a list, so that nn.Module does not register the program
         self.tower = min(stop, TOWER_LAYERS) - min(start, TOWER_LAYERS)
         self.llm = stop - start - self.tower
         self.shape = program.shape(stop)
@@ -140,12 +141,12 @@ class ChainSleeper(Sleeper):
 
 
 class StockSleep:
-    """Steps under torch's schedules."""
+    """Program that runs steps under a PyTorch schedule."""
 
     def __init__(self, name: str, work: Work, split: Split) -> None:
         self.name, self.work, self.split = name, work, split
         self.images: list[int] = []
-        self.most = max(count for step in work.images for count in step)
+        self.max_images = max(count for step in work.images for count in step)
         self.schedule = StockSchedule(
             lambda start, stop: ChainSleeper(self, start, stop),
             split,
@@ -155,10 +156,10 @@ class StockSleep:
         )
 
     def shape(self, start: int) -> tuple[int, ...]:
-        """Of what the stage with layers from `start` on receives; tower messages are padded."""
+        """Return the input shape of the stage whose first layer is `start`. Encoder messages are padded."""
         if start == TOWER_LAYERS + LLM_LAYERS:
             return (1,)
-        return (self.most * ROWS_PER_IMAGE if start < TOWER_LAYERS else ROWS), WIDTH
+        return (self.max_images * ROWS_PER_IMAGE if start < TOWER_LAYERS else ROWS), WIDTH
 
     def step(self, index: int) -> float:
         self.images = self.work.images[index]
@@ -167,12 +168,12 @@ class StockSleep:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a recipe can set for separated modules."""
+    """Recipe settings of separated modules."""
 
     tower_segments: int
     llm_segments: int
     images: int
-    """Per sub-microbatch, at most."""
+    """Maximum number of images per sub-microbatch."""
 
     def __str__(self) -> str:
         return (
@@ -181,7 +182,7 @@ class Choice:
         )
 
     def graph(self, work: Work, index: int) -> StageGraph:
-        """Tasks of a step."""
+        """Return the task graph of a step."""
         segments = {"vision": self.tower_segments, "llm": self.llm_segments}
         layout = separated_layout(chain_modules(work), RANKS, segments)
         images = work.images[index]
@@ -191,7 +192,7 @@ class Choice:
 
 
 class SleepStage(PipelineStage):
-    """One of our stages; a microbatch is its number of images."""
+    """Stage of the torchmm runtime. A microbatch is represented by its image count."""
 
     def __init__(self, work: Work, tower: int, llm: int) -> None:
         super().__init__(Sleeper().requires_grad_(not (tower and work.frozen)))
@@ -211,20 +212,20 @@ class SleepStage(PipelineStage):
 
 
 def images_of(task: Task, graph: StageGraph, images: int) -> int:
-    """Images of a task: its share of the microbatch's."""
+    """Return the image count of a task, whose sub-microbatch has a part of `images`."""
     if not graph.layout.has_parts(task.stage):
         return 0
     return len(even_ranges(images, graph.parts(task.stage, task.microbatch))[task.sub_microbatch])
 
 
 def message_rows(task: Task, graph: StageGraph, images: int) -> int:
-    """Of a task's output."""
-    own = images_of(task, graph, images)
-    return own * ROWS_PER_IMAGE if graph.layout.has_parts(task.stage) else ROWS
+    """Return the number of rows of the output of a task."""
+    task_images = images_of(task, graph, images)
+    return task_images * ROWS_PER_IMAGE if graph.layout.has_parts(task.stage) else ROWS
 
 
 class OurSleep:
-    """Steps through the runtime. Plans are made before: in training, during the step before."""
+    """Program that runs steps with the torchmm runtime. All plans are made in advance."""
 
     def __init__(self, name: str, work: Work, choice: Choice) -> None:
         self.name, self.work, self.choice = name, work, choice
@@ -264,27 +265,27 @@ class OurSleep:
 
 
 def layers_of(module: str, layers: int) -> tuple[int, int]:
-    """(of the tower, of the LLM)"""
+    """Return (encoder layers, LLM layers) for a number of layers of one module."""
     return (layers, 0) if module == "vision" else (0, layers)
 
 
 def durations(graph: StageGraph, work: Work, index: int) -> Callable[[Action], float]:
-    """Seconds of the actions of a step."""
+    """Return a function that maps the actions of a step to their durations in seconds."""
 
     def seconds(action: Action) -> float:
         stage = graph.layout.stages[action.stage]
         images = work.images[index][action.microbatch]
-        own = images_of(Task(*action[1:4]), graph, images)
-        forward_s = work.forward_s(*layers_of(stage.module, stage.stop - stage.start), own)
+        task_images = images_of(Task(*action[1:4]), graph, images)
+        forward_s = work.forward_s(*layers_of(stage.module, stage.stop - stage.start), task_images)
         return ACTION_S + forward_s * (1 if action.type is ActionType.F else 2)
 
     return seconds
 
 
 def chain_modules(work: Work) -> list[ModuleLayers]:
-    """Costs of an average microbatch."""
+    """Return the modules with the layer costs of an average microbatch."""
     images = mean(count for step in work.images for count in step)
-    images /= 3 if work.frozen else 1  # of a forward and a backward twice as long, one is left
+    images /= 3 if work.frozen else 1  # frozen: only the forward pass remains of 1 + 2 units
     trained = not work.frozen
     return [
         ModuleLayers(

@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What happened on one rank."""
+    """Recorded transfers and waits of one rank."""
 
     transfers: list[Interval]
     waits: list[Interval]
@@ -34,7 +34,7 @@ class Records(NamedTuple):
 
 
 class Link:
-    """What one rank receives through, and its records."""
+    """Simulated incoming link of one rank, with its records."""
 
     def __init__(self) -> None:
         self.s_per_byte = 0.0
@@ -44,7 +44,7 @@ class Link:
         self._free_s = 0.0
 
     def post(self, size_bytes: int) -> float:
-        """When a transfer that is posted now will be there."""
+        """Post a transfer and return its end in seconds of `time.perf_counter`."""
         begin_s = max(time.perf_counter(), self._free_s)
         self._free_s = begin_s + size_bytes * self.s_per_byte
         self._transfers.append(Interval(begin_s, self._free_s))
@@ -52,14 +52,14 @@ class Link:
         return self._free_s
 
     def wait(self, work: dist.Work, due_s: float) -> None:
-        """Wait for gloo, then until the time is due."""
+        """Wait for the gloo transfer, then sleep until `due_s`."""
         begin_s = time.perf_counter()
         work.wait()
         time.sleep(max(0.0, due_s - time.perf_counter()))
         self._waits.append(Interval(begin_s, time.perf_counter()))
 
     def take_records(self) -> Records:
-        """What was recorded since the last call."""
+        """Return and clear the records since the last call."""
         records = Records(self._transfers, self._waits, self._received_bytes)
         self._transfers, self._waits, self._received_bytes = [], [], 0
         return records
@@ -77,7 +77,7 @@ class _SlowWork(dist.Work):
 
 
 class SlowGroup(dist.ProcessGroup):
-    """The ranks of a gloo group, behind slow links."""
+    """Process group that delays the transfers of a gloo group."""
 
     def __init__(self, rank: int, ranks: int, inner: dist.ProcessGroup) -> None:
         super().__init__(rank, ranks)
@@ -86,27 +86,27 @@ class SlowGroup(dist.ProcessGroup):
         self._name = ""
 
     def getGroupName(self) -> str:
-        """Called by torch."""
+        """Return the name of the group for PyTorch."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch."""
+        """Set the name of the group for PyTorch."""
         self._name = name
 
     def getBackendName(self) -> str:
-        """Called by torch."""
+        """Return the name of the backend for PyTorch."""
         return "slow"
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Not delayed: the receiver is."""
+        """Send without a delay. The receiver delays the transfer."""
         return self._inner.send(tensors, to, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Delayed by the bytes received."""
+        """Receive with a delay for the received bytes."""
         return self._slow(self._inner.recv(tensors, source, tag), tensors[0].nbytes)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
-        """Not delayed."""
+        """All-reduce without a delay."""
         return dist.all_reduce(tensors[0], group=self._inner, async_op=True)
 
     allreduce_coalesced = allreduce
@@ -114,22 +114,25 @@ class SlowGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> dist.Work:
-        """Delayed by what the others send; torch's functional collectives have one tensor."""
-        (output,), (own,) = outputs, inputs
-        parts = list(output.chunk(self.size()))
-        work = dist.all_gather(parts, own, group=self._inner, async_op=True)
-        return self._slow(work, output.nbytes - own.nbytes)
+        """All-gather with a delay for the bytes of the other ranks.
+
+        Functional collectives of PyTorch pass one tensor per list.
+        """
+        (output,), (shard,) = outputs, inputs
+        shards = list(output.chunk(self.size()))
+        work = dist.all_gather(shards, shard, group=self._inner, async_op=True)
+        return self._slow(work, output.nbytes - shard.nbytes)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> dist.Work:
-        """Delayed by the same bytes as a gather."""
-        (own,), (whole,) = outputs, inputs
-        parts = list(whole.chunk(self.size()))
-        work = dist.reduce_scatter(own, parts, group=self._inner, async_op=True)
-        return self._slow(work, whole.nbytes - own.nbytes)
+        """Reduce-scatter with the same delay as an all-gather."""
+        (shard,), (full,) = outputs, inputs
+        shards = list(full.chunk(self.size()))
+        work = dist.reduce_scatter(shard, shards, group=self._inner, async_op=True)
+        return self._slow(work, full.nbytes - shard.nbytes)
 
-    # As torch 2.11 and 2.12 call them.
+    # PyTorch 2.11 and 2.12 call these names.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -138,7 +141,10 @@ class SlowGroup(dist.ProcessGroup):
 
 
 def slow_group() -> tuple[dist.ProcessGroup, Link]:
-    """A group of all ranks behind slow links, whose speed is still unlimited; collective."""
+    """Return a group of all ranks with slow links, and the link of this rank. Collective.
+
+    The speed of the link is unlimited until `s_per_byte` is set.
+    """
     inner = dist.new_group(backend="gloo")
     made: list[SlowGroup] = []
 

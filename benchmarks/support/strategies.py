@@ -22,11 +22,11 @@ from torchmm.balance.pipeweaver.order_search.annealing import Annealing, Evaluat
 ROLLOUTS = 10
 """Rollouts per expansion of the tree, as in the paper."""
 ALPHA, BETA = 1.0, 0.05
-"""Constants of UCB, which the paper does not give. Scores of good orders differ by hundredths."""
+"""Constants of UCB, which the paper does not report. Scores of good schedules differ by 0.01."""
 
 
 class RandomSearch(Strategy):
-    """Permutations of groups."""
+    """Random permutations of groups."""
 
     def advance(self, evaluations: int, share: float) -> None:
         """See `Strategy`."""
@@ -52,7 +52,7 @@ class DepthFirst(Strategy):
 
 
 def _next_permutation(values: list[int]) -> bool:
-    """The lexicographically next one, in place; False after the last."""
+    """Replace `values` by its next permutation and return True, or return False after the last."""
     pivot = len(values) - 2
     while pivot >= 0 and values[pivot] > values[pivot + 1]:
         pivot -= 1
@@ -68,7 +68,7 @@ def _next_permutation(values: list[int]) -> bool:
 
 @dataclass
 class _Node:
-    """The groups up to its depth are fixed."""
+    """Tree node whose path fixes the first groups."""
 
     children: dict[int, _Node] = field(default_factory=dict)
     visits: int = 0
@@ -76,7 +76,7 @@ class _Node:
 
 
 class TreeSearch(Strategy):
-    """Monte Carlo tree search over groups: a node at depth d says which group is the d-th."""
+    """Monte Carlo tree search over groups. A node at depth d selects the d-th group."""
 
     def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
         super().__init__(evaluator, rng)
@@ -97,7 +97,7 @@ class TreeSearch(Strategy):
                 node.score = max(node.score, score)
 
     def _select(self) -> tuple[list[int], list[_Node]]:
-        """Goes down to a node with a child that is still missing, and adds that."""
+        """Descend to a node with a missing child, add a child, and return its prefix and path."""
         node = self.root
         path = [self.root]
         prefix: list[int] = []
@@ -118,7 +118,7 @@ class TreeSearch(Strategy):
         return prefix, path
 
     def _roll_out(self, prefix: list[int]) -> float:
-        """Share of the ranks' time that is no bubble, with the rest in random order."""
+        """Return the busy fraction of rank time with the remaining groups in random order."""
         rest = np.setdiff1d(np.arange(len(self.dispatcher.groups)), prefix)
         groups = [*prefix, *self.rng.permutation(rest).tolist()]
         return self.busy_ms / self.evaluator.score(self.dispatcher.order_of_groups(groups))

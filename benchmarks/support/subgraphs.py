@@ -1,17 +1,16 @@
-"""Operators that occur again and again, simulated once: layers, stages, symmetric ranks.
+"""Simulation of repeated subgraphs (layers, stages, symmetric ranks), each simulated once.
 
-SEMU's spatial reuse (PipeWeaver §4.2). A subgraph is a value: its operators with their queues,
-times and order, its buffers and the class of device it runs on. Two layers of equal shape on equal
-devices are equal subgraphs, whoever built them, and have one result in the cache. Subgraphs nest:
-a stage is made of layers, a layer of operators. In the graph around it, a subgraph is one operator:
-it starts as a unit, on separate queues, and ends with its last operator.
+This is the spatial reuse of SEMU (PipeWeaver §4.2). A subgraph is a value: its operators with their
+queues, durations and order, its buffers and its device class. Two layers of equal shape on equal
+devices are equal subgraphs and share one result in the cache. Subgraphs nest: a stage consists of
+layers, and a layer consists of operators. In the enclosing graph, a subgraph is one operator. It
+starts as a unit, uses separate queues, and ends with its last operator.
 
-Tensor- and data-parallel copies of a rank do the same at the same time, so one represents all;
-`copies` says how many.
+Tensor- and data-parallel replicas of a rank run the same operators at the same time. One replica
+represents all of them, and `copies` is their number.
 
-Rejected: one flat graph of all operators, which is the same to the picosecond and is checked
-against it in tests, but has to be simulated completely if a microbatch changes; reuse by name,
-which is wrong as soon as two things of one name differ.
+Tests compare the results with one flat graph of all operators, which must match exactly. The flat
+graph is slower because any changed microbatch requires a simulation of all operators.
 """
 
 from __future__ import annotations
@@ -29,21 +28,24 @@ from torchmm.balance.simulation.simulator import MemoryTimeline
 
 
 class Part(NamedTuple):
-    """An operator of a subgraph, or a subgraph in another one."""
+    """Operator or nested subgraph of a subgraph."""
 
     queue: Hashable
-    """Parts of a queue run in their order; None for a part that needs no queue."""
+    """Queue that runs its parts sequentially. None if the part uses no queue."""
     work: float | Subgraph
-    """Duration in milliseconds, or what is to be done."""
+    """Duration in milliseconds, or the nested subgraph."""
     after: tuple[int, ...] = ()
-    """Indices of parts that must have ended."""
+    """Indices of the parts that must end before this part starts."""
     copies: int = 1
-    """Devices that do this at the same time, of which one is simulated."""
+    """Number of devices that run this part at the same time. One of them is simulated."""
 
 
 class Buffer(NamedTuple):
-    """A tensor inside a subgraph, alive from the start of its producer to the last end among
-    producer and consumers (indices of parts)."""
+    """Tensor inside a subgraph.
+
+    It is allocated from the start of its producer to the last end of producer and consumers, which
+    are indices of parts.
+    """
 
     nbytes: int
     producer: int
@@ -52,12 +54,12 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Work of one device, as one unit.
+    """Operators of one device as one unit.
 
     Attributes:
-        parts: operators and subgraphs.
-        buffers: what they need memory for.
-        device_class: the kind of device the times hold for; keeps apart what would be equal.
+        parts: Operators and nested subgraphs.
+        buffers: Tensors that the parts allocate.
+        device_class: Device type of the durations. Subgraphs of different types are not equal.
     """
 
     parts: tuple[Part, ...]
@@ -65,7 +67,8 @@ class Subgraph:
     device_class: str = ""
 
     def __post_init__(self) -> None:
-        # Looked up more often than made; hashing a stage means hashing all of its layers.
+        # The hash of a stage requires the hashes of all its layers, and each subgraph is looked up
+        # many times. So the hash is computed once.
         key = hash((self.parts, self.buffers, self.device_class))
         object.__setattr__(self, "_hash", key)
 
@@ -75,13 +78,13 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class SubgraphResult:
-    """What a subgraph takes.
+    """Time and memory of a subgraph.
 
     Attributes:
-        duration_ps: from its start to its end, in picoseconds.
-        busy_ps: by queue of its own: time in which it has work.
-        device_ps: time of all operators that are no subgraphs, times their copies.
-        changes: of memory, in order: (picoseconds from its start, rank among equal times, bytes).
+        duration_ps: Time from its start to its end, in picoseconds.
+        busy_ps: Maps each queue of the subgraph to its busy time in picoseconds.
+        device_ps: Total time of all operators, multiplied by their copies, in picoseconds.
+        changes: Memory changes (picoseconds from the start, rank among equal times, bytes), sorted.
     """
 
     duration_ps: int
@@ -91,28 +94,28 @@ class SubgraphResult:
 
     @property
     def duration_ms(self) -> float:
-        """From its start to its end."""
+        """Duration in milliseconds."""
         return self.duration_ps / PICOSECONDS_PER_MS
 
     @property
     def memory(self) -> MemoryTimeline:
-        """Used bytes over time."""
+        """Memory timeline of the buffers."""
         times_ps = np.array([0, *(change[0] for change in self.changes)], np.int64)
         used = np.cumsum([0, *(change[2] for change in self.changes)])
         return MemoryTimeline(times_ps / PICOSECONDS_PER_MS, used)
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory its buffers need at once."""
+        """Peak memory of the buffers in bytes."""
         return self.memory.peak_bytes
 
 
 class SubgraphCache:
-    """Simulates subgraphs, each once.
+    """Cache that simulates each distinct subgraph once.
 
     Attributes:
-        simulated: how many subgraphs were simulated.
-        reused: how often a result was there already.
+        simulated: Number of simulated subgraphs.
+        reused: Number of cache hits.
     """
 
     def __init__(self) -> None:
@@ -121,11 +124,11 @@ class SubgraphCache:
         self.reused = 0
 
     def simulate(self, subgraph: Subgraph) -> SubgraphResult:
-        """What a subgraph takes, those in it included.
+        """Return time and memory of a subgraph, including nested subgraphs.
 
         Raises:
-            SimulationError: a duration or size is negative or no number, or an index is of no part
-                or makes a circle.
+            SimulationError: A duration or size is negative or not a number, or an index is out of
+                range or part of a cycle.
         """
         found = self._results.get(subgraph)
         if found is not None:
@@ -164,13 +167,15 @@ class SubgraphCache:
 def memory_changes(
     buffers: Iterable[Buffer], start_ps: Sequence[int], end_ps: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """What buffers take and give back; see `SubgraphResult`.
+    """Return the memory changes of buffers, as in `SubgraphResult.changes`.
 
-    What is given back at an instant may be used at that instant; buffers that are born and die in
-    one all count together.
+    At equal times, buffers are freed before others are allocated. Buffers that are allocated and
+    freed at the same time are all counted at once.
 
     Args:
-        start_ps, end_ps: by operator.
+        buffers: Buffers with producers and consumers.
+        start_ps: Start of each operator in picoseconds.
+        end_ps: End of each operator in picoseconds.
     """
     changes = []
     for nbytes, producer, consumers in buffers:
