@@ -107,7 +107,7 @@ def _to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
     try:
         image.load()
         image = to_rgb(image)
-    except Exception as error:  # decoders raise any exception for corrupt files
+    except Exception as error:  # decoders raise any error; counted by CorruptLimit
         raise CorruptSampleError(f"image cannot be decoded: {_describe(error)}") from error
     return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
 

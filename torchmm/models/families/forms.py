@@ -274,7 +274,7 @@ def _part_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
             causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             auto = AutoModelForCausalLM if causal else AutoModel
             model = auto.from_config(config, trust_remote_code=False)
-    except Exception:  # some classes need more than a config, so no names are available
+    except Exception:  # raised by classes that need more than a config
         return set()
     names = [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())]
     places = {re.sub(r"\.\d+(?=\.|$)", ".n", name) for name in names}

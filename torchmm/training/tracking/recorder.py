@@ -23,7 +23,7 @@ class MetricsRecorder:
     """Writer of the records of a run, on rank 0.
 
     Args:
-        config: Recipe section `[metrics]`.
+        config: Section `[metrics]` of the recipe.
         run_dir: Directory of the run.
         name: Name of the run.
         steps: Number of steps of the run.

@@ -146,7 +146,7 @@ class BackgroundSink:
             while (record := self._queue.get()) is not None and not self._off.is_set():
                 sink.emit(record)
             sink.close()
-        except Exception as error:  # the first error disables the tracker
+        except Exception as error:  # counted: the first error disables the tracker
             self._switch_off(f"failed: {type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
