@@ -174,7 +174,7 @@ def _classes(own: Prediction, found: Sequence[CaseRuns]) -> str:
 
 
 def _calibrate(setting: Setting) -> tuple[Measurements, str, float]:
-    """One of several calibrations: what was measured, where, and how long it took; collective."""
+    """Run one calibration and return measurements, device and duration. Collective."""
     _quiet_libraries()
     begin_s = time.perf_counter()
     seconds = setting.seconds / (setting.passes + 1)
