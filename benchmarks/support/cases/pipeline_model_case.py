@@ -386,7 +386,7 @@ def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> 
 
 
 def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     size, comparison = setting.size, found["comparison"]
     assert isinstance(comparison, Comparison)
     case = (

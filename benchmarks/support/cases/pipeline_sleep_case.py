@@ -170,7 +170,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, Any]:
-    """Everything one rank does."""
+    """Measure all programs on this rank, and return the results."""
     watch = Stopwatch(setting.patience_s, QUIET)
     ours = watch.fastest([OurSleep(OURS, work, choice) for choice in candidates.ours])
     stock = [
@@ -187,7 +187,7 @@ def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, 
 
 
 def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     comparison = found["comparison"]
     assert isinstance(comparison, Comparison)
     case = (

@@ -59,7 +59,7 @@ class _Job(NamedTuple):
 
 @cache
 def job() -> _Job:
-    """The recipe in these sizes."""
+    """Return the recipe with these sizes."""
     given = load_recipe(RECIPE, []).recipe
     recipe = sized_recipe(given, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
     devices = sum(s.devices for s in SIZES.values())
@@ -84,7 +84,7 @@ def job() -> _Job:
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
-    """Least processor time of a number of calls, in this thread."""
+    """Return the minimum CPU time of several calls in this thread."""
     best = float("inf")
     for _ in range(repetitions):
         begin_s = time.thread_time()
@@ -94,7 +94,7 @@ def least_ms(function: Callable[[], object], repetitions: int) -> float:
 
 
 def rows(repetitions: int) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     setup, metas, packs, forecaster, step_ms = job()
     request = PlanRequest(1, metas)
     planned = plan_before_step(setup, request)

@@ -248,7 +248,7 @@ class SettledStopwatch(Stopwatch):
 
 
 def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> dict[str, Any]:
-    """Everything one rank does; what rank 0 reports."""
+    """Measure all programs on this rank, and return the results."""
     if cores is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores.ranks)
@@ -286,7 +286,7 @@ def _case(cores: Cores | None, evaluations: int | None) -> str:
 
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     comparison, statistics = found["comparison"], found["statistics"]
     assert isinstance(comparison, Comparison)
     case = _case(cores, evaluations)

@@ -11,7 +11,7 @@ collective of the largest LLM (0.3 ms). It does not report the number of patches
 
 Encoders split a microbatch into sub-microbatches with at most as many patches as a sequence has
 tokens, as with `sub_microbatch_images`. A pipeline of full microbatches would start too slowly.
-There is no recomputation, so the backward pass of a layer needs twice its forward time.
+Nothing is recomputed, so the backward pass of a layer needs twice its forward time.
 
 `torchmm.balance.costs.model` is more accurate, but it places full actions. This model places
 kernels into bubbles inside layers, as in the paper.
