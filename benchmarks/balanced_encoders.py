@@ -94,7 +94,7 @@ SIMULATED = {
     "quick": Counts(3, 0, 0, 0),
     "tiny": Counts(1, 0, 0, 0),
 }
-"""Numbers of simulated batches. A searched schedule takes about 10 s of processor time."""
+"""Numbers of simulated batches. A searched schedule takes about 10 s of CPU time."""
 
 
 @dataclass(frozen=True)

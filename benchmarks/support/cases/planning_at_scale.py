@@ -1,11 +1,11 @@
-"""Processor time that planning takes from training in DistTrain's largest jobs, on every rank.
+"""CPU time that planning takes from training in DistTrain's largest jobs, on every rank.
 
 A step of MLLM-15B on 1,290 devices, in the sizes that `benchmarks/disttrain_figures.py` finds for
 it. In place: a rank arranges the global batch, then orders, lowers and checks the programs of all
 ranks of its replica group, as all ranks did before every step. Beside: what is left for the rank
 that trains when both were done by processes: it takes its share of a step and the plan from them,
 compares what the plan was made from, and reads its own program. What the processes spend is a row
-too. All of it is the least processor time of many repetitions, in one thread.
+too. All of it is the least CPU time of many repetitions, in one thread.
 """
 
 from __future__ import annotations
