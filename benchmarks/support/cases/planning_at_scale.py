@@ -1,11 +1,15 @@
-"""CPU time that planning takes from training in DistTrain's largest jobs, on every rank.
+"""CPU time of planning on every training rank in the largest jobs of DistTrain.
 
-A step of MLLM-15B on 1,290 devices, in the sizes that `benchmarks/disttrain_figures.py` finds for
-it. In place: a rank arranges the global batch, then orders, lowers and checks the programs of all
-ranks of its replica group, as all ranks did before every step. Beside: what is left for the rank
-that trains when both were done by processes: it takes its share of a step and the plan from them,
-compares what the plan was made from, and reads its own program. What the processes spend is a row
-too. All of it is the least CPU time of many repetitions, in one thread.
+The step is that of MLLM-15B on 1,290 devices, with the parallelism degrees that
+`benchmarks/disttrain_figures.py` finds. Two methods are compared:
+
+- In place: a rank arranges the global batch. Then it schedules, lowers and checks the programs of
+  all ranks of its replica group.
+- Background: separate processes do this work. The training rank receives its part of the step and
+  the plan, compares the inputs of the plan, and reads its program.
+
+The CPU time of the processes is a separate row. All values are the minimum CPU time of many
+repetitions in one thread.
 """
 
 from __future__ import annotations
