@@ -104,16 +104,16 @@ class OverlapTimes(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Least step time / plain step time."""
+        """Lower bound of the step time / step time of regular tensor parallelism."""
         shortest_s = max(self.compute_s, self.transfer_s["overlapped"])
         return shortest_s / (self.compute_s + self.transfer_s["plain"])
 
 
 class SplitProgram(ABC):
-    """Forward and backward on this rank, of which the link keeps records.
+    """Forward and backward pass on this rank, whose transfers the link records.
 
     Args:
-        chunks: blocks per slice; 0: plain tensor parallelism.
+        chunks: Blocks per slice. 0 means regular tensor parallelism.
     """
 
     case: str
@@ -132,16 +132,16 @@ class SplitProgram(ABC):
 
     @abstractmethod
     def run(self) -> Tensor:
-        """The gradient of the input."""
+        """Run a forward and a backward pass, and return the gradient of the input."""
 
     def step(self, index: int) -> float:
-        """Seconds in which the rank did not wait."""
+        """Run a step and return the seconds in which this rank does not wait."""
         recorded = self.record()
         waited_s = sum(wait.end_s - wait.begin_s for wait in recorded.records.waits)
         return recorded.step.end_s - recorded.step.begin_s - waited_s
 
     def record(self) -> Recorded:
-        """A step and the transfers of the link during it."""
+        """Run a step and return its times and the transfers during it."""
         self._link.take_records()
         begin_s = time.perf_counter()
         self.run()
@@ -203,7 +203,7 @@ class Mlps(SplitProgram):
 
 
 class Layers(SplitProgram):
-    """Layers of Hugging Face's Llama."""
+    """Llama layers of Hugging Face Transformers."""
 
     case = "Llama layers"
 
@@ -242,7 +242,7 @@ class Layers(SplitProgram):
 
 
 def run_rank(setting: Setting) -> list[OverlapTimes]:
-    """Measure all programs at every speed of the link; on every rank."""
+    """Measure all programs at every link speed. Collective."""
     group, link = slow_group()
     watch = Stopwatch(setting.patience_s, QUIET)
     return [
@@ -257,7 +257,7 @@ def compare(
     link: Link,
     watch: Stopwatch,
 ) -> list[OverlapTimes]:
-    """Plain against overlapped at every speed of the link."""
+    """Return the times of regular and overlapped programs at every link speed."""
     link.s_per_byte = 0.0
     plain = kind(setting, group, link)
     tried = [kind(setting, group, link, chunks) for chunks in CHUNKS]
@@ -290,7 +290,7 @@ def compare(
 
 
 def overlap_rows(found: OverlapTimes) -> list[Row]:
-    """Rows of one speed of the link."""
+    """Return the rows of one link speed."""
     case = f"{found.case}, {RANKS} ranks, communication {found.ratio:g} x compute"
     ours_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]
     goal = round(found.bound * NEAR_BOUND, 3) if Mlps.case in found.case else None

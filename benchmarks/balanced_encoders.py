@@ -94,7 +94,7 @@ SIMULATED = {
     "quick": Counts(3, 0, 0, 0),
     "tiny": Counts(1, 0, 0, 0),
 }
-"""Numbers of simulated batches. A searched schedule takes about 10 s of processor time."""
+"""Numbers of simulated batches. A searched schedule takes about 10 s of CPU time."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ QUICK = Setting((2,), 4, 1, 2, 6e-3, Size(2, 2, 32, 32), Size(2, 2, 64, 64), 0)
 
 
 def image_counts(steps: int, microbatches: int, ranks: int) -> np.ndarray:
-    """(steps, microbatches, ranks): images of each sequence, drawn as in the recipe."""
+    """Return random image counts as in the recipe, of shape (steps, microbatches, ranks)."""
     shape = (steps, microbatches, ranks)
     metas = sample_vlm_s(int(np.prod(shape)))
     return np.array([meta.image_count // SHORTEN for meta in metas]).reshape(shape)
 
 
 def sample_vlm_s(count: int) -> list[MicrobatchMeta]:
-    """Sequences of VLM-S."""
+    """Return `count` random sequences of VLM-S."""
     recipe = load_recipe(RECIPE).recipe
     return sample_microbatches(
         recipe.simulation,
@@ -140,7 +140,7 @@ def sample_vlm_s(count: int) -> list[MicrobatchMeta]:
 
 
 class _Sleep(torch.autograd.Function):
-    """Sleeps in the forward pass, and twice as long in the backward pass."""
+    """Autograd function that sleeps in the forward pass and twice as long in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
@@ -155,7 +155,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def put_to_sleep(model: MultimodalModel, images: float, image_layer_s: float) -> None:
-    """Lets layers sleep.
+    """Replace the computation of all layers by sleep.
 
     Args:
         images: Mean number of images of a microbatch.
@@ -179,13 +179,13 @@ def put_to_sleep(model: MultimodalModel, images: float, image_layer_s: float) ->
 
 
 class Steps:
-    """Steps of one rank, balanced or not."""
+    """Program that runs the steps of one rank, with or without balanced images."""
 
     def __init__(self, name: str, pipeline: Pipeline, steps: Sequence[Sequence[Microbatch]]):
         self.name, self.pipeline, self.steps = name, pipeline, steps
 
     def step(self, index: int) -> float:
-        """Seconds in which the rank computed, or slept, with waits for other ranks in layers."""
+        """Run a step and return its compute or sleep seconds, including waits in layers."""
         return self._run(self.steps[index])
 
     def _run(self, microbatches: Sequence[Microbatch]) -> float:
@@ -194,7 +194,7 @@ class Steps:
         return sum(r.end_ms - r.start_ms for r in done) / 1e3
 
     def lockstep_cpu_s(self) -> float:
-        """CPU time of the slowest rank, summed over the microbatches of all steps."""
+        """Return the CPU time of the slowest rank, summed over all microbatches."""
         own = []
         for microbatch in (m for step in self.steps for m in step):
             begin_s = time.process_time()
@@ -206,7 +206,7 @@ class Steps:
 
 
 class Traffic(NamedTuple):
-    """Messages of a rank in a step, mean over ranks and steps."""
+    """Message sizes of a rank per step, as means over ranks and steps."""
 
     exchanges: float
     feature_bytes: float
@@ -278,14 +278,14 @@ def _in_steps(microbatches: Sequence[Microbatch], count: int) -> list[list[Micro
 
 
 def _sent(microbatch: Any) -> list[tuple[int, int]]:
-    """Rank that each image goes to, and its tokens."""
+    """Return the destination rank and the token count of each image."""
     images = microbatch.task_meta.images_read_by("vision")
     homes = microbatch.read_for["vision"]
     return [(home, image.tokens) for home, image in zip(homes, images, strict=True)]
 
 
 def rows_of(case: str, found: Found) -> list[Row]:
-    """Rows of one world."""
+    """Return the rows of one world size."""
     times = found.comparison
     rows = [
         Row(case, "speedup", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
@@ -315,7 +315,7 @@ def balanced_steps(
 
 
 def host_rows(steps: int) -> list[Row]:
-    """Rows about `MANY_RANKS`: CPU time of the assignment, and the work of the slowest rank."""
+    """Return CPU time of the assignment and work of the slowest rank for `MANY_RANKS`."""
     vision, _ = (module.describe() for module in Size(2, 2, 32, 32).build().modality_modules())
     balance = ImageBalance((vision,))
     assigned_s, foreground_s = [], []

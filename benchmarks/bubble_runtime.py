@@ -72,20 +72,20 @@ OPTIMUS, FLOAT = OPTIMUS_SCHEDULE, torch.float32
 CHAIN, COARSE, FINE = "balanced single pipeline", "coarse", "filled"
 UNFILLED, FRONT = "not filled", "encoder in stage 0"
 PATIENCE_S = 20
-"""How long to wait for other programs to end."""
+"""Time limit in seconds for waiting until other programs finish."""
 GOALS = {"compute": 1.15, "sleep": 1.3}
-"""For the speed against the encoder in stage 0."""
+"""Goals of the speedup compared with the encoder in stage 0."""
 NAP_S = {"full": 4e-3, "quick": 2e-3, "tiny": 2e-4}
-"""Forward of an LLM layer."""
+"""Forward time of an LLM layer in seconds."""
 
 
 class Nap(NamedTuple):
-    """A case of sleeping ranks."""
+    """Case with sleeping ranks."""
 
     name: str
     microbatches: int
     tower_share: float
-    """Of the time."""
+    """Encoder fraction of the compute time."""
     frozen: bool
     virtual: tuple[int, ...]
     """LLM stages per rank that colocated plans may choose."""
@@ -99,7 +99,7 @@ NAPS = (
 
 
 class Planned(NamedTuple):
-    """A step's tasks with their replicas, and their order."""
+    """Task graph and schedule of a step."""
 
     graph: StageGraph
     order: ComputeOrder
@@ -107,16 +107,16 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers of both modules in one chain.
+    """Single pipeline with the layers of both modules.
 
     Attributes:
-        virtual: stages per rank.
+        virtual: Stages per rank.
     """
 
     virtual: int
 
     def plan(self, work: Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_balanced_layout(chain_modules(work), RANKS, self.virtual)
         graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
@@ -125,16 +125,16 @@ class Chain:
 
 @dataclass(frozen=True)
 class Front:
-    """The full encoder before the first LLM stage.
+    """Plan with the full encoder before the first LLM stage.
 
     Attributes:
-        virtual: stages of the LLM per rank.
+        virtual: LLM stages per rank.
     """
 
     virtual: int
 
     def plan(self, work: Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_layout(chain_modules(work), RANKS, self.virtual)
         graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
@@ -143,14 +143,14 @@ class Front:
 
 @dataclass(frozen=True)
 class Colocated:
-    """Optimus: the encoder in separate pipelines.
+    """Optimus plan with the encoder in separate pipelines on the same ranks.
 
     Attributes:
         bubbles: "coarse" or "fine".
-        tower: ranks of each of its pipelines.
-        slices: its stages per rank.
-        virtual: stages of the LLM per rank.
-        images: processed at once, at most.
+        tower: Ranks per encoder pipeline.
+        slices: Encoder stages per rank.
+        virtual: LLM stages per rank.
+        images: Maximum number of images per sub-microbatch.
     """
 
     bubbles: str
@@ -160,7 +160,7 @@ class Colocated:
     images: int
 
     def plan(self, work: Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         config = ParallelConfig(
             pipeline=RANKS,
             virtual_stages=self.virtual,
@@ -178,12 +178,12 @@ class Colocated:
 
 @dataclass(frozen=True)
 class Outside:
-    """A colocated plan without filling."""
+    """Colocated plan that fills no bubbles."""
 
     filled: Colocated
 
     def plan(self, work: Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         graph, order = self.filled.plan(work, index)
         return Planned(graph, outside(order, graph))
 
@@ -192,7 +192,7 @@ Choice = Chain | Front | Colocated | Outside
 
 
 class PlannedSleep(OurSleep):
-    """Steps of plans made by a choice."""
+    """Program that runs the plans of a choice."""
 
     def _plan(self, index: int) -> PipelinePlan:
         planner: Any = self.choice
@@ -215,7 +215,7 @@ class PlannedSleep(OurSleep):
 
 
 def played_s(work: Work, choice: Choice | Made) -> float:
-    """Simulated makespan of all steps."""
+    """Return the simulated time of all steps in seconds."""
     total = 0.0
     for index in range(len(work.images)):
         graph, order = choice.plan(work, index)
@@ -226,18 +226,18 @@ def played_s(work: Work, choice: Choice | Made) -> float:
 
 @dataclass(frozen=True)
 class Made:
-    """A choice with its plans: made once, not by every rank."""
+    """Choice with its plans, which are computed once for all ranks."""
 
     choice: Choice
     steps: tuple[Planned, ...]
 
     @classmethod
     def of(cls, choice: Choice, work: Work) -> Made:
-        """For all steps."""
+        """Return the choice with the plans of all steps."""
         return cls(choice, tuple(choice.plan(work, i) for i in range(len(work.images))))
 
     def plan(self, work: Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         return self.steps[index]
 
     def __str__(self) -> str:
@@ -245,16 +245,16 @@ class Made:
 
 
 def load_nap(nap: Nap, layer_s: float) -> Work:
-    """The case's first step over the real documents."""
+    """Return the first step of a case, with the image counts of real documents."""
     every = load_work(Setting(layer_s, nap.microbatches, 1, 1, 0, 1))
     mean_images = mean(every.images[0])
-    forward = 1 if nap.frozen else 3  # of the LLM's three, in which a forward counts one
+    forward = 1 if nap.frozen else 3  # units of work: forward pass 1, backward pass 2
     tower_s = nap.tower_share / (1 - nap.tower_share) * 3 / forward * LLM_LAYERS * layer_s
     return Work(every.images, layer_s, tower_s / TOWER_LAYERS / mean_images, nap.frozen)
 
 
 def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
-    """By name of the plan.
+    """Return the candidates of each plan by name.
 
     Args:
         virtual: LLM stages per rank of colocated plans.
@@ -281,13 +281,13 @@ def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
 
 
 def run_rank(work: Work, plans: dict[str, Made], runs: int, patience_s: float) -> Comparison:
-    """Everything one rank does."""
+    """Measure all plans on this rank. Collective."""
     programs = [PlannedSleep(name, work, made) for name, made in plans.items()]
     return Stopwatch(patience_s, QUIET).compare(programs, len(work.images), runs)
 
 
 def run_sleep(size: str) -> Iterator[list[Row]]:
-    """Eight ranks that sleep."""
+    """Yield the rows of each case with eight sleeping ranks."""
     full = size == "full"
     for nap in NAPS if full else NAPS[-1:]:
         work = load_nap(nap, NAP_S[size])
@@ -313,7 +313,7 @@ def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
 
 
 def run_compute(size: str) -> Iterator[list[Row]]:
-    """Two ranks that compute."""
+    """Yield the rows of each case with two computing ranks."""
     for setting in compute_case.SETTINGS[size]:
         names = FINE, UNFILLED, FRONT
         found = run_ranks(compute_case.run_rank, compute_case.RANKS, setting, names)
@@ -331,10 +331,12 @@ def run_compute(size: str) -> Iterator[list[Row]]:
 
 
 def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
-    """The filled plan against the others.
+    """Return the rows that compare the filled plan with the other plans.
 
     Args:
-        goal: against the encoder in stage 0.
+        case: Name of the case.
+        comparison: Times of all plans.
+        goal: Goal of the speedup compared with the encoder in stage 0.
     """
     goals = {UNFILLED: 1.0, FRONT: goal, COARSE: None, CHAIN: None}
     present = {name: least for name, least in goals.items() if name in comparison.times}

@@ -83,43 +83,45 @@ PATCHES = (FITTED, 1, 4)
 
 
 class Filled(NamedTuple):
-    """An encoder plan and what came of it."""
+    """Encoder plan with its schedules and its memory use."""
 
     plan: ColocatedPlan
     coarse: BubbleSchedule
     fine: BubbleSchedule
     planned: float
-    """Peak memory above the baseline with the lowest memory use, as a fraction of it, as the
-    paper's planner counts: states and the LLM's activations."""
+    """Memory overhead as a fraction of the baseline with the lowest memory use.
+
+    As in the planner of the paper, it includes states and LLM activations.
+    """
     overhead: float
-    """The same with encoders' activations, on both sides."""
+    """Memory overhead including encoder activations of both plans, as a fraction."""
     activations: float
-    """Of encoders, on the device that keeps most of them, in bytes."""
+    """Encoder activations in bytes on the device that stores most of them."""
     memory: float
-    """Bytes on the device with the highest memory use."""
+    """Memory in bytes of the device with the highest memory use."""
 
     @property
     def fits(self) -> bool:
-        """Whether a device has that much."""
+        """Whether the plan fits into device memory."""
         return self.memory <= DEVICE_BYTES
 
     @property
     def name(self) -> str:
-        """Of its rows."""
+        """Name of the plan in the case column."""
         return f"{self.stages} encoder stages" + ("" if self.fits else ", does not fit")
 
     @property
     def stages(self) -> str:
-        """Pipeline stages of the encoders."""
+        """Numbers of pipeline stages of the encoders."""
         return " + ".join(str(own.sizes.pipeline) for own in self.plan.encoders)
 
     def schedule(self, granularity: Granularity) -> BubbleSchedule:
-        """One of both."""
+        """Return the coarse or the fine schedule."""
         return self.fine if granularity == "fine" else self.coarse
 
 
 def filled(model: Model, speed: Speed) -> list[Filled]:
-    """All encoder plans that fit, the fastest within the paper's memory overhead first."""
+    """Return all encoder plans that fit, starting with the fastest within the memory overhead."""
     timeline, found = Llm(model).timeline(speed), []
     lean = baseline_bytes(model, speed)
     lean_kept = baseline_bytes(model, speed, encoders_keep=True)
@@ -138,7 +140,7 @@ def filled(model: Model, speed: Speed) -> list[Filled]:
 
 
 def memory_rows(case: str, found: Filled, name: str, *, goal: bool) -> list[Row]:
-    """Figure 17, and whether it fits at all."""
+    """Return the rows of figure 17, and whether the plan fits."""
     most = OPTIMUS_MEMORY_OVERHEAD.value
     values = (
         ("encoder activations", "GiB", found.activations / 2**30, None),
@@ -156,7 +158,7 @@ def memory_rows(case: str, found: Filled, name: str, *, goal: bool) -> list[Row]
 
 
 def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
-    """CPU time for the schedules of four encoder plans, coarse and fine."""
+    """Return the CPU times of coarse and fine schedules of four encoder plans."""
     rows = []
     for gpus, row in OPTIMUS_SCHEDULER.items():
         model = strong_scaling(gpus)
@@ -192,7 +194,7 @@ def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
 
 
 def strong_rows(speed: Speed, gpus: int) -> list[Row]:
-    """Tables 5 and 7: steps and how much of the encoder is hidden."""
+    """Return the rows of tables 5 and 7: step times and the hidden encoder fraction."""
     model, row = strong_scaling(gpus), OPTIMUS_SCHEDULER[gpus]
     case = f"{gpus} GPUs, {speed.patches:g} patches per token"
     paper_s = {
@@ -237,7 +239,7 @@ def strong_rows(speed: Speed, gpus: int) -> list[Row]:
 
 
 def weak_rows(speed: Speed) -> list[Row]:
-    """Figures 15 and 17."""
+    """Return the rows of figures 15 and 17."""
     rows = []
     for model in WEAK_SCALING:
         found, case = filled(model, speed)[0], f"{model.name}, {speed.patches:g} patches per token"
@@ -260,7 +262,7 @@ def weak_rows(speed: Speed) -> list[Row]:
 
 
 def two_encoder_rows(speed: Speed) -> list[Row]:
-    """Table 6 and figure 16."""
+    """Return the rows of table 6 and figure 16."""
     rows = []
     for model in TWO_ENCODERS:
         found, case = filled(model, speed)[0], f"{model.name}, {speed.patches:g} patches per token"
@@ -278,7 +280,7 @@ def two_encoder_rows(speed: Speed) -> list[Row]:
 
 
 def optimum_rows(cases: int) -> list[Row]:
-    """torchmm / the best of all assignments: 4 to 8 microbatches, two pipelines."""
+    """Return torchmm / best assignment, for 4 to 8 microbatches and two pipelines."""
     rows = []
     kinds: tuple[Granularity, ...] = ("coarse", "fine")
     for alike, kind in product((True, False), kinds):

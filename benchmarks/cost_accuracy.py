@@ -44,16 +44,16 @@ QUIET = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """How much to measure.
+    """Extent of the measurement.
 
     Attributes:
-        cases: by number of ranks.
-        seconds: for calibration, about, by number of ranks.
-        runs: of every case, each time.
-        passes: how often all cases are trained; calibration is around each.
-        rounds: of every calibration.
-        patience_s: how long to wait for other programs to end, for each case.
-        small: whether calibration measures few sizes only.
+        cases: Maps a number of ranks to its cases.
+        seconds: Maps a number of ranks to the approximate calibration time in seconds.
+        runs: Number of runs per case and pass.
+        passes: Number of times that all cases are trained, with calibrations before and after.
+        rounds: Number of rounds per calibration.
+        patience_s: Time limit in seconds per case for waiting until other programs finish.
+        small: Whether calibration measures few sizes only.
     """
 
     cases: tuple[Sequence[CostCase], ...]
@@ -84,10 +84,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Of one case.
+    """Predicted and measured times of one case.
 
     Attributes:
-        case: its name.
+        case: Name of the case.
         predicted_ms, measured_ms: of a step; measured: run after run.
         cpu_ms: the same on a core; where there are several ranks, they also wait: none.
     """
@@ -99,22 +99,22 @@ class CaseResult:
 
     @property
     def median_ms(self) -> float:
-        """Measured."""
+        """Median of the measured step time in milliseconds."""
         return median(self.measured_ms)
 
     @property
     def accuracy(self) -> float:
-        """Of the prediction."""
+        """Accuracy of the predicted step time."""
         return _accuracy(self.predicted_ms, self.median_ms)
 
     @property
     def cpu_accuracy(self) -> float:
-        """Of the prediction, against the time on a core."""
+        """Accuracy of the predicted step time compared with CPU time."""
         return _accuracy(self.predicted_ms, median(self.cpu_ms))
 
     @property
     def floor(self) -> float | None:
-        """Of the first half of the runs, taken as a prediction of the second; None: of one run."""
+        """Accuracy of the first half of runs as a prediction of the second. None for one run."""
         half = len(self.measured_ms) // 2
         if half == 0:
             return None
@@ -127,7 +127,7 @@ def _accuracy(predicted: float, measured: float) -> float:
 
 
 def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[CaseResult]:
-    """Calibrates, trains all cases, and predicts them; prints what rows do not say."""
+    """Calibrate, train all cases and predict their step times. Print details that rows omit."""
     calibrations = [run_ranks(_calibrate, ranks, setting)]
     runs: dict[str, list[CaseRuns]] = {case.name: [] for case in cases}
     for turn in range(setting.passes):
@@ -174,7 +174,7 @@ def _classes(own: Prediction, found: Sequence[CaseRuns]) -> str:
 
 
 def _calibrate(setting: Setting) -> tuple[Measurements, str, float]:
-    """One of several calibrations: what was measured, where, and how long it took; collective."""
+    """Run one calibration and return measurements, device and duration. Collective."""
     _quiet_libraries()
     begin_s = time.perf_counter()
     seconds = setting.seconds / (setting.passes + 1)
@@ -195,7 +195,7 @@ def _quiet_libraries() -> None:
 
 
 def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
-    """The table's lines, from what was found by number of ranks."""
+    """Return the rows of the results, which map numbers of ranks to cases."""
     made, every = [], [own for results in found.values() for own in results]
     for ranks, results in found.items():
         for own in results:

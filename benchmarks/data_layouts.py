@@ -44,7 +44,7 @@ Message = dict[str, Any]
 
 
 class Content(NamedTuple):
-    """What every layout says in its way."""
+    """Content that every record format represents."""
 
     image: bytes
     question: str
@@ -54,7 +54,7 @@ class Content(NamedTuple):
 
 
 def make_contents(count: int) -> list[Content]:
-    """Images of one size and random words."""
+    """Return contents with images of one size and random words."""
     draw = random.Random(SEED)
     contents = []
     for number in range(count):
@@ -66,7 +66,7 @@ def make_contents(count: int) -> list[Content]:
 
 
 def make_reader() -> SampleReader:
-    """Tokens are words: no tokenizer is faster, so none would show more of what layouts cost."""
+    """Return a reader whose tokens are words, so that tokenization costs as little as possible."""
     special = ["<unk>", "<pad>", "<image>", "<|user|>", "<|assistant|>", "</s>"]
     vocabulary = {word: i for i, word in enumerate([*special, *sorted(set(WORDS))])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -84,17 +84,17 @@ def make_reader() -> SampleReader:
 
 
 def turn(role: str, content: Any) -> Message:
-    """A message of our own layout."""
+    """Return a message of the torchmm format."""
     return {"role": role, "content": content}
 
 
 def asked(text: str, **file: Any) -> Message:
-    """A question after an image."""
+    """Return a question after an image."""
     return turn("user", [{"type": "image", **file}, {"type": "text", "text": text}])
 
 
 def own(content: Content, turns: int = 2, question: str | None = None) -> dict[str, Any]:
-    """The content in our own layout."""
+    """Return a record of the torchmm format."""
     messages = [asked(question or content.question), turn("assistant", content.answer)]
     if turns == 2:
         messages.append(turn("user", content.second_question))
@@ -103,7 +103,7 @@ def own(content: Content, turns: int = 2, question: str | None = None) -> dict[s
 
 
 def llava(content: Content) -> dict[str, Any]:
-    """`conversations`."""
+    """Return a LLaVA record with `conversations`."""
     said = zip(("human", "gpt") * 2, content[1:], strict=True)
     entries = [{"from": speaker, "value": text} for speaker, text in said]
     entries[0]["value"] = "<image>" + content.question
@@ -111,7 +111,7 @@ def llava(content: Content) -> dict[str, Any]:
 
 
 def placeholders(content: Content) -> dict[str, Any]:
-    """`messages` of ms-swift and LLaMA-Factory."""
+    """Return a record with `messages` as in ms-swift and LLaMA-Factory."""
     said = zip(("user", "assistant") * 2, content[1:], strict=True)
     messages = [turn(role, text) for role, text in said]
     messages[0]["content"] = "<image>" + content.question
@@ -119,13 +119,13 @@ def placeholders(content: Content) -> dict[str, Any]:
 
 
 def named_parts(content: Content) -> dict[str, Any]:
-    """`messages` whose parts have their file, as Hugging Face writes them."""
+    """Return a Hugging Face record with `messages` whose content parts have a file."""
     messages = own(content)["messages"]
     return {"messages": [asked(content.question, image=content.image), *messages[1:]]}
 
 
 def openai(content: Content) -> dict[str, Any]:
-    """`messages` with images as base64."""
+    """Return an OpenAI record with `messages` and base64 images."""
     address = "data:image/jpeg;base64," + base64.b64encode(content.image).decode()
     part = {"type": "image_url", "image_url": {"url": address}}
     first = turn("user", [part, {"type": "text", "text": content.question}])
@@ -133,7 +133,7 @@ def openai(content: Content) -> dict[str, Any]:
 
 
 def finevision(content: Content) -> dict[str, Any]:
-    """`texts` of questions and answers, with ratings."""
+    """Return a FineVision record with `texts` of questions and answers, and ratings."""
     texts = [
         {"user": content.question, "assistant": content.answer},
         {"user": content.second_question, "assistant": content.second_answer},
@@ -143,7 +143,7 @@ def finevision(content: Content) -> dict[str, Any]:
 
 
 def trl(content: Content) -> dict[str, Any]:
-    """`prompt` and `completion` of messages."""
+    """Return a TRL record with messages in `prompt` and `completion`."""
     return {
         "images": [content.image],
         "prompt": [turn("user", content.question)],
@@ -152,7 +152,7 @@ def trl(content: Content) -> dict[str, Any]:
 
 
 def alpaca(content: Content) -> dict[str, Any]:
-    """`instruction` and `output`."""
+    """Return an Alpaca record with `instruction` and `output`."""
     first, _, rest = content.question.partition(" ")
     return {
         "instruction": "<image>" + first,
@@ -163,12 +163,12 @@ def alpaca(content: Content) -> dict[str, Any]:
 
 
 def alpaca_own(content: Content) -> dict[str, Any]:
-    """Alpaca writes a new line before its input."""
+    """Return the torchmm record of `alpaca`, which has a newline before its input."""
     return own(content, 1, content.question.replace(" ", "\n", 1))
 
 
 def query(content: Content) -> dict[str, Any]:
-    """`query` and `response` with a history."""
+    """Return a record with `query`, `response` and a history."""
     return {
         "history": [["<image>" + content.question, content.answer]],
         "query": content.second_question,
@@ -178,13 +178,13 @@ def query(content: Content) -> dict[str, Any]:
 
 
 def vqa(content: Content) -> dict[str, Any]:
-    """`question` and answers of ten people."""
+    """Return a VQA record with `question` and ten answers."""
     answers = [{"answer": content.answer, "answer_id": number} for number in range(10)]
     return {"image": content.image, "question": content.question, "answers": answers}
 
 
 def choice(content: Content) -> dict[str, Any]:
-    """`question` and `choices`."""
+    """Return a multiple-choice record with `question` and `choices`."""
     choices = [content.second_answer, content.answer]
     return {
         "image": content.image,
@@ -195,13 +195,13 @@ def choice(content: Content) -> dict[str, Any]:
 
 
 def choice_own(content: Content) -> dict[str, Any]:
-    """The choices are part of the question."""
+    """Return the torchmm record of `choice`, whose question contains the choices."""
     listed = f"A. {content.second_answer}\nB. {content.answer}"
     return own(content._replace(answer="B"), 1, f"{content.question}\n{listed}\n{CHOOSE}")
 
 
 def own_once(content: Content) -> dict[str, Any]:
-    """A single question."""
+    """Return a torchmm record with a single question."""
     return own(content, 1)
 
 
@@ -222,11 +222,11 @@ CASES: dict[str, tuple[Writer, Writer]] = {
 
 
 def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[Row]:
-    """Speed of one layout.
+    """Return the speed of one record format.
 
     Args:
-        count: records that are read at a time.
-        pairs: how often both layouts are read.
+        count: Number of records per measurement.
+        pairs: Number of measurements of both formats.
     """
     contents = make_contents(count)
     published, ours = ([Record(write(content)) for content in contents] for write in CASES[name])

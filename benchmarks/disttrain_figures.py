@@ -62,7 +62,7 @@ EFFORT = {LARGE[0]: 150_000, SMALL[0]: 100_000}
 
 
 class Step(NamedTuple):
-    """A simulated step of a complete job."""
+    """Simulated step of a complete job."""
 
     seconds: float
     mfu: float
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, forecast: Forecast, devices: int) -> Step:
-        """The step of a forecast, which has one."""
+        """Return the step of a forecast. The forecast must have a step."""
         step = forecast.step
         assert step is not None, forecast.problem
         seconds = forecast.iteration_ms / 1e3
@@ -81,11 +81,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster.
+    """Model on a cluster.
 
     Attributes:
-        name: of the recipe.
-        frozen: modules that are not trained.
+        name: Name of the recipe.
+        frozen: Modules that are not trained.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """The model's recipe with this batch and these frozen modules."""
+        """Return the recipe of the model with this batch and these frozen modules."""
         changes = ["--training.global_batch_size", str(self.batch)]
         changes += ["--freeze.modules", str(list(self.frozen))]
         return load_recipe(RECIPES / f"disttrain_mllm_{self.name}.toml", changes).recipe
@@ -103,13 +103,13 @@ class Case:
 
 @cache
 def sample_of(case: Case) -> StepSample:
-    """The model and the global batch."""
+    """Return the model and the global batch."""
     return StepSample(case.recipe)
 
 
 @cache
 def variants_of(case: Case) -> list[Variant]:
-    """Schedules and recomputation, with costs."""
+    """Return schedules and recomputation modes with their costs."""
     return plan_variants(case.recipe, case.devices, PROFILE, sample_of(case))
 
 
@@ -129,13 +129,13 @@ def judged(case: Case, ratio: bool) -> SearchResult:
 
 
 def best_of(case: Case) -> Candidate:
-    """The best plan, which may be one of the FLOP ratio."""
+    """Return the best plan, which may be a plan of the FLOP ratio."""
     found = [judged(case, ratio).best for ratio in ((False, True) if not case.frozen else (False,))]
     return min((each for each in found if each is not None), key=lambda each: each.step_ms)
 
 
 def ours(case: Case, reorder: str | None = None) -> Step:
-    """The best plan, as it was chosen or with another `data.reorder`."""
+    """Return the step of the best plan, optionally with a different `data.reorder`."""
     best = best_of(case)
     if reorder is None:
         return Step.of(best.forecast, best.devices)
@@ -144,7 +144,7 @@ def ours(case: Case, reorder: str | None = None) -> Step:
 
 
 def flop_ratio(case: Case) -> Step:
-    """Nodes in proportion to FLOPs."""
+    """Return the step with nodes in proportion to FLOPs."""
     best = judged(case, True).best
     assert best is not None
     return Step.of(best.forecast, best.devices)
@@ -152,7 +152,7 @@ def flop_ratio(case: Case) -> Step:
 
 @cache
 def megatron(case: Case) -> Step:
-    """Rigid sizes; images of a microbatch are divided among the devices of a stage."""
+    """Return the step of Megatron-LM, with images divided among the devices of a stage."""
     problem = variants_of(case)[0].problem
     plan = rigid_plan(problem, TENSOR, MODELS[case.name])
     steps = []
@@ -180,13 +180,13 @@ def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
 
 
 def run(case: Case, recipe: Recipe, devices: int) -> Step:
-    """A step of a recipe with modules on separate devices."""
+    """Return the step of a recipe with modules on separate devices."""
     forecaster = Forecaster(recipe, devices, PROFILE, sample=sample_of(case))
     return Step.of(forecaster.forecast_parallel(recipe.parallel), devices)
 
 
 def overall_rows(names: Sequence[str]) -> list[Row]:
-    """Figures 15 and 16."""
+    """Return the rows of figures 15 and 16."""
     rows = []
     gains: dict[str, list[float]] = {"MFU": [], "throughput": []}
     for name in names:
@@ -212,7 +212,7 @@ def overall_rows(names: Sequence[str]) -> list[Row]:
 
 
 def orchestration_rows(names: Sequence[str]) -> list[Row]:
-    """Figure 17."""
+    """Return the rows of figure 17."""
     rows, mfu, throughput = [], [], []
     for name in names:
         case = Case(name, SMALL[0], SMALL[1][name])
@@ -227,7 +227,7 @@ def orchestration_rows(names: Sequence[str]) -> list[Row]:
 
 
 def reordering_rows(names: Sequence[str]) -> list[Row]:
-    """Figure 18."""
+    """Return the rows of figure 18."""
     rows, gains = [], []
     for name in names:
         case = Case(name, SMALL[0], SMALL[1][name])
@@ -243,7 +243,7 @@ def reordering_rows(names: Sequence[str]) -> list[Row]:
 
 
 def frozen_rows(names: Sequence[str]) -> list[Row]:
-    """Figures 19 and 20."""
+    """Return the rows of figures 19 and 20."""
     rows, mfu, throughput = [], [], []
     for name in names:
         for trained, frozen in FROZEN.items():
@@ -257,12 +257,12 @@ def frozen_rows(names: Sequence[str]) -> list[Row]:
 
 
 def title_of(case: Case) -> str:
-    """A case in words."""
+    """Return the title of a case."""
     return f"MLLM-{case.name.upper()}, batch {case.batch}"
 
 
 def step_rows(title: str, found: Step, baseline: Step, paper_mfu: float | None) -> list[Row]:
-    """MFU, time and memory of both."""
+    """Return MFU, time and memory of torchmm and the baseline."""
     devices = f"{found.devices} and {baseline.devices} devices"
     fit = ["fits" if step.fits else "does NOT fit" for step in (found, baseline)]
     return [
@@ -283,14 +283,14 @@ def certificate_row(title: str, case: Case) -> Row:
 
 
 def row(title: str, metric: str, unit: str, value: float, paper: float | None = None) -> Row:
-    """A ratio, 1 being the baseline's."""
+    """Return a ratio whose baseline is 1."""
     return Row(title, metric, unit, value, 1.0, paper, kind="simulated")
 
 
 def range_rows(
     title: str, metric: str, gains: Sequence[float], least: float, most: float
 ) -> list[Row]:
-    """The ends of a range; none of nothing."""
+    """Return the minimum and the maximum of a range, or no rows if it is empty."""
     if not gains:
         return []
     return [

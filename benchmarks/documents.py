@@ -28,7 +28,7 @@ IMAGE = 0
 
 
 class Sample(NamedTuple):
-    """A document in a microbatch, truncated to fit."""
+    """Document in a microbatch, truncated to fit."""
 
     images: int
     tokens: int
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Pages in the order of the data set."""
+    """Pages in the order of the dataset."""
 
     source: str
     """Name, version, licence and tokenizer, for reports."""
@@ -44,7 +44,7 @@ class Documents(NamedTuple):
 
 
 def load_documents() -> Documents:
-    """The committed pages."""
+    """Return the committed pages."""
     content = json.loads(FILE.read_text())
     return Documents(content["source"], content["documents"])
 
@@ -52,12 +52,12 @@ def load_documents() -> Documents:
 def pack_documents(
     documents: Documents, tokens: int, image_tokens: int, shorten: int = 1, seed: int = 0
 ) -> list[list[Sample]]:
-    """All pages in random order, packed into microbatches as in training.
+    """Return all pages in random order, packed into microbatches as in training.
 
     Args:
-        tokens: of a microbatch.
-        image_tokens: of an image.
-        shorten: divides the length of every run of text, to go with a scaled-down microbatch.
+        tokens: Tokens per microbatch.
+        image_tokens: Tokens per image.
+        shorten: Divisor of text lengths, for microbatches that are scaled down.
     """
     pages = list(documents.pages)
     random.Random(seed).shuffle(pages)
@@ -68,8 +68,10 @@ def pack_documents(
 
 
 def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:
-    """The page's beginning that fits, never a part of an image: as `torchmm.data.media.text`
-    does.
+    """Return the longest prefix of a page that fits, without partial images.
+
+    `torchmm.data.media.text` truncates in the same way.
+
     """
     images = length = 0
     for run in page:
@@ -82,7 +84,7 @@ def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -
 
 
 def main() -> None:
-    """Write the file from prepared data."""
+    """Write the file of pages from prepared data."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data

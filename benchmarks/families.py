@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 class LossMismatchError(Exception):
-    """The two sides did not compute the same."""
+    """Different losses of torchmm and the baseline."""
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def _parse() -> argparse.Namespace:
 
 
 def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
-    """Rows of one family.
+    """Return the rows of one family.
 
     Raises:
         LossMismatchError: the losses on equal weights differ.
@@ -118,7 +118,7 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
 
 
 def _plain(family: Family, ours: MultimodalModel) -> PreTrainedModel:
-    """Hugging Face's model with the same weights."""
+    """Return the Hugging Face model with the same weights."""
     attention = family.attention
     if not family.composite:
         model = AutoModelForCausalLM.from_config(

@@ -67,7 +67,7 @@ PATCHES = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """What is written by whom."""
+    """Workload of text generation."""
 
     config: dict[str, Any]
     """`[model]`, without sizes of layers."""
@@ -123,10 +123,10 @@ def main() -> None:
 
 
 def case_rows(name: str, size: str, mesh: ParallelMesh) -> list[Row]:
-    """Rows of a case.
+    """Return the rows of a case.
 
     Raises:
-        ValueError: the sides write different tokens.
+        ValueError: torchmm and the baseline generate different tokens.
     """
     workload = WORKLOADS[name]
     new = NEW_TOKENS[size]
@@ -172,7 +172,7 @@ def _rows(case: str, tokens: int, against: PairedTimes, without: PairedTimes) ->
 
 
 def make_model(workload: Workload, size: str) -> MultimodalModel:
-    """With random weights, large enough for texts that do not repeat one token."""
+    """Return a model whose random weights are large enough to avoid a repeated token."""
     width = WIDTHS[size]
     sizes = {
         "hidden_size": width,
@@ -201,7 +201,7 @@ def make_model(workload: Workload, size: str) -> MultimodalModel:
 
 
 def make_prompt(workload: Workload, number: int) -> Microbatch:
-    """Random tokens, after an image if there is one."""
+    """Return random tokens, after an image if the workload has images."""
     draw = torch.Generator().manual_seed(SEED + number)
     words = workload.lengths[number]
     shown = PATCHES if workload.pictures else 0
@@ -226,7 +226,7 @@ def make_prompt(workload: Workload, number: int) -> Microbatch:
 
 
 def hugging_faces(model: MultimodalModel, directory: Path) -> Any:
-    """The same model in Hugging Face's class, by way of its export."""
+    """Return the same model as a Hugging Face class, loaded from its export."""
     words = {"<unk>": 0, "<image>": IMAGE_TOKEN}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), unk_token="<unk>"
@@ -239,7 +239,7 @@ def hugging_faces(model: MultimodalModel, directory: Path) -> Any:
 
 
 def padded(prompts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
-    """What Hugging Face's model takes: prompts to the right."""
+    """Return the inputs of the Hugging Face model, with left-padded prompts."""
     longest = max(len(prompt.input_ids_T) for prompt in prompts)
     ids_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
     there_BT = torch.zeros_like(ids_BT)
@@ -253,7 +253,7 @@ def padded(prompts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
 
 
 def written_by(model: Any, inputs: dict[str, torch.Tensor], new: int) -> list[list[int]]:
-    """The most probable tokens by Hugging Face's `generate`."""
+    """Return the highest-probability tokens of `generate` of Hugging Face."""
     with torch.no_grad():
         ids_BT = model.generate(
             **inputs,

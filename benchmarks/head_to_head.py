@@ -150,7 +150,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def draw(workload: Workload, results: Sequence[Result], directory: Path) -> Path:
-    """Draw the steps of the pipelines on one time axis and return the file."""
+    """Plot the steps of the pipelines on one time axis and return the file."""
     panels = [
         Panel(each.method, each.step.records, each.step.plan.graph.layout)
         for each in results

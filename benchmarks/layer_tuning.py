@@ -59,7 +59,7 @@ GIB = 2**30
 
 
 class Step:
-    """A step of one of the paper's models: its plan, and costs for any modes of recomputation."""
+    """Plan of a step of a paper model, with costs for all recomputation modes."""
 
     def __init__(self, name: str, microbatches: int, seed: int = 0) -> None:
         recipe = load_recipe(ROOT / f"recipes/papers/pipeweaver_{name}.toml", []).recipe
@@ -94,7 +94,7 @@ class Step:
         return frozenset(module.name for module in self.modules)
 
     def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
-        """Costs with one mode for each module; everything kept where none is given."""
+        """Return costs with one mode per module. Modules without a mode save all activations."""
         device = self.forecaster.profile.device.type
         executions = module_executions(self.forecaster.run, self.modules, device)
         given = dict(zip([m.name for m in self.modules], modes, strict=False))
@@ -109,13 +109,13 @@ class Step:
         return LayerTuning(self.model(), self.names, limit_bytes, offloads=names)
 
     def uniform(self, modes: Sequence[Recompute]) -> tuple[float, int]:
-        """(ms, peak bytes) with one mode for each module."""
+        """Return (ms, peak bytes) with one mode per module."""
         costs = plan_costs(self.plan.graph, self.modules, self.metas, self.model(modes))
         step = simulate(self.plan, costs)
         return step.makespan_ms, max(step.peak_bytes)
 
     def tuned(self, limit_bytes: int) -> tuple[float, int]:
-        """(ms, peak bytes) when tuned."""
+        """Return (ms, peak bytes) with selective recomputation."""
         found = tune_layers(self.plan, self.modules, self.metas, self.tuning(limit_bytes))
         step = simulate(found.plan, found.costs)
         return step.makespan_ms, max(step.peak_bytes)
@@ -140,7 +140,7 @@ class Step:
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
-    """Least CPU time of a call; the first one, which may compile, does not count."""
+    """Return the minimum CPU time of a call in ms, after one call that may compile."""
     function()
     best = float("inf")
     for _ in range(repetitions):
@@ -151,7 +151,7 @@ def least_ms(function: Callable[[], object], repetitions: int) -> float:
 
 
 def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
-    """Time and proven gap of all ranks' solves."""
+    """Return the solve time and the proven gap over all ranks."""
     rows = []
     for share in SHARES:
         problems = [each.problem for each in step.problems(step.limit(share))]
@@ -176,7 +176,7 @@ def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
 
 
 def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
-    """The paper's integer program of one rank, with a 5 % gap, against prices of memory."""
+    """Return rows that compare the integer program of the paper (5 % gap) with memory prices."""
     problem = step.problems(step.limit(0.3))[0].problem
     begin_s = time.thread_time()
     exact = solve_exactly(problem, gap=GOAL_GAP, time_limit_s=limit_s)
@@ -194,7 +194,7 @@ def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
 
 
 def offload_rows(step: Step, case: str) -> list[Row]:
-    """What memory costs when it is copied away or recomputed, and how little of it is enough."""
+    """Return the cost of saved memory with offload and with recomputation, and minimum memory."""
     rows = []
     rate = PINNED_SHARE * step.forecaster.profile.device.host_bytes_per_s
     stages = step.plan.graph.layout.stages
@@ -220,7 +220,7 @@ def offload_rows(step: Step, case: str) -> list[Row]:
 
 
 def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
-    """Tuned steps against the best of all uniform ones, under limits as shares of the device."""
+    """Return rows that compare tuned steps with the best uniform mode, per memory limit."""
     device_bytes = step.forecaster.profile.device.memory_bytes
     uniform = {
         modes: step.uniform(modes) for modes in product(LAYER_MODES, repeat=len(step.modules))

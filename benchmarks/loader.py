@@ -50,7 +50,7 @@ EPOCHS = 6
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all ranks of one side in one round."""
+    """Cost of all ranks of one loader in one round."""
 
     cpu_us: float
     """Per sample."""
@@ -105,11 +105,14 @@ def main() -> int:
 
 
 class DifferentTensorsError(Exception):
-    """A side does not yield the tensors of the others."""
+    """Different tensors of two loaders."""
 
 
 def make_task(directory: Path, captions: Captions, samples: int) -> Task:
-    """Photographs' size and format; records that are used again are mirrored, then upside down."""
+    """Return a task with images in the size and format of photographs.
+
+    Records that are used again are mirrored, then upside down.
+    """
     jpegs, texts = [], []
     turns: list[Callable[[Image.Image], Image.Image]] = [
         lambda i: i,
@@ -135,7 +138,7 @@ def make_task(directory: Path, captions: Captions, samples: int) -> Task:
 
 
 def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int) -> list[Row]:
-    """Rows of all sides that are installed."""
+    """Return the rows of all installed loaders."""
     sides = {name: SIDES[name](task) for name in names}
     absent = [name for name, side in sides.items() if side.missing()]
     for name in absent:
@@ -164,7 +167,7 @@ def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int
 
 
 def measure(sides: dict[str, Side], ranks: int, rounds: int) -> dict[str, list[Cost]]:
-    """Costs by side; every round begins with another one."""
+    """Return the costs of each loader. Every round starts with a different loader."""
     costs: dict[str, list[Cost]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(rounds):
@@ -198,12 +201,12 @@ def rows_of(costs: dict[str, list[Cost]], ranks: int) -> list[Row]:
 
 
 def ranks_of(count: int) -> str:
-    """Their number in words."""
+    """Return the number of ranks as text."""
     return f"{count} rank{'s' * (count > 1)}"
 
 
 def prepare(side: Side) -> float:
-    """Microseconds of CPU per sample."""
+    """Return the CPU time per sample in microseconds."""
     begin = cpu_s()
     side.prepare()
     return 1e6 * (cpu_s() - begin) / len(side.task.jpegs)
@@ -225,7 +228,7 @@ def fingerprints(side: Side) -> list[str]:
 
 
 def run_ranks(side: Side, ranks: int) -> Cost:
-    """One side's ranks at once, each with its share of an epoch."""
+    """Run all ranks of a loader concurrently, each with its shard of an epoch."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     start = context.Barrier(ranks)
@@ -291,18 +294,18 @@ def in_process(function: Callable[[Side], Any], side: Side) -> Any:
 
 
 def cpu_s() -> float:
-    """CPU time of this process and of those it waited for."""
+    """Return the CPU time of this process and its finished child processes in seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def read_bytes() -> int:
-    """What system calls have read."""
+    """Return the number of bytes that system calls have read."""
     return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
 def memory(name: str) -> int:
-    """Bytes of this process."""
+    """Return a memory value of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", status)[0])
 

@@ -45,7 +45,7 @@ SEED = 5
 
 
 def fabricate(directory: Path, samples: int) -> None:
-    """An index of the given number of samples, whose shards are all the same one."""
+    """Write an index of `samples` samples, whose shards are all the same file."""
     rng = np.random.default_rng(SEED)
     count = min(samples, measuring.MANY_SAMPLES)
     tokens = rng.gamma(2.0, MEAN_TOKENS / 2, count).clip(8, LENGTH).astype("<u4")
@@ -74,7 +74,7 @@ def fabricate(directory: Path, samples: int) -> None:
 def steps_of(
     directories: Sequence[Path], replicas: int, ranks: int = 1, state: dict[str, Any] | None = None
 ) -> StepSequence:
-    """What a rank plans with, from the start."""
+    """Return the steps of rank 0, from the start or from `state`."""
     feeds = []
     for number, directory in enumerate(directories):
         index = read_index(directory)
@@ -89,14 +89,14 @@ def steps_of(
 
 
 def cpu_s(program: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of a call, and what it returns."""
+    """Return the CPU time of a call in seconds, and its result."""
     begin_s = time.process_time()
     result = program()
     return time.process_time() - begin_s, result
 
 
 def own_bytes() -> int:
-    """Memory of this process that is not mapped from files."""
+    """Return the memory of this process in bytes, without file mappings."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -104,20 +104,20 @@ def own_bytes() -> int:
 
 
 def plan_bytes(step: StepSamples) -> int:
-    """Arrays of a plan."""
+    """Return the bytes of the arrays of a plan."""
     assert isinstance(step.pack, Packs)
     arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.places_RMB]
     return sum(array.nbytes for array in arrays)
 
 
 def sample_count(step: StepSamples) -> int:
-    """Of all ranks."""
+    """Return the number of samples of all ranks."""
     assert isinstance(step.pack, Packs)
     return int(step.pack.starts_P1[-1])
 
 
 def planning(size: str) -> Iterator[list[Row]]:
-    """A step of all replicas, from three sources, on one rank."""
+    """Measure a step of all replicas on one rank, with three sources."""
     counts = {"tiny": [8], "quick": [64, 1024], "full": [64, 256, 1024, 10_000]}[size]
     samples = 1 << (14 if size == "tiny" else 24)
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,7 +145,7 @@ def planning(size: str) -> Iterator[list[Row]]:
 
 
 def billion(size: str) -> Iterator[list[Row]]:
-    """Start and resume on many samples."""
+    """Measure start and resume with many samples."""
     samples = {"tiny": 1 << 18, "quick": 1 << 26, "full": 1 << 30}[size]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "index"
@@ -176,7 +176,7 @@ def billion(size: str) -> Iterator[list[Row]]:
 
 
 def names(steps: Sequence[Any]) -> list[Any]:
-    """Samples of packs."""
+    """Return (epoch, sample index) of all samples of each packed sequence."""
     return [[(i.epoch, i.meta.index) for pack in step for i in pack] for step in steps]
 
 
@@ -199,12 +199,12 @@ class Texts:
         return self._count
 
     def read(self, index: int) -> Record:
-        """Record `index`."""
+        """Return record `index`."""
         return Record({"text": f"sample {index} " + "of a red boat at sea " * (index % 7)}, None)
 
 
 def index(size: str) -> Iterator[list[Row]]:
-    """Measuring synthetic texts in one process."""
+    """Measure the indexing of synthetic captions in one process."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - this case alone
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 

@@ -71,7 +71,7 @@ GOAL_SPEED = 1 / 1.05
 
 
 class Size(NamedTuple):
-    """Of a loss."""
+    """Shapes and dtype of a loss."""
 
     targets: int
     vocabulary: int
@@ -94,10 +94,11 @@ QUICK = [Size(2048, 32_000, 64, torch.bfloat16), Size(2048, 32_000, 64, torch.fl
 
 
 class Loss:
-    """Head and rows with random values.
+    """Output head and hidden states with random values.
 
     Args:
-        rows: of a chunk; 0: what a model takes.
+        size: Shapes and dtype.
+        rows: Rows per chunk. 0 selects the number that models use.
     """
 
     def __init__(self, size: Size, rows: int = 0) -> None:
@@ -116,12 +117,12 @@ class Loss:
         return summed_cross_entropy(self.head(self.rows_LD), self.targets_L)
 
     def run(self, loss: Callable[[], Tensor]) -> None:
-        """Forward and backward."""
+        """Run a forward and a backward pass."""
         self.head.weight.grad = self.rows_LD.grad = None
         loss().backward()
 
     def peak_bytes(self, loss: Callable[[], Tensor]) -> int:
-        """Beyond weight, its gradient and rows."""
+        """Return the peak bytes, without head weight, its gradient and the hidden states."""
         self.run(loss)
         held = [self.head.weight, self.rows_LD, self.targets_L]
         gradient = self.head.weight.nbytes
@@ -131,7 +132,7 @@ class Loss:
         return counter.peak_bytes - sum(t.nbytes for t in held) - gradient
 
     def planned_bytes(self) -> float:
-        """What costs say of the same."""
+        """Return the peak bytes that the cost model predicts."""
         size = self.size
         meta = MicrobatchMeta((SampleMeta("", 0, size.targets),), size.targets)
         sizes = llm_sizes([meta], [size.targets], padding=False)
@@ -146,7 +147,7 @@ class Loss:
 
 
 def loss_rows(size: Size, pairs: int) -> list[Row]:
-    """Of head and cross entropy."""
+    """Return the rows about output head and cross entropy."""
     loss = Loss(size)
     ours = loss.peak_bytes(loss.in_chunks)
     theirs = loss.peak_bytes(loss.at_once)
@@ -185,20 +186,20 @@ STATES = [
     ("bfloat16", {"name": "muon", "state_dtype": "int8"}),
     ("bfloat16", {"offload": True}),
 ]
-"""Parameters' dtype, and keys of [optimizer]."""
+"""Parameter dtype and keys of [optimizer]."""
 PORTION = 2**16
-"""Parameters that are updated together: less than matrices have, as in large models."""
+"""Number of parameters per update chunk. It is less than a matrix has, as in large models."""
 MODES: list[Recompute] = ["none", "selective", "full"]
 
 
 def small_llm(dtype: torch.dtype = torch.float32) -> MultimodalModel:
-    """On the meta device."""
+    """Return a small LLM on the meta device."""
     config = ModelConfig.model_validate({"llm": {"config": LLM}})
     return build_model(config, FreezeConfig(), dtype)
 
 
 def state_rows() -> list[Row]:
-    """Of weights and moments between steps, and of the update."""
+    """Return the rows about weights and moments between steps and during the update."""
     rows = []
     for dtype, keys in STATES:
         optimizer = OptimizerConfig.model_validate(keys)
@@ -221,16 +222,16 @@ def state_rows() -> list[Row]:
 
 
 def plain(recipe: Recipe) -> bool:
-    """Whether torch updates everything in place."""
+    """Return True if PyTorch updates all parameters in place."""
     return parameter_states(recipe).portion == 0
 
 
 class UpdateBytes(NamedTuple):
-    """Of weights, gradients and moments on the device.
+    """Device memory of weights, gradients and moments in bytes.
 
     Attributes:
-        between: steps, without gradients.
-        most: at one time of an update, with them.
+        between: Memory between steps, without gradients.
+        most: Peak memory during an update, including gradients.
     """
 
     between: int
@@ -240,7 +241,10 @@ class UpdateBytes(NamedTuple):
 def update_bytes(
     model: MultimodalModel, optimizer: OptimizerConfig, dtype: torch.dtype
 ) -> UpdateBytes:
-    """Of the second update, whose moments are there. Those of the host do not count."""
+    """Return the device memory of the second update, whose moments are allocated.
+
+    Moments in host memory are not included.
+    """
     materialize(model, "cpu")
     parameters = [*model.parameters()]
     for parameter in parameters:
@@ -272,7 +276,7 @@ def recompute_rows() -> list[Row]:
 
 
 def step_bytes(mode: Recompute) -> tuple[float, float]:
-    """(measured, expected) peak of a step, with AdamW's moments."""
+    """Return the (measured, predicted) peak bytes of a step, including AdamW moments."""
     model = small_llm()
     llm = model.llm.describe()
     count = len(llm.layers)

@@ -55,7 +55,7 @@ FIRST, UNLIMITED, BOUNDED, WITHIN = (
 
 
 class Model(NamedTuple):
-    """A recipe and its devices, in one pipeline."""
+    """Recipe and number of devices of one pipeline."""
 
     name: str
     gpus: int
@@ -67,7 +67,7 @@ MODELS = (Model("pipeweaver_vlm_s", 16), Model("pipeweaver_vlm_m", 32))
 def forecaster_of(
     model: Model, microbatches: int, evaluations: int, seed: int, *more: str
 ) -> Forecaster:
-    """Of a recipe's first step."""
+    """Return the forecaster of the first step of a recipe."""
     changes = [f"--training.global_batch_size={microbatches}", f"--simulation.seed={seed}"]
     changes += ["--parallel.schedule=searched", f"--parallel.search.evaluations={evaluations}"]
     recipe = load_recipe(RECIPES / f"{model.name}.toml", [*changes, *more], model.gpus).recipe
@@ -92,7 +92,7 @@ def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
 
 
 def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
-    """The balanced single pipeline with the best number of stages per rank that fits."""
+    """Return the step time of the balanced single pipeline with the best stages per rank."""
     forecaster.workload = Workload(list(metas), 1.0)
     found = []
     for stages in STAGES:
@@ -127,7 +127,7 @@ def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int)
 
 
 def bounded_orders(forecaster: Forecaster, evaluations: int) -> Iterator[tuple[str, SimulatedStep]]:
-    """Steps of one batch by how much memory they may use."""
+    """Return rows about the step time of one batch for several memory limits."""
     metas, modules = forecaster.workload.microbatches, forecaster.modules
     parallel = forecaster.recipe.parallel
     layout = forecaster.layout(parallel)

@@ -40,7 +40,7 @@ IMAGES, PATCHES, GENERATED = 10, 1024, 2
 def unit(
     name: str, layers: int, parameters: float, forward_flops: float, kept: float, **more: float
 ) -> UnitCosts:
-    """A module whose backward takes twice as long as its forward; AdamW in mixed precision."""
+    """Return a module with a backward pass of twice the forward time, and AdamW states."""
     return UnitCosts(
         name,
         {"vision": "encoder", "llm": "llm"}.get(name, "generator"),
@@ -56,7 +56,7 @@ def unit(
 
 
 def mllm(name: str, devices: int, batch: int) -> OrchestrationProblem:
-    """One of the paper's models."""
+    """Return a model of the paper."""
     layers, hidden, parameters, _ = LLAMA[name]
     attention = 4 * layers * hidden * TOKENS**2
     patches = IMAGES * PATCHES
@@ -75,7 +75,7 @@ def mllm(name: str, devices: int, batch: int) -> OrchestrationProblem:
 
 
 def time_rows(repetitions: int) -> list[Row]:
-    """The search with its five next-best plans, and the bound."""
+    """Return the CPU times of the search with five next-best plans, and of the bound."""
     rows = []
     for (devices, batch), paper in PAPER_MS.items():
         problem = mllm("72B", devices, batch)
@@ -95,7 +95,7 @@ def time_rows(repetitions: int) -> list[Row]:
 
 
 def all_plans(problem: OrchestrationProblem) -> Iterator[OrchestrationPlan]:
-    """Every plan of a small cluster that fits."""
+    """Yield every plan that fits on a small cluster."""
     sizes = range(1, problem.devices + 1)
     for data in (d for d in sizes if problem.global_batch_size % d == 0):
         choices = [
@@ -116,7 +116,7 @@ def all_plans(problem: OrchestrationProblem) -> Iterator[OrchestrationPlan]:
 
 
 def brute_force_row(devices: list[int]) -> Row:
-    """Optimum against all plans, with MLLM-9B's costs and four layers per module."""
+    """Return the row that compares the optimum with all plans of a small MLLM-9B."""
     worst = 0.0
     for count in devices:
         problem = mllm("9B", count, 8)

@@ -38,7 +38,7 @@ from torchmm.recipe.read import resolve_sizes
 
 @cache
 def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
-    """(parameters by module, descriptions of modules) of a recipe's model, on the meta device."""
+    """Return (parameters by module, module descriptions) of a model on the meta device."""
     recipe = recipe_named(name)
     model = recipe_model(recipe)
     counts = {module: every for module, (every, _) in model.parameter_counts().items()}
@@ -46,7 +46,7 @@ def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
 
 
 def step_flops(name: str, sequences: int) -> float:
-    """Forward and backward FLOPs of a step of that many sequences, without recomputation."""
+    """Return forward and backward FLOPs of a step without recomputation."""
     recipe = recipe_named(name)
     size = recipe.training.microbatch_size
     metas = sample_microbatches(
@@ -62,7 +62,7 @@ def step_flops(name: str, sequences: int) -> float:
 
 
 def parallel_sizes() -> Section:
-    """Data-parallel sizes of our recipes on the papers' GPUs."""
+    """Return data-parallel sizes of the recipes on the GPUs of the papers."""
     cells = []
     for sizes in paper.PRINTED_SIZES:
         recipe = recipe_named(sizes.recipe)
@@ -86,7 +86,7 @@ def parallel_sizes() -> Section:
 
 
 def parameters() -> Section:
-    """Parameters of our recipes' modules against the papers' names for them."""
+    """Return parameter counts of the modules, compared with the model names in the papers."""
     cells = []
     for size in paper.NAMED_SIZES:
         counts, _ = built(size.recipe)
@@ -97,7 +97,7 @@ def parameters() -> Section:
 
 
 def flops() -> Section:
-    """FLOPs of an iteration of Optimus table 5, which all nine rows imply."""
+    """Return the FLOPs of an iteration that all nine rows of Optimus table 5 imply."""
     counted = step_flops("optimus_vit22b_gpt175b", paper.STRONG_SCALING_BATCH)
     counted *= paper_steps.RECOMPUTED
     note = "counted on our recipe, forward twice; paper: MFU x time x GPUs x 989 TFLOP/s"
@@ -110,7 +110,7 @@ def flops() -> Section:
 
 
 def printed_mfu() -> Section:
-    """MFU of the papers' times and FLOPs."""
+    """Return the MFU that the times and FLOPs of the papers imply."""
     cells = []
     for (_, gpus), row in paper.OPTIMUS_STRONG_SCALING.items():
         ours = row.flops_per_s.value / gpus / paper.OPTIMUS_PEAK_FLOPS.value
@@ -123,7 +123,7 @@ def printed_mfu() -> Section:
 
 
 def arithmetic() -> Section:
-    """What the papers' tables say about each other and about their texts."""
+    """Return the checks of the paper tables against each other and against the text."""
     scaling = paper.OPTIMUS_STRONG_SCALING
     cells = []
     for gpus, printed in paper.OPTIMUS_SPEEDUPS.items():
@@ -157,7 +157,7 @@ def arithmetic() -> Section:
 
 
 def _virtual_stages(idle_s: float) -> Comparison:
-    """Ranks of a pipeline wait (P - 1) / V times for what they compute per microbatch."""
+    """Compare stages per rank V with the value that idle times of (P - 1) / V imply."""
     recipe = recipe_named("optimus_vit22b_gpt175b")
     waits_s = sum(b.duration.value for n, b in paper.OPTIMUS_BUBBLES.items() if n.startswith("pp"))
     per_microbatch_s = (paper.OPTIMUS_STEP.value - idle_s) / paper.OPTIMUS_SCHEDULER[
@@ -175,7 +175,7 @@ def _virtual_stages(idle_s: float) -> Comparison:
 
 
 def _scheduler_runtimes() -> Iterator[Comparison]:
-    """Enumerating all assignments of N microbatches to 4 pipelines costs C(N - 1, 3) N."""
+    """Yield scheduler times, if all C(N - 1, 3) assignments of N microbatches cost N each."""
     first, *others = paper.OPTIMUS_SCHEDULER.values()
 
     def work(row: paper.Scheduler) -> int:
@@ -200,7 +200,7 @@ def _pipeweaver_arithmetic() -> Iterator[Comparison]:
 
 
 def partition_example() -> Section:
-    """The best cut of PipeWeaver's example, by our partitioner."""
+    """Return the best partition of the PipeWeaver example, as found by torchmm."""
     example = paper.PIPEWEAVER_PARTITION
     costs = [example.encoder_layer_ms] * example.encoder_layers
     costs += [example.llm_layer_ms] * example.llm_layers
@@ -216,7 +216,7 @@ def partition_example() -> Section:
 
 
 def exact_sections() -> list[Section]:
-    """Those that need no simulation."""
+    """Return the sections that require no simulation."""
     identical = [parallel_sizes(), printed_mfu(), arithmetic()]
     return [partition_example(), parameters(), flops(), *identical]
 

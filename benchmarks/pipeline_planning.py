@@ -30,7 +30,7 @@ SEGMENTS = {"separated": 2, "interleaved_1f1b": 3, "zero_bubble": 1}
 
 
 def step_graph(schedule: str) -> StageGraph:
-    """0 to 2 sub-microbatches per microbatch, 1 on average."""
+    """Return the task graph with 0 to 2 sub-microbatches per microbatch, 1 on average."""
     modules = [
         ModuleLayers("vision", "encoder", (1.0,) * 24, sub_microbatched=True),
         ModuleLayers("llm", "llm", (2.0,) * 32),
@@ -42,7 +42,7 @@ def step_graph(schedule: str) -> StageGraph:
 
 
 def varying_specs(graph: StageGraph) -> MessageSpecs:
-    """One bfloat16 tensor per message, of another length each."""
+    """Return one bfloat16 tensor per message, each of a different length."""
     rng = random.Random(0)
     return {
         message: (TensorSpec((rng.randrange(1000, 8000), 4096), torch.bfloat16),)
@@ -52,7 +52,7 @@ def varying_specs(graph: StageGraph) -> MessageSpecs:
 
 
 def best_ms(function: Callable[[], object], repetitions: int) -> float:
-    """Least CPU time of a number of calls."""
+    """Return the minimum CPU time of several calls in milliseconds."""
     best = float("inf")
     for _ in range(repetitions):
         begin_s = time.thread_time()
@@ -62,7 +62,7 @@ def best_ms(function: Callable[[], object], repetitions: int) -> float:
 
 
 def measure(schedule: str, repetitions: int) -> list[Row]:
-    """Rows of one schedule."""
+    """Return the rows of one schedule."""
     graph = step_graph(schedule)
     specs = varying_specs(graph)
     order = ORDERS[schedule](graph)

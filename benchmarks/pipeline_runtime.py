@@ -25,12 +25,12 @@ from support.ranks import run_ranks
 
 
 def run_bookkeeping(size: str) -> Iterator[list[Row]]:
-    """One rank and two."""
+    """Measure one rank and two ranks."""
     yield bookkeeping.measure(bookkeeping.REPETITIONS[size])
 
 
 def run_model(size: str) -> Iterator[list[Row]]:
-    """Two ranks that compute."""
+    """Measure two computing ranks."""
     for setting in model_case.SETTINGS[size]:
         found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
         _describe("model", found)
@@ -39,7 +39,7 @@ def run_model(size: str) -> Iterator[list[Row]]:
 
 
 def run_sleep(size: str) -> Iterator[list[Row]]:
-    """Eight ranks that sleep."""
+    """Measure eight sleeping ranks."""
     for setting in sleep_case.SETTINGS[size]:
         found = sleep_case.run(setting)
         _describe("sleep", found)

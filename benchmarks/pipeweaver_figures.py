@@ -98,7 +98,7 @@ LARGE = {
 
 
 def best_fixed(setting: Setting, evaluations: int) -> dict[str, Timed]:
-    """Of each technique, the fastest with one mode for each module that fits into memory."""
+    """Return the fastest step of each technique with one mode per module that fits."""
     best: dict[str, Timed] = {}
     for modes in product(LAYER_MODES, repeat=len(setting.modules)):
         for name, found in ladder(setting, modes, evaluations):
@@ -109,7 +109,7 @@ def best_fixed(setting: Setting, evaluations: int) -> dict[str, Timed]:
 
 
 def ablation_rows(setting: Setting, evaluations: int, *, fixed: bool) -> list[Row]:
-    """Table 5."""
+    """Return the rows of table 5."""
     full = dict(ladder(setting, ("full",) * len(setting.modules), evaluations))
     tables = {"full recomputation": full}
     if fixed:
@@ -133,7 +133,7 @@ def ablation_rows(setting: Setting, evaluations: int, *, fixed: bool) -> list[Ro
 
 
 def size_rows(microbatches: int, sizes: Sequence[int], evaluations: int) -> list[Row]:
-    """Figure 10: the best and the worst order by size of sub-microbatches, relative to 12."""
+    """Return figure 10: best and worst schedule per sub-microbatch size, relative to 12."""
     best, worst = {}, {}
     for size in sizes:
         setting = Setting(microbatches, size)
@@ -162,14 +162,17 @@ def size_rows(microbatches: int, sizes: Sequence[int], evaluations: int) -> list
 
 
 def bounds_by_iteration() -> list[tuple[int, int]]:
-    """Least and most images of 40 iterations: twice up within 5, then down to none within 15."""
+    """Return minimum and maximum image counts of 40 iterations.
+
+    Both rise within 5 iterations and fall to 0 within 15 iterations, twice.
+    """
     rising = [(4 * i, 32) for i in range(5)]
     falling = [(round(16 * (14 - i) / 15), round(32 * (14 - i) / 14)) for i in range(15)]
     return 2 * (rising + falling)
 
 
 def dynamic_rows(setting: Setting, every: int, evaluations: int) -> list[Row]:
-    """Figure 9b: rising and falling numbers of images; times relative to ours."""
+    """Return figure 9b: rising and falling image counts, with times relative to torchmm."""
     groups: dict[str, list[dict[str, float]]] = {}
     for index, (least, most) in enumerate(bounds_by_iteration()):
         if (index - 5) % every:
@@ -200,7 +203,7 @@ def dynamic_rows(setting: Setting, every: int, evaluations: int) -> list[Row]:
 
 
 def average_rows(names: Sequence[str], microbatches: int, evaluations: int) -> list[Row]:
-    """Figure 9a: throughput against what is static, by kind of model."""
+    """Return figure 9a: throughput compared with static plans, per model type."""
     rows = []
     gains: dict[str, list[float]] = {}
     for name in names:
@@ -228,7 +231,7 @@ def average_rows(names: Sequence[str], microbatches: int, evaluations: int) -> l
 
 
 def memory_rows(microbatches: int, evaluations: int) -> list[Row]:
-    """Figure 11: memory of the first rank, and what using it is worth."""
+    """Return figure 11: memory of the first rank, and the gain from its use."""
     found = systems(Setting(microbatches, model=MEASURED["VLM-M"]), evaluations)
     chain = found["Megatron-LM"]
     rows = []
@@ -255,7 +258,7 @@ def memory_rows(microbatches: int, evaluations: int) -> list[Row]:
 
 
 def partition_rows(setting: Setting, evaluations: int) -> list[Row]:
-    """Figure 8: stages of several modules, in their best order, against those of one module."""
+    """Return figure 8: stages of several modules compared with stages of one module."""
     modes = ("full",) * len(setting.modules)
 
     def best_ms(graph: StageGraph) -> float:
@@ -269,7 +272,7 @@ def partition_rows(setting: Setting, evaluations: int) -> list[Row]:
 
 
 def grid(devices: int, longest: int) -> list[Model]:
-    """All sizes that are powers of two, with several ranks per pipeline."""
+    """Return all power-of-two parallelism degrees with several ranks per pipeline."""
     powers = [1 << i for i in range(devices.bit_length())]
     return [
         Model("pipeweaver_vlm_m", devices // (pipeline * tensor), pipeline, tensor)
@@ -280,7 +283,7 @@ def grid(devices: int, longest: int) -> list[Model]:
 
 
 def grid_rows(models: Sequence[Model], sequences: int, evaluations: int) -> list[Row]:
-    """Figure 13: MFU of VLM-M by sizes; those that fit."""
+    """Return figure 13: MFU of VLM-M for the parallelism degrees that fit."""
     found = {}
     for model in models:
         setting = Setting(sequences // model.data, model=model)
@@ -299,7 +302,7 @@ def grid_rows(models: Sequence[Model], sequences: int, evaluations: int) -> list
 
 
 def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> list[Row]:
-    """Figure 14: MFU of thousands of devices, and throughput against what is static."""
+    """Return figure 14: MFU on thousands of devices, and throughput compared with static plans."""
     rows, gains = [], []
     for name in models:
         setting = Setting(microbatches, model=LARGE[name])

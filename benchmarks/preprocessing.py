@@ -56,7 +56,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
-    """Images with smooth contents, as photographs are for a JPEG decoder."""
+    """Write images with smooth contents, which cost a JPEG decoder as much as photographs."""
     rng = np.random.default_rng(SEED)
     rows = []
     for number in range(count):
@@ -71,7 +71,7 @@ def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
 
 
 class Site:
-    """Samples and what is needed to read them."""
+    """Samples with their reader and loaders."""
 
     def __init__(self, directory: Path, images: int, side_px: int) -> None:
         backend = Tokenizer(
@@ -114,7 +114,7 @@ class Site:
 
     @contextmanager
     def producers(self, count: int) -> Iterator[list[str]]:
-        """Start them; gives their addresses."""
+        """Start the producers and yield their addresses."""
         data = self.data(0, [], plan=True)
         given = {"workers": 1, "token": None, "certificate": None}
         started = [
@@ -127,7 +127,7 @@ class Site:
 
 
 def waits_s(loader: Loader, steps: int, step_s: float) -> tuple[float, float]:
-    """Median time that a step waits for its batch, and a checksum of all pixels."""
+    """Return the median wait of a step for its batch in seconds, and a checksum of all pixels."""
     batches, waits, checksum = iter(loader), [], 0.0
     for _ in range(WARMUP + steps):
         begin_s = time.perf_counter()
@@ -141,7 +141,7 @@ def waits_s(loader: Loader, steps: int, step_s: float) -> tuple[float, float]:
 
 
 def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]:
-    """Waiting times of one size of images."""
+    """Return the wait times for one image size."""
     with tempfile.TemporaryDirectory() as directory:
         site = Site(Path(directory), images, side_px)
         own_s, expected = waits_s(site.loader(), steps, step_s)
@@ -172,7 +172,7 @@ def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]
 
 
 class Sender(Server):
-    """Sends the same message as often as it is asked to."""
+    """Flight server that sends the same message several times."""
 
     def __init__(self, message: Message) -> None:
         super().__init__("127.0.0.1:0")
@@ -181,7 +181,7 @@ class Sender(Server):
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.GeneratorStream:
-        """As many messages as the ticket says."""
+        """Return the number of messages that the ticket specifies."""
         count = int(ticket.ticket)
         return flight.GeneratorStream(SCHEMA, (to_arrow(self._message, 0) for _ in range(count)))
 
@@ -206,7 +206,7 @@ def send(told: Connection, count: int, by_flight: bool) -> None:
 
 
 def sending_s(count: int, by_flight: bool) -> float:
-    """CPU seconds of both sides."""
+    """Return the CPU time of sender and receiver in seconds."""
     context = multiprocessing.get_context("spawn")
     told, theirs = context.Pipe()
     process = context.Process(target=send, args=(theirs, count, by_flight), daemon=True)
@@ -232,7 +232,7 @@ def sending_s(count: int, by_flight: bool) -> float:
 
 
 def sending_rows(quick: bool) -> list[Row]:
-    """What sending costs: medians of turns."""
+    """Return the cost of sending, as medians of rounds."""
     count, rounds = (16, 1) if quick else (64, 7)
     ours, baseline = [], []
     for _ in range(rounds):

@@ -136,7 +136,7 @@ def forecast(path: Path, changes: Sequence[str] = ()) -> list[Row]:
 
 
 def dry_run(command: list[str]) -> int:
-    """The exit code of `train.py`, in this process: importing takes seconds."""
+    """Run `train.py` in this process, without new imports, and return its exit code."""
     import train  # noqa: PLC0415 - next to this directory
 
     with mock.patch.object(sys, "argv", command):
@@ -144,7 +144,7 @@ def dry_run(command: list[str]) -> int:
 
 
 def with_figures(text: str, rows: Sequence[Row]) -> str:
-    """`text` with the figures of these rows in its tables."""
+    """Return `text` with the values of these rows in its tables."""
     figures = {(row.case, row.metric): row.ours for row in rows}
     lines, columns = text.split("\n"), []
     for number, line in enumerate(lines):

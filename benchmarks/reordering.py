@@ -47,7 +47,7 @@ SIZES: dict[str, Callable[[np.random.Generator, int], Float64s]] = {
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
-    """Least CPU time of a call; the first one, which may compile, does not count."""
+    """Return the minimum CPU time of a call in ms, without the first call, which may compile."""
     function()
     best = float("inf")
     for _ in range(repetitions):
@@ -58,7 +58,7 @@ def least_ms(function: Callable[[], object], repetitions: int) -> float:
 
 
 def groups_rows(repetitions: int) -> list[Row]:
-    """Balancing over groups."""
+    """Return the rows about balancing over groups."""
     rows = []
     for kind, groups in ((k, g) for k in SIZES for g in PAPER_MS):
         sizes = SIZES[kind](np.random.default_rng(SEED), BATCH)
@@ -79,7 +79,7 @@ def groups_rows(repetitions: int) -> list[Row]:
 
 
 def pipeline(ranks: int, microbatches: int, per_rank: int = 1) -> StepProgram:
-    """1F1B, or interleaved 1F1B with several stages per rank."""
+    """Return 1F1B, or interleaved 1F1B for several stages per rank."""
     count = ranks * per_rank
     stages = tuple(StageSpec(i, "model", i, i + 1, (i % ranks,)) for i in range(count))
     layout = StageLayout(stages, tuple((i, i + 1) for i in range(count - 1)))
@@ -90,7 +90,10 @@ def pipeline(ranks: int, microbatches: int, per_rank: int = 1) -> StepProgram:
 def durations(
     program: StepProgram, groups: int, kind: str, generator: bool, seed: int = SEED
 ) -> tuple[Float64s, Float64s]:
-    """Forward and backward, (groups, stages, microbatches); groups are balanced by encoder time."""
+    """Return forward and backward times of shape (groups, stages, microbatches).
+
+    Groups are balanced by encoder time.
+    """
     rng = np.random.default_rng(seed)
     forward = np.full((groups, program.stages, program.microbatches), 1.0)
     for stage in (0, -1)[: 1 + generator]:
@@ -105,7 +108,7 @@ def durations(
 def orders_rows(
     kind: str, groups: int, *, generator: bool, per_rank: int, repetitions: int
 ) -> list[Row]:
-    """Ordering inside groups."""
+    """Return the rows about reordering inside groups."""
     program = pipeline(RANKS, BATCH // groups, per_rank)
     costs = durations(program, groups, kind, generator)
     usual = SearchEffort.default(program)
@@ -145,7 +148,7 @@ def orders_rows(
 
 
 def brute_force_rows(cases: int) -> list[Row]:
-    """Seven microbatches on four ranks, against all 5040 orders."""
+    """Return rows that compare with all 5,040 orders of seven microbatches on four ranks."""
     program = pipeline(4, 7)
     every = np.array(list(permutations(range(7))))
     rows = []

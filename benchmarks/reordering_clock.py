@@ -60,11 +60,11 @@ QUIET = 0.3
 
 @dataclass(frozen=True)
 class Setting:
-    """How long to measure what.
+    """Extent of the measurement.
 
     Attributes:
-        microbatches: of each pipeline or replica.
-        llm_s: an LLM's forward of a microbatch, slept; the tower takes as long on average.
+        microbatches: Microbatches per pipeline or replica.
+        llm_s: Sleep of the LLM forward pass per microbatch. The encoder mean is the same.
     """
 
     microbatches: int
@@ -80,18 +80,20 @@ QUICK = Setting(6, 2, 2, 0.02, 0, Size(2, 2, 64, 64))
 
 
 def load_images(steps: int, per_step: int) -> list[list[int]]:
-    """Images of the microbatches of each step, in the data's order."""
+    """Return the image counts of the microbatches of each step, in dataset order."""
     packs = pack_documents(load_documents(), TOKENS, IMAGE_TOKENS, seed=SEED)
     images = [sum(sample.images for sample in pack) for pack in packs]
     return [images[i * per_step : (i + 1) * per_step] for i in range(steps)]
 
 
 def arrange(mode: str, tower_s: Sequence[float], llm_s: Sequence[float], ordered: bool) -> Int64s:
-    """(groups, microbatches): the place of everything in a global batch.
+    """Return microbatch indices of the global batch, of shape (groups, microbatches).
 
     Args:
-        tower_s, llm_s: forwards by microbatch, in the data's order; backwards take twice as long.
-        ordered: whether there is a pipeline.
+        mode: Reordering mode.
+        tower_s: Encoder forward time of each microbatch in seconds, in dataset order.
+        llm_s: LLM forward time of each microbatch in seconds, in dataset order.
+        ordered: Whether the ranks run a pipeline.
     """
     sizes = np.add(tower_s, llm_s)
     places = np.arange(len(sizes)).reshape(GROUPS, -1)
@@ -107,7 +109,7 @@ def arrange(mode: str, tower_s: Sequence[float], llm_s: Sequence[float], ordered
 
 
 def chain(modules: Sequence[str] = ("tower", "rest"), parts: Sequence[str] = ()) -> StageLayout:
-    """One stage on each of two ranks."""
+    """Return a layout with one stage on each of two ranks."""
     layers = (TOWER_LAYERS, LLM_LAYERS)
     stages = tuple(
         StageSpec(i, name, 0, n, (i,))
@@ -117,7 +119,7 @@ def chain(modules: Sequence[str] = ("tower", "rest"), parts: Sequence[str] = ())
 
 
 class SleepingPipelines:
-    """Steps of two pipelines under one arrangement; plans are made before."""
+    """Program that runs two pipelines with one arrangement. Plans are made in advance."""
 
     def __init__(self, mode: str, work: Work, channels: P2PChannels) -> None:
         self.name = mode
@@ -133,7 +135,7 @@ class SleepingPipelines:
         self.runtime = PipelineRuntime(place, {place: SleepStage(work, *layers)}, channels)
 
     def step(self, index: int) -> float:
-        """Seconds of work; gradients are added up over pipelines."""
+        """Run a step with a gradient all-reduce, and return its compute time in seconds."""
         result = self.runtime.step(self.plans[index], self.images[index], record=True)
         dist.all_reduce(torch.zeros(1))
         done = (r for r in result.records or () if r.action.type in COMPUTE)
@@ -141,7 +143,7 @@ class SleepingPipelines:
 
 
 def sleeping_plan(images: Sequence[int]) -> PipelinePlan:
-    """1F1B; microbatches without images have no work for the tower."""
+    """Return a 1F1B plan, in which microbatches without images have no encoder task."""
     layout = chain(("vision", "llm"), ("vision",))
     graph = StageGraph(layout, len(images), {"vision": tuple(min(n, 1) for n in images)})
     specs = {
@@ -157,7 +159,7 @@ def sleeping_plan(images: Sequence[int]) -> PipelinePlan:
 
 
 class ComputingReplicas:
-    """Steps of two replicas of a model under one arrangement."""
+    """Program that runs two replicas of a model with one arrangement."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class ComputingReplicas:
             self.steps.append([batch[i] for i in own])
 
     def step(self, index: int) -> float:
-        """Seconds of work."""
+        """Run a step and return its compute time in seconds."""
         self.model.zero_grad()
         plan = self.pipeline.plan_training(self.steps[index])
         result = self.pipeline.run(plan, self.steps[index])
@@ -192,7 +194,9 @@ class ComputingReplicas:
 
 
 class SleepingShards:
-    """Steps of FSDP2 shards with one arrangement; gradients are reduced in every microbatch.
+    """Program that runs FSDP2 shards with one arrangement.
+
+    Gradients are reduced in every microbatch.
 
     Args:
         name: Name of the program.
@@ -262,7 +266,7 @@ def run_shards(setting: Setting) -> Comparison:
 
 
 def run_sleeping(setting: Setting) -> Comparison:
-    """What one of four ranks does; the comparison of all modes."""
+    """Compare all modes on one of four ranks."""
     images = load_images(setting.steps, GROUPS * setting.microbatches)
     layer_s = setting.llm_s / LLM_LAYERS
     average = mean(count for step in images for count in step)
@@ -275,7 +279,7 @@ def run_sleeping(setting: Setting) -> Comparison:
 
 
 def run_computing(setting: Setting) -> Comparison:
-    """What one of two ranks does."""
+    """Compare all modes on one of two ranks."""
     packs = pack_documents(load_documents(), TOKENS // 4, IMAGE_TOKENS // 4, 4, SEED)
     per_step = GROUPS * setting.microbatches
     made = [make_microbatch(p, i) for i, p in enumerate(packs[: setting.steps * per_step])]
@@ -288,7 +292,7 @@ def run_computing(setting: Setting) -> Comparison:
 
 
 def rows_of(case: str, found: Comparison) -> list[Row]:
-    """Every mode against the natural order."""
+    """Return rows that compare every mode with the natural order."""
     rows = []
     for mode in (m for m in (*MODES[1:], *SHARD_ORDERS[1:]) if m in found.times):
         rows += [

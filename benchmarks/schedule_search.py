@@ -49,35 +49,36 @@ NAMES = {
     "annealing": "annealing (torchmm)",
 }
 POINTS = 60
-"""Of a curve."""
+"""Number of points per curve."""
 
 
 class Searched(NamedTuple):
-    """A strategy on a step."""
+    """Result of a search strategy on a step."""
 
     instance: Instance
     strategy: str
     found: SearchResult
     seconds: float
     bests: list[tuple[float, float]]
-    """(seconds, milliseconds of the best order), the natural one first."""
+    """(seconds, step time of the best schedule in ms), starting with the natural order."""
     bound_ms: float
 
     def gap_percent(self, makespan_ms: float) -> float:
-        """Above the bound."""
+        """Return the gap to the lower bound in percent."""
         return 100 * (makespan_ms / self.bound_ms - 1)
 
     def after(self, seconds: float) -> float:
-        """Gap of the best order at that time."""
+        """Return the gap of the best schedule after `seconds`."""
         times = [makespan_ms for begin_s, makespan_ms in self.bests if begin_s <= seconds]
         return self.gap_percent(times[-1])
 
 
 def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], list[Row]]:
-    """All strategies on a step.
+    """Run all strategies on a step, and return their results and rows.
 
     Args:
-        seconds: budget by strategy.
+        instance: Step to schedule.
+        seconds: Maps a strategy to its time limit in seconds.
     """
     graph, costs = instance.build()
     begin_s = time.process_time()
@@ -104,7 +105,7 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
 def watched(
     instance: Instance, strategy: str, dispatcher: Dispatcher, budget_s: float, bound_ms: float
 ) -> Searched:
-    """A search with what it had found when."""
+    """Run a search and record the time of each improvement."""
     bests = [(0.0, dispatcher.evaluate())]
     begin_s = time.perf_counter()
 
@@ -121,7 +122,7 @@ def watched(
 
 
 def row_of(each: Searched, budget_s: float, natural: float) -> Row:
-    """The gap at the end of the budget; with the time it took, if that is shorter."""
+    """Return the row of the gap at the end of the time limit."""
     goal = GOAL_PERCENT.get(each.instance.cap) if each.strategy == "annealing" else None
     metric = f"gap, {NAMES[each.strategy]}, {budget_s:g} s"
     if each.strategy == "natural":
@@ -134,7 +135,10 @@ def row_of(each: Searched, budget_s: float, natural: float) -> Row:
 
 
 def static_row(each: Searched, dispatcher: Dispatcher, natural: float) -> Row:
-    """The separated schedule, which bounds microbatches in flight and not memory."""
+    """Return the row of the separated schedule.
+
+    It limits the number of microbatches in flight instead of memory.
+    """
     durations = dispatcher.costs.compute_ms.__getitem__
     timed = time_order(dispatcher, separated(dispatcher.graph, durations))
     name = "gap, separated" + ("" if timed.fits else ", more memory")
@@ -145,7 +149,7 @@ def static_row(each: Searched, dispatcher: Dispatcher, natural: float) -> Row:
 
 
 def summary(searched: Sequence[Searched], budgets: dict[float, float]) -> list[Row]:
-    """Mean and worst gap of annealing by cap."""
+    """Return the mean and the maximum gap of annealing for each memory cap."""
     rows = []
     for cap, name in CAPS.items():
         ours = [s for s in searched if s.instance.cap == cap and s.strategy == "annealing"]
@@ -161,7 +165,7 @@ def summary(searched: Sequence[Searched], budgets: dict[float, float]) -> list[R
 
 
 def draw(searched: Sequence[Searched], file: Path) -> None:
-    """Mean gap over time by strategy, a panel for each cap."""
+    """Plot the mean gap of each strategy over time, with one panel per memory cap."""
     caps = [cap for cap in CAPS if any(s.instance.cap == cap for s in searched)]
     figure = Figure(figsize=(4.2 * len(caps), 3.4), layout="constrained")
     panels = figure.subplots(1, len(caps), squeeze=False)[0]
@@ -182,7 +186,7 @@ def draw(searched: Sequence[Searched], file: Path) -> None:
 
 
 def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
-    """All steps. The budget is that of the goal; strategies to compare with get as much."""
+    """Measure all steps. All strategies have the time limit of the goal."""
     budgets = dict.fromkeys(CAPS, 1.5 if quick else 10.0) | {LOOSE: 1.0}
     caps = (LOOSE, TIGHT) if quick else tuple(CAPS)
     searched, rows = [], []

@@ -68,9 +68,9 @@ SEARCHED, MEGATRON, SEPARATED, STOCK = (
     "searched", "1F1B", "static separated", "torch interleaved",
 )  # fmt: skip
 EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
-"""Of orders that run; of those that candidates are compared with."""
+"""Numbers of search evaluations: of executed schedules, and of schedules of candidates."""
 SLEEP: dict[str, dict[str, Any]] = {"full": {"patience_s": 30}, "quick": {"layer_s": 1e-3}}
-"""What differs from the settings of `pipeline_sleep_case`."""
+"""Differences from the settings of `pipeline_sleep_case`."""
 VARIED = {
     "full": sleep_case.Setting(8e-3, 12, steps=20, runs=1, patience_s=30, tried=2),
     "quick": sleep_case.Setting(1e-3, 8, steps=4, runs=1, patience_s=0, tried=1),
@@ -90,16 +90,16 @@ VARIED_MODEL = {
     ),
 }  # fmt: skip
 MOST_IMAGES, TYPICAL = 48, 3
-"""Of a microbatch; batches by which choices are made."""
+"""Maximum number of images per microbatch, and number of batches that select the plans."""
 VARIED_TOKENS = (MOST_IMAGES + 2) * IMAGE_TOKENS
-"""Of a microbatch: room for all images and some text."""
+"""Tokens per microbatch: enough for all images and some text."""
 CHAINS = ("megatron", "balanced")
-"""Stages of static planners, on which orders are searched too."""
+"""Stage layouts of static plans that searched schedules may also use."""
 
 
 @dataclass(frozen=True)
 class MegatronChoice(Choice):
-    """Megatron-LM's placement under 1F1B."""
+    """Placement of Megatron-LM with the 1F1B schedule."""
 
     def config(self) -> ParallelConfig:
         return ParallelConfig(pipeline=model_case.RANKS, schedule="megatron")
@@ -109,10 +109,10 @@ class MegatronChoice(Choice):
 
 
 class PlannedProgram(OurProgram):
-    """Steps whose plans were made before.
+    """Program whose plans are made in advance.
 
     Args:
-        rates: seconds per FLOP.
+        rates: Seconds per FLOP.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PlannedProgram(OurProgram):
 
 
 def searched_s(costs: Costs, choice: SearchedChoice) -> float:
-    """Simulated makespan of the searched schedules of all steps."""
+    """Return the simulated time of the searched schedules of all steps in seconds."""
     config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
@@ -146,7 +146,7 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
 
 
 def searched_choices(setting: model_case.Setting, costs: Costs) -> list[SearchedChoice]:
-    """The best in simulation: of separated segments, and of stages that form a chain."""
+    """Return the fastest simulated choices of separated segments and of single pipelines."""
     separate = [
         SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
         for choice in model_case.choices(setting)
@@ -167,10 +167,11 @@ def searched_choices(setting: model_case.Setting, costs: Costs) -> list[Searched
 
 
 def run_model_rank(setting: model_case.Setting, varied: bool) -> dict[str, Any]:
-    """Everything one of two ranks does; what rank 0 reports.
+    """Measure all programs on one of two ranks, and return the results.
 
     Args:
-        varied: whether microbatches have any number of images, instead of real documents'.
+        setting: Sizes of the measurement.
+        varied: Whether to use random image counts instead of those of real documents.
     """
     keep_freed_memory()  # as training does
     if varied:
@@ -205,17 +206,17 @@ def run_model_rank(setting: model_case.Setting, varied: bool) -> dict[str, Any]:
 
 
 def run_model(size: str) -> Iterator[list[Row]]:
-    """Two ranks that compute, in the proportions of SmolVLM-500M."""
+    """Measure two computing ranks with the proportions of SmolVLM-500M."""
     yield from run_models(size, model_case.SETTINGS[size][:1])
 
 
 def run_small_model(size: str) -> Iterator[list[Row]]:
-    """The same in those of SmolVLM-256M, whose tower takes more of the time; not in quick runs."""
+    """Measure two computing ranks with the proportions of SmolVLM-256M (not in quick runs)."""
     yield from run_models(size, model_case.SETTINGS[size][1:])
 
 
 def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[list[Row]]:
-    """Each of some settings."""
+    """Measure each of several settings."""
     for setting in settings:
         if size == "quick":
             setting = replace(setting, size=Size(2, 5, 96, 96), microbatches=4)  # noqa: PLW2901
@@ -227,13 +228,13 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
 
 
 def model_title(setting: model_case.Setting) -> str:
-    """Ranks and layers."""
+    """Return a title with the numbers of ranks and layers."""
     size = setting.size
     return f"{model_case.RANKS} ranks, {size.tower_layers} + {size.llm_layers} layers"
 
 
 def model_rows(case: str, found: Mapping[str, Any]) -> list[Row]:
-    """Of what two ranks report."""
+    """Return the rows of the results of two ranks."""
     difference = Row(
         case, "gradient difference", "relative", found["difference"],
         goal=model_case.TOLERANCE, better="lower",
@@ -243,26 +244,26 @@ def model_rows(case: str, found: Mapping[str, Any]) -> list[Row]:
 
 @dataclass(frozen=True)
 class SleepSeparated(sleepers.Choice):
-    """Separated segments, ordered by the separated schedule."""
+    """Separated segments with the separated schedule."""
 
     def plan(self, work: sleepers.Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         graph = self.graph(work, index)
         return Planned(graph, separated(graph, sleepers.durations(graph, work, index)))
 
 
 @dataclass(frozen=True)
 class SleepSearched(sleepers.Choice):
-    """Separated segments in searched order.
+    """Separated segments with searched schedules.
 
     Attributes:
-        evaluations: orders tried for a step at most.
+        evaluations: Maximum number of evaluated schedules per step.
     """
 
     evaluations: int = EVALUATIONS
 
     def plan(self, work: sleepers.Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         graph = self.graph(work, index)
         search = SearchConfig(evaluations=self.evaluations)
         config = ParallelConfig(pipeline=sleepers.RANKS, schedule="searched", search=search)
@@ -272,10 +273,10 @@ class SleepSearched(sleepers.Choice):
 
 @dataclass(frozen=True)
 class SleepMegatron:
-    """Megatron-LM's placement under 1F1B."""
+    """Placement of Megatron-LM with the 1F1B schedule."""
 
     def plan(self, work: sleepers.Work, index: int) -> Planned:
-        """Of a step."""
+        """Return the task graph and the schedule of a step."""
         images = work.images[index]
         layout = megatron_layout(sleepers.chain_modules(work), sleepers.RANKS, 1)
         graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
@@ -286,7 +287,7 @@ SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
 
 
 def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
-    """The best in simulation: choices of each of our plans, and splits of the stock one."""
+    """Return the fastest simulated choices of torchmm plans and splits of PyTorch schedules."""
     sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
     if tried == 1:  # --quick
         sizes = sizes[::3]
@@ -312,7 +313,7 @@ def run_sleep_rank(
     chosen: dict[str, list[SleepChoice]],
     splits: list,
 ) -> dict[str, Any]:
-    """Everything one of eight ranks does."""
+    """Measure all programs on one of eight ranks."""
     watch = Stopwatch(setting.patience_s, sleep_case.QUIET)
     ours = [
         watch.fastest([PlannedSleep(name, work, choice) for choice in tried])
@@ -329,7 +330,7 @@ def run_sleep_rank(
 
 
 def run_sleep(size: str) -> Iterator[list[Row]]:
-    """Eight ranks that sleep."""
+    """Measure eight sleeping ranks."""
     for short in sleep_case.SETTINGS[size]:
         setting = replace(short, **SLEEP.get(size, {}))
         work = sleep_case.load_work(setting)
@@ -344,14 +345,14 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
 
 
 def varied_images(steps: int, microbatches: int) -> list[list[int]]:
-    """Of batches that differ: any number that fits into a sequence of PipeWeaver's."""
+    """Return random image counts of 0 to the maximum of a PipeWeaver sequence."""
     rng = np.random.default_rng(SEED)
     found: list[list[int]] = rng.integers(0, MOST_IMAGES + 1, (steps, microbatches)).tolist()
     return found
 
 
 def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
-    """Such batches for ranks that sleep, with the tower's share of time as in other cases."""
+    """Return varied batches for sleeping ranks, with the encoder fraction of the other cases."""
     steps = varied_images(setting.steps, setting.microbatches)
     layer_s = setting.layer_s
     share = sleep_case.TOWER_SHARE
@@ -361,7 +362,10 @@ def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
 
 
 def run_varied(size: str) -> Iterator[list[Row]]:
-    """Eight ranks that sleep, on batches that differ. All sides choose by the first batches."""
+    """Measure eight sleeping ranks on varied batches.
+
+    All programs are selected on the first batches.
+    """
     setting = VARIED[size]
     work = varied_work(setting)
     typical = replace(work, images=work.images[:TYPICAL])
@@ -377,7 +381,10 @@ def run_varied(size: str) -> Iterator[list[Row]]:
 
 
 def run_varied_model(size: str) -> Iterator[list[Row]]:
-    """Two ranks that compute, on batches that differ. All sides choose by the first batches."""
+    """Measure two computing ranks on varied batches.
+
+    All programs are selected on the first batches.
+    """
     setting = VARIED_MODEL[size]
     found = run_ranks(run_model_rank, model_case.RANKS, setting, True)
     print_choices("varied model", found)
@@ -389,7 +396,7 @@ def run_varied_model(size: str) -> Iterator[list[Row]]:
 
 
 def batch_rows(case: str, comparison: Comparison) -> list[Row]:
-    """Searched orders against the static plan that is the fastest over all batches, by batch."""
+    """Return rows that compare searched schedules with the fastest static plan, per batch."""
     static = min((MEGATRON, SEPARATED, STOCK), key=comparison.wall_s)
     by_step: dict[int, list[float]] = {}
     pairs = zip(comparison.times[static], comparison.times[SEARCHED], strict=True)
@@ -405,15 +412,17 @@ def batch_rows(case: str, comparison: Comparison) -> list[Row]:
 
 
 def run_planning(size: str) -> Iterator[list[Row]]:
-    """Two ranks alongside a planning process."""
+    """Measure two ranks with a concurrent planning process."""
     yield from planning_beside.measure(planning_beside.SETTINGS[size])
 
 
 def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
-    """Searched orders against the three others.
+    """Return rows that compare searched schedules with the three baselines.
 
     Args:
-        goal: against 1F1B; the others are not to be faster.
+        case: Name of the case.
+        comparison: Times of all programs.
+        goal: Goal of the speedup compared with 1F1B. The goal of the other baselines is 1.
     """
     return comparison.rows(case, SEARCHED, {MEGATRON: goal, SEPARATED: 1.0, STOCK: 1.0})
 

@@ -52,15 +52,15 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Size:
-    """A step to be simulated."""
+    """Size of a simulated step."""
 
     name: str
     tasks: int
-    """Forwards and backwards."""
+    """Number of forward and backward tasks."""
     segments: int
-    """Of the LLM."""
+    """Number of LLM segments."""
     goal: float
-    """Evaluations per second."""
+    """Goal of evaluations per second."""
 
 
 SIZES = (
@@ -71,7 +71,7 @@ SIZES = (
 
 
 def step_graph(size: Size) -> StageGraph:
-    """As many sub-microbatches as make up the number of tasks, unevenly spread."""
+    """Return a task graph whose uneven sub-microbatches add up to the number of tasks."""
     modules = [
         ModuleLayers("vision", "encoder", (1.0,) * 64, sub_microbatched=True),
         ModuleLayers("llm", "llm", (1.0,) * 120),
@@ -87,7 +87,7 @@ def step_graph(size: Size) -> StageGraph:
 
 
 def forward_ms(graph: StageGraph, task: Task, rng: random.Random) -> float:
-    """A stage's forward: the last sub-microbatch of a microbatch may have few images."""
+    """Return the forward time of a stage. The last sub-microbatch may have few images."""
     stage = graph.layout.stages[task.stage]
     layers = stage.stop - stage.start
     if stage.module == "llm":
@@ -98,7 +98,7 @@ def forward_ms(graph: StageGraph, task: Task, rng: random.Random) -> float:
 
 
 def step_costs(graph: StageGraph, transfer_ms: float) -> PlanCosts:
-    """Tasks of a microbatch that differ only in the rank take equally long."""
+    """Return costs that are equal on all ranks for the same task of a microbatch."""
     compute: dict[Action, float] = {}
     for task in graph.tasks():
         stage = graph.layout.stages[task.stage]
@@ -111,7 +111,7 @@ def step_costs(graph: StageGraph, transfer_ms: float) -> PlanCosts:
 
 
 def best_s(calls: list[Callable[[], object]], batches: int) -> float:
-    """Least CPU time of a call, as the mean of a batch of calls."""
+    """Return the minimum over batches of the mean CPU time of a call, in seconds."""
     best = float("inf")
     for _ in range(batches):
         begin_s = time.thread_time()
@@ -122,7 +122,7 @@ def best_s(calls: list[Callable[[], object]], batches: int) -> float:
 
 
 def dispatcher_rows(size: Size, batches: int) -> list[Row]:
-    """Evaluations of priorities, without and with time for transfers."""
+    """Return evaluations of priorities per second, without and with transfer times."""
     rows = []
     for transfer_ms, what, goal in ((0.0, "", size.goal), (0.3, " with transfers", None)):
         graph = step_graph(size)
@@ -137,7 +137,7 @@ def dispatcher_rows(size: Size, batches: int) -> list[Row]:
 
 
 def natural_plan(size: Size) -> tuple[PipelinePlan, PlanCosts]:
-    """The plan of the dispatcher's natural order."""
+    """Return the plan of the natural order of the dispatcher."""
     graph = step_graph(size)
     costs = step_costs(graph, 0.3)
     order = Dispatcher(graph, costs).dispatch().order
@@ -145,7 +145,7 @@ def natural_plan(size: Size) -> tuple[PipelinePlan, PlanCosts]:
 
 
 def makespan_ps(graph: CompiledGraph, duration_ps: Int64s) -> int:
-    """End of the last operator for other durations, by place."""
+    """Return the end of the last operator for new durations, in picoseconds."""
     start_ps = np.zeros_like(duration_ps)
     end_ps = np.empty_like(duration_ps)
     time_nodes(duration_ps, graph.pointers, graph.sources, start_ps, end_ps)
@@ -174,11 +174,11 @@ LAYER_PARTS = (
     *(("gpu", s) for s in (0.02, 0.3, 0.04, 0.15)),
     ("nic", 0.05),
 )
-"""Each part comes after the one before it."""
+"""Dependencies: each part runs after the previous part."""
 
 
 def layer_subgraph(length_ms: float) -> Subgraph:
-    """Ten operators in a row."""
+    """Return a subgraph of ten sequential operators."""
     return Subgraph(
         tuple(
             Part(queue, share * length_ms, (index - 1,) if index else ())
@@ -188,7 +188,7 @@ def layer_subgraph(length_ms: float) -> Subgraph:
 
 
 def subgraph_rows(size: Size) -> list[Row]:
-    """The step's operators as subgraphs, against all of them in one graph."""
+    """Return rows that compare subgraphs with one graph of all operators."""
     graph = step_graph(size)
     costs = step_costs(graph, 0.0)
     order = Dispatcher(graph, costs).dispatch().order
@@ -229,7 +229,7 @@ def subgraph_rows(size: Size) -> list[Row]:
 
 
 def command_rows(runs: int) -> list[Row]:
-    """All of `scripts/simulate.py` in a separate process, imports included."""
+    """Return the CPU time of `scripts/simulate.py` in a separate process, including imports."""
     command = [sys.executable, "scripts/simulate.py", "--config", str(COMMAND_RECIPE)]
     command += ["--schedule", "megatron_balanced"]
     seconds = []

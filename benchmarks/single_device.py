@@ -73,7 +73,7 @@ LAST_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
+    """Comparison of torchmm with a baseline."""
 
     shape: str
     baseline: str
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def speed_goal(self) -> float:
-        """torchmm / baseline."""
+        """Goal of the ratio torchmm / baseline."""
         return 1.0 if self.equal_lengths else 1.1
 
 
@@ -142,7 +142,7 @@ def _installed() -> list[str]:
 
 
 def _peak(device: torch.device) -> float | None:
-    """FLOP/s; on a CPU the best of ten measurements, as neighbours disturb most of them."""
+    """Return peak FLOP/s. On a CPU, it is the best of ten measurements on a shared host."""
     found = [peak_flops(device) for _ in range(10 if device.type == "cpu" else 1)]
     return max((peak for peak in found if peak is not None), default=None)
 
@@ -173,7 +173,7 @@ def _cases(args: argparse.Namespace, device: torch.device) -> list[Case]:
 
 
 class LossMismatchError(Exception):
-    """The two sides did not compute the same."""
+    """Different losses of torchmm and the baseline."""
 
 
 def _run_case(
@@ -197,10 +197,10 @@ def _run_case(
 
 
 class Baseline(Protocol):
-    """The other side of a comparison."""
+    """Baseline program of a comparison."""
 
     def step(self, batch: PaddedBatch) -> float:
-        """One optimizer step; the loss before it, in nats per target."""
+        """Run an optimizer step and return the loss before it, in nats per target."""
 
 
 def _build_baseline(
@@ -217,7 +217,7 @@ def _build_baseline(
 
 
 def _release_memory(device: torch.device) -> None:
-    """Frees a case's models, which hooks and compiled code hold in reference cycles."""
+    """Free the models of a case, which are in reference cycles of hooks and compiled code."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -238,7 +238,7 @@ def _open_trainer(
 
 
 def _recipe(case: Case, captions: Captions, scratch: Path, device: torch.device) -> Recipe:
-    """The recipe of a case; writes its samples and tokenizer to `scratch`."""
+    """Return the recipe of a case, and write its samples and tokenizer to `scratch`."""
     shape = SHAPES[case.shape]
     captions.write_parquet(scratch / "captions.parquet")
     captions.tokenizer.save_pretrained(scratch / "tokenizer")
@@ -272,7 +272,10 @@ def _recipe(case: Case, captions: Captions, scratch: Path, device: torch.device)
 
 
 def _step_size(case: Case, shape: Shape, captions: Captions) -> tuple[int, int]:
-    """Tokens per packed sequence and number of sequences; samples of one length get one each."""
+    """Return tokens per packed sequence and the number of packed sequences.
+
+    Samples of equal length are not packed.
+    """
     if not case.equal_lengths:
         return shape.sequence_length, shape.sequences
     text = captions.tokenizer(captions.records[0]["text"]).input_ids
@@ -289,7 +292,7 @@ def _compare(
     padded: list[PaddedBatch],
     device: torch.device,
 ) -> PairedTimes:
-    """Time both sides on all batches, after checking that they compute the same losses."""
+    """Time torchmm and the baseline on all batches, after a check of equal losses."""
     last: dict[str, float] = {}
 
     def run_ours() -> None:
@@ -321,7 +324,7 @@ def _check_losses(what: str, ours: float, baseline: float, tolerance: float) -> 
 
 
 def _flops(trainer: Trainer, batches: list[StepBatch]) -> int:
-    """FLOPs of all batches, forward and backward."""
+    """Return the FLOPs of all batches, forward and backward."""
     modules = [m.describe() for m in trainer.parts.model.modality_modules()]
     counts = [
         microbatch_flops(modules, microbatch.meta, microbatch.target_count)
@@ -356,7 +359,7 @@ def _speed_rows(
 
 
 def _padding_row(case: Case, batches: list[StepBatch], padded: list[PaddedBatch]) -> Row:
-    """Share of the computed positions that belong to no sample."""
+    """Return the row of the fraction of computed positions that are padding."""
     used = _used_tokens(batches)
     ours = 1 - used / sum(m.meta.tokens for b in batches for m in b.microbatches)
     baseline = 1 - used / sum(p["labels"].numel() for p in padded)

@@ -40,7 +40,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe and how it is started."""
+    """Recipe and its command."""
 
     path: str
     """Below recipes/."""
@@ -91,7 +91,7 @@ CASES = {
 
 
 class RunError(Exception):
-    """A recipe did not run to its end."""
+    """Failure of a recipe."""
 
 
 def main() -> int:
@@ -122,10 +122,10 @@ def main() -> int:
 
 
 def run(name: str, case: Case, quick: bool = False) -> list[Row]:
-    """Rows of one recipe: its figures next to the untrained model's, and the time.
+    """Return metrics of the trained and the untrained model, and the run time.
 
     Raises:
-        RunError: a command failed.
+        RunError: A command failed.
     """
     path = ROOT / "recipes" / case.path
     recipe = load_recipe(path).recipe
@@ -142,7 +142,7 @@ def run(name: str, case: Case, quick: bool = False) -> list[Row]:
 
 
 def still(recipe: Recipe) -> list[str]:
-    """Overrides of a step that changes nothing."""
+    """Return the overrides of a step that does not change the weights."""
     rates = ["lr", *(f"module_lr.{module}" for module in recipe.optimizer.module_lr)]
     zeros = [part for rate in rates for part in (f"--optimizer.{rate}", "0.0")]
     return [
@@ -152,10 +152,10 @@ def still(recipe: Recipe) -> list[str]:
 
 
 def train(path: Path, ranks: int, overrides: list[str]) -> tuple[dict[str, Any], float]:
-    """The last record of a run, and the seconds that its command took.
+    """Return the last record of a run and the run time of its command in seconds.
 
     Raises:
-        RunError: the command failed.
+        RunError: The command failed.
     """
     options = [*overrides, "--checkpoint.resume", "none"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -58,7 +58,7 @@ def load_captions(seed: int, data: Path = DATA) -> Captions:
 
 
 def _synthesize(seed: int) -> Captions:
-    """Return noise images with random words, with log-normal caption lengths."""
+    """Return noise images with random words. Caption lengths are log-normal as in real data."""
     random = np.random.default_rng(seed)
     records = []
     for _ in range(_SYNTHETIC_SAMPLES):

@@ -122,7 +122,7 @@ class Comparison:
         return median(1 - t.busy_s / (self.ranks * t.wall_s) for t in self.times[name])
 
     def speed_ratio(self, ours: str, baseline: str) -> float:
-        """Return the median speedup over the baseline."""
+        """Return baseline time / torchmm time, as the median over runs."""
         pairs = zip(self.times[ours], self.times[baseline], strict=True)
         return median(b.wall_s / a.wall_s for a, b in pairs)
 

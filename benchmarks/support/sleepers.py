@@ -156,7 +156,10 @@ class StockSleep:
         )
 
     def shape(self, start: int) -> tuple[int, ...]:
-        """Return the input shape of the stage with first layer `start`, padded for encoders."""
+        """Return the input shape of the stage whose first layer is `start`.
+
+        Encoder messages are padded to the maximum number of images.
+        """
         if start == TOWER_LAYERS + LLM_LAYERS:
             return (1,)
         return (self.max_images * ROWS_PER_IMAGE if start < TOWER_LAYERS else ROWS), WIDTH

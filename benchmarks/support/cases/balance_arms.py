@@ -98,7 +98,7 @@ class Step(NamedTuple):
     Attributes:
         step_s: Step time in seconds; infinite without a plan.
         fits: Whether all ranks have enough memory.
-        cpu_s: Processor time of the simulation in seconds.
+        cpu_s: CPU time of the simulation in seconds.
     """
 
     step_s: float
@@ -245,7 +245,7 @@ def arm_sizes(recipe: Recipe) -> str:
 
 
 def arrange_ms(setup: Setup, recipe: Recipe) -> float:
-    """Return the processor time of reordering and of balancing images for a step in ms."""
+    """Return the CPU time of reordering and of balancing images for a step in ms."""
     run = resolve(recipe, setup.gpus)
     first = Forecaster(recipe, setup.gpus, setup.profile, sample=setup.batches[0])
     modules, costs = first.modules, run_costs(run, first.modules, setup.profile)
@@ -276,7 +276,7 @@ class Arm:
         steps_s: Step time of each batch in seconds.
         tokens: Tokens of samples in each of these batches.
         too_large: Number of batches that do not fit into memory.
-        planning_ms: Processor time of planning per step.
+        planning_ms: CPU time of planning per step.
     """
 
     name: str
@@ -306,7 +306,7 @@ def run_arm(setup: Setup, choice: Choice, extra_ms: float = 0.0) -> Arm:
 
     Args:
         choice: Arm with its recipe.
-        extra_ms: Processor time of packing per step.
+        extra_ms: CPU time of packing per step.
     """
     name, recipe, count = choice
     count = min(count, len(setup.batches))

@@ -111,7 +111,7 @@ class Packed(NamedTuple):
 
     Attributes:
         batches: Sequences of each batch, each as a microbatch.
-        seconds: Processor time of packing per batch.
+        seconds: CPU time of packing per batch.
     """
 
     batches: list[list[MicrobatchMeta]]

@@ -104,7 +104,7 @@ class Beside(Choice):
     def played(
         self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
-        """The planned order of a step."""
+        """Return the planned schedule of a step."""
         return OPTIMUS_SCHEDULE.plan(self.config(), graph, scaled(flops, graph, rates))
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Front(Choice):
     def played(
         self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
-        """The order of a step."""
+        """Return the schedule of a step."""
         return graph, interleaved_1f1b(graph)
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def _unfilled(plan: PipelinePlan) -> PipelinePlan:
 
 
 def played_s(costs: Costs, choice: Beside | Front) -> float:
-    """Simulated makespan of all steps."""
+    """Return the simulated time of all steps in seconds."""
     rates, total = costs.rates(choice), 0.0
     layout = plan_layout(choice.config(), costs.descriptions, costs.metas)
     for index in range(len(costs.steps)):
@@ -206,7 +206,7 @@ def candidates(setting: Setting) -> dict[str, list[Any]]:
 
 
 def run_rank(setting: Setting, names: tuple[str, str, str]) -> dict[str, Any]:
-    """Everything one rank does; what rank 0 reports.
+    """Measure all programs on this rank, and return the results.
 
     Args:
         names: of the filled program, the same without filling, and the encoder in stage 0.

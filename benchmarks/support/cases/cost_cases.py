@@ -57,7 +57,7 @@ class Images:
         return self.patches // self.fold
 
     def pixels(self, grids: Sequence[tuple[int, int]], generator: torch.Generator) -> torch.Tensor:
-        """Random values of images."""
+        """Return random pixel values."""
         side, count = self.patch_px, len(grids)
         if self.packed:
             return torch.randn(count * self.patches, 3 * side * side, generator=generator)
@@ -151,7 +151,7 @@ class CostCase:
         return ActivationCheckpointConfig.model_validate({"mode": self.recompute})
 
     def build(self) -> MultimodalModel:
-        """On the meta device."""
+        """Return the model on the meta device."""
         encoders = {} if self.encoder is None else {"vision": ENCODERS[self.encoder]}
         sections = {"llm": {"config": LLMS[self.llm]}, "encoders": encoders}
         model = ModelConfig.model_validate(sections)

@@ -121,7 +121,7 @@ class CaseProgram:
 
 
 def by_class(records: Iterable[ActionRecord]) -> dict[str, float]:
-    """Milliseconds by class of action."""
+    """Return milliseconds for each class of action."""
     found = dict.fromkeys(CLASSES, 0.0)
     names = {kind: name for name, kinds in CLASSES.items() for kind in kinds}
     for record in records:
@@ -185,7 +185,7 @@ def predict(replicas: list[Replica], profile: Profile) -> Prediction:
 
 
 def _ends_ms(step: SimulatedStep) -> list[float]:
-    """By rank of the plan: end of its last action."""
+    """Return the end of the last action of each rank of the plan."""
     ends = dict.fromkeys(range(len(step.plan.actions)), 0.0)
     for record in step.records:
         ends[record.rank] = max(ends[record.rank], record.end_ms)

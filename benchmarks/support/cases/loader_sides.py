@@ -101,12 +101,12 @@ def encoder_of(task: Task) -> Encoder:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An image of a file."""
+    """Return the image of a file."""
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
 def content_of(task: Task, batch: tuple[Tensor, Tensor]) -> Content:
-    """Samples of a collated batch, without their padding."""
+    """Return the samples of a collated batch without padding."""
     found = []
     for ids, pixels in zip(*batch, strict=True):
         end = (ids == task.eos_token).nonzero()[0].item() + 1
@@ -185,7 +185,7 @@ class Tar(Parquet):
 
 
 def samples_of(batch: StepBatch) -> Content:
-    """Samples of our packed sequences."""
+    """Return the samples of packed sequences of torchmm."""
     found = []
     for microbatch in batch.microbatches:
         pixels = iter(microbatch.encoders["vision"].values().pixels)

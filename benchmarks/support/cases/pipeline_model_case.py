@@ -41,28 +41,28 @@ from torchmm.training.pipeline import Pipeline
 RANKS = 2
 GOAL, TOLERANCE = 1.15, 1e-5
 QUIET = 0.05
-"""Share of the CPU that other programs may take: ranks need all of it."""
+"""Fraction of CPU time that other programs may use. Ranks need all of it."""
 ACTION_S = 2e-3
-"""Assumed when playing through: an action's time in addition to its layers, mostly for messages."""
+"""Assumed overhead of a simulated action in seconds, mostly for messages."""
 FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How long to measure what."""
+    """Sizes and extent of the measurement."""
 
     size: Size
     microbatches: int = 8
     steps: int = 2
     runs: int = 5
     patience_s: float = 1800
-    """How long to wait for other programs to end."""
+    """Time limit in seconds for waiting until other programs finish."""
     tried: int = 2
-    """Candidates of each kind that run for real."""
+    """Number of measured candidates per type."""
     turns: int = 2
-    """Runs of each of those."""
+    """Number of runs per candidate."""
     images: tuple[int, ...] = (2, 4, 8)
-    """Sizes of sub-microbatches to try."""
+    """Candidate numbers of images per sub-microbatch."""
 
 
 SETTINGS = {
@@ -80,19 +80,19 @@ SETTINGS = {
         )
     ],
 }  # fmt: skip
-"""Proportions of SmolVLM-500M and SmolVLM-256M; a third of the former's layers; for tests."""
+"""Proportions of SmolVLM-500M and SmolVLM-256M, a third of the layers of the former, and tests."""
 PLAYED = 200
-"""Splits of each kind that are simulated: those that divide the work most evenly."""
+"""Number of simulated splits per type, starting with the most even splits."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a recipe can set for separated modules."""
+    """Recipe settings of separated modules."""
 
     tower_segments: int
     llm_segments: int
     images: int
-    """Per sub-microbatch, at most."""
+    """Maximum number of images per sub-microbatch."""
 
     def config(self) -> ParallelConfig:
         return ParallelConfig.model_validate(
@@ -108,7 +108,7 @@ class Choice:
         )
 
     def parts(self, images: int) -> int:
-        """Sub-microbatches of a microbatch."""
+        """Return the number of sub-microbatches of a microbatch."""
         return ceil(images / self.images)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Choice:
 
 
 class OurProgram:
-    """Steps through `Pipeline`, as the trainer runs them; planning each is part of it."""
+    """Program that plans and runs steps with `Pipeline`, as in the trainer."""
 
     def __init__(
         self,
@@ -137,10 +137,10 @@ class OurProgram:
         stages = stages_of_rank(model, layout, mesh.pipeline_rank)
         self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
         self.busy_s: dict[ActionKind, float] = {}
-        """Of the last step on this rank, by module and kind of action."""
+        """Maps (module, action type) to the busy seconds of the last step on this rank."""
 
     def plan(self, index: int) -> PipelinePlan:
-        """Of a step."""
+        """Return the plan of a step."""
         return self.pipeline.plan_training(self.steps[index])
 
     def step(self, index: int) -> float:
@@ -160,11 +160,14 @@ class OurProgram:
 
 
 class Costs:
-    """Durations of tasks in seconds: FLOPs by the measured speed of each module's forwards and
-    backwards, as the trainer plans with.
+    """Task durations in seconds, from FLOPs and measured speeds as in the trainer.
+
+    Speeds are measured for forward and backward passes of each module.
 
     Args:
-        programs: for each size of sub-microbatches; their speed is measured.
+        descriptions: Modules of the model.
+        programs: One program per sub-microbatch size, whose speed is measured.
+        watch: Timer of the programs.
     """
 
     def __init__(
@@ -176,12 +179,12 @@ class Costs:
         self.descriptions = descriptions
         self.steps = programs[0].steps
         self.metas = [m.meta for step in self.steps for m in step]
-        """Of all steps."""
+        """Metadata of the microbatches of all steps."""
         self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
         self.seconds: dict[int, dict[ActionKind, float]] = {}
-        """Per FLOP, by images per sub-microbatch and kind."""
+        """Maps images per sub-microbatch and action type to seconds per FLOP."""
         self.tower_share = 0.0
-        """Of the time, with the largest sub-microbatches."""
+        """Encoder fraction of the compute time with the largest sub-microbatches."""
         for program in sorted(programs, key=lambda program: program.choice.images):
             flops = self._flops(program)
             for _ in range(2):  # the first warms up
@@ -197,11 +200,11 @@ class Costs:
             self.tower_share = (busy[tower].sum() / busy.sum()).item()
 
     def rates(self, choice: Choice) -> dict[ActionKind, float]:
-        """Seconds per FLOP with sub-microbatches of that size, or the largest measured."""
+        """Return seconds per FLOP for the sub-microbatch size of a choice, or the largest one."""
         return self.seconds.get(choice.images, self.seconds[max(self.seconds)])
 
     def _flops(self, program: OurProgram) -> dict[ActionKind, float]:
-        """Of the first step."""
+        """Return the FLOPs of the first step for each action type."""
         layout = program.pipeline.layout
         graph, duration = self.graph_of(layout, 0, program.choice.parts)
         flops: dict[ActionKind, float] = {}
@@ -214,7 +217,7 @@ class Costs:
     def graph_of(
         self, layout: StageLayout, index: int, parts: Callable[[int], int]
     ) -> tuple[StageGraph, Callable[[Action], float]]:
-        """Graph of a step and the FLOPs of its actions."""
+        """Return the task graph of a step and the FLOPs of its actions."""
         step = self.steps[index]
         counts = tuple(parts(len(m.meta.patches("vision"))) for m in step)
         graph = StageGraph(layout, len(step), {"vision": counts})
@@ -228,7 +231,7 @@ class Costs:
         order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
         speed: Mapping[ActionKind, float],
     ) -> float:
-        """Of all steps."""
+        """Return the simulated time of all steps in seconds."""
         total = 0.0
         for index in range(len(self.steps)):
             graph, flops = self.graph_of(layout, index, parts)
@@ -243,7 +246,7 @@ class Costs:
         flops: Callable[[Action], float],
         speed: Mapping[ActionKind, float],
     ) -> Callable[[Action], float]:
-        """Durations of actions."""
+        """Return a function that maps actions to durations in seconds."""
 
         def seconds(action: Action) -> float:
             kind = layout.stages[action.stage].module, action.type
@@ -252,19 +255,19 @@ class Costs:
         return seconds
 
     def stock_s(self, split: Split) -> float:
-        """Makespan of a stock schedule, whose tower takes all images of a microbatch together."""
+        """Return the simulated time of a PyTorch schedule, without sub-microbatches."""
         layout = chain_layout(self.modules, split)
         speed = self.seconds[max(self.seconds)]
         return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed)
 
     def ours_s(self, choice: Choice) -> float:
-        """Makespan of separated segments."""
+        """Return the simulated time of separated segments in seconds."""
         layout = plan_layout(choice.config(), self.descriptions, self.metas)
         return self.makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
 
 
 def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
-    """The stages of `StockProgram`, for playing it through."""
+    """Return the stages of `StockProgram` for simulation."""
     depth = len(modules[0].costs)
     cuts: dict[str, list[Cut]] = {module.name: [] for module in modules}
     for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
@@ -276,9 +279,9 @@ def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
 
 
 def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) -> Iterator[Split]:
-    """All splits of the chain whose most loaded rank has at most `slack` times the least load.
+    """Yield the splits of a single pipeline, starting with the most even split.
 
-    Those that divide the work most evenly come first.
+    The load of the most loaded rank is at most `slack` times the minimum over all splits.
     """
     costs = [cost for module in modules for cost in module.costs_with_ends]
     loads: dict[Split, float] = {}
@@ -294,12 +297,12 @@ def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) ->
 
 
 def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
-    """Whether the full tower is in stage 0."""
+    """Return True if the full encoder is in stage 0."""
     return split[0] >= len(modules[0].costs)
 
 
 def choices(setting: Setting) -> list[Choice]:
-    """All torchmm plans."""
+    """Return all torchmm plans."""
     size = setting.size
     return [
         Choice(tower, llm, images)
@@ -313,7 +316,7 @@ def choices(setting: Setting) -> list[Choice]:
 def choose_ours(
     setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
 ) -> OurProgram:
-    """The fastest of our settings."""
+    """Return the fastest torchmm program."""
     kept = sorted(choices(setting), key=costs.ours_s)[: setting.tried]
     return watch.fastest([make(choice) for choice in kept], setting.turns)
 
@@ -325,7 +328,7 @@ def choose_stock(
     front: bool,
     make: Callable[[Split], StockProgram],
 ) -> StockProgram:
-    """The fastest split under 1F1B or interleaved 1F1B."""
+    """Return the fastest split under 1F1B or interleaved 1F1B."""
     tried: list[Split] = []
     for stages in (RANKS, 2 * RANKS):
         every = splits(costs.modules, stages)
@@ -335,7 +338,7 @@ def choose_stock(
 
 
 def run_rank(setting: Setting) -> dict[str, Any]:
-    """Everything one rank does; what rank 0 reports."""
+    """Measure all programs on this rank, and return the results."""
     source, steps = load_steps(setting.steps, setting.microbatches)
     model = setting.size.build()
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -383,7 +386,7 @@ def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> 
 
 
 def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     size, comparison = setting.size, found["comparison"]
     assert isinstance(comparison, Comparison)
     case = (

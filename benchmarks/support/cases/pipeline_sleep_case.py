@@ -36,29 +36,29 @@ from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.timeline import uniform_timeline
 
 TOWER_SHARE = 0.57
-"""Of the time, on average: the share of SmolVLM-500M's FLOPs."""
+"""Mean encoder fraction of the compute time, as for the FLOPs of SmolVLM-500M."""
 TOKENS, IMAGE_TOKENS, SEED = 2048, 64, 0
 TRANSFER_S = 5e-4
-"""Assumed when playing through: until a message is there."""
+"""Assumed transfer time of a message in seconds in simulations."""
 GOAL = 1.3
 QUIET = 0.3
-"""Share of the CPU that other programs may take: sleeping takes none."""
+"""Fraction of CPU time that other programs may use. Sleep uses none."""
 FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How long to measure what."""
+    """Extent of the measurement."""
 
     layer_s: float
-    """Forward of an LLM layer."""
+    """Forward time of an LLM layer in seconds."""
     microbatches: int
     steps: int
     runs: int
     patience_s: float
-    """How long to wait for other programs to end."""
+    """Time limit in seconds for waiting until other programs finish."""
     tried: int
-    """Candidates of each side that run for real."""
+    """Number of measured candidates per program."""
 
 
 SETTINGS = {
@@ -69,11 +69,11 @@ SETTINGS = {
     "quick": [Setting(layer_s=2e-3, microbatches=8, steps=1, runs=2, patience_s=0, tried=1)],
     "tiny": [Setting(layer_s=2e-4, microbatches=8, steps=1, runs=1, patience_s=0, tried=1)],
 }
-"""The last is for tests."""
+"""Settings by size. "tiny" is for tests."""
 
 
 def load_work(setting: Setting) -> Work:
-    """The first steps of a run over the real documents."""
+    """Return the first steps of a run with real documents."""
     packs = pack_documents(load_documents(), TOKENS, IMAGE_TOKENS, seed=SEED)
     counts = [sum(sample.images for sample in pack) for pack in packs]
     per_tower = TOWER_SHARE / (1 - TOWER_SHARE) * LLM_LAYERS * setting.layer_s
@@ -83,7 +83,7 @@ def load_work(setting: Setting) -> Work:
 
 
 def chain_layout(work: Work, split: Split) -> StageLayout:
-    """The stages of `StockSleep`, for playing it through."""
+    """Return the stages of `StockSleep` for simulation."""
     cuts: dict[str, list[Cut]] = {"vision": [], "llm": []}
     for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
         tower = min(stop, TOWER_LAYERS) - min(start, TOWER_LAYERS)
@@ -96,7 +96,7 @@ def chain_layout(work: Work, split: Split) -> StageLayout:
 def makespan_s(
     work: Work, graph_of: Callable[[int], StageGraph], order: Callable[..., ComputeOrder]
 ) -> float:
-    """Of all steps, simulated."""
+    """Return the simulated time of all steps in seconds."""
     total = 0.0
     for index in range(len(work.images)):
         graph = graph_of(index)
@@ -107,7 +107,7 @@ def makespan_s(
 
 
 def stock_s(work: Work, split: Split) -> float:
-    """Makespan of a stock schedule."""
+    """Return the simulated time of a PyTorch schedule in seconds."""
     layout = chain_layout(work, split)
 
     def graph(index: int) -> StageGraph:
@@ -118,17 +118,17 @@ def stock_s(work: Work, split: Split) -> float:
 
 
 def ours_s(work: Work, choice: Choice) -> float:
-    """Makespan of separated segments."""
+    """Return the simulated time of separated segments in seconds."""
     return makespan_s(work, lambda index: choice.graph(work, index), separated)
 
 
 def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
-    """Sensible splits of the chain: evened out, for several assumptions of what the tower takes."""
+    """Yield even splits of a single pipeline for several assumed encoder costs."""
     if front:
-        for beside in range(LLM_LAYERS // 4):
-            rest = LLM_LAYERS - beside
+        for extra in range(LLM_LAYERS // 4):
+            rest = LLM_LAYERS - extra
             if rest >= stages - 1:
-                yield TOWER_LAYERS + beside, *balanced_cuts([1.0] * rest, stages - 1)
+                yield TOWER_LAYERS + extra, *balanced_cuts([1.0] * rest, stages - 1)
         return
     tower, llm = chain_modules(work)
     found = set()
@@ -140,15 +140,15 @@ def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is worth running for real: the best of each kind in simulation."""
+    """Candidates to measure: the fastest of each type in simulation."""
 
     ours: list[Choice]
     stock: dict[str, list[Split]]
-    """By name of the baseline."""
+    """Maps the name of a baseline to its splits."""
 
 
 def shortlist(work: Work, tried: int) -> Candidates:
-    """The candidates of both sides, as many of each kind."""
+    """Return the same number of candidates for each program."""
     choices = [
         Choice(tower, llm, images)
         for tower in (1, 2, 3)
@@ -170,7 +170,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
 
 def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, Any]:
-    """Everything one rank does."""
+    """Measure all programs on this rank, and return the results."""
     watch = Stopwatch(setting.patience_s, QUIET)
     ours = watch.fastest([OurSleep(OURS, work, choice) for choice in candidates.ours])
     stock = [
@@ -187,7 +187,7 @@ def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, 
 
 
 def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     comparison = found["comparison"]
     assert isinstance(comparison, Comparison)
     case = (

@@ -1,11 +1,15 @@
-"""Processor time that planning takes from training in DistTrain's largest jobs, on every rank.
+"""CPU time of planning on every training rank in the largest jobs of DistTrain.
 
-A step of MLLM-15B on 1,290 devices, in the sizes that `benchmarks/disttrain_figures.py` finds for
-it. In place: a rank arranges the global batch, then orders, lowers and checks the programs of all
-ranks of its replica group, as all ranks did before every step. Beside: what is left for the rank
-that trains when both were done by processes: it takes its share of a step and the plan from them,
-compares what the plan was made from, and reads its own program. What the processes spend is a row
-too. All of it is the least processor time of many repetitions, in one thread.
+The step is that of MLLM-15B on 1,290 devices, with the parallelism degrees that
+`benchmarks/disttrain_figures.py` finds. Two methods are compared:
+
+- In place: a rank arranges the global batch. Then it schedules, lowers and checks the programs of
+  all ranks of its replica group.
+- Background: separate processes do this work. The training rank receives its part of the step and
+  the plan, compares the inputs of the plan, and reads its program.
+
+The CPU time of the processes is a separate row. All values are the minimum CPU time of many
+repetitions in one thread.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class _Job(NamedTuple):
 
 @cache
 def job() -> _Job:
-    """The recipe in these sizes."""
+    """Return the recipe with these sizes."""
     given = load_recipe(RECIPE, []).recipe
     recipe = sized_recipe(given, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
     devices = sum(s.devices for s in SIZES.values())
@@ -84,7 +88,7 @@ def job() -> _Job:
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:
-    """Least processor time of a number of calls, in this thread."""
+    """Return the minimum CPU time of several calls in this thread."""
     best = float("inf")
     for _ in range(repetitions):
         begin_s = time.thread_time()
@@ -94,7 +98,7 @@ def least_ms(function: Callable[[], object], repetitions: int) -> float:
 
 
 def rows(repetitions: int) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     setup, metas, packs, forecaster, step_ms = job()
     request = PlanRequest(1, metas)
     planned = plan_before_step(setup, request)

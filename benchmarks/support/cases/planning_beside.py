@@ -52,23 +52,26 @@ from torchmm.training.step import StepOutcome, TrainStep
 ON, REPLAY = "planning", "replay"
 GOAL = 1.02
 ALL = 1 << 20
-"""Images of a sub-microbatch that is the full microbatch."""
+"""Images per sub-microbatch if a microbatch is not split."""
 ENDLESS = 1 << 30
-"""Steps of a run that does not end."""
+"""Number of steps of a run without end."""
 PATIENCE_S = 60.0
-"""Until a plan must be finished."""
+"""Time limit of a plan in seconds."""
 WARM = 3
-"""Steps: the first is planned before it begins, the second without measured times."""
+"""Number of warmup steps.
+
+The first step is planned before it starts, and the second without measured times.
+"""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How long to measure what.
+    """Extent of the measurement.
 
     Attributes:
-        evaluations: orders tried for a step at most, by case.
-        patience_s: how long to wait for other programs to end.
+        evaluations: Maximum number of evaluated schedules per step, for each case.
+        patience_s: Time limit in seconds for waiting until other programs finish.
     """
 
     size: Size
@@ -89,14 +92,14 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Cores:
-    """Which cores ranks and the planning process may use."""
+    """CPU cores of the ranks and of the planning process."""
 
     ranks: frozenset[int]
     planning: frozenset[int]
 
     @property
     def spare(self) -> bool:
-        """Whether the planning process has some of its own."""
+        """Whether the planning process has separate cores."""
         return not self.ranks & self.planning
 
     def __str__(self) -> str:
@@ -107,7 +110,7 @@ class Cores:
 
 
 def divisions() -> list[Cores]:
-    """With and without a spare core, as far as the machine has them; Linux only: elsewhere none."""
+    """Return the core assignments with and without a spare core. Empty except on Linux."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -120,11 +123,11 @@ def divisions() -> list[Cores]:
 
 @dataclass(frozen=True)
 class SearchedChoice(Choice):
-    """Stages whose order is searched.
+    """Stages with a searched schedule.
 
     Attributes:
-        evaluations: orders tried for a step at most.
-        stages: as in [parallel.search].
+        evaluations: Maximum number of evaluated schedules per step.
+        stages: Value of `stages` in [parallel.search].
     """
 
     evaluations: int | None = 2000
@@ -143,10 +146,10 @@ class SearchedChoice(Choice):
 
 
 class Replayed(OurProgram):
-    """The trainer's step up to the gradients, of a plan that is there.
+    """Trainer step up to the gradients, with an existing plan.
 
     Args:
-        shared: the plan of all programs.
+        shared: List with the plan of all programs.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Replayed(OurProgram):
         self.targets = sum(m.target_count for m in batch)
 
     def train_step(self, plan: PipelinePlan, index: int) -> StepOutcome:
-        """Gradients of a step."""
+        """Compute the gradients of a step."""
         self.model.zero_grad()
         return self.train.run(plan, self.steps[index], self.targets)
 
@@ -172,10 +175,12 @@ class Replayed(OurProgram):
 
 
 class Planned(Replayed):
-    """The same during planning. The first plan that the process has is what all programs run.
+    """Trainer step with concurrent planning.
+
+    All programs run the first plan of the planning process.
 
     Args:
-        cores: for the planning process.
+        cores: Cores of the planning process.
     """
 
     def __init__(
@@ -199,14 +204,14 @@ class Planned(Replayed):
         )  # fmt: skip
 
     def _start(self, setup: PlanningSetup, priority: Priority) -> StepProcess[PlannedStep]:
-        """On the pipeline's first rank."""
+        """Start the planning process on the first rank of the pipeline."""
         self.process = start_planning(setup, priority)
         if self.cores is not None:
             os.sched_setaffinity(self.process.pid, self.cores.planning)
         return self.process
 
     def step(self, index: int) -> float:
-        """Take, send and read plans as usual, but always run the same plan."""
+        """Receive, send and read plans as in training, but always run the same plan."""
         begin_s = time.perf_counter()
         self.number += 1
         self.planning = True
@@ -243,7 +248,7 @@ class SettledStopwatch(Stopwatch):
 
 
 def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> dict[str, Any]:
-    """Everything one rank does; what rank 0 reports."""
+    """Measure all programs on this rank, and return the results."""
     if cores is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores.ranks)
@@ -281,7 +286,7 @@ def _case(cores: Cores | None, evaluations: int | None) -> str:
 
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     comparison, statistics = found["comparison"], found["statistics"]
     assert isinstance(comparison, Comparison)
     case = _case(cores, evaluations)

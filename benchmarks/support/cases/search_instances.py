@@ -30,7 +30,7 @@ LOOSE, MEDIUM, TIGHT, VERY_TIGHT = 2.0, 1.5, 1.2, 1.0
 
 @dataclass(frozen=True)
 class Instance:
-    """One step."""
+    """Step to schedule."""
 
     seed: int
     encoder_segments: int
@@ -40,7 +40,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the results table."""
         names = {LOOSE: "loose", MEDIUM: "medium", TIGHT: "tight", VERY_TIGHT: "very tight"}
         memory = names[self.cap]
         return (
@@ -49,7 +49,7 @@ class Instance:
         )
 
     def build(self) -> tuple[StageGraph, PlanCosts]:
-        """Tasks and costs."""
+        """Return the task graph and its costs."""
         rng = random.Random(self.seed)
         share = rng.uniform(0.6, 1.0)
         images = [

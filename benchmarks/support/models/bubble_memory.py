@@ -1,5 +1,7 @@
-"""Peak memory of the models in `bubble_model` over devices, and encoder plans that fit (Optimus
-§4.5, figure 17)."""
+"""Peak memory of the models in `bubble_model`, and encoder plans that fit (Optimus §4.5).
+
+The results correspond to figure 17 of the paper.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from torchmm.costs.layers import Parameters
 
 DEVICE_BYTES = 80e9
 KEPT_PER_LAYER = 34
-"""Bytes kept of a layer per token and feature of its width, without attention's matrix (Korthikanti
-et al., arXiv 2205.05198)."""
+"""Saved bytes of a layer per token and feature, without the attention matrix.
+
+Source: Korthikanti et al., arXiv 2205.05198.
+"""
 
 
 def plans_that_fit(model: Model) -> list[ColocatedPlan]:
-    """Encoder plans with full tensor-parallel groups whose states and the LLM's activations fit
-    into 80 GB on the device with the highest memory use; those with most copies first."""
+    """Return encoder plans with full TP groups that fit, starting with the most replicas.
+
+    Encoder states, LLM states and LLM activations must fit into 80 GB on every device.
+    """
     encoders = [
         replace(shape, name=f"vision{i}").describe("encoder")
         for i, shape in enumerate(model.encoders)
@@ -43,7 +49,7 @@ def plans_that_fit(model: Model) -> list[ColocatedPlan]:
 def activation_bytes(
     model: Model, speed: Speed, plan: ColocatedPlan, found: BubbleSchedule
 ) -> list[float]:
-    """Activations of encoders by pipeline rank of the LLM, as many as are kept at once."""
+    """Return peak encoder activations in bytes for each LLM pipeline rank."""
     ranks = [0.0] * model.pipeline
     for index, (shape, own) in enumerate(zip(model.encoders, plan.encoders, strict=True)):
         begins, ends = found.forward_start_ps[index], found.backward_start_ps[index]
@@ -58,7 +64,7 @@ def activation_bytes(
 
 
 def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -> float:
-    """Peak states and activations of the baseline with the lowest memory use.
+    """Return peak states and activations of the baseline with the lowest memory use.
 
     Args:
         encoders_keep: whether activations of encoders count, or the LLM's alone.
@@ -85,18 +91,18 @@ def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -
 
 
 def kept_bytes(shape: Shape, speed: Speed) -> float:
-    """Activations of one layer and microbatch on a device."""
+    """Return activations of one layer and microbatch on a device, in bytes."""
     return KEPT_PER_LAYER * LLM_TOKENS * speed.patches * shape.width / TENSOR
 
 
 def _state_bytes(model: Model, shape: Shape, layers: float) -> float:
-    """Weights, gradients, optimizer state of layers on a device, sharded as the LLM's are."""
+    """Return state bytes of layers on a device, sharded like those of the LLM."""
     count = shape.describe("encoder").layers[0].parameters * layers / TENSOR
     return state_bytes(Parameters(count, count), model.data)
 
 
 def _in_flight(model: Model, virtual: int, rank: int) -> float:
-    """Microbatches whose activations a rank of interleaved 1F1B keeps, of all its layers."""
+    """Return the number of microbatches that a rank of interleaved 1F1B saves, over all layers."""
     behind = model.pipeline - rank - 1
     if virtual == 1:
         return min(model.microbatches, behind + 1)
@@ -105,7 +111,7 @@ def _in_flight(model: Model, virtual: int, rank: int) -> float:
 
 
 def _llm_bytes(model: Model) -> Iterator[float]:
-    """By rank: what the LLM takes on a device."""
+    """Yield the LLM bytes on a device of each pipeline rank."""
     layers = model.llm.layers / model.pipeline
     kept = kept_bytes(model.llm, WHOLE) * layers
     for rank in range(model.pipeline):

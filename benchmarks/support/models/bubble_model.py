@@ -1,17 +1,20 @@
-"""A model of the clusters in Optimus' evaluation, kernel by kernel: what `bubble_scheduling` times.
+"""Kernel-level model of the clusters in the Optimus evaluation, for `bubble_scheduling`.
 
-Every layer is four products on each of 8 tensor-parallel ranks with a collective before and after
-each pair of them (Megatron-LM with sequence parallelism). One number is fitted, the efficiency of
-computation: the baseline with layers in one chain (appendix B) takes the paper's 10.43 s on 1536
-GPUs. Taken from the paper are the gather and reduction of table 1 (0.167 and 0.458 s, for other
-models in proportion to the LLM's parameters on a device) and the length of a collective of the
-largest LLM (0.3 ms). How many patches an encoder has for each token of the LLM the paper does not
-say. Encoders take a microbatch's images in sub-microbatches of at most a sequence's tokens'
-patches, as plans with `sub_microbatch_images` do: a pipeline of full microbatches is too slow to
-begin. Nothing is recomputed: the paper's layers take twice as long backward.
+Every layer has four matmuls on each of 8 tensor-parallel ranks, with a collective before and after
+each pair of matmuls (Megatron-LM with sequence parallelism). One value is fitted: the compute
+efficiency, so that the balanced single pipeline (appendix B) needs 10.43 s on 1536 GPUs as in the
+paper.
 
-`torchmm.balance.costs.model` knows operators, links and memory better, but plans made with it place
-full actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
+The paper has the times of all-gather and reduce-scatter in table 1 (0.167 and 0.458 s). Times of
+other models are in proportion to the LLM parameters per device. The paper also has the time of a
+collective of the largest LLM (0.3 ms). It does not report the number of patches per LLM token.
+
+Encoders split a microbatch into sub-microbatches with at most as many patches as a sequence has
+tokens, as with `sub_microbatch_images`. A pipeline of full microbatches would start too slowly.
+Nothing is recomputed, so the backward pass of a layer needs twice its forward time.
+
+`torchmm.balance.costs.model` is more accurate, but it places full actions. This model places
+kernels into bubbles inside layers, as in the paper.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ GATHER_MS, REDUCE_MS, COLLECTIVE_MS = 167.0, 458.0, 0.3
 
 @dataclass(frozen=True)
 class Shape:
-    """A stack of layers; outputs of products in widths."""
+    """Stack of layers. Output sizes of matmuls are multiples of the width."""
 
     name: str
     width: int
@@ -56,7 +59,7 @@ class Shape:
     down: float = 4.0
 
     def describe(self, kind: str) -> ModuleDescription:
-        """The module as planners of memory see it."""
+        """Return the module description for memory estimates."""
         heads = self.width // HEAD_DIM
         parameters = round((self.qkv + 1 + self.up + self.down) * self.width**2)
         layer = LayerDescription(
@@ -79,10 +82,10 @@ VIT_5B, VIT_10B, VIT_22B = (Shape("vision", width, 48) for width in (3072, 4096,
 
 @dataclass(frozen=True)
 class Model:
-    """A row of tables 3, 6 or 12; tensor parallelism 8, two sequences per microbatch.
+    """Row of table 3, 6 or 12, with tensor parallelism 8 and two sequences per microbatch.
 
     Attributes:
-        balanced: virtual stages of the baseline; that of the LLM alone has layers for all of them.
+        balanced: Virtual stages per rank of the balanced baseline.
     """
 
     name: str
@@ -96,28 +99,28 @@ class Model:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Total number of GPUs."""
         return prod(self.sizes)
 
     @property
     def sizes(self) -> ParallelSizes:
-        """Of the LLM."""
+        """Parallelism degrees of the LLM."""
         return ParallelSizes(self.data, self.pipeline, TENSOR)
 
     @property
     def microbatches(self) -> int:
-        """Of a pipeline."""
+        """Number of microbatches per pipeline."""
         return self.batch // (self.data * MICROBATCH)
 
     @property
     def exposed(self) -> float:
-        """Parameters of the LLM on a device, as a share of table 1's."""
+        """LLM parameters per device, as a fraction of those in table 1."""
         own = self.llm.describe("llm").parameters / self.pipeline
         return own / (GPT_175B.describe("llm").parameters / 8)
 
 
 def strong_scaling(gpus: int) -> Model:
-    """A column of table 5 (table 12)."""
+    """Return the model of a column of table 5 (table 12)."""
     return Model(f"{gpus} GPUs", (VIT_22B,), GPT_175B, gpus // 64, 8, 12, 12, 1536)
 
 
@@ -127,7 +130,7 @@ WEAK_SCALING = (
     Model("Model C", (VIT_10B,), GPT_175B, 4, 8, 12, 12, 128),
     Model("Model D", (VIT_22B,), GPT_175B, 8, 8, 12, 12, 256),
 )
-"""Table 3. For LLAMA's 80 layers on 4 ranks the LLM alone has 5 virtual stages of 4 layers."""
+"""Models of table 3. The 80 layers of LLaMA on 4 ranks have 5 virtual stages of 4 layers."""
 TWO_ENCODERS = tuple(
     Model(name, encoders, GPT_175B, 8, 8, 12, 12, 256)
     for name, encoders in (
@@ -136,23 +139,23 @@ TWO_ENCODERS = tuple(
         ("DualEnc(22B, 11B)", (VIT_22B, VIT_10B)),
     )
 )
-"""Table 6."""
+"""Models of table 6."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What the model needs to know.
+    """Parameters of the model.
 
     Attributes:
-        efficiency: share of the peak that computation reaches.
-        patches: per token of the LLM, of each encoder.
+        efficiency: Fraction of peak FLOP/s that computation achieves.
+        patches: Patches of each encoder per LLM token.
     """
 
     efficiency: float
     patches: float
 
     def kernels_ms(self, shape: Shape, tokens: float) -> tuple[list[float], list[bool]]:
-        """One layer forward: durations, and which of them are collectives."""
+        """Return the forward kernel times of a layer in ms, and True for collectives."""
         per_product = 2 * tokens * shape.width**2
         flops = [
             shape.qkv * per_product + 4 * tokens * SEQUENCE * shape.width,  # and the scores
@@ -167,25 +170,25 @@ class Speed:
         return durations, [True, False, False, True] * 2
 
     def layer_ms(self, shape: Shape, tokens: float) -> tuple[float, float]:
-        """One layer forward: computation, whose backward takes twice as long, and collectives."""
+        """Return the forward times of computation and collectives of a layer in ms."""
         durations, links = self.kernels_ms(shape, tokens)
         wire = sum(d for d, link in zip(durations, links, strict=True) if link)
         return sum(durations) - wire, wire
 
 
 WHOLE = Speed(1.0, 1.0)
-"""One patch per token: how an LLM's own tokens count."""
+"""Speed with one patch per token, as for tokens of the LLM."""
 
 
 class Llm:
-    """The LLM's pipeline."""
+    """Pipeline of the LLM."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.graph, self.order = _interleaved(model, model.virtual)
 
     def timeline(self, speed: Speed) -> LlmTimeline:
-        """With halves of layers as long as attention and feed-forward."""
+        """Return the timeline with layer halves of the length of attention and feed-forward."""
         shape, model = self.model.llm, self.model
         durations, _ = speed.kernels_ms(shape, LLM_TOKENS)
         first, second = durations[1] + durations[2], durations[5] + durations[6]
@@ -208,7 +211,7 @@ class Llm:
 
 
 def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
-    """Sequence of sub-layer chunks: communication, computation, ..., communication."""
+    """Return sub-layer chunks: communication, computation, ..., communication."""
     found = list(pieces[:5])
     for begin in range(5, len(pieces), 5):
         found[-1] += pieces[begin]
@@ -217,7 +220,7 @@ def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
 
 
 def balanced_s(model: Model, speed: Speed) -> float:
-    """Megatron-LM balanced: layers of both modules in one chain, cut into equal virtual stages."""
+    """Return the step time of Megatron-LM balanced: a single pipeline of equal virtual stages."""
     layers = _chain_times(model, speed)
     cuts = chain_layers(model, speed)
     return _chain_s(model, model.balanced, [layers[a : a + n] for a, n in cuts])
@@ -231,14 +234,17 @@ def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
 
 
 def chain_layers(model: Model, speed: Speed) -> list[tuple[int, int]]:
-    """Appendix B: first layer and number of layers of every virtual stage."""
+    """Return first layer and number of layers of every virtual stage (appendix B)."""
     costs = [3 * compute + 2 * wire for compute, wire in _chain_times(model, speed)]
     sizes = balanced_cuts(costs, model.pipeline * model.balanced)
     return list(zip((np.cumsum(sizes) - sizes).tolist(), sizes, strict=True))
 
 
 def megatron_s(model: Model, speed: Speed) -> float:
-    """Megatron-LM: encoders before the LLM's first stage; tables 11 and 12 print no V."""
+    """Return the step time of Megatron-LM, with encoders before the first LLM stage and V = 1.
+
+    Tables 11 and 12 do not list V.
+    """
     llm = [speed.layer_ms(model.llm, LLM_TOKENS)] * (model.llm.layers // model.pipeline)
     tokens = LLM_TOKENS * speed.patches
     front = [own for e in model.encoders for own in [speed.layer_ms(e, tokens)] * e.layers]
@@ -246,7 +252,7 @@ def megatron_s(model: Model, speed: Speed) -> float:
 
 
 def _chain_s(model: Model, virtual: int, stages: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """A step of stages of layers (computation, collectives) in a chain."""
+    """Return the step time of a pipeline whose layers have (computation, collective) times."""
     graph, order = _interleaved(model, virtual)
     sums = [tuple(map(sum, zip(*stage, strict=True))) for stage in stages]
     costs = _stage_costs(model, order, lambda s: sums[s][0], lambda s: sums[s][1])
@@ -268,7 +274,7 @@ def _stage_costs(
     forward: Callable[[int], float],
     wire: Callable[[int], float],
 ) -> PlanCosts:
-    """Of stages that compute and communicate for given times forward."""
+    """Return the costs of stages with the forward times `forward` and `wire`."""
     compute, tensor = {}, {}
     for task in dict.fromkeys(Task(a.stage, a.microbatch) for row in order for a in row):
         for kind, times in ((ActionType.F, 1.0), (ActionType.B, 2.0)):
@@ -284,8 +290,10 @@ def _stage_costs(
 
 
 def fitted(patches: float) -> Speed:
-    """The efficiency with which the baseline takes the paper's time; time is linear in 1/efficiency
-    as long as the critical path stays."""
+    """Return the efficiency for which the baseline has the step time of the paper.
+
+    Time is linear in 1/efficiency while the critical path does not change.
+    """
     model = strong_scaling(1536)
     target_s = OPTIMUS_STRONG_SCALING["Megatron-LM balanced", 1536].seconds.value
     ends = [(inverse, balanced_s(model, Speed(1 / inverse, patches))) for inverse in (2.0, 3.0)]
@@ -297,15 +305,17 @@ def fitted(patches: float) -> Speed:
 
 
 def encoder_works(model: Model, speed: Speed, plans: Sequence[EncoderPlan]) -> list[EncoderWork]:
-    """All encoders under their plans, kernel by kernel."""
+    """Return the kernel-level work of all encoders under their plans."""
     shapes = zip(model.encoders, plans, strict=True)
     return [_work(shape, plan, speed, model.microbatches) for shape, plan in shapes]
 
 
 def image_parts(speed: Speed) -> int:
-    """Tasks that an encoder makes of a microbatch: images are independent of each other, so the
-    LLM's sequences, and parts of their images, go through its pipeline sequentially. A task
-    is of no more patches than a sequence has tokens."""
+    """Return the number of encoder tasks per microbatch.
+
+    Images are independent, so they pass through the encoder pipeline in several tasks. A task has
+    at most as many patches as a sequence has tokens.
+    """
     return MICROBATCH * ceil(speed.patches)
 
 

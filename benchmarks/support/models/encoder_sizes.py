@@ -1,15 +1,15 @@
-"""Which parallel plans encoders may have alongside an LLM's: Optimus' model planner (§4.1, §4.5).
+"""Parallel plans of encoders that are colocated with an LLM: the Optimus planner (§4.1, §4.5).
 
-Given the LLM's sizes (data, pipeline, tensor), an encoder may have any pipeline size that divides
-the LLM's and any tensor size that does; the rest of the ranks is data parallelism. So the devices
-of one LLM pipeline hold m = DP_enc / DP_llm pipelines of the encoder. More pipelines have fewer
-stages to wait for and more copies to store. Which is best, the bubble scheduler says; here are
-those that fit.
+The PP and TP sizes of an encoder must divide those of the LLM. The remaining ranks are data
+parallel. So the devices of one LLM pipeline run m = DP_enc / DP_llm encoder pipelines. More
+pipelines have fewer stages and require more memory for replicas. This module returns the plans that
+fit, and the bubble scheduler selects the fastest plan.
 
-Memory is that of the rank that needs most: stages differ (embeddings, heads, connectors), so the
-paper's mean over all GPUs hides what does not fit. Counted are weights in the compute dtype,
-float32 gradients and, unlike in the paper, optimizer state: float32 weights and two moments,
-sharded over data-parallel ranks. A frozen module has weights only.
+Memory is that of the rank with the highest memory use. Stages differ (embeddings, heads,
+connectors), so the mean over all GPUs, as in the paper, can hide a rank that runs out of memory.
+Memory includes weights in the compute dtype and float32 gradients. Unlike in the paper, it includes
+optimizer states: float32 weights and two moments, sharded over data-parallel ranks. Frozen modules
+have weights only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchmm.pipelining.schedules.layouts import balanced_cuts
 
 
 class ParallelSizes(NamedTuple):
-    """How many ranks a module is spread over, in each way."""
+    """Parallelism degrees of a module."""
 
     data: int
     pipeline: int
@@ -37,20 +37,20 @@ class ParallelSizes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.data * self.pipeline * self.tensor
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One encoder's parallel plan.
+    """Parallel plan of one encoder.
 
     Attributes:
-        name: of the encoder.
-        sizes: its own.
-        llm: those of the LLM, on the same ranks.
-        layers: by pipeline stage.
-        stage_bytes: by pipeline stage: weights, gradients and optimizer state on one device.
+        name: Name of the encoder.
+        sizes: Parallelism degrees of the encoder.
+        llm: Parallelism degrees of the LLM on the same ranks.
+        layers: Number of layers of each pipeline stage.
+        stage_bytes: Weights, gradients and optimizer states per device of each pipeline stage.
     """
 
     name: str
@@ -61,22 +61,22 @@ class EncoderPlan:
 
     @property
     def pipelines(self) -> int:
-        """m: pipelines of the encoder on the devices of one of the LLM."""
+        """Number m of encoder pipelines on the devices of one LLM pipeline."""
         return self.sizes.data // self.llm.data
 
     @property
     def tensor_groups(self) -> int:
-        """Tensor-parallel groups of the encoder in one of the LLM."""
+        """Number of encoder TP groups in one LLM TP group."""
         return self.llm.tensor // self.sizes.tensor
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
-        """By pipeline rank of the LLM: the encoder's states on a device there."""
+        """Encoder states in bytes per device, for each LLM pipeline rank."""
         return self.stage_bytes * (self.llm.pipeline // self.sizes.pipeline)
 
     @property
     def devices_MS(self) -> NDArray[np.int32]:
-        """By pipeline and stage: the device, as `EncoderWork` numbers them."""
+        """Device of each encoder pipeline and stage, (M, S), numbered as in `EncoderWork`."""
         ranks = np.arange(self.llm.pipeline).reshape(-1, 1, self.sizes.pipeline)
         devices = ranks * self.tensor_groups + np.arange(self.tensor_groups).reshape(1, -1, 1)
         return devices.reshape(-1, self.sizes.pipeline).astype(np.int32)
@@ -84,10 +84,11 @@ class EncoderPlan:
 
 @dataclass(frozen=True)
 class ColocatedPlan:
-    """A plan for each encoder, and what everything takes.
+    """Plans of all encoders with the total memory.
 
     Attributes:
-        rank_bytes: by pipeline rank of the LLM: on a device there, everything included.
+        encoders: Plan of each encoder.
+        rank_bytes: Total bytes per device, for each LLM pipeline rank.
     """
 
     encoders: tuple[EncoderPlan, ...]
@@ -95,7 +96,7 @@ class ColocatedPlan:
 
     @property
     def worst_bytes(self) -> int:
-        """On the device that needs most."""
+        """Bytes on the device with the highest memory use."""
         return max(self.rank_bytes)
 
 
@@ -106,16 +107,19 @@ def encoder_plans(
     compute_bytes: int = 2,
     states: States = FLOAT32,
 ) -> list[EncoderPlan]:
-    """All plans of one encoder, fitting or not; those with most copies first.
+    """Return all plans of one encoder, starting with the plan with the most replicas.
 
-    Left out are more stages than layers, and tensor sizes that do not divide the heads.
+    The list includes plans that do not fit. It omits plans with more stages than layers, and TP
+    sizes that do not divide the number of heads.
 
     Args:
-        compute_bytes: per parameter in the compute dtype.
-        states: of parameters.
+        encoder: Description of the encoder.
+        llm: Parallelism degrees of the LLM.
+        compute_bytes: Bytes per parameter in the compute dtype.
+        states: Dtypes of the parameter states.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: A size is less than 1.
     """
     if min(llm) < 1:
         raise ValueError(f"{llm}: all sizes must be at least 1")
@@ -146,18 +150,16 @@ def colocated_plans(
     compute_bytes: int = 2,
     states: States = FLOAT32,
 ) -> list[ColocatedPlan]:
-    """All combinations of encoder plans that fit on the device that needs most.
+    """Return all combinations of encoder plans that fit.
 
-    Every encoder has a separate plan (§4.4). Activations of encoders are left out, as in the
-    paper.
+    Every encoder has a separate plan (§4.4). As in the paper, encoder activations are omitted.
 
     Args:
         llm_bytes: States and activations of the LLM on a device, by pipeline rank.
-        limit_bytes: of a device.
+        limit_bytes: Memory of a device in bytes.
 
     Raises:
-        ValueError: no plan fits (the message has the lowest memory use). Or `llm_bytes` are
-            of other ranks.
+        ValueError: No plan fits, or `llm_bytes` has a different number of ranks.
     """
     if len(llm_bytes) != llm.pipeline:
         raise ValueError(f"bytes of {len(llm_bytes)} ranks for a pipeline of {llm.pipeline}")
@@ -192,10 +194,12 @@ def colocated_plans(
 
 
 def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:
-    """Weights, gradients and optimizer state of a stage on one device.
+    """Return weights, gradients and optimizer states of a stage on one device, in bytes.
 
     Args:
-        data: data-parallel ranks, among which optimizer state is sharded.
+        count: Parameter counts of the stage.
+        data: Number of data-parallel ranks that shard the optimizer states.
+        compute_bytes: Bytes per parameter in the compute dtype.
     """
     sharded = (count.weight_bytes + count.optimizer_bytes) / data
     return round(compute_bytes * count.all + count.gradient_bytes + sharded)

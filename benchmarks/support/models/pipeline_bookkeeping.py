@@ -37,7 +37,7 @@ TORCH_KINDS = {"F": ActionType.F, "B": ActionType.B}
 
 
 class Layer(PipelineStage):
-    """One linear layer; the last stage sums its output up."""
+    """Stage with one linear layer. The last stage sums its output."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
@@ -48,18 +48,18 @@ class Layer(PipelineStage):
 
 
 class Sides(NamedTuple):
-    """Three programs that run the same forwards and backwards of this rank."""
+    """Three programs that run the same forward and backward passes of this rank."""
 
     ours: Callable[[], object]
     torch: Callable[[], object]
     plain: Callable[[], object] | None
-    """Without any runtime; on one rank only."""
+    """Program without a pipeline runtime, for one rank only."""
     tasks: int
-    """Compute actions of this rank."""
+    """Number of compute actions of this rank."""
 
 
 def build_sides() -> Sides:
-    """On the ranks of the process group; torch decides the order."""
+    """Return the programs of this rank. PyTorch determines the schedule."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)]
@@ -96,7 +96,7 @@ def build_sides() -> Sides:
 
 
 def _translate(action: Any) -> Action:
-    """A PyTorch action as a torchmm action."""
+    """Convert a PyTorch action to a torchmm action."""
     kind = TORCH_KINDS[action.computation_type.value]
     return Action(kind, action.stage_index, action.microbatch_index)
 
@@ -155,7 +155,7 @@ def time_sides(repetitions: int) -> tuple[int, list[tuple[float, ...]]]:
 
 
 def measure(repetitions: int) -> list[Row]:
-    """The table's lines."""
+    """Return the rows of the results."""
     tasks, alone = run_ranks(time_sides, 1, repetitions)
     case = f"1 rank, {STAGES} stages, {MICROBATCHES} microbatches"
     ours = median(a - plain for a, _, plain in alone) / tasks * 1e6

@@ -1,4 +1,4 @@
-"""A cell of a published table next to ours: what it is, how far off, how it is shown.
+"""Cells of published tables compared with torchmm results.
 
 Shared by `paper_tables.py`, which runs everything, and `paper_steps.py`, which simulates.
 """
@@ -25,12 +25,12 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
 
 @cache
 def recipe_named(name: str) -> Recipe:
-    """A recipe of recipes/papers."""
+    """Return a recipe of recipes/papers."""
     return load_recipe(RECIPES / f"{name}.toml").recipe
 
 
 def in_one_chain(recipe: Recipe, **changes: Any) -> Recipe:
-    """The recipe with all modules on all ranks, cut as one chain of layers, as papers' baselines.
+    """Return the recipe with all modules in one pipeline, as in the baselines of the papers.
 
     Args:
         changes: further keys of [parallel].
@@ -43,29 +43,29 @@ def in_one_chain(recipe: Recipe, **changes: Any) -> Recipe:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One cell."""
+    """Published value and torchmm value of one cell."""
 
     figure: Figure
     ours: float
     note: str = ""
     """How the value was computed, or why the paper value does not follow from its text."""
     goal_percent: float | None = None
-    """Relative error to be reached; of an identity: that our reading is right to."""
+    """Maximum relative error in percent. For an identity, it checks our reading of the paper."""
     identity: bool = False
     """Whether the value follows from other values of the paper."""
 
     @property
     def error_percent(self) -> float:
-        """(torchmm - paper) / paper, in percent."""
+        """Relative error (torchmm - paper) / paper, in percent."""
         return (self.ours / self.figure.value - 1) * 100
 
     @property
     def goal(self) -> float | None:
-        """Of the relative error, in per cent; an identity has none to meet."""
+        """Goal of the relative error in percent. None for an identity."""
         return None if self.identity else self.goal_percent
 
     def rows(self) -> Iterator[Row]:
-        """The cell, and its error if there is a goal."""
+        """Return the row of the cell, and the row of its error if it has a goal."""
         case, unit = self.figure.source, self.figure.unit
         metric = "value, derived" if self.identity else "value"
         yield Row(case, metric, unit, self.ours, paper=self.figure.value, kind="simulated")
@@ -79,16 +79,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Section:
-    """Cells that belong together."""
+    """Group of cells."""
 
     title: str
     cells: list[Comparison]
     text: str = ""
-    """What holds for all of them."""
+    """Note on all cells."""
 
 
 def identities(title: str, cells: Sequence[Comparison]) -> Section:
-    """Cells that predict nothing."""
+    """Return a section of cells that follow from published values."""
     text = (
         "Identities follow from published values. They check that the recipes match the papers. "
         "They predict nothing and have no goal."

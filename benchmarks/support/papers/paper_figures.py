@@ -1,4 +1,4 @@
-"""Published figures that ours are compared with, each with the cell it was printed in.
+"""Published values that torchmm results are compared with, and their sources.
 
 Nothing here is computed, except that a percentage is written as a fraction. What the papers print
 twice and differently is noted; values that only figures show are omitted.
@@ -14,7 +14,7 @@ Method = Literal["Megatron-LM", "Megatron-LM balanced", "Optimus"]
 
 
 class Figure(NamedTuple):
-    """One printed number."""
+    """Published value."""
 
     source: str
     """Paper, table or section, row, column."""
@@ -29,7 +29,7 @@ OPTIMUS_STEP = Figure("Optimus table 1, training step", 5.12, "s")
 
 
 class Bubble(NamedTuple):
-    """One row of Optimus table 1."""
+    """Row of Optimus table 1."""
 
     share: Figure
     duration: Figure
@@ -62,7 +62,7 @@ OPTIMUS_SMALL = {
 
 
 class StrongScaling(NamedTuple):
-    """One row of Optimus table 5."""
+    """Row of Optimus table 5."""
 
     seconds: Figure
     mfu: Figure
@@ -96,7 +96,7 @@ OPTIMUS_SPEEDUPS = {
     gpus: Figure(f"Optimus table 5, Optimus, {gpus} GPUs, speedup", value, "x")
     for gpus, value in zip(STRONG_SCALING_GPUS, (1.06, 1.11, 1.21), strict=True)
 }
-"""Over Megatron-LM balanced."""
+"""Speedups over Megatron-LM balanced."""
 
 OPTIMUS_MAX_SPEEDUP: dict[Method, Figure] = {
     "Megatron-LM": Figure("Optimus figure 15, most over Megatron-LM", 1.22, "x"),
@@ -117,7 +117,7 @@ OPTIMUS_MEMORY_OVERHEAD = Figure("Optimus figure 17, most over the leanest basel
 
 
 class Scheduler(NamedTuple):
-    """One row of Optimus table 7."""
+    """Row of Optimus table 7."""
 
     microbatches: int
     coarse: Figure
@@ -167,7 +167,7 @@ PIPEWEAVER_PEAK_FLOPS = 989e12
 
 
 class Imbalance(NamedTuple):
-    """One row of PipeWeaver table 1 (8 GPUs)."""
+    """Row of PipeWeaver table 1 (8 GPUs)."""
 
     seconds: float
     flops: float
@@ -189,7 +189,7 @@ PIPEWEAVER_OVERHEADS = {
 
 
 class Ablation(NamedTuple):
-    """One row of PipeWeaver table 5 (VLM-S)."""
+    """Row of PipeWeaver table 5 (VLM-S)."""
 
     seconds: Figure
     gain: Figure

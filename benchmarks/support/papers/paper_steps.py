@@ -59,7 +59,7 @@ BUBBLES = {
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """The profile with other efficiencies of matrix products and attention."""
+    """Return the profile with different efficiencies of matmuls and attention."""
     curves = {
         kind: Curve(curve.sizes, tuple(factor * v for v in curve.values))
         for kind, curve in profile.efficiency.items()
@@ -77,14 +77,14 @@ class WholeMessages(Forecaster):
 
 
 class Simulated(NamedTuple):
-    """A step and what it had to recompute."""
+    """Simulated step and its recomputation mode."""
 
     step: SimulatedStep
     note: str
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """Duration of the step in seconds."""
         return self.step.makespan_ms / 1e3
 
 
@@ -119,7 +119,7 @@ def simulated(
 
 @cache
 def efficiency() -> float:
-    """The one fitted factor; found by secants, as the time is nearly linear in its inverse."""
+    """Return the fitted efficiency factor, which a secant search finds."""
     target_s = paper.OPTIMUS_STRONG_SCALING[CALIBRATED_ON].seconds.value
 
     def seconds(inverse: float) -> float:
@@ -182,7 +182,7 @@ def _fitted() -> str:
 
 
 def bubbles() -> Section:
-    """Optimus table 1: seconds of each class, mean over ranks."""
+    """Return Optimus table 1: seconds of each class, mean over ranks."""
     cells = []
     of_table_12 = f"{recipe_named(LARGE).parallel.virtual_stages} virtual stages per rank"
     for how, parallel in (
@@ -239,7 +239,7 @@ def layers() -> Section:
 
 
 def orderings() -> Section:
-    """Optimus figure 15 and table 4: who is faster."""
+    """Return Optimus figure 15 and table 4: the faster method."""
     cells = []
     models = {f"Model {x.upper()}": f"optimus_model_{x}" for x in "abcd"}
     for title, name in models.items():

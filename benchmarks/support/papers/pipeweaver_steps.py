@@ -44,14 +44,14 @@ from torchmm.recipe.read import load_recipe
 ROOT = Path(__file__).parents[3]
 SEED = 0
 VIRTUAL_STAGES = 4
-"""Of Megatron-LM, per rank."""
+"""Virtual stages per rank of Megatron-LM."""
 MEMORY_SHARE = 0.85
 COARSE = "sequential modules"
 Modes = tuple[Recompute, ...]
 
 
 class Model(NamedTuple):
-    """One of the paper's models on its devices."""
+    """Model of the paper with its parallelism degrees."""
 
     recipe: str
     data: int
@@ -60,7 +60,7 @@ class Model(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Total number of devices."""
         return self.data * self.pipeline * self.tensor
 
 
@@ -72,7 +72,7 @@ SELECTIVE += ["--activation_checkpoint.memory_limit", "85%"]
 
 
 class Setting:
-    """A model, the microbatches of one pipeline, and costs for any modes of recomputation.
+    """Model with the microbatches of one pipeline and costs for all recomputation modes.
 
     Of several data-parallel ranks, the one with the most work is taken.
 
@@ -104,9 +104,9 @@ class Setting:
         self.modules, self.metas = forecaster.modules, forecaster.workload.microbatches
         self.mean_share = forecaster.workload.mean_share
         self.limited = True
-        """Whether orders have to fit into memory."""
+        """Whether schedules must fit into memory."""
         self.typical = self.metas
-        """Microbatches by whose sizes modules are cut."""
+        """Typical microbatches, which determine the stage layout."""
         device = self.profile.device.type
         self._executions = module_executions(forecaster.run, self.modules, device)
         self.parallel: ParallelConfig = self.recipe.parallel
@@ -130,7 +130,7 @@ class Setting:
         return replace(found, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
     def megatron(self) -> StageGraph:
-        """One chain with equal numbers of parameters per virtual stage, full microbatches."""
+        """Return a single pipeline with the same number of parameters per virtual stage."""
         layers = []
         typical = module_layers(self.modules, self.typical)
         for own, module in zip(typical, self.modules, strict=True):
@@ -140,12 +140,12 @@ class Setting:
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def separated(self) -> StageGraph:
-        """Every module in separate segments, in the partitioner's sub-microbatches."""
+        """Return separate segments of each module, with the selected sub-microbatches."""
         layout: StageLayout = plan_layout(self.parallel, self.modules, self.typical)
         return step_graph(layout, self.parallel, self.metas)
 
     def static(self) -> StageGraph:
-        """One chain of equally costly virtual stages, for typical microbatches: a static plan."""
+        """Return a static single pipeline with virtual stages of equal cost."""
         layers = module_layers(self.modules, self.typical)
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
@@ -157,7 +157,7 @@ class Setting:
         return StageGraph(layout, len(self.metas), counts)
 
     def with_images(self, least: int, most: int, seed: int) -> Setting:
-        """The same, cut as before, for microbatches with other numbers of images."""
+        """Return a setting with the same stages and different image counts."""
         simulation = self.recipe.simulation.model_copy(
             update={"sequences": [SimulatedSequences(images=[least, most])], "seed": seed}
         )
@@ -167,34 +167,34 @@ class Setting:
         return other
 
     def lowered(self, graph: StageGraph, order: ComputeOrder) -> PipelinePlan:
-        """A plan without messages' sizes, checked; with gathers and reductions if sharded."""
+        """Return a validated plan without message sizes. It has FSDP collectives if sharded."""
         plan = lower_plan(order, graph, {}, sharding="step" if self.sizes.data > 1 else "none")
         validate_plan(plan).raise_for_problems()
         return plan
 
     def mfu(self, step: Timed) -> float:
-        """Of all devices, when this pipeline takes the longest."""
+        """Return the MFU of all devices, if this pipeline is the slowest pipeline."""
         peak = self.profile.device.peak_flops[self.recipe.training.dtype]
         devices = self.sizes.pipeline * self.sizes.tensor
         return self.mean_share * step.flops / (step.ms / 1e3) / (devices * peak)
 
 
 class Timed(NamedTuple):
-    """A simulated step."""
+    """Simulated step."""
 
     ms: float
     peak_bytes: int
     bubbles: float
     flops: float
-    """Of the model, without what is recomputed."""
+    """Model FLOPs, without recomputation."""
     first_peak_bytes: int
-    """Of the first rank."""
+    """Peak memory of the first rank."""
     fluctuation_bytes: int
-    """Between the least and the most that the first rank uses in the middle half of the step."""
+    """Range of the memory use of the first rank in the middle half of the step."""
 
 
 def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
-    """Step time, peak memory over ranks, and fraction of bubbles between actions."""
+    """Return step time, peak memory over ranks and the bubble fraction."""
     step = simulate(plan, costs)
     shares = step.timeline.bubble_share
     bubbles = sum(shares.values()) - shares["tp"]
@@ -213,7 +213,7 @@ def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
 
 
 def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[str, Timed]]:
-    """Technique after technique; without those that run out of memory half-way."""
+    """Yield steps with more and more techniques, without schedules that run out of memory."""
     chain, graph = setting.megatron(), setting.separated()
     names = list(PIPEWEAVER_ABLATION)
     yield (
@@ -246,7 +246,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
 
 
 def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
-    """One step by system; full recomputation but where it is tuned."""
+    """Return one step per system. All except "tuned" use full recomputation."""
     full: Modes = ("full",) * len(setting.modules)
     found = {}
     for name, graph in (("Megatron-LM", setting.megatron()), ("static plan", setting.static())):
