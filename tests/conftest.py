@@ -22,6 +22,9 @@ BEGIN_S = time.monotonic()
 
 
 CAMPAIGNS = {
+    # Whole runs, whose property test_layouts.py and unit tests of the planners check.
+    "test_train.py::test_layouts_give_the_single_process_curve[2]",
+    "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, all composites]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, towers on two]",

@@ -139,7 +139,7 @@ def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
         for linear in float8_linears(module, config)
     }
     named = model.named_modules()
-    return {f"{n}.weight": config.recipe for n, part in named if id(part) in chosen}
+    return {f"{n}.weight": config.scaling for n, part in named if id(part) in chosen}
 
 
 def composite_names(model: MultimodalModel) -> dict[str, str]:

@@ -111,7 +111,7 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
-        rounds = Float8Config.of(recipe).recipe != "none"
+        rounds = Float8Config.of(recipe).scaling != "none"
         dtype = "bfloat16" if rounds else recipe.training.dtype
         noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
         bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), narrow(recipe), noisy)
