@@ -60,7 +60,7 @@ def test_sizes_that_are_no_multiples_of_16_stay() -> None:
         (CPU, {}, "needs a GPU; float8.emulate = true computes the same numbers"),
         (CPU, {"emulate": True}, None),
         (CPU, {"emulate": True, "first_layers": 2}, "'llm' has no linear with float8 products"),
-        (CPU, {"recipe": "none"}, None),
+        (CPU, {"scaling": "none"}, None),
         (CPU, {"modules": []}, None),
         (torch.device("cuda"), {}, "Ampere has no float8 products"),
     ],
