@@ -22,7 +22,7 @@ BEGIN_S = time.monotonic()
 
 
 CAMPAIGNS = {
-    # Whole runs, whose property test_layouts.py and unit tests of the planners check.
+    # Complete runs. test_layouts.py and unit tests of the planners check the same property.
     "test_train.py::test_layouts_give_the_single_process_curve[2]",
     "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
