@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
+from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
 from torchmm.models.llm import LlmModule
@@ -222,7 +223,8 @@ class Layers(SplitProgram):
         }
         model = build_model(ModelConfig(llm={"config": config}), FreezeConfig())
         self.llm: LlmModule = model.llm
-        apply_tensor_parallel(self.llm, self._mesh, True, self._overlap)
+        styles = AsyncStyles(self._overlap) if self._overlap else None
+        apply_tensor_parallel(self.llm, self._mesh, True, styles)
         materialize(model, "cpu")
         init_weights(model, SEED)
 

@@ -114,7 +114,7 @@ def test_what_the_plan_does_not_say_is_not_sent(outcomes):
     shape, dtype, missing, more = outcomes[0]["refused"]
     for text in (shape, dtype, missing, more):
         assert "action 0SEND_F2>1@1 would send" in text
-        assert "the plan says ['(2, 3) torch.float32']" in text
+        assert "the plan requires ['(2, 3) torch.float32']" in text
     assert "['(2, 4) torch.float32']" in shape
     assert "['(2, 3) torch.bfloat16']" in dtype
 

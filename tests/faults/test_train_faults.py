@@ -301,7 +301,7 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
     output = wild.output(0) + wild.output(1)
     assert output.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
     first = "first non-finite output is that of encoders.vision.tower.encoder.layers.0."
-    assert f"Where: run again, the {first}" in output
+    assert f"Where: after running the step again, the {first}" in output
     assert "Traceback" not in output
     status = read_status(run_dir)
     assert (status.state, status.step, status.exit_code) == ("failed", 3, 5)
@@ -370,7 +370,7 @@ def test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says(
     codes, output = run(training__steps=3, data__prefetch=3)
     assert codes == [0] and "data changed" not in output
     log = (tmp_path / "run/logs/rank-0.log").read_text()
-    assert "another recipe: data.prefetch 2 -> 3; training.steps 2 -> 3\n" in log
+    assert "a different recipe: data.prefetch 2 -> 3; training.steps 2 -> 3\n" in log
     rows.reverse()
     codes, output = run(training__steps=5)
     assert codes == [4] and "Traceback" not in output

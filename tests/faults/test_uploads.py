@@ -184,7 +184,7 @@ def test_what_is_wrong_with_the_store_at_the_start_is_named(
 ):
     upload, code = address(tmp_path), 4
     expected = {
-        "away": f"{upload}/run did not answer",
+        "away": f"{upload}/run did not respond",
         "refused": "AWS_ACCESS_KEY_ID",
         "no bucket": "no such bucket; correct checkpoint.remote_dir",
         "password": "checkpoint.remote_dir",
