@@ -44,11 +44,11 @@ from torch.nn import functional
 
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
 from torchmm.extensions.async_tp.styles import AsyncStyles
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

@@ -37,7 +37,7 @@ from support.harness import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.multimodal import MultimodalModel
 

@@ -40,10 +40,10 @@ from torchmm.common.batch import (
 )
 from torchmm.extensions.evaluation.text.generate import generate_tokens
 from torchmm.extensions.evaluation.text.sampling import Sampling
+from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig

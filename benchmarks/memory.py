@@ -40,7 +40,8 @@ from torchmm.costs.blocks import Head
 from torchmm.costs.execution import Execution, Recompute, Setting
 from torchmm.costs.layers import stage_parameters
 from torchmm.costs.sizes import llm_sizes
-from torchmm.extensions.low_precision import compact
+from torchmm.extensions.low_precision import low_precision_optimizer
+from torchmm.models.build import build_model
 from torchmm.models.layers.loss import (
     ChunkHead,
     chunk_rows,
@@ -48,7 +49,6 @@ from torchmm.models.layers.loss import (
     summed_cross_entropy,
 )
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -250,7 +250,7 @@ def update_bytes(
     for parameter in parameters:
         parameter.data.zero_()
         parameter.grad = torch.ones_like(parameter)
-    with patch.object(compact, "PORTION", PORTION):
+    with patch.object(low_precision_optimizer, "PORTION", PORTION):
         updates = build_optimizer(
             model, module_of, optimizer, (), model.layer_matrices(), dtype=dtype
         )

@@ -56,9 +56,9 @@ from torchmm.recipe.training_section import (
     TrainingConfig,
 )
 from torchmm.training.build import build_run
-from torchmm.training.ending import StopSignal
 from torchmm.training.metrics import peak_flops
 from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
 SEED = 0

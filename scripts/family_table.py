@@ -21,10 +21,10 @@ import torch
 from transformers import AutoConfig, LlavaForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.hf.pairs import becomes_llava
+from torchmm.models.families.composites.registry import COMPOSITES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.hf.pair_classes import becomes_llava
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "model_tests.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"

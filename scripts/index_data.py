@@ -43,7 +43,7 @@ def buildings(config: str, overrides: list[str], workers: int) -> list[Building]
     with loading():
         from torchmm.data.sources.open import make_reader, open_buildings
         from torchmm.data.tokenizer import load_tokenizer
-        from torchmm.models.registry import build_model
+        from torchmm.models.build import build_model
 
     data = recipe.data.model_copy(update={"workers": workers})
     model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from torchmm.common import errors
-from torchmm.training import ending
+from torchmm.training import shutdown
 from torchmm.training.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -79,7 +79,7 @@ def exit_codes_page() -> str:
                 ", ".join(filter(None, (name, f"`{kind.__name__}`"))),
             )
     lines = [f"| {code} | {when} | {name} |\n" for code, (when, name) in sorted(rows.items())]
-    states = ", ".join(f"`{state}`" for state in get_args(ending.State))
+    states = ", ".join(f"`{state}`" for state in get_args(shutdown.State))
     note = NOTE.format(source="torchmm/common/errors.py")
     return CODES.format(note=note, rows="".join(lines), states=states)
 

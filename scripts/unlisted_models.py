@@ -23,11 +23,11 @@ from transformers.utils import logging
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.auto_models.encoders import known_processor, tower_class
-from torchmm.extensions.auto_models.unlisted import Proof, prove, prove_encoder
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.forms import mechanisms
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.registry import LLM_FILES, TOWER_FILES
+from torchmm.extensions.auto_models.parity import Proof, prove, prove_encoder
+from torchmm.models.build import LLM_FILES, TOWER_FILES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.introspection import mechanisms
+from torchmm.models.families.llms.registry import LLM_FAMILIES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {

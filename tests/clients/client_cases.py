@@ -25,12 +25,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
 from torchmm.data.build import build_loader
+from torchmm.models.build import build_model
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.lora import of_adapter
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import (
     AdapterConfig,
@@ -41,7 +41,7 @@ from torchmm.recipe.model_section import (
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import TrainingConfig
-from torchmm.training.exports.write import Trained, write_export
+from torchmm.training.export.model_files import Trained, write_export
 
 QUESTION = "What is this?"
 VOCABULARY = 1088

@@ -6,7 +6,7 @@ import torch
 
 from torchmm.common.device_copies import HostCopy
 from torchmm.extensions.async_tp.backends import _Started
-from torchmm.extensions.low_precision.host import HostStreams
+from torchmm.extensions.low_precision.cpu_offload import HostStreams
 from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private

@@ -27,7 +27,7 @@ from fakecuda.flash import as_one
 
 from torchmm.balance import step_plans
 from torchmm.balance.optimus.ahead import Ahead
-from torchmm.extensions.low_precision import compact
+from torchmm.extensions.low_precision import low_precision_optimizer
 from torchmm.models.layers import loss
 from torchmm.parallel import compilation
 from torchmm.parallel.compilation import Compilation
@@ -164,7 +164,7 @@ def main() -> None:
     trace_only()
     fuse_loss()
     # By default small models have several portions of states, too.
-    compact.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
+    low_precision_optimizer.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # A GPU's milliseconds are minutes on a processor without products of bfloat16.
     for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
         sizes["cuda"] = sizes["cpu"]

@@ -273,7 +273,9 @@ def is_after_plan(record: Record) -> bool:
 
 def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
     """By rank: how many copies of states from the host run beside the update."""
-    return [operations_beside(records, "low_precision/host.py") for records in ranks.values()]
+    return [
+        operations_beside(records, "low_precision/cpu_offload.py") for records in ranks.values()
+    ]
 
 
 def reductions_beside(ranks: dict[int, list[Record]]) -> list[int]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from microbatches import VOCAB, random_microbatch
 from torch.distributed.tensor import DTensor
 
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import FSDPModule, StepSharding
 from torchmm.parallel.mesh import ParallelMesh, build_mesh

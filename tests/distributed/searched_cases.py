@@ -9,9 +9,9 @@ from microbatches import MODEL, composite_model, random_microbatch
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.layers import ModuleDescription
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.run.cut import cut_for_rank

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.async_tp.choice import choose_backend, time_chunks, try_symmetric_memory
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
+from torchmm.extensions.async_tp.selection import choose_backend, time_chunks, try_symmetric_memory
 from torchmm.extensions.async_tp.styles import AsyncStyles, Column
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel

@@ -9,8 +9,8 @@ from microbatches import composite_model, with_patches
 from test_layouts import Case, compare_all
 
 from torchmm.common.batch import Microbatch
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.parallel.exchange import FeatureRanks
 from torchmm.recipe.model_section import FreezeConfig
 

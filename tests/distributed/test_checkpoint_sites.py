@@ -18,9 +18,9 @@ from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.training_section import CheckpointConfig
-from torchmm.training.checkpoint.copies import step_of_folder
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.site import Site
+from torchmm.training.checkpoint.shared_filesystem import Site
+from torchmm.training.checkpoint.store import step_of_folder
 
 logger = logging.getLogger("test_checkpoint_sites")
 

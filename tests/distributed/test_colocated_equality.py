@@ -35,9 +35,9 @@ from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PeerError
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel import activation
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group

@@ -8,11 +8,11 @@ from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from torch.distributed.tensor import DTensor
 
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.mesh import build_mesh, start_process_group

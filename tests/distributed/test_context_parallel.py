@@ -16,12 +16,12 @@ from test_llm_tensor_parallel import Case as Family
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.row_slices import slice_ranges
 from torchmm.models import llm
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.rotary import sample_frequencies
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.context import (
     ContextHeads,
     ContextRanks,

@@ -17,9 +17,9 @@ from torchmm.parallel.mesh import start_process_group
 from torchmm.planning.resolved import resolve
 from torchmm.training import agreement
 from torchmm.training.build import build_run
-from torchmm.training.ending import StopSignal
 from torchmm.training.hooks import validation
 from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -25,18 +25,18 @@ from test_generator_equality import GENERATOR, a_generator, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.extensions.evaluation.drawings import draw
+from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, start_process_group
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torchmm.common.batch import EncoderInputs
 from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.extensions.async_tp.styles import AsyncStyles
+from torchmm.models.build import build_model
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import start_process_group

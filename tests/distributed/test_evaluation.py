@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.demo_data import tiny_qwen
-from torchmm.extensions.evaluation.exported import write_texts
+from torchmm.extensions.evaluation.hf_generation import write_texts
 from torchmm.extensions.evaluation.scores import Answer, score
-from torchmm.extensions.evaluation.text.opened import Export
+from torchmm.extensions.evaluation.text.load_model import Export
+from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.training_section import TrainingConfig

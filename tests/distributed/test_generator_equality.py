@@ -25,11 +25,11 @@ from torchmm.balance.image_shares import ImageBalance
 from torchmm.common import row_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.extensions.evaluation.drawings import draw
+from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group

@@ -23,10 +23,10 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import generator_sizes
 from torchmm.extensions.generation.generator import DitModule
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import start_process_group

@@ -21,10 +21,10 @@ from torchmm.balance.optimus.layer_pieces import layer_collectives
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
 from torchmm.costs.execution import Execution
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.collectives import Exchange

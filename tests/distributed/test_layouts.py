@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.balance.image_shares import ImageBalance
 from torchmm.common.batch import Microbatch
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers import loss as loss_in_chunks
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.exchange import data_parallel_exchange

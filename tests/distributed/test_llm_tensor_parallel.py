@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torchmm.common.batch import Microbatch
 from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.extensions.async_tp.styles import AsyncStyles
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchmm.extensions.low_precision import compact, forms
+from torchmm.extensions.low_precision import low_precision_optimizer, state_formats
 from torchmm.parallel.torch_private import placed_like
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
@@ -36,7 +36,7 @@ from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.model_build import build_unfilled_model, cut_model
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers import muon
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "fsdp_tp")
 
@@ -165,7 +165,7 @@ def in_all_layouts(directory: Path) -> list[str]:
     """What differs from one process in each layout: after two steps, and after a checkpoint of the
     layout before was loaded and a third one made."""
     dist.init_process_group("gloo")
-    compact.PORTION = 500  # portions end within matrices
+    low_precision_optimizer.PORTION = 500  # portions end within matrices
     return [
         f"{case}, {what}"
         for number, case in enumerate(CASES)
@@ -215,17 +215,19 @@ def with_defects() -> dict[str, list[str]]:
 
     bf16 = Case(state_dtype="bfloat16")
     compare("nothing", bf16, "fsdp")
-    slices = forms.local_slices
-    forms.local_slices = lambda tensor: [slice(0, n) for n in forms.local_tensor(tensor).shape]
+    slices = state_formats.local_slices
+    state_formats.local_slices = lambda tensor: [
+        slice(0, n) for n in state_formats.local_tensor(tensor).shape
+    ]
     compare("places of the shard alone", bf16, "fsdp")
-    forms.local_slices = slices
+    state_formats.local_slices = slices
     shared = muon.orthogonal_shared
-    compact.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
+    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
         muon.orthogonal(u) for u in updates
     ]
     compare("matrices that are not whole", Case(name="muon"), "fsdp")
     compare("bfloat16 matrices that are not whole", Case("muon", "bfloat16"), "fsdp")
-    compact.orthogonal_shared = muon.orthogonal_shared = shared
+    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = shared
     update = WeightAverage.update
     WeightAverage.update = lambda self: self.restore(self.zeros())
     alone = build(bf16)
@@ -234,7 +236,7 @@ def with_defects() -> dict[str, list[str]]:
     sharded = build(bf16, "fsdp")
     step(*sharded, 0)
     found["averages of nothing"] = differing(whole(*sharded), whole(*alone))
-    forms.BLOCK = 128  # tensor parallelism leaves 64 columns of 256
+    state_formats.BLOCK = 128  # tensor parallelism leaves 64 columns of 256
     compare("blocks that shards cut", Case(state_dtype="int8"), "tp")
     return found
 

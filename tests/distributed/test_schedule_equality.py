@@ -16,10 +16,10 @@ from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.plan.graph import StageLayout

@@ -30,7 +30,7 @@ BEFORE_STEPS = (
     "torchmm.training.model_build:recipe_model",
     "torchmm.training.model_build:plan_layout",
     "torch.distributed:init_process_group",
-    "torchmm.training.ranks:check_ranks",
+    "torchmm.training.rank_setup:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
     "torchmm.training.tracking.recorder:start_trackers",
@@ -48,13 +48,13 @@ AT_THE_END = (
     "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
-EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
+EXPORT = ("torchmm.training.export.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
 GENERATE = (
-    "torchmm.extensions.evaluation.text.opened:open_writer",
-    "torchmm.extensions.evaluation.text.opened:read_prompts",
+    "torchmm.extensions.evaluation.text.load_model:open_writer",
+    "torchmm.extensions.evaluation.text.load_model:read_prompts",
     "torchmm.training.pipeline:Pipeline.plan",
 )
-EVALUATE = ("torchmm.extensions.evaluation.exported:write_texts",)
+EVALUATE = ("torchmm.extensions.evaluation.hf_generation:write_texts",)
 INSPECT = (
     "torchmm.extensions.reports.inspection.findings:recipe_model",
     "torchmm.extensions.reports.inspection.findings:Inspector.inspect",

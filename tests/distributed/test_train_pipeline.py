@@ -14,7 +14,7 @@ from tiny_recipe import arguments, records
 from torchmm.extensions.evaluation.scores import Answer, score
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline
-from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.export.checkpoint import export_checkpoint
 
 pytestmark = pytest.mark.slow
 CHANGES = {

@@ -21,9 +21,9 @@ from tuned_limits import half_way
 from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.common.batch import Microbatch
 from torchmm.common.dtypes import ByteValues
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank

@@ -25,7 +25,7 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import Updates, build_optimizer
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 LAYOUTS = {
     2: {

@@ -10,10 +10,10 @@ from support.allocations import CountPeak
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.costs.execution import Execution, States
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import local_tensor
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig

@@ -25,7 +25,7 @@ from torchmm.common.batch import (
     SampleMeta,
 )
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import ActionType

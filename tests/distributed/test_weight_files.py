@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.models.build import build_model
 from torchmm.models.hf.adapter_files import load_adapters, save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.legacy_keys import without_legacy_keys
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import encoder_meshes, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank

@@ -30,7 +30,7 @@ from torchmm.parallel.mesh import start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.ending import Status, StopSignal, write_status
+from torchmm.training.shutdown import Status, StopSignal, write_status
 
 TIMEOUT_S = int(os.environ.get("TIMEOUT_S", "10"))
 

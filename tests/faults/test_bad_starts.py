@@ -16,7 +16,7 @@ from tiny_recipe import arguments, overrides
 from torchmm.common.errors import ConfigError
 from torchmm.common.processes import Launched, launched
 from torchmm.recipe.read import load_recipe
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 DYING = Path(__file__).with_name("dying_train.py")
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"

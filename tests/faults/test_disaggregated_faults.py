@@ -20,7 +20,7 @@ from tiny_recipe import arguments, records, weights
 
 from torchmm.common.errors import DataError, PeerError
 from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow
 STEPS, RANKS, SECRET = 8, 3, "the same secret on both hosts"

@@ -9,7 +9,7 @@ import pytest
 from tiny_recipe import arguments
 from train_server import Run
 
-from torchmm.training.ending import EXIT_GRACE_S, read_status
+from torchmm.training.shutdown import EXIT_GRACE_S, read_status
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("blocked_start_train.py")

@@ -9,7 +9,7 @@ import pytest
 from fault_harness import Job, TorchrunJob
 
 from torchmm.training.checkpoint.manifest import find_problems, list_steps, step_of
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 TRAINER = Path(__file__).with_name("fault_trainer.py")
 pytestmark = pytest.mark.slow

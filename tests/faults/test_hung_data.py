@@ -13,7 +13,7 @@ import pytest
 from test_train_faults import assert_preempted, process_of, wait_for_step
 from tiny_recipe import arguments, records
 
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow
 RUN = {

@@ -9,7 +9,7 @@ import pytest
 from tiny_recipe import arguments
 from train_server import TRAIN
 
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from test_train_faults import wait_for_step
 from tiny_recipe import arguments
 
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.ending import Status, read_status, write_status
+from torchmm.training.shutdown import Status, read_status, write_status
 
 pytestmark = pytest.mark.slow
 IMPATIENT = Path(__file__).with_name("impatient_train.py")

@@ -19,7 +19,7 @@ from ports import free_port
 from tiny_recipe import ROOT, arguments
 from undisturbed_run import COMMON, STEPS, assert_same_end, wait_for_step
 
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 pytestmark = [

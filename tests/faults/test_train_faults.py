@@ -18,7 +18,7 @@ from train_server import CLIENT, TRAIN
 from undisturbed_run import COMMON, STEPS, assert_same_end, wait_for_step
 
 from torchmm.training.checkpoint.manifest import find_problems, list_steps, step_of
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow
 KILLS = 5

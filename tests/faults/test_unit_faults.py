@@ -25,7 +25,7 @@ from train_server import TRAIN
 from undisturbed_run import wait_for_step
 
 from torchmm.common.errors import PeerError
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytest.importorskip("diffusers")
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]

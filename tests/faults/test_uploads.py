@@ -13,7 +13,7 @@ from tiny_recipe import arguments, records, weights
 from undisturbed_run import COMMON, STEPS, wait_for_step
 
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 pytestmark = pytest.mark.slow
 CAMPAIGN = pytest.mark.campaign

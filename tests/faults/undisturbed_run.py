@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from tiny_recipe import records, weights
 
-from torchmm.training.ending import read_status
+from torchmm.training.shutdown import read_status
 
 STEPS = 24
 COMMON = {

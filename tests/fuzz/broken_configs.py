@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.media.medium import open_media
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 Table = dict[str, Any]

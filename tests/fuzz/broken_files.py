@@ -30,9 +30,9 @@ from fuzz.broken_configs import limits, wrong_values
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.media.medium import open_media
 from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 JSON_FILES = (

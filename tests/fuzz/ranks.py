@@ -27,8 +27,8 @@ from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
-from torchmm.training.ending import StopSignal
 from torchmm.training.model_build import ModelCut
+from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
 

@@ -27,7 +27,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
 from torchmm.common.dtypes import DTYPES
-from torchmm.extensions.low_precision.compact import CompactOptimizer
+from torchmm.extensions.low_precision.low_precision_optimizer import CompactOptimizer
 from torchmm.recipe.training_section import OptimizerConfig
 
 Table = dict[str, Any]

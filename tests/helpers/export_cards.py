@@ -18,12 +18,12 @@ from model_cases import COMPOSITES, ENCODERS, build
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.extensions.evaluation.text.opened import open_writer
+from torchmm.extensions.evaluation.text.load_model import open_writer
 from torchmm.extensions.evaluation.text.prompts import request_of
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.recipe.model_section import EncoderConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.exports.write import Trained, write_export
+from torchmm.training.export.model_files import Trained, write_export
 
 QUESTION = "What is this?"
 PROMPT = "The"

@@ -7,7 +7,7 @@ from model_cases import IMAGE_TOKEN_ID
 from transformers import PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
-from torchmm.models.layers.token_cache import next_row
+from torchmm.models.layers.kv_cache import next_row
 from torchmm.models.multimodal import MultimodalModel
 
 TOKENS = 12

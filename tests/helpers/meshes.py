@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_sizes
-from torchmm.recipe.sizes import MeshSizes
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 
 VISION_START, VISION_END, SOUND_START, SOUND_END = 61, 60, 58, 57
 VIDEO_TOKEN_ID = 62

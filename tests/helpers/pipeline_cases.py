@@ -28,9 +28,9 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import StepSharding, apply_fsdp
 from torchmm.parallel.mesh import ParallelMesh

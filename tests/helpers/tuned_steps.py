@@ -14,9 +14,9 @@ from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_la
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.execution import Execution
 from torchmm.costs.flops import module_layers
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import Updates, build_optimizer
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 NAN, INF = float("nan"), float("inf")
 

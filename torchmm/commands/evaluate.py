@@ -159,9 +159,9 @@ def _score_samples(
         with loading():
             import transformers
 
-            from torchmm.extensions.evaluation.exported import write_texts
+            from torchmm.extensions.evaluation.hf_generation import write_texts
             from torchmm.extensions.evaluation.samples import source_scores
-            from torchmm.extensions.evaluation.text.opened import Export
+            from torchmm.extensions.evaluation.text.load_model import Export
 
         transformers.logging.set_verbosity_error()
         with working("answering"):

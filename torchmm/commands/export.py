@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         )
         print(f"{output} is complete")
         if options.push is not None:
-            from torchmm.training.exports.checkpoint import push
+            from torchmm.training.export.checkpoint import push
 
             with working("uploading"):
                 place = push(output, options.push, options.private)
@@ -119,7 +119,7 @@ def export(
         from transformers.utils.logging import disable_progress_bar
 
         from torchmm.common.dtypes import DTYPES
-        from torchmm.training.exports.checkpoint import export_checkpoint
+        from torchmm.training.export.checkpoint import export_checkpoint
 
     disable_progress_bar()  # `working` reports progress
     found = checkpoints_at(Path(checkpoint).resolve())

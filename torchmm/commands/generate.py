@@ -32,7 +32,7 @@ from torchmm.recipe.changes import reject_renamed_options
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchmm.extensions.evaluation.text.opened import Writer
+    from torchmm.extensions.evaluation.text.load_model import Writer
     from torchmm.extensions.evaluation.text.prompts import Request
     from torchmm.extensions.evaluation.text.sampling import Sampling
 
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
-        from torchmm.extensions.evaluation.text.opened import answers_chats, open_writer
+        from torchmm.extensions.evaluation.text.load_model import answers_chats, open_writer
         from torchmm.extensions.evaluation.text.sampling import Sampling
 
     try:

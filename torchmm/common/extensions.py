@@ -11,11 +11,11 @@ Tables (the module that reads a table describes its entries):
 
     sections          sections of a recipe                     `torchmm.recipe.section`
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
-    hooks             hooks of the training loop               `torchmm.training.hooks.table`
+    hooks             hooks of the training loop               `torchmm.training.hooks.registry`
     trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
     run_ends          functions that run after training        `torchmm.training.run`
     schedules         schedules that need a cost model         `torchmm.planning.step`
-    planners          planners of training steps               `torchmm.training.planners.table`
+    planners          planners of training steps               `torchmm.training.planners.registry`
     optimizers        optimizers by name                       `torchmm.training.optimizers`
     parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
     model_converters  replacements of parts of a model         `torchmm.planning.converters`
@@ -27,10 +27,10 @@ Tables (the module that reads a table describes its entries):
     file_systems      files at addresses                       `torchmm.data.files.remote`
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
-    checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
-    generators        "module": a generator                    `torchmm.models.registry`
+    checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.store`
+    generators        "module": a generator                    `torchmm.models.build`
     generators        "images": preparation of its images      `torchmm.data.generated`
-    model_fallbacks   families of models that no table lists   `torchmm.models.registry`
+    model_fallbacks   families of models that no table lists   `torchmm.models.build`
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from torchmm.models.layers.connectors import (
     init_connector,
     linear_sizes,
 )
-from torchmm.models.layers.patches import embed_by_products
+from torchmm.models.layers.patch_embedding import embed_by_products
 
 
 @dataclass(frozen=True)

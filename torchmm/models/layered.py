@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription, Rounded
-from torchmm.models.between import Between, RowsOfRanks, WholeSequences
 from torchmm.models.layers.connectors import linear_parts
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
+from torchmm.models.sequence_layout import Between, RowsOfRanks, WholeSequences
 
 LinearSizes = tuple[tuple[int, int], ...]
 """Pairs (input features, output features) of linear layers."""

@@ -32,13 +32,14 @@ from torchmm.common.layers import LayerDescription
 from torchmm.common.module_names import VISION
 from torchmm.common.row_slices import SlicedMicrobatch, whole_row
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.sizes import attention_of, product_sizes
+from torchmm.models.families.llms.matmul_shapes import attention_of, product_sizes
 from torchmm.models.hf.config import layer_config
 from torchmm.models.hf.float32 import float32_names, keep_in_float32
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import Add, adding_blocks
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
+from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.layers.loss import (
     MIN_CHUNKED_VOCABULARY,
     ChunkHead,
@@ -47,8 +48,7 @@ from torchmm.models.layers.loss import (
     summed_cross_entropy,
 )
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
-from torchmm.models.layers.shared_rows import RowRanks
-from torchmm.models.layers.token_cache import PackedCache
+from torchmm.models.layers.sequence_exchange import RowRanks
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""

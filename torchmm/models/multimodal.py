@@ -26,7 +26,7 @@ from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.layers.experts import expert_parts, stacked_weights

@@ -54,7 +54,7 @@ from torchmm.parallel.exchange import Counts, FeatureRanks, exchange
 
 
 class ContextRanks(FeatureRanks):
-    """Context-parallel ranks (`torchmm.models.layers.shared_rows.RowRanks`).
+    """Context-parallel ranks (`torchmm.models.layers.sequence_exchange.RowRanks`).
 
     Args:
         mesh: 1-D mesh of the ranks.
@@ -76,7 +76,7 @@ class ContextRanks(FeatureRanks):
 
 
 class ContextHeads:
-    """Exchange of tokens for heads (`torchmm.models.layers.shared_rows.RowHeads`).
+    """Exchange of tokens for heads (`torchmm.models.layers.sequence_exchange.RowHeads`).
 
     Args:
         group: Context-parallel group.

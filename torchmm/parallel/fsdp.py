@@ -41,8 +41,8 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
 from torchmm.parallel import torch_private
 from torchmm.parallel.precision import MixedPrecision
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.sizes import MeshSizes
 
 
 def needs_fsdp(sizes: MeshSizes) -> bool:

@@ -61,9 +61,9 @@ from torchmm.common.log import working
 from torchmm.parallel import torch_private
 from torchmm.parallel.gather import exchange_device
 from torchmm.parallel.tensor.collectives import LayerHooks
+from torchmm.recipe.mesh_sizes import AXES, MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
-from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 
 logger = logging.getLogger("torchmm")
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES

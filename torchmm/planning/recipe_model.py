@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchmm.common.errors import ConfigError
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.planning.converters import find_converters
 from torchmm.recipe.recipe import Recipe
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchmm.common.module_names import LLM
+from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 
 @dataclass(frozen=True)

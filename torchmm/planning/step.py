@@ -42,9 +42,9 @@ from torchmm.pipelining.schedules.disaggregated import (
 )
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.pipelining.schedules.names import order_named, schedule_layout
+from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
-from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 Purpose = Literal["training", "losses", "text", "drawing"]
 """Purpose of a step. All except "training" have only forward passes. The generator does not run for

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.layers import Parameters, trained_parameters
-from torchmm.models.hf.pairs import exported_as
+from torchmm.models.hf.pair_classes import exported_as
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.placement_sizes import show_sizes
-from torchmm.recipe.sizes import MeshSizes
 
 MILLIONS_FROM = 100_000
 """Minimum number of parameters that is shown in millions."""

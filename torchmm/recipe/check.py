@@ -31,6 +31,7 @@ from torchmm.recipe.data_section import (
     unique_names,
 )
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_planned_units,
@@ -42,7 +43,6 @@ from torchmm.recipe.placement_sizes import (
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
-from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import (
     COMPACT,
     limit_bytes,

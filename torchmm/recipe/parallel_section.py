@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from torchmm.common.module_names import LLM
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.schedules import LlmSchedule, Placement, find_schedule
 from torchmm.recipe.section import Section, with_extensions
-from torchmm.recipe.sizes import AXES
 
 
 class ModuleParallelConfig(Section):

@@ -21,10 +21,10 @@ from math import prod
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems
+from torchmm.recipe.mesh_sizes import AXES, MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
-from torchmm.recipe.sizes import AXES, MeshSizes
 
 
 def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> MeshSizes:

@@ -21,7 +21,7 @@ from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.training.parts import RunParts
+from torchmm.training.components import RunParts
 from torchmm.training.step import StepOutcome, gather_corrupt_samples
 
 

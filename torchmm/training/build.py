@@ -28,15 +28,15 @@ from torchmm.recipe.read import dump_recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.components import RunParts
+from torchmm.training.console import print_summary
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
-from torchmm.training.ending import Status, write_status
 from torchmm.training.model_build import ModelCut, fill_model
 from torchmm.training.optim import build_optimizer, describe_schedule_change
-from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.parts import RunParts
-from torchmm.training.planners.table import build_planner
-from torchmm.training.ranks import compare_choices, prepare_ranks, seed_rank
-from torchmm.training.report import print_summary
+from torchmm.training.optimizers.weight_average import WeightAverage
+from torchmm.training.planners.registry import build_planner
+from torchmm.training.rank_setup import compare_choices, prepare_ranks, seed_rank
+from torchmm.training.shutdown import Status, write_status
 from torchmm.training.tracking.recorder import MetricsRecorder
 
 

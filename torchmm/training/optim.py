@@ -29,8 +29,8 @@ from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
-from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.optimizer import RunOptimizer, find_optimizer, local_gradients
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 _EPSILON = 1e-6
 """Added to the gradient norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""

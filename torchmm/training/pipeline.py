@@ -37,7 +37,7 @@ from torchmm.common.row_slices import (
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
-from torchmm.models.layers.shared_rows import RowRanks
+from torchmm.models.layers.sequence_exchange import RowRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.exchange import FeatureRanks

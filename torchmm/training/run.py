@@ -2,7 +2,7 @@
 
 All unsupported settings (parallelism degrees, model, stages) are rejected before the rendezvous of
 the ranks. Then the process group starts, `build` builds the components of the run, and `trainer`
-runs the training loop. `ending` writes the final state to STATUS.json.
+runs the training loop. `shutdown` writes the final state to STATUS.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.ending import (
+from torchmm.training.components import RunParts
+from torchmm.training.export.atomic_directory import clear_unfinished
+from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.shutdown import (
     Status,
     StopSignal,
     starting,
@@ -53,9 +56,6 @@ from torchmm.training.ending import (
     write_failure,
     write_status,
 )
-from torchmm.training.exports.place import clear_unfinished
-from torchmm.training.model_build import build_unfilled_model, cut_model
-from torchmm.training.parts import RunParts
 from torchmm.training.trainer import Trainer
 
 

@@ -21,12 +21,12 @@ from torchmm.data.loader import StepBatch
 from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.health.peers import Health
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
-from torchmm.training.ending import Status, StopSignal, closed_after, stop_message, write_status
+from torchmm.training.components import RunParts
 from torchmm.training.hooks.hook import StepDone, Training, TrainState
-from torchmm.training.hooks.table import build_hooks
+from torchmm.training.hooks.registry import build_hooks
 from torchmm.training.metrics import StepMeter
 from torchmm.training.optim import Updates
-from torchmm.training.parts import RunParts
+from torchmm.training.shutdown import Status, StopSignal, closed_after, stop_message, write_status
 from torchmm.training.step import TrainStep, loss_weights
 
 

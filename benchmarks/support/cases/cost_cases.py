@@ -25,8 +25,8 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig

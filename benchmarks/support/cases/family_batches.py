@@ -44,7 +44,7 @@ from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.tiles import TiledMedia
-from torchmm.models.families.text import Token
+from torchmm.models.families.text_conventions import Token
 from torchmm.models.multimodal import MultimodalModel
 
 TOKENS_PER_S = 4

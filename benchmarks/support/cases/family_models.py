@@ -19,9 +19,9 @@ from support.cases.family_batches import Sample, batches
 from support.cases.family_cases import Family
 from torchmm.common.batch import Microbatch
 from torchmm.common.dtypes import DTYPES
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 

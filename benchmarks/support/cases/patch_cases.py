@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from support.harness import Row, time_pairs
-from torchmm.models.layers.patches import embed_by_products
+from torchmm.models.layers.patch_embedding import embed_by_products
 
 PATCH_EMBEDDING = "patch embedding"
 """Name of the rows' case, without width and dtype."""

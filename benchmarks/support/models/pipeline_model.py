@@ -23,10 +23,10 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

@@ -43,7 +43,7 @@ from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build, model_build
-from torchmm.training.ending import StopSignal
+from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
 
@@ -69,7 +69,9 @@ SWITCHES: Mapping[str, Switch] = {
     "with CUDA graphs": Switch(settings={"compile": {"cuda_graphs": True}}),
     "with FSDP2": Switch("torchmm.parallel.fsdp", "needs_fsdp", True),
     "without fused loss": Switch("torchmm.models.layers.loss", "uses_fused_loss"),
-    "without fused update": Switch("torchmm.extensions.low_precision.compact", "fuses_updates"),
+    "without fused update": Switch(
+        "torchmm.extensions.low_precision.low_precision_optimizer", "fuses_updates"
+    ),
 }
 
 

@@ -15,8 +15,8 @@ from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan, UnitSizes, plan_with
 from torchmm.balance.search.space import with_recompute
 from torchmm.common.module_names import LLM
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import AXES
 
 
 def rigid_plan(

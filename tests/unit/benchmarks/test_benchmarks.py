@@ -10,7 +10,7 @@ import pytest
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.costs.flops import microbatch_flops
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

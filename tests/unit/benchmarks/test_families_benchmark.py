@@ -28,7 +28,7 @@ def test_all_supported_families_are_compared(benchmark):
     cases = benchmark.families(benchmark.QUICK, 64)
     composites = {case.config["model_type"] for case in cases if case.composite}
     texts = {case.config["model_type"] for case in cases if not case.composite}
-    llms = importlib.import_module("torchmm.models.families.llms.table").LLM_FAMILIES
+    llms = importlib.import_module("torchmm.models.families.llms.registry").LLM_FAMILIES
     assert composites == set(benchmark.COMPOSITES)
     assert texts == set(llms)
 

@@ -10,7 +10,7 @@ from torchmm.common import extensions
 from torchmm.common.extensions import Entry, extension_names, find_entries, find_entry
 from torchmm.recipe import section as section_module
 from torchmm.recipe.section import Section, with_extensions
-from torchmm.training.hooks.table import HOOKS, order_hooks
+from torchmm.training.hooks.registry import HOOKS, order_hooks
 
 EXTENSION = """
 from torchmm.common.extensions import Entry

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 COUNT = 50

@@ -28,7 +28,7 @@ from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import decode_rgb
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig

@@ -30,7 +30,7 @@ from torchmm.data.media.tile_schemes import joined
 from torchmm.data.media.tiles import Tile
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.packing import pack_all
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 

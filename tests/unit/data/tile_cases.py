@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.smolvlm import processing_smolvlm
 
 from torchmm.data.sources.reader import SampleReader
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

@@ -8,7 +8,7 @@ import pytest
 from model_cases import COMPOSITES
 from transformers import AutoConfig
 
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "family_table.py"
 

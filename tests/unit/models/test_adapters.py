@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.build import build_model
 from torchmm.models.hf import adapter_files
 from torchmm.models.hf.adapter_files import WEIGHTS_FILE, load_adapters, save_adapters
 from torchmm.models.hf.export import export_hf
@@ -29,7 +30,6 @@ from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.lora import adapted_linears, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
 
 EXACT = 1e-5

@@ -9,11 +9,11 @@ from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_confi
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_FAMILIES
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.build import build_model
+from torchmm.models.families.composites.registry import COMPOSITES as COMPOSITE_FAMILIES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.hf.config_checks import setting_problems
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 RANDOM = re.compile(r"drop|jitter|noise|mask_time|mask_feature|augment|stochastic|pos_embed_")

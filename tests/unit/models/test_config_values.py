@@ -7,9 +7,9 @@ from model_cases import COMPOSITES, ENCODERS, LLMS, problems_of_model
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.medium import open_media
+from torchmm.models.build import build_model
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.config_values import value_problems
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.tokenizer import read_tokenizer
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import open_files
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 INDEX = "model.safetensors.index.json"

@@ -23,7 +23,7 @@ from proofs import proves
 from test_multimodal import first_sample, mrope_positions, two_samples_with_images
 from transformers import AutoModelForCausalLM
 
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 
 HEARING = {name for name in COMPOSITES if "omni" in name} | set(SPEECH)

@@ -15,12 +15,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_FAMILIES
+from torchmm.models.build import build_model
+from torchmm.models.families.composites.registry import COMPOSITES as COMPOSITE_FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 NARROW = (torch.bfloat16, torch.float16)

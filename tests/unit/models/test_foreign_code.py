@@ -7,8 +7,8 @@ import pytest
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
+from torchmm.models.build import build_model
 from torchmm.models.hf.config import load_config
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 

@@ -9,7 +9,7 @@ from test_multimodal import plain_composite, two_samples_with_images
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 

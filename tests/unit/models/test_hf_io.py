@@ -42,14 +42,14 @@ from transformers import (
 from torchmm.common import log
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.build import build_model
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.hf import load as loading
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.legacy_keys import without_legacy_keys
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 

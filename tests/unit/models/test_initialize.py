@@ -10,9 +10,9 @@ from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_confi
 from torch import nn
 
 from torchmm.models import initialize
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights, random_copy
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 

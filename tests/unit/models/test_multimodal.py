@@ -32,12 +32,12 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import Kept
-from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_KINDS
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.composites.registry import COMPOSITES as COMPOSITE_KINDS
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
-from torchmm.models.layers.token_cache import grown_row
+from torchmm.models.layers.kv_cache import grown_row
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 

@@ -44,11 +44,11 @@ from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.build import build_model
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 pytestmark = pytest.mark.skipif(version < (5, 21), reason="thinkers were built in another way")

@@ -6,11 +6,11 @@ from model_cases import ENCODERS, LLMS, build, composite_config, pair_config
 from transformers import AutoConfig
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.llms.logits import own_logits
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.hf import pair_proof, pairs
+from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.hf import pair_classes, pair_parity
 from torchmm.models.hf.export import export_hf
-from torchmm.models.hf.pairs import PairClass, exported_as, pair_class
+from torchmm.models.hf.pair_classes import PairClass, exported_as, pair_class
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
 SCALED = {
@@ -53,7 +53,7 @@ def test_neutral_scales_keep_the_class(llm: str) -> None:
 
 @pytest.mark.parametrize("llm", SCALED)
 def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> None:
-    monkeypatch.setattr(pairs, "own_logits", lambda *_: "")
+    monkeypatch.setattr(pair_classes, "own_logits", lambda *_: "")
     found = pair_class(build(pair(llm, **SCALED[llm][0])))
     assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
 
@@ -63,7 +63,7 @@ def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> No
     [("vision_feature_layer", -1), ("vision_feature_select_strategy", "full")],
 )
 def test_proof_finds_other_features(key: str, value: object, monkeypatch) -> None:
-    build_config = pairs._llava_config
+    build_config = pair_classes._llava_config
 
     def changed(*arguments):
         config = build_config(*arguments)
@@ -72,21 +72,21 @@ def test_proof_finds_other_features(key: str, value: object, monkeypatch) -> Non
 
     config = pair_config("llama", "clip", feature_layer=-2)
     assert isinstance(pair_class(build(config)), PairClass)
-    pair_proof._compare.cache_clear()
-    monkeypatch.setattr(pairs, "_llava_config", changed)
+    pair_parity._compare.cache_clear()
+    monkeypatch.setattr(pair_classes, "_llava_config", changed)
     found = pair_class(build(config))
-    pair_proof._compare.cache_clear()
+    pair_parity._compare.cache_clear()
     assert isinstance(found, str) and "LlavaForConditionalGeneration" in found
 
 
 def test_proof_runs_once_and_keeps_random_state(monkeypatch) -> None:
     model = build(pair_config("qwen2", "siglip"))
-    pair_proof._compare.cache_clear()
+    pair_parity._compare.cache_clear()
     state = torch.get_rng_state()
     pair_class(model)
     pair_class(model)
     exported_as(model)
-    assert pair_proof._compare.cache_info().misses == 1
+    assert pair_parity._compare.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
 
 

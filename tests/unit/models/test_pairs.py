@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from torchmm.common.batch import EncoderInputs, Microbatch
-from torchmm.models.hf.chat_parts import template_for_parts
+from torchmm.models.hf.chat_template import template_for_parts
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
-from torchmm.models.hf.pairs import pair_class
+from torchmm.models.hf.pair_classes import pair_class
 from torchmm.models.hf.processors import image_processor
 from torchmm.recipe.model_section import PARTS_FILE, LlmConfig, ModelConfig
 

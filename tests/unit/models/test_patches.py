@@ -15,8 +15,8 @@ from model_cases import (
 )
 from torch import Tensor, nn
 
-from torchmm.models.layers import patches
-from torchmm.models.layers.patches import embed_by_products
+from torchmm.models.layers import patch_embedding
+from torchmm.models.layers.patch_embedding import embed_by_products
 
 CONVOLUTIONS = {
     "flat": (nn.Conv2d(3, 8, 4, 4), (2, 3, 12, 8)),
@@ -57,7 +57,7 @@ def test_values_of_a_patch_in_another_order_are_noticed() -> None:
     convolution, shape = CONVOLUTIONS["several patches of frames"]
     x = torch.randn(shape)
     weight = convolution.weight.detach()
-    wrong = patches.patch_product(x, weight.transpose(3, 4), convolution.bias)
+    wrong = patch_embedding.patch_product(x, weight.transpose(3, 4), convolution.bias)
     assert relative_error(wrong, convolution(x)) > 0.1
 
 

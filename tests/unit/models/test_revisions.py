@@ -20,9 +20,9 @@ from torch import zeros
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.build import _read_settings
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.load import open_files
-from torchmm.models.registry import _read_settings
 from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_place
 
 OLD, NEW = "a" * 40, "b" * 40

@@ -10,8 +10,8 @@ from test_llm import separate_loss
 
 from torchmm.common.errors import ConfigError
 from torchmm.models import llm
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe

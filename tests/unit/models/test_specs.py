@@ -19,9 +19,9 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.families.encoders.family import image_starts
 from torchmm.models.hf.export import export_hf
 from torchmm.models.layers.attention import Segments

@@ -22,11 +22,11 @@ from test_multimodal import ROWS, two_samples_with_images
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, Microbatch
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
 from torchmm.models.llm import Given
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 CONFIGS = {

@@ -9,7 +9,7 @@ from model_cases import DELTA, LLMS, microbatch, relative_error, text_model
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
-from torchmm.models.layers.token_cache import PackedCache, next_row
+from torchmm.models.layers.kv_cache import PackedCache, next_row
 from torchmm.models.llm import LlmModule
 
 LENGTHS = [5, 21, 2]

@@ -14,8 +14,8 @@ from torchmm.parallel.mesh import (
     start_process_group,
     use_expandable_segments,
 )
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.sizes import AXES
 
 
 @pytest.mark.parametrize(

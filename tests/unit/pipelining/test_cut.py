@@ -2,8 +2,8 @@
 
 import pytest
 
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageLayout, StageSpec
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout, separated_layout

@@ -4,9 +4,9 @@ import pytest
 from recipe_problems import UNITS_MODEL, problems_of
 
 from torchmm.common.errors import ConfigError
+from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
-from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 MODEL = (
     UNITS_MODEL

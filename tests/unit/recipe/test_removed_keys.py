@@ -12,7 +12,7 @@ from installed import needs_extension
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.explain import FORMER_DEFAULTS, REMOVED_KEYS
 from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
-from torchmm.training.exports import checkpoint
+from torchmm.training.export import checkpoint
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 KEYS = [key for key in REMOVED_KEYS if not key.startswith("model.generator.")]

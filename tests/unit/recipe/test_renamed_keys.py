@@ -25,7 +25,7 @@ from torchmm.recipe.explain import type_at
 from torchmm.recipe.model_section import ModelConfig
 from torchmm.recipe.read import dump_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.exports import checkpoint
+from torchmm.training.export import checkpoint
 from torchmm.training.metrics import METRICS
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"

@@ -98,8 +98,8 @@ LAZY_IMPORTS = {
 
 RECIPE_READERS = {  # outside of recipe/ and planning/: where a recipe comes in
     "torchmm/training/run.py": "from here on a run is resolved",
-    "torchmm/training/exports/checkpoint.py": "a checkpoint's recipe, without a run",
-    "torchmm/training/exports/write.py": "the card of an export describes the recipe",
+    "torchmm/training/export/checkpoint.py": "a checkpoint's recipe, without a run",
+    "torchmm/training/export/model_files.py": "the card of an export describes the recipe",
     **{
         f"torchmm/commands/{name}.py": "reads the recipe of a command line"
         for name in ("arguments", "plan", "recipes", "train")

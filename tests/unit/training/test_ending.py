@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.training import ending
+from torchmm.training import shutdown
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.ending import closed_after, read_status, starting, training, write_failure
+from torchmm.training.shutdown import closed_after, read_status, starting, training, write_failure
 
 FULL = 28, "No space left on device"
 
@@ -15,7 +15,7 @@ FULL = 28, "No space left on device"
 @pytest.fixture(autouse=True)
 def a_logger_that_is_heard(monkeypatch):
     """The run's own passes nothing on."""
-    monkeypatch.setattr(ending, "logger", logging.getLogger(__name__))
+    monkeypatch.setattr(shutdown, "logger", logging.getLogger(__name__))
 
 
 def fail() -> None:
@@ -61,7 +61,7 @@ def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, ca
     directory = CheckpointDirectory(tmp_path / "checkpoints", logging.getLogger())
     directory.claim()
     with monkeypatch.context() as context:
-        context.setattr(ending, "write_status", lambda *arguments: fail())
+        context.setattr(shutdown, "write_status", lambda *arguments: fail())
         write_failure(tmp_path, error, 3, 0, directory)
     assert "STATUS.json" in caplog.text and read_status(tmp_path) is None
     write_failure(tmp_path, error, 3, 0, directory)

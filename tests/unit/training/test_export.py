@@ -28,22 +28,26 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.experts_apart import taken_apart
+from torchmm.models.hf.unfuse_experts import taken_apart
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.exports import checkpoint as exporting
-from torchmm.training.exports import place
-from torchmm.training.exports.checkpoint import (
+from torchmm.training.export import atomic_directory
+from torchmm.training.export import checkpoint as exporting
+from torchmm.training.export.atomic_directory import (
+    clear_unfinished,
+    scratch_directory,
+    whole_directory,
+)
+from torchmm.training.export.checkpoint import (
     CheckpointWeights,
     _places_in,
     export_checkpoint,
     recipe_of,
 )
-from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
-from torchmm.training.exports.write import Trained, write_export
+from torchmm.training.export.model_files import Trained, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
 LORA = {"both": {"modules": ["llm"], "rank": 2}}
@@ -404,12 +408,12 @@ def slow_to_lock(checkpoint: Path, directory: Path) -> tuple[int, int, int]:
         usual = fcntl.flock
 
         def slow(*arguments: int) -> None:
-            place.fcntl.flock = usual  # type: ignore
+            atomic_directory.fcntl.flock = usual  # type: ignore
             os.write(tells, b"1")
             os.read(told, 1)
             usual(*arguments)
 
-        place.fcntl.flock = slow  # type: ignore
+        atomic_directory.fcntl.flock = slow  # type: ignore
         export_checkpoint(checkpoint, directory)
 
     return in_process(export), waits, goes
@@ -420,7 +424,7 @@ def test_a_lock_is_of_the_file_that_has_the_name(looks, saved, tmp_path, monkeyp
     """One who locked a file that was removed before is not beside the next one; it would be."""
     _, checkpoint = saved(CASES["tied"])
     if not looks:
-        monkeypatch.setattr(place, "_has_name", lambda *_: True)
+        monkeypatch.setattr(atomic_directory, "_has_name", lambda *_: True)
     child, waits, goes = slow_to_lock(checkpoint, tmp_path / "hf")
     os.read(waits, 1)
     clear_unfinished(tmp_path)  # of one that wants another name

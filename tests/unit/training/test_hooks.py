@@ -12,7 +12,7 @@ from torchmm.data.corrupt import CorruptLimit
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.hooks.checkpoints import CheckpointHook
 from torchmm.training.hooks.hook import Hook, StepDone, Training, TrainState
-from torchmm.training.hooks.table import build_hooks
+from torchmm.training.hooks.registry import build_hooks
 
 STEPS = 10
 
@@ -59,7 +59,7 @@ def do_step(training: Training, hook: Hook, *, is_stopping: bool = False) -> Non
 
 
 def test_table_builds_only_used_hooks(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchmm.training.hooks.table.find_entries", lambda table: ())
+    monkeypatch.setattr("torchmm.training.hooks.registry.find_entries", lambda table: ())
     hooks = build_hooks(make_training(Log(), tmp_path))
     names = [type(hook).__name__ for hook in hooks]
     always = ["RecordingHook", "GarbageCollectionHook", "ExportHook", "CheckpointHook"]

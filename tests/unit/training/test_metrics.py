@@ -18,8 +18,8 @@ from rich.console import Console
 from tracked_run import rank_values
 
 from torchmm.recipe.training_section import MetricsConfig
+from torchmm.training.console import describe_step, print_summary
 from torchmm.training.metrics import METRICS, make_record, peak_flops, peak_memory_bytes
-from torchmm.training.report import describe_step, print_summary
 from torchmm.training.tracking.recorder import MetricsRecorder
 from torchmm.training.tracking.trackers import BackgroundSink
 

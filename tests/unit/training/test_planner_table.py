@@ -11,13 +11,13 @@ from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.check import find_problems
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
-from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig
-from torchmm.training.planners import single, static, table
-from torchmm.training.planners.table import PLANNERS, find_planner
+from torchmm.training.planners import registry, single, static
+from torchmm.training.planners.registry import PLANNERS, find_planner
 
 CLASSES = {"single": single.SinglePlanner, "static": static.StaticPlanner}
 METHODS = ("plan", "plan_ahead", "learn", "close")
@@ -30,7 +30,7 @@ def recipe_with(mode="none", **parallel) -> Recipe:
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not SCHEDULES[name].planned])
 def test_core_planner_follows_pipeline_size(schedule, monkeypatch):
-    monkeypatch.setattr(table, "find_entries", lambda table: ())
+    monkeypatch.setattr(registry, "find_entries", lambda table: ())
     run = Resolved(recipe_with(schedule=schedule), 1, MeshSizes(1, 1, 1, 1), {})
     assert find_planner(run, 1).name == "single"
     assert find_planner(run, 2).name == "static"

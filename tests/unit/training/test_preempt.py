@@ -9,8 +9,8 @@ import pytest
 
 from torchmm.common.errors import Preempted
 from torchmm.common.files import allocated_bytes
-from torchmm.training import ending as preempt
-from torchmm.training.ending import (
+from torchmm.training import shutdown as preempt
+from torchmm.training.shutdown import (
     STOP_SIGNALS,
     Status,
     StopRequested,

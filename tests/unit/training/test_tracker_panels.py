@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
+from torchmm.training.console import describe_step
 from torchmm.training.metrics import METRICS, Group, group_by_panel
-from torchmm.training.report import describe_step
 
 
 def test_metrics_have_group_unit_and_sentence():

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmm.common.errors import CheckpointError
 from torchmm.planning.executions import parameter_states
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 DECAY = 0.7
 

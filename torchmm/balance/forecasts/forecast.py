@@ -60,10 +60,10 @@ from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.check import find_problems
+from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import Placement, find_schedule, schedules_for
-from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 ARRANGEMENTS = {"reorder": "intra", "balance": "images"}
 """Values that "auto" tries, by key of [data]."""

@@ -34,9 +34,9 @@ from torchmm.costs.devices import Link
 from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.operators import HOST_KINDS, Operator, Operators
 from torchmm.costs.sizes import llm_sizes
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.fsdp import LayerSharding, apply_fsdp

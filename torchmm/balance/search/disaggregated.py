@@ -41,9 +41,9 @@ from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
-from torchmm.recipe.sizes import AXES
 
 MODES = ("none", "full", TUNED)
 WIDER = 1.15

@@ -31,9 +31,9 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.operators import Profile
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.check import find_problems
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
-from torchmm.recipe.sizes import AXES
 
 OPEN_KEYS = ("pipeline", "tensor", "sub_microbatch_images", "segments")
 """Keys of [parallel.NAME] that are searched if the recipe does not set them."""

@@ -30,11 +30,11 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.costs.operators import Profile
 from torchmm.recipe.check import find_problems
+from torchmm.recipe.mesh_sizes import AXES
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import LlmSchedule
 from torchmm.recipe.section import Section
-from torchmm.recipe.sizes import AXES
 from torchmm.recipe.training_section import limit_bytes
 
 METHODS = ("fsdp", "chain", "separated", "colocated", "disaggregated")

@@ -16,7 +16,7 @@ ENTRIES: Entries = {
     "parallel_styles": [
         Entry(
             "async_tensor_parallel",
-            "torchmm.extensions.async_tp.choice:choose_styles",
+            "torchmm.extensions.async_tp.selection:choose_styles",
             _is_used,
         ),
     ],

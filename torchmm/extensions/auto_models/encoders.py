@@ -5,7 +5,7 @@ layers that are called with hidden states only, and optional norms between and a
 modules are found in the forward pass of the Hugging Face model, by the tensor that each module
 receives, and not by their names. An operation between modules (an addition, a reordering) breaks
 this chain, and the model is rejected. The structure alone does not prove that the split model
-computes the same numbers. `extensions/auto_models/unlisted.py` proves that.
+computes the same numbers. `extensions/auto_models/parity.py` proves that.
 
 Before the layers, a pixel may affect only the position of its patch. Positions must be in patch
 order, after positions without a patch, because features are distinguished by position.
@@ -32,7 +32,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
-from torchmm.extensions.auto_models.encoder_form import (
+from torchmm.extensions.auto_models.encoder_structure import (
     Form,
     example_pixels,
     ffn_size,
@@ -40,8 +40,8 @@ from torchmm.extensions.auto_models.encoder_form import (
     layer_list,
 )
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.forms import small_copy
-from torchmm.models.families.small_copies import shrunk_encoder_settings
+from torchmm.models.families.introspection import small_copy
+from torchmm.models.families.small_configs import shrunk_encoder_settings
 from torchmm.models.layers.attention import PACKED
 
 

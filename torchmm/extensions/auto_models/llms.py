@@ -4,7 +4,7 @@ Most causal LMs have the same structure: token embeddings, a list of decoder lay
 and a head. These modules are found with methods of the Hugging Face classes
 (`get_input_embeddings`, `get_output_embeddings`, the list with the number of layers in the config),
 not by their names. The structure alone does not prove that the model can be split and packed.
-`extensions/auto_models/unlisted.py` proves that on the copy before training.
+`extensions/auto_models/parity.py` proves that on the copy before training.
 
 The copy has few features, heads, experts and tokens, and windows that are shorter than its samples,
 but enough layers to have every type of layer of the model. Layers are not removed from the middle,
@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.forms import is_outside, small_copy
+from torchmm.models.families.introspection import is_outside, small_copy
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.small_copies import shrunk_llm_settings
+from torchmm.models.families.small_configs import shrunk_llm_settings
 
 
 def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:

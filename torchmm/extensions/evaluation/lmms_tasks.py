@@ -27,8 +27,8 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.extensions.evaluation.exported import write_texts
-from torchmm.extensions.evaluation.text.opened import Export
+from torchmm.extensions.evaluation.hf_generation import write_texts
+from torchmm.extensions.evaluation.text.load_model import Export
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 

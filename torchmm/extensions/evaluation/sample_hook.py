@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
-from torchmm.extensions.evaluation.drawings import draw_samples, held_out_drawings
-from torchmm.extensions.evaluation.pictures import keep_thumbnail, plot_captions, plot_pictures
+from torchmm.extensions.evaluation.generated_images import draw_samples, held_out_drawings
+from torchmm.extensions.evaluation.sample_plots import keep_thumbnail, plot_captions, plot_pictures
 from torchmm.extensions.evaluation.samples import (
     GeneratedText,
     generated_text,

@@ -16,8 +16,8 @@ from PIL import Image
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.extensions.evaluation.drawings import draw_samples
-from torchmm.extensions.evaluation.text.opened import Writer
+from torchmm.extensions.evaluation.generated_images import draw_samples
+from torchmm.extensions.evaluation.text.load_model import Writer
 from torchmm.extensions.evaluation.text.prompts import Request, read_steps
 
 COLUMN = "drawn"

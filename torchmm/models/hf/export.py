@@ -1,9 +1,9 @@
 """Export a trained model as a Hugging Face directory.
 
 Multimodal models from one source keep their class. An encoder and an LLM from separate sources get
-an equivalent class (`torchmm.models.hf.pairs`), usually LLaVA. An LLM without encoders becomes a
-causal LM. `save_pretrained` of Hugging Face writes the files and determines names, shards and
-configs.
+an equivalent class (`torchmm.models.hf.pair_classes`), usually LLaVA. An LLM without encoders
+becomes a causal LM. `save_pretrained` of Hugging Face writes the files and determines names, shards
+and configs.
 
 Other pairs have no Hugging Face class. Their components are written to separate folders, next to
 `torchmm.json`. This file has the `[model]` section for recipes whose `source` is such a directory.
@@ -13,7 +13,7 @@ Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_file
 separately).
 
 `Weights` provides the tensors one by one: from the ranks that train the model, or from a checkpoint
-(`torchmm.training.exports.checkpoint`).
+(`torchmm.training.export.checkpoint`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.families.composites.parts import LLAVA_LLM
-from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.hf.experts_apart import has_stacked_experts, taken_apart
+from torchmm.models.families.composites.components import LLAVA_LLM
+from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
-from torchmm.models.hf.pairs import CONNECTORS, pair_class
+from torchmm.models.hf.pair_classes import CONNECTORS, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
+from torchmm.models.hf.unfuse_experts import has_stacked_experts, taken_apart
 from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, WeightFiles, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter

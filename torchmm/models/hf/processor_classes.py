@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.families.composites.parts import PAIR_PROCESSOR
+from torchmm.models.families.composites.components import PAIR_PROCESSOR
 from torchmm.models.families.encoders.family import patches_per_row, side
 
 Settings = Callable[[Any, Sequence[EncoderModule]], dict[str, Any]]

@@ -25,7 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.hf.chat_parts import template_for_parts
+from torchmm.models.hf.chat_template import template_for_parts
 from torchmm.models.hf.processor_classes import FOLDED, PIXTRAL, WRITTEN, Written
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place

@@ -21,7 +21,7 @@ With context parallelism, each rank calls the function with its tokens. An all-t
 tokens for heads before attention and back afterwards (`torchmm.parallel.context`).
 
 During text generation, sequences of one new token per prompt attend to cached keys
-(`token_cache`).
+(`kv_cache`).
 
 Bidirectional blocks. In Gemma 3 the tokens of an image attend to each other, and in PaliGemma the
 tokens of a prompt. Causal attention alone changes losses by at most 1e-3, which is easy to miss.
@@ -54,8 +54,8 @@ from transformers import AttentionInterface
 
 from torchmm.common.device_copies import to_device
 from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
-from torchmm.models.layers.shared_rows import RowHeads
-from torchmm.models.layers.token_cache import PackedCache, cached_attention
+from torchmm.models.layers.kv_cache import PackedCache, cached_attention
+from torchmm.models.layers.sequence_exchange import RowHeads
 
 PACKED = "packed"
 """Name under which the attention function is registered."""

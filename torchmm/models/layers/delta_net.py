@@ -11,7 +11,7 @@ On CUDA in half precision, the kernel of flash-linear-attention runs if that lib
 Tests check only the arguments of this kernel call; the kernel itself has never been run.
 
 With context parallelism, ranks exchange tokens for heads before the convolution, and back after the
-recurrence (`shared_rows`). Projections, norm and gate run on local tokens.
+recurrence (`sequence_exchange`). Projections, norm and gate run on local tokens.
 
 For text generation, a cache stores the last inputs of the convolution and the state of each prompt
 in float32. Each new token then updates the state once, with matmuls on any device.
@@ -45,7 +45,7 @@ from torchmm.models.layers.packed_mixers import (
     pack_mixers,
     packed_convolution,
 )
-from torchmm.models.layers.shared_rows import RowHeads
+from torchmm.models.layers.sequence_exchange import RowHeads
 
 MIXER = "linear_attn"
 """Hugging Face name of the delta net in a layer."""

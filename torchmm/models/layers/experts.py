@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.layers.shared_rows import RowRanks
+from torchmm.models.layers.sequence_exchange import RowRanks
 
 COMPILES_FROM = (5, 23)
 """First version of transformers with a traceable loop over experts, which CPUs use."""

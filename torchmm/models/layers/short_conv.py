@@ -7,7 +7,7 @@ forward is therefore replaced (`packed_mixers`). The argument `seq_idx` of Huggi
 effect only with the library causal-conv1d.
 
 With context parallelism, a rank runs the convolution over all tokens for some channels
-(`shared_rows`).
+(`sequence_exchange`).
 
 Shape legend: T tokens, D features, C channels (of this tensor-parallel rank), W width of a filter.
 """

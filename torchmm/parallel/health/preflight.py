@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torchmm.common.errors import ConfigError
 from torchmm.parallel.gather import gather_floats, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.sizes import AXES
+from torchmm.recipe.mesh_sizes import AXES
 
 RUNS = 5
 WIDTH = {"cuda": 8192, "cpu": 384}

@@ -35,12 +35,12 @@ from torchmm.common.batch import Microbatch, even_ranges
 from torchmm.common.device_copies import to_device
 from torchmm.common.generated import DUMMY, GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
-from torchmm.models.between import RowsOfRanks
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.token_cache import PackedCache
+from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule
+from torchmm.models.sequence_layout import RowsOfRanks
 from torchmm.parallel.activation import host_inputs, set_layer_modes
 from torchmm.parallel.exchange import FeatureRanks
 from torchmm.parallel.fsdp import Sharding

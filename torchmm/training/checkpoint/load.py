@@ -36,7 +36,7 @@ from torchmm.training.checkpoint.state import (
     trainable_names,
 )
 from torchmm.training.checkpoint.storage import SafetensorsReader, read_index
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 STATE_NAME = "state.json"
 PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", "scipy")

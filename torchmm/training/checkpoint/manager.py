@@ -42,16 +42,7 @@ from torchmm.common.rng import capture_rng
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.recipe.data_section import DataConfig, local_path
 from torchmm.recipe.training_section import CheckpointConfig
-from torchmm.training.checkpoint.copies import (
-    CheckpointStore,
-    Uploads,
-    folder_of,
-    is_in_store,
-    open_store,
-    step_of_folder,
-)
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.load import (
     STATE_NAME,
     Restored,
@@ -71,7 +62,8 @@ from torchmm.training.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from torchmm.training.checkpoint.site import Site
+from torchmm.training.checkpoint.save_metrics import SaveMeter
+from torchmm.training.checkpoint.shared_filesystem import Site
 from torchmm.training.checkpoint.state import (
     average_tensors,
     model_tensors,
@@ -79,7 +71,15 @@ from torchmm.training.checkpoint.state import (
     trainable_names,
 )
 from torchmm.training.checkpoint.storage import SafetensorsWriter
-from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.checkpoint.store import (
+    CheckpointStore,
+    Uploads,
+    folder_of,
+    is_in_store,
+    open_store,
+    step_of_folder,
+)
+from torchmm.training.optimizers.weight_average import WeightAverage
 
 _LEAVE_WAIT_S = 60.0
 
@@ -231,7 +231,7 @@ class CheckpointManager:
             return
         if torch.cuda.is_available():
             # Copies of optimizer states to host memory may still be running after the update. Only
-            # the compute stream waits for these copies (`optimizers/host.py`).
+            # the compute stream waits for these copies (`low_precision/cpu_offload.py`).
             torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
         if average is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torchmm.planning.run_length import lost_steps_warning
-from torchmm.training.ending import Status, write_status
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.metrics import Record, metric_value
+from torchmm.training.shutdown import Status, write_status
 
 WARMUP_STEPS = 2
 """First steps after a start, which compile layers and start workers and are therefore slower."""

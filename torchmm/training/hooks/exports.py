@@ -6,7 +6,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from torchmm.parallel.gather import gather_floats
-from torchmm.training.exports.write import Trained, write_adapters, write_export
+from torchmm.training.export.model_files import Trained, write_adapters, write_export
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
 from torchmm.training.metrics import metric_value

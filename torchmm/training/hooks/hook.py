@@ -13,9 +13,9 @@ from typing import Any
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.health.peers import Health
-from torchmm.training.ending import StopSignal
+from torchmm.training.components import RunParts
 from torchmm.training.metrics import Record
-from torchmm.training.parts import RunParts
+from torchmm.training.shutdown import StopSignal
 from torchmm.training.step import StepOutcome
 
 

@@ -7,10 +7,10 @@ from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
+from torchmm.training.components import RunParts
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.metrics import Record
-from torchmm.training.parts import RunParts
 from torchmm.training.step import gather_corrupt_samples, loss_weights
 from torchmm.training.validation import held_out_losses
 

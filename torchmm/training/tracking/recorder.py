@@ -14,8 +14,8 @@ from rich.console import Console
 
 from torchmm.common.log import JsonlWriter, working
 from torchmm.recipe.training_section import MetricsConfig
+from torchmm.training.console import ProgressLine, plot_loss
 from torchmm.training.metrics import Record
-from torchmm.training.report import ProgressLine, plot_loss
 from torchmm.training.tracking.trackers import Sink, TrackedRun, start_trackers
 
 

@@ -15,11 +15,11 @@ from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.flops import microbatch_flops, module_layers, module_sizes, pass_flops
 from torchmm.costs.layers import layer_kept_bytes, layer_operators, stage_parameters
 from torchmm.costs.sizes import llm_sizes
+from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.lora import of_adapter
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
 

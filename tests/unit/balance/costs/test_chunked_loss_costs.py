@@ -9,7 +9,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import pack_sizes
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 

@@ -14,7 +14,7 @@ from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.costs.operators import KINDS, NETWORK_KINDS
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.records import StepContent, write_records

@@ -11,10 +11,10 @@ from test_mirrors import graph
 from torchmm.balance.optimus.ahead import Ahead
 from torchmm.balance.optimus.pieces import stop_in_layers
 from torchmm.common.batch import EncoderInputs
+from torchmm.models.build import build_model
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.pipelining.plan.actions import Action, ActionType

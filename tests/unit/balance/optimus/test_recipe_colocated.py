@@ -10,11 +10,11 @@ from torchmm.balance.schedules import OPTIMUS_SCHEDULE
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.recipe.explain import without_removed_keys
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
-from torchmm.recipe.sizes import MeshSizes
-from torchmm.training.exports import checkpoint
+from torchmm.training.export import checkpoint
 
 MODEL = """
 [model]

@@ -12,12 +12,12 @@ from torchmm.balance.pipeweaver import measuring, planners
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Schedule
-from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig
-from torchmm.training.planners.table import find_planner
+from torchmm.training.planners.registry import find_planner
 
 CLASSES = {
     "tuned": planners.TunedPlanner,

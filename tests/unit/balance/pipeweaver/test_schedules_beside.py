@@ -26,8 +26,8 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import plan_layout
+from torchmm.recipe.mesh_sizes import MeshSizes
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.sizes import MeshSizes
 
 CASE = Case("of schedules", tied=False)
 WAIT_S = 300.0

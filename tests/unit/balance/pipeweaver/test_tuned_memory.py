@@ -9,8 +9,8 @@ from test_model_stages import built
 from tuned_steps import TunedStep
 
 from torchmm.common.batch import Microbatch
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

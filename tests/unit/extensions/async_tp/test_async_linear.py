@@ -8,7 +8,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.async_tp import choice as overlap_choice
+from torchmm.extensions.async_tp import selection as overlap_choice
 from torchmm.extensions.async_tp.backends import BACKENDS, Collective, Ring
 from torchmm.extensions.async_tp.linear import (
     Overlap,

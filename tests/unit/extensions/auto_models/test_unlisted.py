@@ -14,14 +14,14 @@ from transformers import CONFIG_MAPPING
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
-from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models import parity
 from torchmm.extensions.auto_models.llms import copy_config
-from torchmm.extensions.auto_models.unlisted import prove
-from torchmm.models.families.forms import layer_kind
+from torchmm.extensions.auto_models.parity import prove
+from torchmm.models.build import LLM_FILES, build_model
+from torchmm.models.families.introspection import layer_kind
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers import attention
 from torchmm.models.llm import LlmModule
-from torchmm.models.registry import LLM_FILES, build_model
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
@@ -46,7 +46,7 @@ def refusal(model_type: str, **settings: object) -> str:
 
 def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    unlisted._adopt.cache_clear()
+    parity._adopt.cache_clear()
     config = ModelConfig(llm=LlmConfig(config={"model_type": "olmo", **SIZES}))
     model = build(config)
     model(microbatch([5, 9])).backward()
@@ -132,23 +132,23 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
 
 
 def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
-    right = unlisted._whole_results
+    right = parity._whole_results
 
     def wrong(ours, batch):
         results = right(ours, batch)
         results["gradient of model.layers.1.mlp.up_proj.weight"] *= 1.0001
         return results
 
-    monkeypatch.setattr(unlisted, "_whole_results", wrong)
+    monkeypatch.setattr(parity, "_whole_results", wrong)
     assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in refusal("olmo")
 
 
 def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
     config = CONFIG_MAPPING["minimax_m2"]()
     assert "missing for 'llm'" in prove(config, LLM_FILES).unreadable
-    unlisted.adopt(config, LLM_FILES)
+    parity.adopt(config, LLM_FILES)
     with pytest.raises(ConfigError, match="its files cannot be read"):
-        unlisted.adopt(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
+        parity.adopt(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
     assert prove(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
 
 

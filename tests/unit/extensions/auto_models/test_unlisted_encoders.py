@@ -19,12 +19,12 @@ from torchmm.common.batch import EncoderInputs, ImageMeta, MicrobatchMeta, Sampl
 from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models import parity
 from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
-from torchmm.extensions.auto_models.unlisted import Proof, prove_encoder
+from torchmm.extensions.auto_models.parity import Proof, prove_encoder
+from torchmm.models.build import TOWER_FILES, build_model
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.hf.load import load_weights
-from torchmm.models.registry import TOWER_FILES, build_model
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
@@ -68,7 +68,7 @@ def refusal(model_type: str, **settings: object) -> str:
 
 def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    unlisted._adopt_encoder.cache_clear()
+    parity._adopt_encoder.cache_clear()
     model = build(pair("vit"))
     images = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.arange(3, 35))
     batch = microbatch([40], {"eye": images}, images.positions_K)
@@ -161,14 +161,14 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
 
 
 def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
-    right = unlisted._stage_features
+    right = parity._stage_features
 
     def wrong(ours, inputs):
         results = right(ours, inputs)
         results["gradient of layers.1.mlp.fc1.weight"] *= 1.0001
         return results
 
-    monkeypatch.setattr(unlisted, "_stage_features", wrong)
+    monkeypatch.setattr(parity, "_stage_features", wrong)
     assert "gradient of layers.1.mlp.fc1.weight of images" in refusal("vit")
 
 

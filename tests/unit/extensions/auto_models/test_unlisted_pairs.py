@@ -12,7 +12,7 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
-from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.hf.pair_classes import PairClass, pair_class
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, EncoderConfig, LlmConfig, ModelConfig
 

@@ -9,9 +9,9 @@ from generator_cases import latent_config
 
 from torchmm.common.errors import DataError
 from torchmm.extensions.demo_data import stamp_vae
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import AutoencoderConfig, FreezeConfig
 
 diffusers = pytest.importorskip("diffusers")

@@ -7,9 +7,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from torchmm.common.errors import DataError
 from torchmm.extensions.demo_data import manifest, tiny_qwen
+from torchmm.models.build import build_model
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 

@@ -11,7 +11,7 @@ from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.recipe import check_model
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.hooks.table import HOOKS, order_hooks
+from torchmm.training.hooks.registry import HOOKS, order_hooks
 
 
 def used_hooks(validation: dict) -> dict[str, object]:

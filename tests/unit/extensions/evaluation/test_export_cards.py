@@ -6,8 +6,8 @@ import pytest
 from export_cards import CLASSES, NOT_RUN, CardCase, make_card_case, packages_of
 from model_cases import COMPOSITES
 
-from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
-from torchmm.training.exports.write import is_chat_model
+from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
+from torchmm.training.export.model_files import is_chat_model
 
 QUICK = ("llama", "clip + llama", "paligemma2")
 """Classes of the quick suite; all others are in the campaign."""

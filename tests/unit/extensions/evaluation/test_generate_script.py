@@ -22,14 +22,14 @@ from transformers import AutoTokenizer
 from torchmm.commands import generate
 from torchmm.common import log
 from torchmm.extensions.evaluation.text.prompts import parts_of, request_of
+from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.export.checkpoint import export_checkpoint
 from torchmm.training.pipeline import Pipeline
 
 SCRIPT = Path(__file__).parents[4] / "scripts" / "generate.py"

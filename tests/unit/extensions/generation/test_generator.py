@@ -13,12 +13,12 @@ from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.extensions.generation.generator import DitModule
+from torchmm.models.build import build_model
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
 
 diffusers = pytest.importorskip("diffusers")

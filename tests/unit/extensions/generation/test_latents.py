@@ -22,11 +22,11 @@ from torchmm.costs.operators import Encoding
 from torchmm.costs.sizes import generator_sizes
 from torchmm.extensions.generation.generator import DitModule
 from torchmm.extensions.generation.latents import to_images, to_patches
+from torchmm.models.build import build_model
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import AutoencoderConfig, FreezeConfig
 
 diffusers = pytest.importorskip("diffusers")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from update_cases import BAD_STEPS, Trained, assert_equal, check_non_finite_step
 
-from torchmm.extensions.low_precision import compact, forms, fused
-from torchmm.extensions.low_precision.compact import CompactOptimizer
-from torchmm.extensions.low_precision.forms import (
+from torchmm.extensions.low_precision import fused_update, low_precision_optimizer, state_formats
+from torchmm.extensions.low_precision.low_precision_optimizer import CompactOptimizer
+from torchmm.extensions.low_precision.state_formats import (
     BLOCK,
     Int8Blocks,
     Places,
@@ -56,7 +56,9 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 
 
 def test_states_on_the_host_change_no_bit(monkeypatch):
-    monkeypatch.setattr(compact, "PORTION", 1000)  # many portions, in the middle of matrices
+    monkeypatch.setattr(
+        low_precision_optimizer, "PORTION", 1000
+    )  # many portions, in the middle of matrices
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)
@@ -175,7 +177,7 @@ def test_copies_of_a_parameter_are_rounded_alike():
     for model in (a, b):
         steps(model, optimizer_of(model, state_dtype="bfloat16"), 3)
     assert all(map(torch.equal, a.parameters(), b.parameters()))
-    assert forms.places_of(a[0].weight).rows_R.tolist() == [*range(64)]
+    assert state_formats.places_of(a[0].weight).rows_R.tolist() == [*range(64)]
 
 
 def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -185,9 +187,9 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 def run_fused_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the operators of the fused update one by one, rounded as compiled code rounds them."""
     square_root = torch.Tensor.sqrt
-    monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
-    monkeypatch.setattr(fused, "_compiled", partial)
-    monkeypatch.setattr(fused, "fused_multiply_add", multiply_add)
+    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(fused_update, "_compiled", partial)
+    monkeypatch.setattr(fused_update, "fused_multiply_add", multiply_add)
     # The square root of torch for CPUs is not rounded correctly in float32.
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: square_root(x.double()).to(x.dtype))
 
@@ -248,7 +250,7 @@ KINDS = [
 def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
     expected = trained(EVEN, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
-    monkeypatch.setattr(fused, "SMALL", small)
+    monkeypatch.setattr(fused_update, "SMALL", small)
     assert different(trained(EVEN, dtype, state_dtype=state), expected) == []
 
 
@@ -269,18 +271,18 @@ def test_fused_comparison_finds_defects(monkeypatch, defect):
     expected = trained(EVEN, torch.bfloat16, state_dtype="bfloat16")
     run_fused_without_compiler(monkeypatch)
     if defect == "another key":
-        monkeypatch.setattr(fused, "MOMENT_KEY", fused.MOMENT_KEY + 2)
-        monkeypatch.setattr(fused, "STEP_KEY", fused.STEP_KEY + 2)
+        monkeypatch.setattr(fused_update, "MOMENT_KEY", fused_update.MOMENT_KEY + 2)
+        monkeypatch.setattr(fused_update, "STEP_KEY", fused_update.STEP_KEY + 2)
     else:
-        monkeypatch.setattr(fused, "fused_multiply_add", lambda a, b, c: a * b + 1.001 * c)
+        monkeypatch.setattr(fused_update, "fused_multiply_add", lambda a, b, c: a * b + 1.001 * c)
     assert different(trained(EVEN, torch.bfloat16, state_dtype="bfloat16"), expected)
 
 
 def test_fused_joined_groups_equal_separate_calls(monkeypatch):
     run_fused_without_compiler(monkeypatch)
     joined = trained(EVEN + ODD, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(fused, "JOINED", 500)  # groups of few rows
-    monkeypatch.setattr(fused, "SMALL", 0)
+    monkeypatch.setattr(fused_update, "JOINED", 500)  # groups of few rows
+    monkeypatch.setattr(fused_update, "SMALL", 0)
     assert different(trained(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
 
 
@@ -290,7 +292,7 @@ def test_fused_offloaded_states_change_no_bit(monkeypatch, fuses, offload):
     if fuses:
         run_fused_without_compiler(monkeypatch)
     plain = trained(EVEN, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(compact, "PORTION", 1000)
+    monkeypatch.setattr(low_precision_optimizer, "PORTION", 1000)
     assert (
         different(trained(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain) == []
     )
@@ -384,18 +386,18 @@ class OnlyGradients:
 def test_code_search_equals_bucketize(monkeypatch):
     limits = Int8Blocks(signed=True)._limits
     values = torch.cat([limits, torch.randn(1000), torch.tensor([math.nan, math.inf, -math.inf])])
-    expected = forms._count_below(values, limits)
+    expected = state_formats._count_below(values, limits)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(forms._count_below(values, limits), expected)
+    assert torch.equal(state_formats._count_below(values, limits), expected)
 
 
 @pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
 def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
     expected = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
-    monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
     for small in (0, 2**20):
-        monkeypatch.setattr(fused, "SMALL", small)
+        monkeypatch.setattr(fused_update, "SMALL", small)
         trained(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")

@@ -12,8 +12,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchmm.extensions.low_precision import float8
 from torchmm.extensions.low_precision.float8 import apply_float8, float8_linears, float8_problems
 from torchmm.extensions.low_precision.section import Float8Config
+from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig
 
 EMULATED = Float8Config(scaling="rowwise", emulate=True)

@@ -22,7 +22,7 @@ from torchmm.costs.operators import operator_ms, rounded_matmul
 from torchmm.costs.sizes import llm_sizes
 from torchmm.extensions.low_precision.float8 import rounded_linears
 from torchmm.extensions.low_precision.section import Float8Config
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 ROWS, INPUTS, OUTPUTS = 480, 640, 1280

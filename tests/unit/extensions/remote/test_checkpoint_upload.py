@@ -20,8 +20,8 @@ from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage import clients
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import BestConfig
-from torchmm.training.checkpoint.copies import folder_of, step_of_folder
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
+from torchmm.training.checkpoint.store import folder_of, step_of_folder
 
 logger = logging.getLogger("test_checkpoint_upload")
 IMPATIENT = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))

@@ -11,7 +11,7 @@ from torchmm.recipe import check
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import run as run_module
-from torchmm.training.hooks.table import HOOKS, order_hooks
+from torchmm.training.hooks.registry import HOOKS, order_hooks
 from torchmm.training.tracking.trackers import TrackedRun, start_trackers
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
-from torchmm.extensions.evaluation.pictures import keep_thumbnail
+from torchmm.extensions.evaluation.sample_plots import keep_thumbnail
 from torchmm.extensions.reports.page import pages
 from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
 from torchmm.extensions.reports.page.pages import (
@@ -29,7 +29,7 @@ from torchmm.extensions.reports.page.pages import (
     write_run_page,
 )
 from torchmm.extensions.reports.page.sections import comparison, recipe_differences
-from torchmm.training.ending import Status, write_status
+from torchmm.training.shutdown import Status, write_status
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from torchmm.commands import show_run
 from torchmm.extensions.reports.page.contents import RunContents
-from torchmm.training.ending import Status, write_status
+from torchmm.training.shutdown import Status, write_status
 from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 

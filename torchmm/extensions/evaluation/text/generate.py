@@ -37,7 +37,7 @@ from torchmm.common.log import worked
 from torchmm.common.module_names import LLM
 from torchmm.extensions.evaluation.text.prompts import Prompt
 from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
-from torchmm.models.layers.token_cache import grown_row, next_row
+from torchmm.models.layers.kv_cache import grown_row, next_row
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 

@@ -31,13 +31,13 @@ from torchmm.common.files import naming_the_file
 from torchmm.data.files.addresses import split_address, without_secrets
 from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
-from torchmm.training.checkpoint.copies import folder_of, is_folder, step_of_folder
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
     NewerFormatError,
     file_problem,
     parse_manifest,
 )
+from torchmm.training.checkpoint.store import folder_of, is_folder, step_of_folder
 
 _SET_ASIDE = "set-aside"
 _REQUEST_BYTES = 16 << 20

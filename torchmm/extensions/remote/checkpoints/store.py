@@ -22,9 +22,9 @@ from torchmm.extensions.remote.section import StorageConfig
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.data_section import DataConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, NewerFormatError
-from torchmm.training.checkpoint.site import Site
+from torchmm.training.checkpoint.save_metrics import SaveMeter
+from torchmm.training.checkpoint.shared_filesystem import Site
 
 
 class StoredCheckpoints(RemoteCheckpoints):

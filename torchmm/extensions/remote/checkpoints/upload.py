@@ -23,10 +23,10 @@ from pathlib import Path
 from torchmm.common.errors import CheckpointError
 from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
-from torchmm.training.checkpoint.copies import folder_of
-from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from torchmm.training.checkpoint.save_metrics import SaveMeter
 from torchmm.training.checkpoint.storage import file_of
+from torchmm.training.checkpoint.store import folder_of
 
 UPLOAD_TIMEOUT_S = 86_400.0
 """Time limit of the wait for the slowest upload of a file. A lost peer stops the wait."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tomli
 
 from torchmm.recipe.changes import with_current_metrics, with_current_names
-from torchmm.training.ending import STATUS_NAME, Status, read_status
+from torchmm.training.shutdown import STATUS_NAME, Status, read_status
 from torchmm.training.tracking.evaluations import RESULTS, Evaluation, parse_evaluation
 from torchmm.training.tracking.run_directory import (
     CONTENT_ERRORS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     CompositeParts,
     one_encoder,
     part_problems,
@@ -14,8 +14,8 @@ from torchmm.models.families.composites.parts import (
     text_config,
 )
 from torchmm.models.families.encoders.family import patches_per_row
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.families.tiling import PAN_AND_SCAN
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     LLAVA_LLM,
     CompositeParts,
     one_encoder,
@@ -17,8 +17,8 @@ from torchmm.models.families.composites.parts import (
     text_config,
 )
 from torchmm.models.families.encoders.gemma4 import refuse_clipping
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.layered import WeightFiles
 
 GEMMA4_VISION = WeightFiles(

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.common.batch import ClipText
-from torchmm.models.families.composites.parts import CompositeParts, one_encoder, refuse
+from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
 from torchmm.models.families.composites.qwen_vl import (
     QWEN_LLM,
     build_without_towers,
     width_problems,
 )
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.layered import WeightFiles
 
 GLM_VISION = WeightFiles(

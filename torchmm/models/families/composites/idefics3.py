@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     CompositeParts,
     one_encoder,
     part_problems,
     refuse,
     text_config,
 )
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.families.tiling import SMOLVLM_TILES, SPLIT_TILES
 from torchmm.models.layered import WeightFiles
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.common.module_names import VISION
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     ALL_LISTED,
     LLAVA_VISION,
     ROW_MARKS,
@@ -18,8 +18,8 @@ from torchmm.models.families.composites.parts import (
     text_config,
 )
 from torchmm.models.families.encoders.family import side
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.families.tiling import LLAVA_NEXT_TILES, ONEVISION_TILES
 from torchmm.models.layered import WeightFiles
 

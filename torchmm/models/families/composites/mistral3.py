@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     ROW_MARKS,
     CompositeParts,
     one_encoder,
@@ -12,7 +12,7 @@ from torchmm.models.families.composites.parts import (
     refuse,
     text_config,
 )
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.text_conventions import TextConventions
 
 
 def take_mistral3(config: Any) -> CompositeParts:

@@ -20,13 +20,13 @@ from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import AUDIO, VISION
-from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
+from torchmm.models.families.composites.components import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, tap_problems
 from torchmm.models.families.composites.qwen_vl import build_without_towers, width_problems
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.layered import WeightFiles
 
 _ROOT = r"(thinker\.)?(model\.)?"

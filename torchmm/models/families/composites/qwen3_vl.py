@@ -9,15 +9,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torchmm.models.families.composites.parts import CompositeParts, one_encoder, refuse
+from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
 from torchmm.models.families.composites.qwen_vl import (
     QWEN_LLM,
     build_without_towers,
     qwen_text,
     width_problems,
 )
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.layered import WeightFiles
 
 QWEN3_VISION = WeightFiles(

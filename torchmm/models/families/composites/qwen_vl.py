@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from torchmm.models.families.composites.parts import CompositeParts, one_encoder, refuse
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.deepstack import add_block

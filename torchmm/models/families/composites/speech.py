@@ -17,16 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.common.module_names import AUDIO
-from torchmm.models.families.composites.parts import (
+from torchmm.models.families.composites.components import (
     LLAVA_LLM,
     CompositeParts,
     EncoderPart,
     llm_problems,
     refuse,
 )
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.layered import WeightFiles
 
 _LLM = replace(

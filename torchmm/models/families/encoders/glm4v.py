@@ -25,7 +25,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import frame_starts, side
 from torchmm.models.families.encoders.qwen import QwenVisionFamily
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.patches import embed_by_products
+from torchmm.models.layers.patch_embedding import embed_by_products
 
 
 class GlmContext(NamedTuple):

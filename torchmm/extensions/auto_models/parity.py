@@ -44,14 +44,14 @@ from transformers.utils import logging as logging_of_transformers
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.extensions.auto_models import encoders as towers
-from torchmm.extensions.auto_models.encoder_form import example_pixels, find_tower_form, first
+from torchmm.extensions.auto_models.encoder_structure import example_pixels, find_tower_form, first
 from torchmm.extensions.auto_models.encoders import StructuralFamily
 from torchmm.extensions.auto_models.llms import copy_config, find_form
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.encoders.family import patches_per_row
-from torchmm.models.families.forms import TOLERANCE, randomize, run_foreign
+from torchmm.models.families.introspection import TOLERANCE, randomize, run_foreign
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.hf.load import load_weights
 from torchmm.models.layered import StageRange, WeightFiles
 from torchmm.models.llm import LlmModule

@@ -39,6 +39,7 @@ from transformers import (
     VoxtralForConditionalGeneration,
 )
 
+from torchmm.models.families.composites.components import CompositeParts
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
 from torchmm.models.families.composites.gemma4 import take_gemma4
 from torchmm.models.families.composites.glm4v import take_glm4v
@@ -47,7 +48,6 @@ from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
 from torchmm.models.families.composites.mistral3 import take_mistral3
 from torchmm.models.families.composites.omni import take_qwen2_5_omni, take_qwen3_omni
-from torchmm.models.families.composites.parts import CompositeParts
 from torchmm.models.families.composites.qwen3_vl import take_qwen3_vl
 from torchmm.models.families.composites.qwen_vl import take_qwen_vl
 from torchmm.models.families.composites.speech import (

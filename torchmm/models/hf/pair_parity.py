@@ -24,10 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.parts import LLAVA_LLM
-from torchmm.models.families.forms import TOLERANCE, randomize, run_foreign
+from torchmm.models.families.composites.components import LLAVA_LLM
+from torchmm.models.families.introspection import TOLERANCE, randomize, run_foreign
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.small_copies import shrunk_encoder_settings, small_llm_config
+from torchmm.models.families.small_configs import shrunk_encoder_settings, small_llm_config
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from torchmm.models.families.forms import SMALL, shrunk_value, small_copy
+from torchmm.models.families.introspection import SMALL, shrunk_value, small_copy
 
 _PATCH_PX = 4
 _PATCHES_PER_ROW = 4

@@ -18,9 +18,9 @@ from torchmm.common.extensions import load_entry
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.data_section import DataConfig, is_address
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.manifest import digest_of
-from torchmm.training.checkpoint.site import Site
+from torchmm.training.checkpoint.save_metrics import SaveMeter
+from torchmm.training.checkpoint.shared_filesystem import Site
 
 _FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
 

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from torchmm.models.families.forms import randomize
+from torchmm.models.families.introspection import randomize
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.small_copies import small_llm_config
+from torchmm.models.families.small_configs import small_llm_config
 
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
 """Settings to name in the message; the copy decides whether logits differ."""

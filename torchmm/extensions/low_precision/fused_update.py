@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torchmm.common.device_copies import to_device
-from torchmm.extensions.low_precision.forms import (
+from torchmm.extensions.low_precision.state_formats import (
     BLOCK,
     Form,
     Places,

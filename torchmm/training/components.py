@@ -17,8 +17,8 @@ from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.optimizer import RunOptimizer
+from torchmm.training.optimizers.weight_average import WeightAverage
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.tracking.recorder import MetricsRecorder
 

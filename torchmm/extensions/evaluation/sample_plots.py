@@ -12,7 +12,7 @@ from PIL import Image
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.media.images import png_thumbnail
-from torchmm.training.report import make_figure
+from torchmm.training.console import make_figure
 
 THUMBNAIL_PX = 192
 

@@ -49,8 +49,12 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
-from torchmm.training.exports.place import refuse_existing, scratch_directory, whole_directory
-from torchmm.training.exports.write import Trained, write_files
+from torchmm.training.export.atomic_directory import (
+    refuse_existing,
+    scratch_directory,
+    whole_directory,
+)
+from torchmm.training.export.model_files import Trained, write_files
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file, similar to that of other tools."""

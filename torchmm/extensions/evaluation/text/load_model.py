@@ -23,18 +23,18 @@ from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.extensions.evaluation.text.generate import OnTokens, generate_texts
 from torchmm.extensions.evaluation.text.prompts import Request, in_groups, read_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
-from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.build import build_model
+from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems
-from torchmm.training.exports.checkpoint import CheckpointWeights, recipe_of
-from torchmm.training.exports.write import is_chat_model
+from torchmm.training.export.checkpoint import CheckpointWeights, recipe_of
+from torchmm.training.export.model_files import is_chat_model
 from torchmm.training.pipeline import Pipeline, whole_pipeline
 
 

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import patches_per_row, side
-from torchmm.models.families.forms import is_outside
+from torchmm.models.families.introspection import is_outside
 
 
 @dataclass(frozen=True)

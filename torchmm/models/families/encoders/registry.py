@@ -16,12 +16,6 @@ from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
 from torchmm.models.families.encoders.family import EncoderFamily, image_starts
 from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
 from torchmm.models.families.encoders.glm4v import GlmMoeVisionFamily, GlmVisionFamily
-from torchmm.models.families.encoders.later_vits import (
-    Aimv2Family,
-    Dinov3Family,
-    MetaClip2Family,
-    RadioFamily,
-)
 from torchmm.models.families.encoders.omni import (
     Qwen2_5OmniSoundFamily,
     Qwen2_5OmniVisionFamily,
@@ -42,6 +36,12 @@ from torchmm.models.families.encoders.speech import (
     VoxtralSoundFamily,
 )
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
+from torchmm.models.families.encoders.vit_variants import (
+    Aimv2Family,
+    Dinov3Family,
+    MetaClip2Family,
+    RadioFamily,
+)
 from torchmm.models.layers.attention import Segments
 
 

@@ -1,9 +1,10 @@
 """AdamW and Muon in float32 on tensors that are stored in fewer bytes, or in host memory.
 
-On CUDA, AdamW is one compiled function (`fused.py`), without float32 copies. Other devices update
-the parameters in chunks: the stored tensors (`forms.py`) are converted to float32, updated by the
-fused AdamW of torch, and stored again. Offloaded states are copied to the device in chunks
-(`host.py`). Muon always updates complete matrices (`torchmm.training.optimizers.muon`).
+On CUDA, AdamW is one compiled function (`fused_update.py`), without float32 copies. Other devices
+update the parameters in chunks: the stored tensors (`state_formats.py`) are converted to float32,
+updated by the fused AdamW of torch, and stored again. Offloaded states are copied to the device in
+chunks (`cpu_offload.py`). Muon always updates complete matrices
+(`torchmm.training.optimizers.muon`).
 
 AdamW8bit and similar classes of torchao are not used. Their rounding makes replicas and tied copies
 differ. Their blocks and their selection of 8-bit tensors depend on the shards. Their states are
@@ -25,8 +26,9 @@ from torch.optim.adamw import adamw
 
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import missing_compiler
-from torchmm.extensions.low_precision import fused
-from torchmm.extensions.low_precision.forms import (
+from torchmm.extensions.low_precision import fused_update
+from torchmm.extensions.low_precision.cpu_offload import HostVisits
+from torchmm.extensions.low_precision.state_formats import (
     BFloat16,
     Float32,
     Form,
@@ -39,7 +41,6 @@ from torchmm.extensions.low_precision.forms import (
     places_of,
     state_form,
 )
-from torchmm.extensions.low_precision.host import HostVisits
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
 from torchmm.recipe.training_section import UPDATE_PORTION, OptimizerConfig
@@ -189,7 +190,7 @@ class CompactOptimizer(RunOptimizer):
         states: list[dict[str, Stored]],
     ) -> None:
         beta1, beta2 = self._config.betas
-        constants = fused.Constants(beta1, beta2, self._config.eps)
+        constants = fused_update.Constants(beta1, beta2, self._config.eps)
         pieces = []
         for piece, stored in zip(portion, states, strict=True):
             parameter = piece.parameter
@@ -197,8 +198,8 @@ class CompactOptimizer(RunOptimizer):
             first, second = self._forms(parameter, "adamw").values()
             forms = (self._parameter_form(parameter), first, second)
             pieces.append(
-                fused.Piece(
-                    kind=fused.Kind(forms, constants.beta1 <= 0.5),
+                fused_update.Piece(
+                    kind=fused_update.Kind(forms, constants.beta1 <= 0.5),
                     target=piece.of(parameter),
                     gradient=piece.of(parameter.grad),
                     moments=(stored["exp_avg"], stored["exp_avg_sq"]),
@@ -209,7 +210,7 @@ class CompactOptimizer(RunOptimizer):
                     weight_decay=groups[parameter]["weight_decay"],
                 )
             )
-        fused.update_pieces(pieces, constants, self.grad_scale, self.found_inf)
+        fused_update.update_pieces(pieces, constants, self.grad_scale, self.found_inf)
 
     def _adamw(
         self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
@@ -276,13 +277,15 @@ class CompactOptimizer(RunOptimizer):
         """Store float32 results in the storage forms of the parameter and its states."""
         parameter = piece.parameter
         rule: Rule = "adamw" if "exp_avg" in moments else "muon"
-        key = self.state[parameter]["step"].int() * fused.STEP_KEY
+        key = self.state[parameter]["step"].int() * fused_update.STEP_KEY
         key += as_int32(self._keys[id(parameter)])
         forms = [self._parameter_form(parameter), *self._forms(parameter, rule).values()]
         targets = [{"": piece.of(parameter)}, *(stored[name] for name in moments)]
         values = [value_RC, *moments.values()]
         for number, (form, target, value) in enumerate(zip(forms, targets, values, strict=True)):
-            bits = RandomBits(self._places_of(piece), key + as_int32(number * fused.MOMENT_KEY))
+            bits = RandomBits(
+                self._places_of(piece), key + as_int32(number * fused_update.MOMENT_KEY)
+            )
             for suffix, encoded in form.encode(value, bits).items():
                 if encoded is not target[suffix]:
                     new = unless_skipped(self.found_inf, encoded, target[suffix])
@@ -322,7 +325,7 @@ class CompactOptimizer(RunOptimizer):
 
 
 def fuses_updates(device: torch.device) -> bool:
-    """Return True if AdamW updates of compact tensors on `device` are compiled (`fused.py`)."""
+    """Return True if AdamW updates on `device` are compiled (`fused_update.py`)."""
     return device.type == "cuda" and not missing_compiler(device.type)
 
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import VISION
 from torchmm.models.families.encoders.family import EncoderFamily
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.logits import own_logits
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import WeightFiles
 

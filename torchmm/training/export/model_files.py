@@ -36,7 +36,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.exports.place import whole_directory
+from torchmm.training.export.atomic_directory import whole_directory
 
 CARD = "README.md"
 CHAT_TAG = "conversational"

@@ -27,10 +27,10 @@ from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader
 from torchmm.extensions.evaluation.samples import GeneratedText, generated_text, held_out_prompts
 from torchmm.extensions.evaluation.text.generate import generate_texts
-from torchmm.extensions.evaluation.text.opened import Export, end_tokens, open_writer
+from torchmm.extensions.evaluation.text.load_model import Export, end_tokens, open_writer
 from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
 from torchmm.extensions.evaluation.text.sampling import Sampling
-from torchmm.models.registry import build_model
+from torchmm.models.build import build_model
 from torchmm.parallel.mesh import select_device
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.model_section import FreezeConfig

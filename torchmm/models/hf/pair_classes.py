@@ -33,13 +33,13 @@ from transformers import (
 )
 
 from torchmm.models.encoders import EncoderSpec
+from torchmm.models.families.composites.components import LLAVA_VISION
 from torchmm.models.families.composites.internvl import INTERN_VISION
-from torchmm.models.families.composites.parts import LLAVA_VISION
+from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.families.composites.speech import SOUND_FILES
-from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row
-from torchmm.models.families.llms.logits import own_logits
-from torchmm.models.hf.pair_proof import class_difference
+from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.hf.pair_parity import class_difference
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel

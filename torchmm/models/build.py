@@ -30,14 +30,14 @@ from torchmm.common.extensions import NOT_INSTALLED, find_entry, require_entry
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.parts import PAIR_PROCESSOR, Unlisted
-from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.families.composites.components import PAIR_PROCESSOR, Unlisted
+from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.forms import mechanisms, nearest
+from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
+from torchmm.models.families.introspection import mechanisms, nearest
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.llms.registry import LLM_FAMILIES
+from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
