@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.registry import LLM_FAMILIES
-from torchmm.models.hf.pair_classes import becomes_llava
+from torchmm.models.hf.pair_classes import is_exported_as_llava
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "model_tests.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"
@@ -183,7 +183,7 @@ def _tower_classes() -> dict[str, str]:
     """Return LLaVA, or the class of the encoder for exports as components."""
     found = {}
     for model_type, family in ENCODER_FAMILIES.items():
-        if becomes_llava(family):
+        if is_exported_as_llava(family):
             found[model_type] = LlavaForConditionalGeneration.__name__
             continue
         config = AutoConfig.for_model(model_type)

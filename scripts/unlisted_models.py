@@ -22,11 +22,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.auto_models.encoders import known_processor, tower_class
+from torchmm.extensions.auto_models.encoders import resolve_processor_class, tower_class
 from torchmm.extensions.auto_models.parity import Proof, prove, prove_encoder
-from torchmm.models.build import LLM_FILES, TOWER_FILES
+from torchmm.models.build import ENCODER_FILES, LLM_FILES
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
-from torchmm.models.families.introspection import mechanisms
+from torchmm.models.families.introspection import find_mechanisms
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
@@ -91,10 +91,10 @@ class Kind(NamedTuple):
 
 def _prove_encoder(config: PreTrainedConfig) -> Proof[Any]:
     try:
-        processor = known_processor(config, {})
+        processor = resolve_processor_class(config, {})
     except ConfigError:  # which files usually name
         processor = "ViTImageProcessor"
-    return prove_encoder(config, TOWER_FILES, processor)
+    return prove_encoder(config, ENCODER_FILES, processor)
 
 
 LLMS = Kind("causal LMs", lambda config: prove(config, LLM_FILES), OF_LLMS)
@@ -167,7 +167,7 @@ def sum_up(kind: Kind, refusal: str) -> str:
 
 def _with_mechanisms(name: str) -> str:
     try:
-        found = mechanisms(CONFIG_MAPPING[name]())
+        found = find_mechanisms(CONFIG_MAPPING[name]())
     except Exception:  # raised by their classes, which is counted already
         found = []
     return f"{name} ({', '.join(found)})" if found else name

@@ -29,7 +29,7 @@ from torchmm.models.build import build_model
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
-from torchmm.models.layers.lora import of_adapter
+from torchmm.models.layers.lora import is_adapter_parameter
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import (
@@ -265,7 +265,7 @@ def adapted(family: str, directory: Path, batch: Microbatch) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if of_adapter(name):
+            if is_adapter_parameter(name):
                 parameter.normal_(std=0.3, generator=generator)
         loss = model(batch) / (batch.targets_T != IGNORE_TARGET).sum()
     save_adapters(model, directory / "adapters")

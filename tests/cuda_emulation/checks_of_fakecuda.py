@@ -385,7 +385,7 @@ def test_shared_pool_overwrites_activations(monkeypatch, counts):
     """Without the check, the backward pass of a graph reads memory of the next one."""
     layers, graphs = _graphed_layers()
     monkeypatch.setattr(graphs, "_is_in_use", lambda: False)
-    monkeypatch.setattr(graphs, "end_pass", lambda own_pass: None)
+    monkeypatch.setattr(graphs, "end_pass", lambda pending_pass: None)
     inputs = [torch.randn(n, 5, 8).cuda() for n in counts]
     for x in (inputs[0], inputs[1], inputs[0]):
         graphs(x).sum().backward()
@@ -442,7 +442,7 @@ def test_encoder_with_graphs_matches_eager_encoder(family):
     for uses_graphs in (False, True):
         encoder = build(pair_config("llama", family)).encoders["eye"].cuda()
         if uses_graphs:
-            encoder.use_graphs()
+            encoder.enable_cuda_graphs()
         moved = replace(inputs, pixels=inputs.pixels.cuda())
         for _ in range(2):  # gradients add up
             out = encoder(moved)

@@ -110,7 +110,7 @@ class Part:
         parallelize(self.model, self.mesh, of.config, *plain)
         materialize(self.model, "cpu")
         init_weights(self.model, seed=1)
-        self.copies = self.model.tied_copy_parameters()
+        self.copies = self.model.tied_replica_parameters()
         assert bool(self.copies) == (self.mesh.pipeline_rank == case.pipeline - 1 > 0)
         self.optimizer = optimizer_of(self.model)
 
@@ -183,7 +183,7 @@ def filled(source: Path, pretrained: bool) -> MultimodalModel:
 
 
 def optimizer_of(model: MultimodalModel) -> torch.optim.AdamW:
-    copies = model.tied_copy_parameters()
+    copies = model.tied_replica_parameters()
     return build_optimizer(model, module_of, OptimizerConfig(lr=1e-2), copies)
 
 

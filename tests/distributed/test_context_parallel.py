@@ -156,12 +156,14 @@ def test_layers_that_see_slices_alone_are_found():
 def _compare_without_exchange():
     class SlicesAlone(Segments):
         @classmethod
-        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads, cache=None):
-            if row_heads is not None:  # the reference has whole rows
+        def from_starts(
+            cls, cu_seqlens, device, blocks_T, blocks_in_windows_only, head_exchange, cache=None
+        ):
+            if head_exchange is not None:  # the reference has whole rows
                 own = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
                 inside = [start - own.start for start in cu_seqlens if start in own]
                 cu_seqlens = sorted({0, *inside, len(own)})
-            return Segments.from_starts(cu_seqlens, device, blocks_T, only_windows)
+            return Segments.from_starts(cu_seqlens, device, blocks_T, blocks_in_windows_only)
 
     llm.Segments = SlicesAlone
     names = (CASES_OF_2[0].name, DELTA, CONVOLUTION)
@@ -189,13 +191,13 @@ def test_filters_of_other_channels_are_found():
 
 
 def _compare_with_other_filters():
-    right = ContextHeads.own_heads
+    right = ContextHeads.select_local_heads
 
     def first_heads(self, values, heads):
         own = right(self, values, heads)
         return values[: len(own)] if values.ndim > 1 else own
 
-    ContextHeads.own_heads = first_heads
+    ContextHeads.select_local_heads = first_heads
     return compare_all([case for case in CASES_OF_2 if case.name in (DELTA, CONVOLUTION)])
 
 

@@ -293,7 +293,7 @@ def compare(case: Case) -> list[str]:
     problems += _gradient_problems(model, wanted, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _traffic_problems(outcome.plan, layout, case)
     problems += _problems_without_gradients(pipeline, share, batch[2], wanted, mesh)
-    build_optimizer(model, module_of, OptimizerConfig(), model.tied_copy_parameters()).step()
+    build_optimizer(model, module_of, OptimizerConfig(), model.tied_replica_parameters()).step()
     return problems
 
 
@@ -312,7 +312,7 @@ def _loss_problems(
 def _gradient_problems(
     model: MultimodalModel, wanted: Reference, mesh: ParallelMesh, tolerance: float
 ) -> list[str]:
-    problems, copies = [], model.tied_copies()
+    problems, copies = [], model.tied_replicas()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         expected, grad = wanted.gradients[copies.get(name, name)], parameter.grad

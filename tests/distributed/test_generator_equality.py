@@ -149,7 +149,7 @@ def filled(model: MultimodalModel) -> MultimodalModel:
     """Weights that are nowhere zero: an untrained generator has no gradients behind its output."""
     materialize(model, "cpu")
     init_weights(model, seed=1)
-    copies = model.tied_copies()
+    copies = model.tied_replicas()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             key = copies.get(name, name)

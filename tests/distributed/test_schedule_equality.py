@@ -204,7 +204,7 @@ def _gradient_problems(
 ) -> list[str]:
     problems = []
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    copies = model.tied_copies()
+    copies = model.tied_replicas()
     for name, parameter in trained.items():
         wanted = reference.gradients[copies.get(name, name)]
         grad = parameter.grad

@@ -261,7 +261,7 @@ def _add_planned(traffic: Traffic, plan: PipelinePlan, rank: int) -> None:
 def _swapped(case: Any) -> Iterator[None]:
     """Lets ranks get each other's slices: over the wire, or, where groups are several ranks of a
     plan, as they gather."""
-    parts, every_row = P2PChannels._parts, MeshRows.every_row
+    parts, all_gather_rows = P2PChannels._parts, MeshRows.all_gather_rows
 
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
@@ -270,14 +270,14 @@ def _swapped(case: Any) -> Iterator[None]:
         return parts(self, tensor, cut, others, sends=sends)
 
     def swapped_rows(self: MeshRows, own: Tensor) -> Tensor:
-        slices = every_row(self, own).split(own.shape[-2], -2)
+        slices = all_gather_rows(self, own).split(own.shape[-2], -2)
         return torch.cat(slices[::-1], -2)
 
     if _has_mirrors(case):
-        MeshRows.every_row = swapped_rows  # type: ignore[method-assign]
+        MeshRows.all_gather_rows = swapped_rows  # type: ignore[method-assign]
     else:
         P2PChannels._parts = swapped_parts  # type: ignore[method-assign]
     try:
         yield
     finally:
-        P2PChannels._parts, MeshRows.every_row = parts, every_row  # type: ignore[method-assign]
+        P2PChannels._parts, MeshRows.all_gather_rows = parts, all_gather_rows  # type: ignore[method-assign]

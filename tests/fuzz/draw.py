@@ -15,7 +15,7 @@ from typing import Any
 
 from fuzz.composites import spare_tokens
 from fuzz.layouts import Shape, draw_layout, perturbed
-from fuzz.models import draw_model, experts_of, is_sharp, module_layers
+from fuzz.models import draw_model, find_experts, is_sharp, module_layers
 
 Table = dict[str, Any]
 
@@ -109,7 +109,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["training"]["epochs"] = 1.0  # `fuzz.server` sets the passes of its steps
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
-    experts = experts_of(model)
+    experts = find_experts(model)
     shape = Shape(layers, batch, world, experts)
     first = draw_layout(rng, shape)
     if rng.random() < PERTURBED:

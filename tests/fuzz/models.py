@@ -217,7 +217,7 @@ def module_layers(model: Table) -> dict[str, int]:
     return found
 
 
-def experts_of(model: Table) -> int:
+def find_experts(model: Table) -> int:
     """Of a layer of the LLM."""
     text = model["config"]["text_config"] if "config" in model else model["llm"]["config"]
     return text.get("num_experts", text.get("n_routed_experts", 0))

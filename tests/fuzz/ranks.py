@@ -87,7 +87,7 @@ def run_rank(
     if (average := parts.average) is not None:
         named = parts.model.named_parameters()
         seen["averages"] = _whole({n: average.averages[p] for n, p in named if p.requires_grad})
-    seen["copies"] = parts.model.tied_copies()
+    seen["copies"] = parts.model.tied_replicas()
     torch.save(seen, found)
 
 

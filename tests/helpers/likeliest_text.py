@@ -7,7 +7,7 @@ from model_cases import IMAGE_TOKEN_ID
 from transformers import PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
-from torchmm.models.layers.kv_cache import next_row
+from torchmm.models.layers.kv_cache import next_token_sequence
 from torchmm.models.multimodal import MultimodalModel
 
 TOKENS = 12
@@ -26,7 +26,7 @@ def written(
         logits_1V[:, unwritten] = -torch.inf
         token_1 = logits_1V.argmax(-1)
         ids.append(int(token_1))
-        row, features = next_row(row, token_1), {}
+        row, features = next_token_sequence(row, token_1), {}
     return ids
 
 

@@ -157,12 +157,12 @@ def packed(samples: list[OmniSample]) -> Microbatch:
     targets_T[heard_T | seen_T] = IGNORE_TARGET
     targets_T[torch.tensor(starts[1:]) - 1] = IGNORE_TARGET
     encoders = {}
-    for encoder, places_T in (("vision", seen_T), ("audio", heard_T)):
+    for encoder, slots_T in (("vision", seen_T), ("audio", heard_T)):
         read = [part for sample in samples for part in sample.read[encoder]]
         if read:
             pixels = torch.cat([part.patches_PV for part in read])
             grids = [part.grid_thw for part in read]
-            encoders[encoder] = EncoderInputs(pixels, grids, places_T.nonzero().flatten())
+            encoders[encoder] = EncoderInputs(pixels, grids, slots_T.nonzero().flatten())
     positions = torch.cat([sample.positions() for sample in samples], dim=1)
     meta = MicrobatchMeta((), len(ids_T))
     return Microbatch(ids_T, targets_T, positions, starts, encoders, meta)

@@ -559,7 +559,7 @@ def gradient_errors(cut: MultimodalModel, model: MultimodalModel) -> dict[str, f
     """Relative errors of all gradients of a cut model against those of the whole one."""
     expected = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
     scale = max([1e-12, *(g.norm().item() for g in expected.values())])
-    copies, errors = cut.tied_copies(), {}
+    copies, errors = cut.tied_replicas(), {}
     for name, parameter in cut.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None, f"frozen {name} has a gradient"

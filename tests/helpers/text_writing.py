@@ -9,10 +9,10 @@ from torch import Tensor
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.extensions.evaluation.samples import held_out_prompts
 from torchmm.extensions.evaluation.text.generate import (
+    extend_prompt,
     generate_tokens,
-    grown_row,
     join_prompts,
-    next_row,
+    next_token_sequence,
 )
 from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
 from torchmm.models.multimodal import MultimodalModel
@@ -30,7 +30,7 @@ def prompts_of(microbatches: Iterable[Microbatch], count: int) -> list[Microbatc
     for prompt, truth, _ in held_out_prompts([step], count):  # type: ignore[list-item]
         row = prompt
         for token in truth[: len(shown)]:  # so that lengths differ
-            row = grown_row(row, token[None])
+            row = extend_prompt(row, token[None])
         shown.append(row)
     assert len({p.cu_seqlens[-1] for p in shown}) == count
     first = shown[0]
@@ -76,7 +76,7 @@ def written_again(model: MultimodalModel, prompts: Sequence[Microbatch]) -> Writ
                     logits.append(logits_1V)
                 token_1 = choose(logits_1V)
                 ids.append(int(token_1))
-                row = grown_row(row, token_1)
+                row = extend_prompt(row, token_1)
             texts[-1].append(ids)
     size = GREEDY.max_new_tokens
     by_prompt = [torch.cat(logits[i : i + size]) for i in range(0, len(logits), size)]
@@ -111,5 +111,5 @@ def _errors_of_logits(pipeline: Pipeline, row: Microbatch, wanted: Written) -> l
                 error = (logits_BV - expected_BV).norm() / expected_BV.norm()
                 if not error <= 1e-5:
                     problems.append(f"logits of token {step} are off by {error}")
-            row = next_row(row, torch.tensor(tokens))
+            row = next_token_sequence(row, torch.tensor(tokens))
     return problems

@@ -31,7 +31,7 @@ class Net(nn.Module):
     def all_stages(self) -> list[nn.Module]:
         return [self]
 
-    def tied_copy_parameters(self) -> list[nn.Parameter]:
+    def tied_replica_parameters(self) -> list[nn.Parameter]:
         return []
 
     def set_gradients(self, seed: int, size: float = 1.0) -> None:

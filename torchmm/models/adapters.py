@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.lora import LoraSpec, of_adapter
+from torchmm.models.layers.lora import LoraSpec, is_adapter_parameter
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import ALL_LINEAR, AdapterConfig
 
@@ -32,9 +32,9 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
     places: dict[str, tuple[LayeredModule, list[str]]] = {}
     for module in model.modality_modules():
         if module.kind != "generator":
-            places[module.name] = module, module.adaptable()
+            places[module.name] = module, module.adaptable_linears()
         if module.kind == "encoder":
-            places[f"{module.name}.connector"] = module, module.adaptable(connector=True)
+            places[f"{module.name}.connector"] = module, module.adaptable_linears(connector=True)
     problems: list[str] = []
     for name, config in adapters.items():
         if unknown := [n for n in config.modules if n not in places]:
@@ -43,16 +43,16 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
                 f"any of: {', '.join(places)}"
             )
             continue
-        problems += _add({n: places[n] for n in config.modules}, name, config)
+        problems += _add_adapter({n: places[n] for n in config.modules}, name, config)
     if problems:
         raise ConfigError(problems)
     adapted = {module for config in adapters.values() for module in config.modules}
     for fqn, parameter in model.named_parameters():
         if module_of(fqn) in adapted:
-            parameter.requires_grad_(of_adapter(fqn))
+            parameter.requires_grad_(is_adapter_parameter(fqn))
 
 
-def _add(
+def _add_adapter(
     places: Mapping[str, tuple[LayeredModule, list[str]]], name: str, config: AdapterConfig
 ) -> list[str]:
     """Add an adapter to its modules and return the problems.
@@ -66,7 +66,7 @@ def _add(
     every = {linear for _, linears in places.values() for linear in linears}
     problems = []
     for target in config.targets if every else ():
-        if not any(_is_meant(linear, target) for linear in every):
+        if not any(_matches_target(linear, target) for linear in every):
             ends = sorted({linear.rpartition(".")[2] for linear in every})
             near = difflib.get_close_matches(target, ends, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -75,7 +75,7 @@ def _add(
                 f"this name{hint}; use any of: {', '.join(ends)}"
             )
     for place, (module, linears) in places.items():
-        chosen = [n for n in linears if any(_is_meant(n, t) for t in config.targets)]
+        chosen = [n for n in linears if any(_matches_target(n, t) for t in config.targets)]
         shared = [n for n in chosen if n in module.adapters]
         if not chosen and not problems:
             problems.append(
@@ -93,6 +93,6 @@ def _add(
     return problems
 
 
-def _is_meant(linear: str, target: str) -> bool:
+def _matches_target(linear: str, target: str) -> bool:
     """Return True if the target matches the linear layer with this name."""
     return target == ALL_LINEAR or fnmatchcase(f".{linear}", f"*.{target}")

@@ -30,11 +30,11 @@ from torchmm.common.extensions import NOT_INSTALLED, find_entry, require_entry
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.components import PAIR_PROCESSOR, Unlisted
+from torchmm.models.families.composites.components import PAIR_PROCESSOR, VerifiedFamilies
 from torchmm.models.families.composites.registry import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
-from torchmm.models.families.introspection import mechanisms, nearest
+from torchmm.models.families.introspection import find_mechanisms, most_similar_family
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.families.text_conventions import TextConventions
@@ -57,14 +57,14 @@ from torchmm.recipe.model_section import (
 )
 
 LLM_FILES = WeightFiles(renames=((r"", "backbone."),), hf_prefixes=(("backbone.", ""),))
-TOWER_FILES = WeightFiles(
+ENCODER_FILES = WeightFiles(
     renames=(
         (r"connector\.", "connector."),
         (r"(model\.)?(vision_model|visual)\.", "tower."),
         (r"(?!text_model\.|model\.|lm_head\.|logit_|\w+_projection\.)", "tower."),
     ),
     hf_prefixes=(("tower.", ""),),
-    partial=True,
+    allows_other_tensors=True,
 )
 
 
@@ -110,11 +110,11 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     hf_config = getattr(hf_config, "thinker_config", hf_config)
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
-        raise ConfigError(_unsupported("model", hf_config, COMPOSITES))
-    taken = (_unlisted_parts(config, hf_config),) if composite.takes_any else ()
-    parts = composite.take(hf_config, *taken)
-    if _is_of_pair(config.place):
-        parts = parts.without_marks()
+        raise ConfigError(_unsupported_message("model", hf_config, COMPOSITES))
+    taken = (_verify_components(config, hf_config),) if composite.supports_any_component else ()
+    parts = composite.get_components(hf_config, *taken)
+    if _is_pair_export(config.place):
+        parts = parts.without_markers()
     problems: list[str] = []
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
@@ -135,13 +135,13 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
             )
     generator = None
     llm_config = parts.llm_config.get_text_config()
-    with _collected(problems):
+    with _collect_problems(problems):
         generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
     encoders = {}
     for name, part in parts.encoders.items():
         # [model.processor] configures the image processor.
         settings = config.processor if part.family.modality == "image" else {}
-        with _collected(problems):
+        with _collect_problems(problems):
             processor = _load_processor(
                 "model", part.family, part.config, config.place, settings, part.tiling
             )
@@ -160,7 +160,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         raise ConfigError(problems)
     llm_files = replace(parts.llm_files, source=config.place)
     draws = generator is not None
-    with _collected(problems):
+    with _collect_problems(problems):
         llm = LlmModule(
             parts.llm_config, parts.llm_family, dtype, llm_files, draws, bool(config.chunked_loss)
         )
@@ -171,7 +171,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
 
 
-def _is_of_pair(source: str | None) -> bool:
+def _is_pair_export(source: str | None) -> bool:
     """Return True if the files are an export of an encoder and an LLM from separate sources.
 
     The processor of such an export inserts only placeholders and does not support tiles.
@@ -186,7 +186,7 @@ def _is_of_pair(source: str | None) -> bool:
     return settings.get("processor_class") == PAIR_PROCESSOR
 
 
-def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
+def _verify_components(config: ModelConfig, hf_config: Any) -> VerifiedFamilies:
     """Return verified families of the unregistered encoder and LLM of a multimodal model.
 
     Raises:
@@ -200,16 +200,16 @@ def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
     # Names in the files are those of the multimodal model, so they cannot be verified.
     if tower.model_type not in ENCODER_FAMILIES:
         section = EncoderConfig(
-            processor={**_read_settings(config.place), **(config.processor or {})}
+            processor={**_read_image_processor(config.place), **(config.processor or {})}
         )
-        with _collected(problems):
-            of_tower = _unlisted_encoder("model.config.vision_config", section, tower)
+        with _collect_problems(problems):
+            of_tower = _verify_encoder("model.config.vision_config", section, tower)
     if llm.model_type not in LLM_FAMILIES:
-        with _collected(problems):
-            of_llm = _unlisted_llm(llm, LLM_FILES)
+        with _collect_problems(problems):
+            of_llm = _verify_llm(llm, LLM_FILES)
     if problems:
         raise ConfigError(problems)
-    return Unlisted(of_tower, of_llm)
+    return VerifiedFamilies(of_tower, of_llm)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
@@ -220,7 +220,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # Fallback if the LLM cannot be built: encoders and generator are then built only to report all
     # problems at once, for which any hidden size works.
     hidden_size = 4
-    with _collected(problems):
+    with _collect_problems(problems):
         draws = config.generator is not None
         chunked = bool(config.chunked_loss)
         llm = build_checked(
@@ -228,13 +228,13 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
         )
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
-        with _collected(problems):
+        with _collect_problems(problems):
             encoders[name] = build_checked(
                 f"model.encoders.{name}",
                 section,
                 partial(_build_encoder, name, hidden_size=hidden_size, dtype=dtype),
             )
-    with _collected(problems):
+    with _collect_problems(problems):
         generator = _build_generator(config.generator, hidden_size, dtype)
     if problems:
         raise ConfigError(problems)
@@ -253,18 +253,18 @@ def _build_llm(
     if family is not None or getattr(config, "num_attention_heads", None):
         problems = size_problems("model.llm", config)
     if family is None:
-        with _collected(problems):
-            family = _unlisted_llm(config, files)
+        with _collect_problems(problems):
+            family = _verify_llm(config, files)
     if problems:
         raise ConfigError(problems)
     assert family is not None
-    files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
+    files = replace(files, legacy_names=family.legacy_names, stacked_experts=family.stacked_experts)
     llm = LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
     llm.describe()
     return llm
 
 
-def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
+def _verify_llm(config: Any, files: WeightFiles) -> LlmFamily:
     """Return the family of a causal LM that is not registered.
 
     Raises:
@@ -285,9 +285,9 @@ def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
     try:
         return entry.load()(config, files)
     except ConfigError as error:
-        has = mechanisms(config)
+        has = find_mechanisms(config)
         also = f"It has {', '.join(has)}. " if has else ""
-        near = nearest(config, LLM_FAMILIES)
+        near = most_similar_family(config, LLM_FAMILIES)
         like = f"The most similar registered type is {near!r}; " if near else ""
         raise ConfigError(
             f"[model.llm] model_type {config.model_type!r} is not registered, and a small "
@@ -322,11 +322,11 @@ def _build_encoder(
     config = load_config(key, section.place, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     # An unverified encoder may lack the sizes checked below, so it is rejected first.
-    family = (family or _unlisted_encoder(key, section, config)).variant(config)
+    family = (family or _verify_encoder(key, section, config)).variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
     processor: _Processor = ("", {}, None)
-    with _collected(problems):
+    with _collect_problems(problems):
         processor = _load_processor(key, family, config, section.place, section.processor)
     if problems:
         raise ConfigError(problems)
@@ -338,37 +338,38 @@ def _build_encoder(
         llm_hidden_size=hidden_size,
         dtype=dtype,
         feature_layer=section.feature_layer,
-        shuffle=section.pixel_shuffle_factor if section.folds else 1,
+        pixel_shuffle_factor=section.pixel_shuffle_factor if section.folds else 1,
         connector="norm_mlp" if section.connector == "pixel_shuffle_norm_mlp" else "mlp",
         final_norm=family.modality == "audio"
         and section.feature_layer == -1
         and bool(family.final_norm),
     )
-    renames = (*family.renames, *TOWER_FILES.renames)
-    files = replace(TOWER_FILES, source=section.place, renames=renames)
+    renames = (*family.renames, *ENCODER_FILES.renames)
+    files = replace(ENCODER_FILES, source=section.place, renames=renames)
     encoder = EncoderModule(spec, files)
     encoder.describe()
     return encoder
 
 
-def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
+def _verify_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
     """Return the family of an encoder that is not registered.
 
     Raises:
         ConfigError: The extension for such models rejects it or is not installed.
     """
-    files = replace(TOWER_FILES, source=section.place)
+    files = replace(ENCODER_FILES, source=section.place)
     entry = find_entry("model_fallbacks", "encoder")
     if entry is None:
         raise ConfigError(
-            f"{_unsupported(key, config, ENCODER_FAMILIES)}; {NOT_INSTALLED.format('auto_models')}"
+            f"{_unsupported_message(key, config, ENCODER_FAMILIES)}; "
+            f"{NOT_INSTALLED.format('auto_models')}"
         )
     try:
-        settings = {**_read_settings(section.place), **(section.processor or {})}
+        settings = {**_read_image_processor(section.place), **(section.processor or {})}
         return entry.load()(config, files, settings)
     except ConfigError as error:
         raise ConfigError(
-            f"{_unsupported(key, config, ENCODER_FAMILIES)}. A small copy of it does not "
+            f"{_unsupported_message(key, config, ENCODER_FAMILIES)}. A small copy of it does not "
             f"match the structure of a ViT encoder: {'; '.join(error.problems)}"
         ) from error
 
@@ -408,7 +409,7 @@ def _connector_problems(
     return problems
 
 
-def _read_settings(source: str | None) -> dict[str, Any]:
+def _read_image_processor(source: str | None) -> dict[str, Any]:
     """Return the settings of the image processor file, or {} (defaults) without a file.
 
     Raises:
@@ -487,7 +488,7 @@ def _image_processor(
     composite: Tiling | None,
 ) -> _Processor:
     fixed = family.processor(config)
-    settings = _read_settings(source)
+    settings = _read_image_processor(source)
     tiling = composite or family.tiling
     tiles = None
     if tiling is not None:
@@ -501,11 +502,13 @@ def _image_processor(
     if "crop_size" in fixed:
         fixed.pop("size")  # free, because the crop after it decides
     for name in ("size", "crop_size", "patch_size", "temporal_patch_size", "merge_size"):
-        if name in fixed and _sides(settings[name]) != _sides(fixed[name]):
+        if name in fixed and _to_height_width(settings[name]) != _to_height_width(fixed[name]):
             raise ConfigError(
                 f"[{key}] processor.{name} = {settings[name]}, but the model requires {fixed[name]}"
             )
-    name = family.known_processor(settings.pop("image_processor_type", family.processor_class))
+    name = family.resolve_processor_class(
+        settings.pop("image_processor_type", family.processor_class)
+    )
     if tiling is not None and tiling.switch is not None:
         settings.pop(tiling.switch, None)
     if of_tiles:
@@ -513,17 +516,17 @@ def _image_processor(
         kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
         settings = {key: value for key, value in settings.items() if key in kept}
         if tiles is None and family.tiling is not None:
-            settings |= family.tiling.single
+            settings |= family.tiling.untiled_settings
     settings.pop("processor_class", None)
     return name, settings, tiles
 
 
-def _sides(size: Any) -> Any:
+def _to_height_width(size: Any) -> Any:
     """Return a size as a dict. Older files store a square as one number."""
     return {"height": size, "width": size} if isinstance(size, int) else size
 
 
-def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
+def _unsupported_message(key: str, config: Any, supported: Collection[str]) -> str:
     """Return the message for an unsupported model type, with the most similar types."""
     model_type = config.model_type
     known: dict[str, Collection[str]] = {
@@ -537,8 +540,8 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
             listed = "supported" if part.model_type in known[section] else "not registered"
             parts.append(f"its {name} is {part.model_type!r} ({listed})")
     near = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
-    like = nearest(config, supported)
-    has = mechanisms(config)
+    like = most_similar_family(config, supported)
+    has = find_mechanisms(config)
     return (
         f"[{key}] model_type {model_type!r} is not supported"
         + (f"; it has {', '.join(has)}" if has else "")
@@ -555,7 +558,7 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
 
 
 @contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:

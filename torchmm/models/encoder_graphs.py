@@ -59,7 +59,7 @@ class EncoderGraphs:
         self._run = run
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._weights: list[tuple[nn.Module, str, nn.Parameter, int]] = []
-        self._pass: weakref.ref[_Pass] | None = None
+        self._pass: weakref.ref[_PendingPass] | None = None
         self._gradients: list[Tensor] = []
         """Gradients of the trained parameters, into which all graphs write."""
         self._pool: Any = None
@@ -91,18 +91,18 @@ class EncoderGraphs:
         self.replays += 1
         if not graph.inputs:
             return graph.replay_forward(hidden_NSD)
-        own_pass = _Pass()
-        self._pass = weakref.ref(own_pass)
-        output: Tensor = _Replay.apply(self, graph, own_pass, hidden_NSD, *trained)
+        pending_pass = _PendingPass()
+        self._pass = weakref.ref(pending_pass)
+        output: Tensor = _Replay.apply(self, graph, pending_pass, hidden_NSD, *trained)
         return output
 
-    def end_pass(self, own_pass: _Pass) -> None:
+    def end_pass(self, pending_pass: _PendingPass) -> None:
         """Allow the next forward pass to overwrite the activations of a pass.
 
         Raises:
             RuntimeError: The activations were overwritten, or the backward pass runs twice.
         """
-        if self._pass is None or self._pass() is not own_pass:
+        if self._pass is None or self._pass() is not pending_pass:
             raise RuntimeError(f"the activations of {self.name} in its CUDA graph were overwritten")
         self._pass = None
 
@@ -168,7 +168,7 @@ class EncoderGraphs:
                 owner._parameters[name] = parameter
 
 
-class _Pass:
+class _PendingPass:
     """A forward pass with a pending backward pass. Its lifetime is that of the autograd graph."""
 
     __slots__ = ("__weakref__",)
@@ -242,13 +242,13 @@ class _Graph:
         """Return a copy of the output (N, S, D)."""
         self._images = len(hidden_NSD)
         with torch.no_grad():
-            self._fill(self._input_BSD, hidden_NSD)
+            self._copy_padded(self._input_BSD, hidden_NSD)
         self._forward.replay()
         return self._output_BSD[: self._images].clone()
 
     def replay_backward(self, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:
         """Return copies of the gradients of the hidden states and of the trained parameters."""
-        self._fill(self._output_gradient_BSD, gradient_NSD)
+        self._copy_padded(self._output_gradient_BSD, gradient_NSD)
         self._backward.replay()
         of_input_NSD = None
         if self._input_gradient_BSD is not None:
@@ -257,7 +257,7 @@ class _Graph:
         copies = torch._foreach_mul(self._gradients, 1.0) if self._gradients else ()
         return of_input_NSD, *copies
 
-    def _fill(self, static_BSD: Tensor, values_NSD: Tensor) -> None:
+    def _copy_padded(self, static_BSD: Tensor, values_NSD: Tensor) -> None:
         static_BSD[: self._images].copy_(values_NSD)
         if self._images < len(static_BSD):
             static_BSD[self._images :].zero_()
@@ -271,17 +271,17 @@ class _Replay(torch.autograd.Function):
         ctx: Any,
         graphs: EncoderGraphs,
         graph: _Graph,
-        own_pass: _Pass,
+        pending_pass: _PendingPass,
         hidden_NSD: Tensor,
         *_: Tensor,
     ) -> Tensor:
-        ctx.graphs, ctx.graph, ctx.own_pass = graphs, graph, own_pass
+        ctx.graphs, ctx.graph, ctx.pending_pass = graphs, graph, pending_pass
         return graph.replay_forward(hidden_NSD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.graphs.end_pass(ctx.own_pass)
+        ctx.graphs.end_pass(ctx.pending_pass)
         return None, None, None, *ctx.graph.replay_backward(gradient_NSD)
 
 

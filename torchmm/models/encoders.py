@@ -30,16 +30,16 @@ from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
     LinearConnector,
-    LineMlpConnector,
     MergeMlpConnector,
     MlpConnector,
+    NewlineMlpConnector,
     NormMlpConnector,
     PoolConnector,
     ScaledLinearConnector,
     init_connector,
     linear_sizes,
 )
-from torchmm.models.layers.patch_embedding import embed_by_products
+from torchmm.models.layers.patch_embedding import patch_embed_as_matmul
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EncoderSpec:
     dtype: torch.dtype
     feature_layer: int = -1
     """Index of the hidden state that the connector reads. -1 is the output of the last layer."""
-    shuffle: int = 1
+    pixel_shuffle_factor: int = 1
     """Number of patch rows and columns folded into one token before the connector.
 
     For audio, shuffle**2 consecutive positions are folded.
@@ -85,21 +85,23 @@ class EncoderModule(LayeredModule):
         family: Model family of the encoder.
         tower: Hugging Face encoder model.
         connector: Projection to the hidden size of the LLM.
-        graphs: CUDA graphs of the layers, or None before `use_graphs`.
+        graphs: CUDA graphs of the layers, or None before `enable_cuda_graphs`.
     """
 
     kind = "encoder"
 
     def __init__(self, spec: EncoderSpec, weights: WeightFiles) -> None:
         family = spec.family
-        weights = replace(weights, old_names=family.old_names, joined=family.joined)
-        super().__init__(spec.name, replace(weights, optional=family.optional))
+        weights = replace(
+            weights, legacy_names=family.legacy_names, fused_tensors=family.fused_tensors
+        )
+        super().__init__(spec.name, replace(weights, optional_suffixes=family.optional_suffixes))
         self.spec = spec
-        self.new_connector = not spec.connector_from_files
+        self.is_connector_new = not spec.connector_from_files
         self.family = spec.family
-        self.splits = spec.family.listed
+        self.supports_tensor_parallel = spec.family.is_registered
         self.layers_fqn = f"tower.{spec.family.layers}"
-        self.tower: Any = self.uncut_tower()
+        self.tower: Any = self.build_full_tower()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
         # Releases of transformers sometimes rename submodules of layers.
         known = {name for name, _ in self._layer_list()[0].named_modules()}
@@ -114,17 +116,17 @@ class EncoderModule(LayeredModule):
         self.graphs: EncoderGraphs | None = None
         after = [self.get_submodule(fqn) for fqn in self._post_fqns()]
         sizes_after = tuple(sizes for part in after for sizes in linear_sizes(part))
-        self.linears_around = family.linears_before(self.tower), sizes_after
+        self.linears_outside_layers = family.linears_before(self.tower), sizes_after
         self.connector_linears = len(linear_sizes(self.connector))
         self._remove_unused()
 
     def _build_connector(self) -> nn.Module:
         spec = self.spec
         if spec.connector == "merger":
-            return self.family.take_merger(self.tower)
+            return self.family.detach_merger(self.tower)
         size = self.family.output_size(spec.config)
         hidden = spec.llm_hidden_size
-        folded = size * spec.shuffle**2
+        folded = size * spec.pixel_shuffle_factor**2
         connector: nn.Module
         if spec.connector == "linear":
             connector = LinearConnector(folded, hidden, spec.connector_bias)
@@ -134,14 +136,16 @@ class EncoderModule(LayeredModule):
             for taken_over in ("pooler", "std_bias", "std_scale"):
                 setattr(self.tower, taken_over, None)
         elif spec.connector == "pool":
-            connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
+            connector = PoolConnector(
+                folded, spec.pixel_shuffle_factor**2, hidden, spec.connector_eps
+            )
         elif spec.connector == "norm_mlp":
             connector = NormMlpConnector(folded, hidden, spec.connector_act)
         elif spec.connector == "merge_mlp":
             settings = (spec.connector_act, spec.connector_bias, spec.connector_eps)
-            connector = MergeMlpConnector(size, hidden, spec.shuffle**2, *settings)
+            connector = MergeMlpConnector(size, hidden, spec.pixel_shuffle_factor**2, *settings)
         elif spec.connector == "line_mlp":
-            connector = LineMlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
+            connector = NewlineMlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
         else:
             connector = MlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
         return connector.to(spec.dtype)
@@ -163,12 +167,12 @@ class EncoderModule(LayeredModule):
     def hf(self) -> WeightInitializer:
         return _Initializer(self.tower, self.family.unused)
 
-    def uncut_tower(self) -> PreTrainedModel:
+    def build_full_tower(self) -> PreTrainedModel:
         """Build the complete Hugging Face encoder on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
         tower = self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
         if self.family.modality == "image":
-            embed_by_products(tower.get_submodule(self.family.patch_embedding))
+            patch_embed_as_matmul(tower.get_submodule(self.family.patch_embedding))
         return tower
 
     def bare(self) -> EncoderModule:
@@ -201,7 +205,7 @@ class EncoderModule(LayeredModule):
             styles |= {f"connector.{n}": style for n, style in self.family.merger_styles.items()}
         return styles
 
-    def _norm_first(self) -> tuple[str, ...]:
+    def _norm_patterns(self) -> tuple[str, ...]:
         if self.spec.connector == "merge_mlp":
             return ("connector",)
         return tuple(f"connector.{name}" for name in self.family.merger_norms)
@@ -219,7 +223,7 @@ class EncoderModule(LayeredModule):
     @property
     def merge(self) -> int:
         """Number of patches per token along rows and columns (`ImageSpec.merge`)."""
-        return self.family.merge(self.spec.config) * self.spec.shuffle
+        return self.family.merge(self.spec.config) * self.spec.pixel_shuffle_factor
 
     @property
     def patches_per_token(self) -> int:
@@ -232,7 +236,7 @@ class EncoderModule(LayeredModule):
 
     @property
     def extra_tokens(self) -> int:
-        return self.family.tokens_before(self.spec.config)
+        return self.family.num_prefix_tokens(self.spec.config)
 
     @property
     def dummy_patches(self) -> int:
@@ -244,14 +248,14 @@ class EncoderModule(LayeredModule):
         return (1 + len(self.taps)) * self.spec.llm_hidden_size
 
     def forward(
-        self, inputs: EncoderInputs, given: Tensor | tuple[Tensor, ...] | None = None
+        self, inputs: EncoderInputs, stage_input: Tensor | tuple[Tensor, ...] | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the output tokens of images, or the output of this stage.
 
         Args:
             inputs: Images of the encoder in a microbatch, with float32 pixels. Later stages read
                 only the grids.
-            given: Later stages: output of the previous stage.
+            stage_input: Later stages: output of the previous stage.
 
         Returns:
             Last stage: (K, `output_features`). Earlier stages: hidden states, (N, S, D) for images
@@ -265,32 +269,34 @@ class EncoderModule(LayeredModule):
         if self.is_first:
             # Audio embeddings have channels first in memory. Residual sums would preserve this
             # memory format through all layers, and every norm would copy it.
-            given = family.embed(tower, inputs, context).contiguous()
-        assert given is not None
-        hidden, *taps = (given,) if isinstance(given, Tensor) else given
+            stage_input = family.embed(tower, inputs, context).contiguous()
+        assert stage_input is not None
+        hidden, *taps = (stage_input,) if isinstance(stage_input, Tensor) else stage_input
         if not self.is_first:
             shape = family.hidden_shape(self.spec.config, [prod(g) for g in inputs.grids_thw])
-            hidden = self.between.arrived(hidden, shape[-2])
+            hidden = self.sequence_ops.from_previous_stage(hidden, shape[-2])
         if self.graphs is not None:
             hidden = self.graphs(hidden)
         else:
             hidden = self._run_layers(hidden, context, taps)
         if not self.is_last:
-            hidden = self.between.leaving(hidden)
+            hidden = self.sequence_ops.to_next_stage(hidden)
             return (hidden, *taps) if taps else hidden
         # The output of the last layer is unsharded. Outputs of other layers may be slices.
         indices = [index for index, _ in self.indexed_layers()]
         unsharded = taps[-1:] if indices and indices[-1] in self.taps else []
-        taps = [*map(self.between.gathered, taps[: len(taps) - len(unsharded)]), *unsharded]
+        taps = [*map(self.sequence_ops.all_gather, taps[: len(taps) - len(unsharded)]), *unsharded]
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
         if self.taps:
             return self.connector(x_PD, taps)
-        if self.spec.shuffle > 1:
-            x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.shuffle)
+        if self.spec.pixel_shuffle_factor > 1:
+            x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.pixel_shuffle_factor)
         if self.spec.connector == "line_mlp":
-            return self.connector(x_PD, inputs.grids_thw[0][1] // self.spec.shuffle, inputs.kept)
+            return self.connector(
+                x_PD, inputs.grids_thw[0][1] // self.spec.pixel_shuffle_factor, inputs.kept
+            )
         return self.connector(x_PD)
 
     def _run_layers(self, hidden: Tensor, context: Any, taps: list[Tensor]) -> Tensor:
@@ -301,7 +307,7 @@ class EncoderModule(LayeredModule):
                 taps.append(hidden)
         return hidden
 
-    def use_graphs(self) -> None:
+    def enable_cuda_graphs(self) -> None:
         """Launch the layers as CUDA graphs from now on; see `CompileConfig.uses_graphs`."""
         self.graphs = EncoderGraphs(
             self.name, self.layers, lambda hidden: self._run_layers(hidden, None, [])
@@ -334,20 +340,20 @@ class EncoderModule(LayeredModule):
 
     def dummy_image(self) -> ImageMeta:
         """Return the number of patches and tokens of the image in `dummy_inputs`."""
-        patches = prod(self._smallest()[1])
+        patches = prod(self._smallest_input()[1])
         kept = self.family.has_class_token and not self.spec.drop_class_token
         return ImageMeta(0, 0, patches, patches // self.patches_per_token + kept)
 
-    def _smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    def _smallest_input(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Return the pixel shape and the grid of the smallest valid image."""
-        return self.family.smallest_folded(self.spec.config, self.spec.shuffle)
+        return self.family.smallest_folded(self.spec.config, self.spec.pixel_shuffle_factor)
 
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
         """Return the smallest valid image, for microbatches without images.
 
         No token of the LLM uses its output.
         """
-        shape, grid = self._smallest()
+        shape, grid = self._smallest_input()
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return EncoderInputs(torch.zeros(shape, device=device), [grid], nowhere)
 

@@ -38,7 +38,7 @@ class GeneratorModule(LayeredModule):
     """
 
     kind = "generator"
-    forward_methods = ("velocity", "finished")
+    forward_methods = ("velocity", "decode_latents")
 
     def __init__(self, weights: WeightFiles, images: GeneratorSpec, llm_hidden_size: int) -> None:
         super().__init__(GENERATOR, weights)
@@ -47,13 +47,13 @@ class GeneratorModule(LayeredModule):
 
     @abstractmethod
     def forward(
-        self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]
+        self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Run this stage.
 
         Args:
             inputs: Images. Later stages read only their sizes, the last also pixels and noise.
-            given: First stage: hidden states of the LLM (K, D) at the context tokens. Later
+            stage_input: First stage: hidden states of the LLM (K, D) at the context tokens. Later
                 stages: output of the previous stage.
 
         Returns:
@@ -62,21 +62,23 @@ class GeneratorModule(LayeredModule):
         """
 
     @abstractmethod
-    def velocity(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def velocity(self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]) -> Tensor:
         """Return float32 (A, V), the predicted velocities. Only the last stage is called.
 
         The velocity is the direction from pixels (or latents) to noise.
         """
 
     @abstractmethod
-    def finished(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def decode_latents(
+        self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
+    ) -> Tensor:
         """Return float32 (A, X), the decoded pixels after the last denoising step of latents.
 
         Only the last stage is called.
 
         Args:
             inputs: Images whose patches and noise are both the noisy latents.
-            given: As in `forward`.
+            stage_input: As in `forward`.
         """
 
     @abstractmethod

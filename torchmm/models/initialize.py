@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmm.models.hf.load import copy_slice, local_tensor
-from torchmm.models.layered import WeightInitializer, units
+from torchmm.models.layered import WeightInitializer, named_units
 from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
 from torchmm.models.multimodal import MultimodalModel
 
-MOST_BYTES = 4 * 2**30
+MAX_PARALLEL_BYTES = 4 * 2**30
 """Maximum bytes of the layers that a rank initializes in parallel. A single layer may be larger."""
 _GLOBAL_GENERATOR = Lock()
 
@@ -53,28 +53,28 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
         with torch.device("meta"):
             whole = module.bare()
         # A tied copy has the seed of the original, which is in a different stage.
-        copies = module.tied_copies()
-        wanted: dict[str, list[Tensor]] = defaultdict(list)
+        copies = module.tied_replicas()
+        targets: dict[str, list[Tensor]] = defaultdict(list)
         for name, tensor in named_tensors(module):
             if f"{prefix}.{name}" not in skip:
-                wanted[copies.get(name, name)].append(tensor)
-        for unit_fqn, unit in units(whole, module.layers_fqn):
+                targets[copies.get(name, name)].append(tensor)
+        for unit_fqn, unit in named_units(whole, module.layers_fqn):
             sizes = {f"{unit_fqn}.{name}": t.nbytes for name, t in named_tensors(unit)}
-            if wanted.keys() & sizes.keys():
+            if targets.keys() & sizes.keys():
                 key = f"{seed} {prefix}.{unit_fqn}"
-                fill = partial(_fill, unit, unit_fqn, module.hf, key, wanted)
+                fill = partial(_initialize_unit, unit, unit_fqn, module.hf, key, targets)
                 layers.append((fill, sum(sizes.values())))
 
-    _draw(layers)
+    _initialize_in_parallel(layers)
     for prefix, module in model.named_modality_modules():
         for name, linear, lora in adapted_linears(module):
             _init_lora(linear, lora, f"{prefix}.{name}.{CHILD}", seed, skip)
 
 
-def _draw(layers: list[tuple[Callable[[], None], int]]) -> None:
+def _initialize_in_parallel(layers: list[tuple[Callable[[], None], int]]) -> None:
     """Initialize layers in parallel threads.
 
-    The number of cores per rank and `MOST_BYTES` limit the number of concurrent layers.
+    The number of cores per rank and `MAX_PARALLEL_BYTES` limit the number of concurrent layers.
 
     Args:
         layers: Pairs (function that initializes the layer, bytes of the layer).
@@ -83,7 +83,7 @@ def _draw(layers: list[tuple[Callable[[], None], int]]) -> None:
     running: dict[Future[None], int] = {}
     with ThreadPoolExecutor(max(1, cores)) as threads:
         for fill, size_bytes in layers:
-            while running and sum(running.values()) + size_bytes > MOST_BYTES:
+            while running and sum(running.values()) + size_bytes > MAX_PARALLEL_BYTES:
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     running.pop(done)
                     done.result()
@@ -92,17 +92,17 @@ def _draw(layers: list[tuple[Callable[[], None], int]]) -> None:
             future.result()
 
 
-def _fill(
+def _initialize_unit(
     unit: nn.Module,
     unit_fqn: str,
     owner: WeightInitializer,
     key: str,
-    wanted: dict[str, list[Tensor]],
+    targets: dict[str, list[Tensor]],
 ) -> None:
     """Sample the weights of a layer and copy the shards of this rank."""
     with torch.no_grad():  # not inherited from the thread that starts this one
-        for name, value in named_tensors(random_copy(unit, owner, key)):
-            for target in wanted.get(f"{unit_fqn}.{name}", ()):
+        for name, value in named_tensors(build_random_copy(unit, owner, key)):
+            for target in targets.get(f"{unit_fqn}.{name}", ()):
                 copy_slice(target, value)
 
 
@@ -130,7 +130,7 @@ def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collec
 
 
 @torch.no_grad()
-def random_copy(
+def build_random_copy(
     unit: nn.Module, owner: WeightInitializer, key: str, unused: bool = False
 ) -> nn.Module:
     """Return a CPU copy of `unit` (on the meta device) with random weights seeded by `key`.
@@ -143,15 +143,15 @@ def random_copy(
     """
     filled = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(filled):
-        tensor.fill_(_poison(tensor))
-    with _OwnGenerator(_seed_of(key)):
-        for module in _children_first(filled):
+        tensor.fill_(_unfilled_marker(tensor))
+    with _LocalGeneratorMode(_seed_of(key)):
+        for module in _postorder_modules(filled):
             owner._init_weights(module)
     unfilled = {}
     for name, tensor in named_tensors(filled):
         # The sum is NaN if an unfilled value remains. A sum needs no copy of the tensor.
         is_float = tensor.is_floating_point()
-        if tensor.sum().isnan() if is_float else (tensor == _poison(tensor)).any():
+        if tensor.sum().isnan() if is_float else (tensor == _unfilled_marker(tensor)).any():
             unfilled[name] = tensor
     if unused:
         for tensor in unfilled.values():
@@ -161,7 +161,7 @@ def random_copy(
     return filled
 
 
-class _OwnGenerator(TorchDispatchMode):
+class _LocalGeneratorMode(TorchDispatchMode):
     """A mode in which random operators of the thread sample as after `torch.manual_seed`.
 
     Operators without a generator argument use the global generator, whose state is restored.
@@ -190,7 +190,7 @@ def _seed_of(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _poison(tensor: Tensor) -> float:
+def _unfilled_marker(tensor: Tensor) -> float:
     """Return a value that no initialization produces, as a marker of unfilled elements."""
     return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
@@ -201,7 +201,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _postorder_modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        yield from _children_first(child)
+        yield from _postorder_modules(child)
     yield module

@@ -7,13 +7,13 @@ FSDP, tensor parallelism, compilation, activation checkpointing, pipelining and 
 only this interface. They are independent of the model family. A module wraps the complete Hugging
 Face model with unchanged parameter names, so that checkpoints map one to one.
 
-Pipeline stages. A stage is the same module, in which `Skip` replaces the layers of other stages in
-place. Layer indices, parameter names and the Hugging Face forward stay valid. Slicing the layer
-list instead would break families whose forward indexes per-layer settings by position.
+Pipeline stages. A stage is the same module, in which `SkippedLayer` replaces the layers of other
+stages in place. Layer indices, parameter names and the Hugging Face forward stay valid. Slicing the
+layer list instead would break families whose forward indexes per-layer settings by position.
 
 Several stages on one rank. The rank stores all stages of a module in *one* module, so that names,
 weights and checkpoints do not depend on the number of stages. Each stage runs as a `stage_view`: a
-second module that shares the layers and has `Skip` for the other stages.
+second module that shares the layers and has `SkippedLayer` for the other stages.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription, Rounded
-from torchmm.models.layers.connectors import linear_parts
-from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
-from torchmm.models.sequence_layout import Between, RowsOfRanks, WholeSequences
+from torchmm.models.layers.connectors import iter_linears
+from torchmm.models.layers.lora import (
+    CHILD,
+    LoraSpec,
+    adapted_linears,
+    add_lora,
+    is_adapter_parameter,
+)
+from torchmm.models.sequence_layout import RowSharding, SequenceOps, UnshardedSequenceOps
 
 LinearSizes = tuple[tuple[int, int], ...]
 """Pairs (input features, output features) of linear layers."""
 
 
-class Skip(nn.Module):
+class SkippedLayer(nn.Module):
     """A placeholder for a layer, embedding or head of another stage. It returns its first input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -81,12 +87,12 @@ class WeightFiles:
     renames: tuple[tuple[str, str], ...] = ()
     """Pairs (regular expression, replacement). The first expression that matches the start of a
     name in the files maps it to the name in the module. Names without a match are ignored."""
-    old_names: tuple[tuple[str, str], ...] = ()
+    legacy_names: tuple[tuple[str, str], ...] = ()
     """Pairs (regular expression, replacement) that map parts of module names to old file names."""
-    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fused_tensors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Pairs (part of a name in the files, parts of names in the module). The file tensor is the
     concatenation of the module tensors, which all have the same number of rows."""
-    optional: tuple[str, ...] = ()
+    optional_suffixes: tuple[str, ...] = ()
     """Suffixes of names that may be missing in the files: their initial values have no effect."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs (prefix in the module, prefix in the Hugging Face class of the export)."""
@@ -96,7 +102,7 @@ class WeightFiles:
     One tensor has all gate and up projections, another all down projections. Both may be
     transposed. Otherwise, the files have two or three tensors for each expert.
     """
-    partial: bool = False
+    allows_other_tensors: bool = False
     """Whether the files may contain other weights, such as the text encoder of a dual model."""
 
     def hf_name(self, name: str) -> str | None:
@@ -123,15 +129,16 @@ class LayeredModule(nn.Module, ABC):
         layers_fqn: Name of the list of transformer layers, relative to this module.
         forward_methods: Methods besides `forward` that need all-gathered (FSDP) parameters.
         weights: Location and names of the pretrained weights.
-        given_weights: Location and names of weights from other sources, for the parts in
+        extra_weights: Location and names of weights from other sources, for the parts in
             `hf_prefixes`.
-        linears_around: Linear layers before the transformer layers (applied to each input unit) and
-            after them (applied to each output unit).
-        connector_linears: Encoders: number of linear layers of the connector in `linears_around`.
+        linears_outside_layers: Linear layers before the transformer layers (applied to each input
+            unit) and after them (applied to each output unit).
+        connector_linears: Encoders: number of linear layers of the connector in
+            `linears_outside_layers`.
         unused: Names of Hugging Face parameters that are not built, because no output uses them.
         is_first: Whether the module has the part before the layers.
         is_last: Whether the module has the part after the layers.
-        new_connector: Whether pretrained weights may lack the connector, which is random then.
+        is_connector_new: Whether pretrained weights may lack the connector, which is random then.
         splits: Whether tests compare tensor-parallel ranks with the unsharded module.
         overlaps: Whether tensor-parallel communication can overlap with the matmuls.
         recomputes: Whether the backward pass recomputes layers instead of saving all activations.
@@ -151,24 +158,24 @@ class LayeredModule(nn.Module, ABC):
     kind: Literal["llm", "encoder", "generator"]
     layers_fqn: str
     forward_methods: tuple[str, ...] = ()
-    overlaps = True
-    linears_around: tuple[LinearSizes, LinearSizes]
+    supports_comm_overlap = True
+    linears_outside_layers: tuple[LinearSizes, LinearSizes]
     connector_linears: int = 0
 
     def __init__(self, name: str, weights: WeightFiles) -> None:
         super().__init__()
         self.name = name
         self.weights = weights
-        self.given_weights: tuple[WeightFiles, ...] = ()
+        self.extra_weights: tuple[WeightFiles, ...] = ()
         self.unused: set[str] = set()
         self.is_first = True
         self.is_last = True
-        self.new_connector = False
-        self.splits = True
-        self.recomputes = False
+        self.is_connector_new = False
+        self.supports_tensor_parallel = True
+        self.uses_recomputation = False
         self.layer_modes: list[str] = []
-        self.between: Between = WholeSequences()
-        self.rows: RowsOfRanks | None = None
+        self.sequence_ops: SequenceOps = UnshardedSequenceOps()
+        self.rows: RowSharding | None = None
         self._keeps_slices: bool | None = None
         self.taps: tuple[int, ...] = ()
         self.loss_rows = 0
@@ -217,7 +224,7 @@ class LayeredModule(nn.Module, ABC):
             add_lora(linear, spec)
         self.adapters |= adapters
 
-    def adaptable(self, *, connector: bool = False) -> list[str]:
+    def adaptable_linears(self, *, connector: bool = False) -> list[str]:
         """Return the names of the linear layers that support an adapter.
 
         Experts (stacked matrices) and subclasses of `nn.Linear` are not supported.
@@ -243,10 +250,12 @@ class LayeredModule(nn.Module, ABC):
     def indexed_layers(self) -> list[tuple[int, nn.Module]]:
         """Return the layers of this stage with their indices in the full module."""
         every = self._layer_list()
-        return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, Skip)]
+        return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, SkippedLayer)]
 
-    def add_after(self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
-        """Return the output of layer `index` with feature rows added (`Between.add_rows`).
+    def add_after_layer(
+        self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor
+    ) -> Tensor:
+        """Return the output of layer `index` with feature rows added (`SequenceOps.add_rows`).
 
         Args:
             index: Index of the layer in the full module.
@@ -255,7 +264,7 @@ class LayeredModule(nn.Module, ABC):
             rows_KD: (K, D), dtype of `hidden`.
         """
         last, _ = self.indexed_layers()[-1]
-        access = WholeSequences() if index == last and self.is_last else self.between
+        access = UnshardedSequenceOps() if index == last and self.is_last else self.sequence_ops
         return access.add_rows(hidden, positions_K, rows_KD)
 
     def _layer_list(self) -> nn.ModuleList:
@@ -263,7 +272,7 @@ class LayeredModule(nn.Module, ABC):
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def keep_stages(self, stages: Sequence[StageRange]) -> None:
+    def reduce_to_stages(self, stages: Sequence[StageRange]) -> None:
         """Reduce the full module (on the meta device) in place to the given stages.
 
         Without stages, no parameters remain. Parameter names do not change.
@@ -284,13 +293,13 @@ class LayeredModule(nn.Module, ABC):
             kept |= indices
         for index in range(len(every)):
             if index not in kept:
-                every[index] = Skip()
+                every[index] = SkippedLayer()
         self.is_first = any(stage.has_pre for stage in stages)
         self.is_last = any(stage.has_post for stage in stages)
         for fqn in () if self.is_first else self._pre_fqns():
-            self.set_submodule(fqn, Skip())
+            self.set_submodule(fqn, SkippedLayer())
         for fqn in () if self.is_last else self._post_fqns():
-            self.set_submodule(fqn, Skip())
+            self.set_submodule(fqn, SkippedLayer())
 
     def stage_view(self, stage: StageRange) -> LayeredModule:
         """Return one of the stages of this module as a separate module.
@@ -300,9 +309,9 @@ class LayeredModule(nn.Module, ABC):
         """
         with torch.device("meta"):
             view = self.rebuild()
-        view.keep_stages([stage])
-        for fqn, unit in units(view, view.layers_fqn):
-            if not isinstance(unit, Skip):
+        view.reduce_to_stages([stage])
+        for fqn, unit in named_units(view, view.layers_fqn):
+            if not isinstance(unit, SkippedLayer):
                 view.set_submodule(fqn, self.get_submodule(fqn))
         parameters = {id(p) for p in self.parameters()}
         foreign = [name for name, p in view.named_parameters() if id(p) not in parameters]
@@ -311,7 +320,7 @@ class LayeredModule(nn.Module, ABC):
 
     def describe(self) -> ModuleDescription:
         """Return the shapes of this stage, from which costs and memory are computed."""
-        before, after = self.linears_around
+        before, after = self.linears_outside_layers
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         of_connector = any(t for n, t in trainable.items() if n.startswith("connector."))
         without_connector = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
@@ -319,26 +328,28 @@ class LayeredModule(nn.Module, ABC):
         connector_adapters: tuple[LowRank | None, ...] = ()
         if self.adapters:
             plan = self.tensor_parallel_plan().items()
-            styles = {part: style for name, style in plan for part in self.matching(name)}
+            styles = {
+                part: style for name, style in plan for part in self.matching_submodules(name)
+            }
         if hasattr(self, "connector") and any(n.startswith("connector.") for n in self.adapters):
-            parts = linear_parts(self.get_submodule("connector"))
-            connector_adapters = tuple(_sizes(part, styles) for part, _ in parts)
+            parts = iter_linears(self.get_submodule("connector"))
+            connector_adapters = tuple(_describe_adapter(part, styles) for part, _ in parts)
         return ModuleDescription(
             name=self.name,
             kind=self.kind,
             layers=tuple(
                 replace(
                     self._describe_layer(index),
-                    parameters=_parameters(layer),
-                    adapters=_adapters(layer, styles),
+                    parameters=_count_parameters(layer),
+                    adapters=_describe_adapters(layer, styles),
                     rounded=self.rounded.get(index),
                 )
                 for index, layer in self.indexed_layers()
             ),
-            pre_flops_per_unit=_flops(before) if self.is_first else 0,
-            post_flops_per_unit=_flops(after) if self.is_last else 0,
+            pre_flops_per_unit=_forward_flops(before) if self.is_first else 0,
+            post_flops_per_unit=_forward_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
-            trainable=any(t for n, t in without_connector.items() if not of_adapter(n)),
+            trainable=any(t for n, t in without_connector.items() if not is_adapter_parameter(n)),
             connector_trainable=of_connector,
             connector_adapters=connector_adapters,
             connector_norm=self.connector_norm,
@@ -350,8 +361,10 @@ class LayeredModule(nn.Module, ABC):
             tied=bool(self.tied_parameters()),
             pre_linears=before if self.is_first else (),
             post_linears=after if self.is_last else (),
-            pre_parameters=sum(_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
-            post_parameters=sum(_parameters(self.get_submodule(f)) for f in self._post_fqns()),
+            pre_parameters=sum(_count_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
+            post_parameters=sum(
+                _count_parameters(self.get_submodule(f)) for f in self._post_fqns()
+            ),
             value_bytes=self.value_bytes,
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
@@ -406,7 +419,9 @@ class LayeredModule(nn.Module, ABC):
         - "sequence": a norm or scale on sequence slices, under sequence parallelism.
         """
         styles = self._tensor_parallel_styles()
-        return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
+        return {
+            pattern: style for pattern, style in styles.items() if self.matching_submodules(pattern)
+        }
 
     @property
     def keeps_slices(self) -> bool:
@@ -421,7 +436,7 @@ class LayeredModule(nn.Module, ABC):
         Such a submodule is an attention, an MLP, experts, or a single column-wise linear layer that
         is a direct child of a layer or follows a norm.
         """
-        alone = (f"{self.layers_fqn}.*", *self._norm_first())
+        alone = (f"{self.layers_fqn}.*", *self._norm_patterns())
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
             # A wrapper may contain a single linear layer. Its parent calls the wrapper by name.
@@ -430,26 +445,26 @@ class LayeredModule(nn.Module, ABC):
                 patterns[pattern] = None
             elif parent not in alone and style in ("colwise", "rowwise"):
                 patterns[parent] = None
-        return [pattern for pattern in patterns if self.matching(pattern)]
+        return [pattern for pattern in patterns if self.matching_submodules(pattern)]
 
-    def _norm_first(self) -> tuple[str, ...]:
+    def _norm_patterns(self) -> tuple[str, ...]:
         """Return patterns of submodules with a norm before a column-wise linear layer."""
         return ()
 
-    def matching(self, pattern: str) -> list[nn.Module]:
+    def matching_submodules(self, pattern: str) -> list[nn.Module]:
         """Return the submodules of this stage whose name matches ("*" matches one name part)."""
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         return [
             module
             for name, module in self.named_modules()
-            if expression.fullmatch(name) and not isinstance(module, Skip)
+            if expression.fullmatch(name) and not isinstance(module, SkippedLayer)
         ]
 
     def tied_parameters(self) -> dict[str, str]:
         """Return the tied parameters: {name: name of the original}."""
         return {}
 
-    def tied_copies(self) -> dict[str, str]:
+    def tied_replicas(self) -> dict[str, str]:
         """Return parameters whose tied original is in a different stage: {name: original name}.
 
         The copy and the original receive the same gradient, so that their values stay equal.
@@ -463,27 +478,27 @@ class LayeredModule(nn.Module, ABC):
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
 
 
-def _flops(linears: LinearSizes) -> int:
+def _forward_flops(linears: LinearSizes) -> int:
     """Return the FLOPs of the forward pass of one unit."""
     return sum(2 * inputs * outputs for inputs, outputs in linears)
 
 
-def _parameters(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRank, ...]:
+def _describe_adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRank, ...]:
     """Return the shapes of the low-rank matrices in a layer.
 
     Args:
         layer: Transformer layer.
         styles: Maps linear layers to styles of `LayeredModule.tensor_parallel_plan`.
     """
-    every = (_sizes(linear, styles) for _, linear, _ in adapted_linears(layer))
+    every = (_describe_adapter(linear, styles) for _, linear, _ in adapted_linears(layer))
     return tuple(sizes for sizes in every if sizes is not None)
 
 
-def _sizes(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:
+def _describe_adapter(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:
     """Return the shapes of the adapter of a linear layer, or None without an adapter."""
     lora = getattr(linear, CHILD, None)
     if lora is None or not isinstance(linear, nn.Linear):
@@ -498,7 +513,9 @@ def _sizes(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None
     )
 
 
-def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_units(
+    module: nn.Module, layers_fqn: str, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each layer and of each maximal submodule without layers."""
     for name, child in module.named_children():
         fqn = f"{prefix}{name}"
@@ -506,6 +523,6 @@ def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tupl
             if layers_fqn == fqn:
                 yield from ((f"{fqn}.{i}", layer) for i, layer in child.named_children())
             else:
-                yield from units(child, layers_fqn, f"{fqn}.")
+                yield from named_units(child, layers_fqn, f"{fqn}.")
         else:
             yield fqn, child

@@ -32,12 +32,12 @@ from torchmm.common.layers import LayerDescription
 from torchmm.common.module_names import VISION
 from torchmm.common.row_slices import SlicedMicrobatch, whole_row
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.matmul_shapes import attention_of, product_sizes
+from torchmm.models.families.llms.matmul_shapes import find_attention, layer_matmul_sizes
 from torchmm.models.hf.config import layer_config
 from torchmm.models.hf.float32 import float32_names, keep_in_float32
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
-from torchmm.models.layers.deepstack import Add, adding_blocks
+from torchmm.models.layers.deepstack import AddFeatures, deepstack_features
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.kv_cache import PackedCache
 from torchmm.models.layers.loss import (
@@ -48,9 +48,9 @@ from torchmm.models.layers.loss import (
     summed_cross_entropy,
 )
 from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
-from torchmm.models.layers.sequence_exchange import RowRanks
+from torchmm.models.layers.sequence_exchange import SequenceRanks
 
-Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
+StageInput = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """Input of a stage: encoder outputs by name, or the output of the previous stage."""
 
 
@@ -70,7 +70,7 @@ class LlmModule(LayeredModule):
             are then never stored at once.
 
     Attributes:
-        row_ranks: Context-parallel ranks that share each packed sequence with this rank. The
+        sequence_ranks: Context-parallel ranks that share each packed sequence with this rank. The
             microbatches are then slices (`torchmm.common.row_slices`). None without them.
 
     Raises:
@@ -91,15 +91,18 @@ class LlmModule(LayeredModule):
     ) -> None:
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
-        self.row_ranks: RowRanks | None = None
+        self.sequence_ranks: SequenceRanks | None = None
         self.taps = tuple(range(family.taps))
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
         self.family = family = family.variant(self.text_config)
-        self.splits = family.listed
+        self.supports_tensor_parallel = family.is_registered
         self.rotary_limits = RotaryLimits(self.text_config)
-        self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
+        self.linears_outside_layers = (
+            (),
+            ((self.text_config.hidden_size, self.text_config.vocab_size),),
+        )
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
         keep_in_float32(self.backbone, float32_names(self.backbone, dtype))
@@ -115,18 +118,20 @@ class LlmModule(LayeredModule):
         table = f"{self.text_fqn}.{family.embedding}.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
-        # Read now from all layers: `keep_stages` replaces layers of other stages, and layers may
-        # differ in type.
+        # Read now from all layers: `reduce_to_stages` replaces layers of other stages, and layers
+        # may differ in type.
         every = self._layer_list()
-        _check_parts(every, family, self.text_config.model_type)
+        _check_submodules(every, family, self.text_config.model_type)
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in every.modules())
         self._has_qk_norm = any(name.endswith(_QUERY_NORMS) for name, _ in every.named_modules())
         self.balance = balance_routers(every, self.text_config)
         self.expert_loads = ExpertLoads(every)
         self._experts = [has_experts(layer) for layer in every]
-        self._windows = [_window(i, layer, self.text_config) for i, layer in enumerate(every)]
+        self._windows = [
+            _sliding_window(i, layer, self.text_config) for i, layer in enumerate(every)
+        ]
         self._sizes = [
-            product_sizes(layer, layer_config(self.text_config, i), family)
+            layer_matmul_sizes(layer, layer_config(self.text_config, i), family)
             for i, layer in enumerate(every)
         ]
 
@@ -180,11 +185,11 @@ class LlmModule(LayeredModule):
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
 
-    def tied_copies(self) -> dict[str, str]:
+    def tied_replicas(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_last and not self.is_first else {}
 
-    def keep_stages(self, stages: Sequence[StageRange]) -> None:
-        super().keep_stages(stages)
+    def reduce_to_stages(self, stages: Sequence[StageRange]) -> None:
+        super().reduce_to_stages(stages)
         whole = any(stage.has_pre and stage.has_post for stage in stages)
         if self._tied and self.is_first and self.is_last and not whole:
             raise ValueError(
@@ -192,8 +197,8 @@ class LlmModule(LayeredModule):
                 "same rank; put the first and the last stage on different ranks, or merge "
                 "them"
             )
-        if self.family.multiplier and not self.is_first:
-            setattr(self.text_model, self.family.multiplier, 1.0)
+        if self.family.embedding_scale_attribute and not self.is_first:
+            setattr(self.text_model, self.family.embedding_scale_attribute, 1.0)
 
     def _pre_fqns(self) -> tuple[str, ...]:
         return (f"{self.text_fqn}.{self.family.embedding}",)
@@ -237,7 +242,7 @@ class LlmModule(LayeredModule):
         )
 
     def forward(
-        self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
+        self, microbatch: Microbatch, inputs: StageInput, cache: PackedCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss of a microbatch, or the output of this stage.
 
@@ -259,7 +264,7 @@ class LlmModule(LayeredModule):
         """
         if not self.is_last:
             output, blocks_KB = self._run_layers(microbatch, inputs, cache)
-            hidden_TD = self.between.leaving(output.last_hidden_state[0])
+            hidden_TD = self.sequence_ops.to_next_stage(output.last_hidden_state[0])
             added = len(self.layers) * self.text_config.hidden_size
             if blocks_KB is None or blocks_KB.shape[1] <= added:
                 return hidden_TD
@@ -279,7 +284,7 @@ class LlmModule(LayeredModule):
             return loss, hidden_TD[:1]
         return loss, hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
-    def _loss(self, microbatch: Microbatch, inputs: Given) -> Tensor:
+    def _loss(self, microbatch: Microbatch, inputs: StageInput) -> Tensor:
         """Return the cross entropy summed over targets, a float32 scalar."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
@@ -291,11 +296,11 @@ class LlmModule(LayeredModule):
         output, _ = self._run_layers(microbatch, inputs)
         rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
         head = ChunkHead(self.head, rows)
-        with self._behind_layers(microbatch, type(output), head) as logits_of:
-            return cross_entropy_in_chunks(head, logits_of, rows_LD, targets_L)
+        with self._logits_after_layers(microbatch, type(output), head) as compute_logits:
+            return cross_entropy_in_chunks(head, compute_logits, rows_LD, targets_L)
 
     @contextmanager
-    def _behind_layers(
+    def _logits_after_layers(
         self, microbatch: Microbatch, output: type, head: ChunkHead
     ) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yield a function that maps hidden states (1, N, D) to logits (1, N, V).
@@ -311,18 +316,20 @@ class LlmModule(LayeredModule):
             yield head
             return
 
-        def logits_of(rows_1ND: Tensor) -> Tensor:
+        def compute_logits(rows_1ND: Tensor) -> Tensor:
             text.forward = lambda **_: output(last_hidden_state=rows_1ND)
             positions_N = microbatch.position_ids[..., : rows_1ND.shape[1]]
             return self.backbone(
-                inputs_embeds=rows_1ND, position_ids=positions_N.unsqueeze(-2), **self._switches()
+                inputs_embeds=rows_1ND,
+                position_ids=positions_N.unsqueeze(-2),
+                **self._disabled_outputs(),
             ).logits
 
         text = self.text_model
         original_head = self.head
         self.backbone.set_submodule(self.family.head, head)
         try:
-            yield logits_of
+            yield compute_logits
         finally:
             self.backbone.set_submodule(self.family.head, original_head)
             text.__dict__.pop("forward", None)
@@ -330,7 +337,7 @@ class LlmModule(LayeredModule):
     def logits(
         self,
         microbatch: Microbatch,
-        inputs: Given,
+        inputs: StageInput,
         positions_L: Tensor,
         cache: PackedCache | None = None,
     ) -> Tensor:
@@ -352,40 +359,44 @@ class LlmModule(LayeredModule):
     def _logits(
         self,
         microbatch: Microbatch,
-        inputs: Given,
+        inputs: StageInput,
         positions_L: Tensor,
         cache: PackedCache | None = None,
     ) -> Tensor:
         if not self.family.logits_to_keep:
             output, _ = self._run_layers(microbatch, inputs, cache)
             return self.head(output.last_hidden_state[0][positions_L])
-        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-        arguments = self._arguments(microbatch, hidden_TD, cache)
-        with self._around_layers(microbatch, blocks_KB, cache):
+        hidden_TD, blocks_KB = self._stage_hidden_states(microbatch, inputs)
+        arguments = self._forward_arguments(microbatch, hidden_TD, cache)
+        with self._layer_context(microbatch, blocks_KB, cache):
             # Not `[0]`, whose backward copies the gradient of all logits.
             return self.backbone(**arguments, logits_to_keep=positions_L).logits.squeeze(0)
 
     def _run_layers(
-        self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
+        self, microbatch: Microbatch, inputs: StageInput, cache: PackedCache | None = None
     ) -> tuple[Any, Tensor | None]:
         """Return the text model output and the DeepStack features (K, B), or None without them."""
-        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-        arguments = self._arguments(microbatch, hidden_TD, cache)
-        with self._around_layers(microbatch, blocks_KB, cache):
+        hidden_TD, blocks_KB = self._stage_hidden_states(microbatch, inputs)
+        arguments = self._forward_arguments(microbatch, hidden_TD, cache)
+        with self._layer_context(microbatch, blocks_KB, cache):
             return self.text_model(**arguments), blocks_KB
 
-    def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
+    def _stage_hidden_states(
+        self, microbatch: Microbatch, inputs: StageInput
+    ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states (T, D) and the remaining DeepStack features (K, B), or None."""
         if isinstance(inputs, (Tensor, tuple)):
             hidden_TD, blocks_KB = inputs if isinstance(inputs, tuple) else (inputs, None)
-            return self.between.arrived(hidden_TD, len(microbatch.input_ids_T)), blocks_KB
+            return self.sequence_ops.from_previous_stage(
+                hidden_TD, len(microbatch.input_ids_T)
+            ), blocks_KB
         hidden_TD = self._embed(microbatch, inputs)
         if not self.family.taps or VISION not in microbatch.encoders:
             return hidden_TD, None
         return hidden_TD, inputs[VISION][:, hidden_TD.shape[1] :]
 
     @contextmanager
-    def _around_layers(
+    def _layer_context(
         self, microbatch: Microbatch, blocks_KB: Tensor | None, cache: PackedCache | None
     ) -> Iterator[None]:
         """Enable DeepStack features and rotary frequencies by sample length within the context.
@@ -393,7 +404,7 @@ class LlmModule(LayeredModule):
         Args:
             microbatch: Packed sequence.
             blocks_KB: DeepStack features (K, B), or None.
-            cache: Cache after `begin_row`, or None.
+            cache: Cache after `begin_sequence`, or None.
 
         Raises:
             ValueError: A sample is longer than the RoPE type allows.
@@ -405,7 +416,7 @@ class LlmModule(LayeredModule):
         if problem := self.rotary_limits.problem(longest):
             raise ValueError(problem)
         with ExitStack() as stack:
-            stack.enter_context(self._adding(microbatch, blocks_KB))
+            stack.enter_context(self._deepstack_context(microbatch, blocks_KB))
             if any(longest > limit for limit in self.rotary_limits.switches):
                 lengths_T = torch.tensor(sample_lengths).repeat_interleave(torch.tensor(lengths))
                 if isinstance(microbatch, SlicedMicrobatch):
@@ -416,31 +427,33 @@ class LlmModule(LayeredModule):
             yield
 
     @contextmanager
-    def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:
+    def _deepstack_context(
+        self, microbatch: Microbatch, blocks_KB: Tensor | None
+    ) -> Iterator[None]:
         """Make the layers of this stage add their blocks of the DeepStack features."""
         if blocks_KB is None:
             yield
             return
         blocks = blocks_KB.split(self.text_config.hidden_size, dim=1)
         positions_K = microbatch.encoders[VISION].positions_K
-        adds: list[Add | None] = [None] * (self.family.taps - len(blocks))
+        adds: list[AddFeatures | None] = [None] * (self.family.taps - len(blocks))
         for (index, _), block_KD in zip(self.indexed_layers(), blocks, strict=False):
             assert index == len(adds), "blocks of other layers"
-            add = partial(self.add_after, index, positions_K=positions_K, rows_KD=block_KD)
+            add = partial(self.add_after_layer, index, positions_K=positions_K, rows_KD=block_KD)
             adds.append(add)
-        with adding_blocks(self.text_model, adds):
+        with deepstack_features(self.text_model, adds):
             yield
 
-    def _arguments(
+    def _forward_arguments(
         self, microbatch: Microbatch, hidden_TD: Tensor, cache: PackedCache | None
     ) -> dict[str, Any]:
-        ranks = self.row_ranks
+        ranks = self.sequence_ranks
         tokens = microbatch.cu_seqlens[-1]
         cache_arguments: dict[str, Any] = {}
         if cache is not None:
-            cache.begin_row(microbatch.cu_seqlens, hidden_TD.device)
+            cache.begin_sequence(microbatch.cu_seqlens, hidden_TD.device)
             cache_arguments = {"past_key_values": cache, "use_cache": True}
-        return self._switches() | {
+        return self._disabled_outputs() | {
             **cache_arguments,
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
@@ -450,27 +463,27 @@ class LlmModule(LayeredModule):
             "cu_seq_lens_q": Segments.from_starts(
                 microbatch.cu_seqlens,
                 hidden_TD.device,
-                self._blocks(microbatch),
-                self.family.both_ways == "images in windows",
+                self._bidirectional_blocks(microbatch),
+                self.family.bidirectional == "images in windows",
                 None if ranks is None else ranks.heads(tokens),
                 cache,
             ),
         }
 
-    def _switches(self) -> dict[str, Any]:
+    def _disabled_outputs(self) -> dict[str, Any]:
         """Return the arguments that disable unused outputs of the forward."""
         routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
         return {"use_cache": False, **({"output_router_logits": False} if routes else {})}
 
-    def _blocks(self, microbatch: Microbatch) -> Tensor | None:
-        """Return the blocks with bidirectional attention, (T,), or None (`LlmFamily.both_ways`).
+    def _bidirectional_blocks(self, microbatch: Microbatch) -> Tensor | None:
+        """Return the blocks with bidirectional attention, (T,), or None without them.
 
-        T is the length of the unsliced packed sequence.
+        See `LlmFamily.bidirectional`. T is the length of the unsliced packed sequence.
         """
-        if self.family.both_ways is None:
+        if self.family.bidirectional is None:
             return None
         input_ids_T, targets_T = whole_row(microbatch)
-        if self.family.both_ways != "prompts":
+        if self.family.bidirectional != "prompts":
             images_T = input_ids_T == self.family.image_token_id
             return image_blocks(images_T, microbatch.cu_seqlens)
         return prompt_blocks(targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
@@ -497,7 +510,7 @@ class LlmModule(LayeredModule):
         return x_TD
 
 
-def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
+def _check_submodules(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
     """Check that the layers have the submodules that the family names.
 
     Releases of transformers sometimes rename submodules.
@@ -516,7 +529,7 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
     # All layers may have the same type, even if the family has two types.
     required = [name for name in required if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *required) if name not in known]
-    if family.listed and any(attention_of(layer) is None for layer in layers):
+    if family.is_registered and any(find_attention(layer) is None for layer in layers):
         missing.append("self_attn")
     if missing:
         raise ConfigError(
@@ -526,12 +539,12 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
         )
 
 
-def _window(index: int, layer: nn.Module, config: Any) -> int | None:
+def _sliding_window(index: int, layer: nn.Module, config: Any) -> int | None:
     """Return the sliding window of a layer in tokens, or None without one."""
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] == "full_attention":
         return None  # the attention module may have a window attribute that it does not use
-    attention = attention_of(layer)
+    attention = find_attention(layer)
     if attention is None:
         return None
     return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))

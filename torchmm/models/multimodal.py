@@ -6,9 +6,9 @@
 Encoder outputs replace the embeddings of placeholder tokens. The generator reads hidden states of
 the LLM.
 
-With pipeline parallelism, a rank has some stages of the model. `MultimodalModel.cut` reduces the
-model to them in place. Parameter names do not change, so that initialization, loading, saving and
-optimizers are independent of stages. A forward pass then runs `stages`.
+With pipeline parallelism, a rank has some stages of the model. `MultimodalModel.reduce_to_stages`
+reduces the model to them in place. Parameter names do not change, so that initialization, loading,
+saving and optimizers are independent of stages. A forward pass then runs `stages`.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, D features.
 """
@@ -51,7 +51,8 @@ class MultimodalModel(nn.Module):
         generator: Generator with its connector. None for models that generate only text.
         text: Conventions for placeholders and markers in text.
         composite: Hugging Face config of the multimodal model, or None for separate sources.
-        stages: Maps module names to the modules that run: the module, or its stages after `cut`.
+        stages: Maps module names to the modules that run: the module, or its stages after
+            `reduce_to_stages`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class MultimodalModel(nn.Module):
             module.name: (module,) for module in self.modality_modules()
         }
 
-    def cut(self, stages: Mapping[str, Sequence[StageRange]]) -> None:
+    def reduce_to_stages(self, stages: Mapping[str, Sequence[StageRange]]) -> None:
         """Reduce the full model (on the meta device) to the stages of one rank, in place.
 
         Args:
@@ -91,9 +92,9 @@ class MultimodalModel(nn.Module):
             raise ValueError(f"unknown modules {sorted(unknown)}; the model has {sorted(modules)}")
         for name, module in modules.items():
             ranges = stages.get(name, ())
-            module.keep_stages(ranges)
+            module.reduce_to_stages(ranges)
             # A single stage is the reduced module itself. Several stages need one view each,
-            # because they run at different times and have `Skip` at different layers.
+            # because they run at different times and have `SkippedLayer` at different layers.
             views = [module] if len(ranges) == 1 else [module.stage_view(r) for r in ranges]
             self.stages[name] = tuple(views)
 
@@ -156,17 +157,17 @@ class MultimodalModel(nn.Module):
         inputs = images or self.generator.dummy_inputs(context_KD.device)
         return {"llm": loss, "generator": self.generator(inputs, context_KD)}
 
-    def tied_copies(self) -> dict[str, str]:
+    def tied_replicas(self) -> dict[str, str]:
         """Return tied parameters whose original is on a different rank: {name: original name}."""
         return {
             f"{prefix}.{copy}": f"{prefix}.{original}"
             for prefix, module in self.named_modality_modules()
-            for copy, original in module.tied_copies().items()
+            for copy, original in module.tied_replicas().items()
         }
 
-    def tied_copy_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters of `tied_copies`, which norms and sums must skip."""
-        return {self.get_parameter(name) for name in self.tied_copies()}
+    def tied_replica_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters of `tied_replicas`, which norms and sums must skip."""
+        return {self.get_parameter(name) for name in self.tied_replicas()}
 
     def layer_matrices(self) -> set[nn.Parameter]:
         """Return the weight matrices of all layers, including stacked expert weights.
@@ -233,8 +234,8 @@ class MultimodalModel(nn.Module):
         problems += [
             f"[model] the tokenizer has no token {token.text!r}, which is next to every image "
             "or audio; use the tokenizer of the model"
-            for token in dict.fromkeys(_every_mark(self.text))
-            if isinstance(token, Token) and token.needed and token.text not in vocabulary
+            for token in dict.fromkeys(_all_markers(self.text))
+            if isinstance(token, Token) and token.is_required and token.text not in vocabulary
         ]
         if problems:
             raise ConfigError(problems)
@@ -243,8 +244,8 @@ class MultimodalModel(nn.Module):
         return TextSpec(
             vocab_size=vocab_size,
             image_token_id=image_token_id,
-            image_prefix=_marks(self.text.prefix, vocabulary),
-            image_suffix=_marks(self.text.suffix, vocabulary),
+            image_prefix=_resolve_markers(self.text.prefix, vocabulary),
+            image_suffix=_resolve_markers(self.text.suffix, vocabulary),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0 if pad is None else pad,
@@ -255,8 +256,8 @@ class MultimodalModel(nn.Module):
             clip=self.text.clip,
             row_end_id=None if row_end is None else vocabulary[row_end.text],
             sound_token_id=self.text.sound_token_id,
-            sound_prefix=_marks(self.text.sound_prefix, vocabulary),
-            sound_suffix=_marks(self.text.sound_suffix, vocabulary),
+            sound_prefix=_resolve_markers(self.text.sound_prefix, vocabulary),
+            sound_suffix=_resolve_markers(self.text.sound_suffix, vocabulary),
             around_sounds=self.text.around_sounds,
         )
 
@@ -280,12 +281,14 @@ class MultimodalModel(nn.Module):
         return index
 
 
-def _every_mark(text: TextConventions) -> tuple[int | str | Token, ...]:
+def _all_markers(text: TextConventions) -> tuple[int | str | Token, ...]:
     ends = () if text.row_end is None else (text.row_end,)
     return *text.prefix, *text.suffix, *ends, *text.sound_prefix, *text.sound_suffix
 
 
-def _marks(written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]) -> Marks:
+def _resolve_markers(
+    written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]
+) -> Marks:
     return tuple(
         vocabulary.get(mark.text, mark.text) if isinstance(mark, Token) else mark
         for mark in written

@@ -13,10 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Between(Protocol):
+class SequenceOps(Protocol):
     """Operations on the hidden states between two layers of a module."""
 
-    def gathered(self, hidden: Tensor) -> Tensor:
+    def all_gather(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions, (..., T, D)."""
         ...
 
@@ -30,11 +30,11 @@ class Between(Protocol):
         """
         ...
 
-    def read(self, values: Tensor) -> Tensor:
+    def use_replicated(self, values: Tensor) -> Tensor:
         """Return a replicated tensor for use in the layers. Its gradients are summed over ranks."""
         ...
 
-    def arrived(self, hidden: Tensor, positions: int) -> Tensor:
+    def from_previous_stage(self, hidden: Tensor, positions: int) -> Tensor:
         """Return the layer input of a stage after the first.
 
         Args:
@@ -43,41 +43,41 @@ class Between(Protocol):
         """
         ...
 
-    def leaving(self, hidden: Tensor) -> Tensor:
+    def to_next_stage(self, hidden: Tensor) -> Tensor:
         """Return the output that a stage before the last sends to the next stage."""
         ...
 
 
-class WholeSequences:
-    """The implementation of `Between` for ranks that have all positions."""
+class UnshardedSequenceOps:
+    """The implementation of `SequenceOps` for ranks that have all positions."""
 
-    def gathered(self, hidden: Tensor) -> Tensor:
+    def all_gather(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
         return hidden.index_add(-2, positions_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
 
-    def read(self, values: Tensor) -> Tensor:
+    def use_replicated(self, values: Tensor) -> Tensor:
         return values
 
-    def arrived(self, hidden: Tensor, positions: int) -> Tensor:
+    def from_previous_stage(self, hidden: Tensor, positions: int) -> Tensor:
         return hidden
 
-    def leaving(self, hidden: Tensor) -> Tensor:
+    def to_next_stage(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
-class RowsOfRanks(Protocol):
+class RowSharding(Protocol):
     """Differentiable conversion between replicated rows and equal shards of rows per rank."""
 
-    def own_rows(self, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         """Return the shard of this rank of (..., R, D). The backward pass all-gathers.
 
         R must be a multiple of the number of ranks.
         """
         ...
 
-    def every_row(self, own: Tensor) -> Tensor:
+    def all_gather_rows(self, local_rows: Tensor) -> Tensor:
         """Return the all-gathered shards of all ranks.
 
         The backward pass selects the shard of this rank. The gradient must be the same on all

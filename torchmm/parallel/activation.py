@@ -67,7 +67,7 @@ def apply_activation_checkpoint(
     if tuned:
         module.layer_modes = ["none"] * len(module.layers)
         setattr(module, HOST_INPUTS, inputs)
-    module.recomputes = mode not in ("none", "auto")
+    module.uses_recomputation = mode not in ("none", "auto")
     compiled = _compilers(module, compilation)
     selective = _compilers(module, compilation if tuned else None, "selective")
     for index, layer in enumerate(module.layers):

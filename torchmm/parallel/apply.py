@@ -11,7 +11,8 @@ Memory is allocated and loaded afterwards, so no rank ever stores the complete m
 
 With `mesh.layer_hooks`, layers of encoders call a hook where they can yield. The function that adds
 the hook is the entry "pieces" of the extension table "layer_stops". In a pipeline, the model has
-been split before (`MultimodalModel.cut`), and all steps apply to each stage of the rank.
+been split before (`MultimodalModel.reduce_to_stages`), and all steps apply to each stage of the
+rank.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def parallelize(
             module.describe(), device, mesh.world_size, compiled=compiles, recompute=mode
         )
         if isinstance(module, EncoderModule) and not graphs_problem:
-            module.use_graphs()
+            module.enable_cuda_graphs()
     return compilation
 
 

@@ -54,7 +54,7 @@ from torchmm.parallel.exchange import Counts, FeatureRanks, exchange
 
 
 class ContextRanks(FeatureRanks):
-    """Context-parallel ranks (`torchmm.models.layers.sequence_exchange.RowRanks`).
+    """Context-parallel ranks (`torchmm.models.layers.sequence_exchange.SequenceRanks`).
 
     Args:
         mesh: 1-D mesh of the ranks.
@@ -76,7 +76,7 @@ class ContextRanks(FeatureRanks):
 
 
 class ContextHeads:
-    """Exchange of tokens for heads (`torchmm.models.layers.sequence_exchange.RowHeads`).
+    """Exchange of tokens for heads (`torchmm.models.layers.sequence_exchange.HeadExchange`).
 
     Args:
         group: Context-parallel group.
@@ -89,7 +89,7 @@ class ContextHeads:
         self._rank = rank
         self._tokens = tokens
 
-    def whole_rows(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
+    def to_local_heads(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
         inputs = (divided_SHD, *read_SGD)
         heads = divided_SHD.shape[1]
         owned = slice_ranges(heads, len(self._tokens))
@@ -134,7 +134,7 @@ class ContextHeads:
             for place, shape in enumerate(shapes)
         ]
 
-    def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
+    def to_local_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
         tokens = self._tokens[self._rank]
         shares = [len(each) for each in slice_ranges(heads, len(self._tokens))]
         per_token = out_THE[0].numel()
@@ -149,7 +149,7 @@ class ContextHeads:
         ]
         return torch.cat(heads_of_ranks, 1)
 
-    def own_heads(self, values: Tensor, heads: int) -> Tensor:
+    def select_local_heads(self, values: Tensor, heads: int) -> Tensor:
         local_heads = slice_ranges(heads, len(self._tokens))[self._rank]
         readers = heads // len(values)
         read = _read(local_heads, readers)
@@ -178,9 +178,9 @@ def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
     ranks = ContextRanks(mesh)
     for stage in (model.llm, *model.all_stages()):
         if isinstance(stage, LlmModule):
-            stage.row_ranks = ranks
+            stage.sequence_ranks = ranks
     if model.llm.balance is not None:
-        model.llm.balance.row_ranks = ranks
+        model.llm.balance.sequence_ranks = ranks
 
 
 def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
@@ -195,7 +195,7 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
         return []
     key = f"[parallel.llm] context = {ranks}"
     problems = []
-    if not llm.splits:
+    if not llm.supports_tensor_parallel:
         problems.append(
             f"{key}: {llm.name!r} is not a registered model type (docs/reference/models.md), "
             "for which only pipeline parallelism and sharding are verified; remove it"

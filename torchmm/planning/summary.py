@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.layers import Parameters, trained_parameters
-from torchmm.models.hf.pair_classes import exported_as
+from torchmm.models.hf.pair_classes import describe_export_class
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
@@ -119,7 +119,7 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
         f"{training.microbatch_size} per microbatch"
     )
     lines["memory per rank"] = _memory_line(run_states(run, model))
-    lines["exported as"] = exported_as(model)
+    lines["exported as"] = describe_export_class(model)
     lines |= _compiled_line(run, model, device) | _graphs_line(run, model, device)
     for converter in find_converters(run.recipe):
         lines |= converter.summary_lines(model)

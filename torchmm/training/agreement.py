@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmm.common.device_copies import HostCopy
 from torchmm.common.errors import DataError, NonFiniteError
 from torchmm.data.loader import StepBatch
-from torchmm.models.layers.experts import busiest_expert
+from torchmm.models.layers.experts import max_expert_load_ratio
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
@@ -121,7 +121,7 @@ def copy_losses(
     if model.llm.expert_loads:
         loads_LE = model.llm.expert_loads.take(mesh.device)
         dist.all_reduce(loads_LE)
-        load = busiest_expert(loads_LE)
+        load = max_expert_load_ratio(loads_LE)
     return HostCopy(torch.stack([*outcome.loss_of_each, grad_norm, load]))
 
 

@@ -89,7 +89,7 @@ def build_run(
         model,
         module_of,
         recipe.optimizer,
-        model.tied_copy_parameters(),
+        model.tied_replica_parameters(),
         model.layer_matrices(),
         DTYPES[recipe.training.dtype],
     )

@@ -212,7 +212,7 @@ def group_by_replicas(model: MultimodalModel) -> dict[int, list[nn.Parameter]]:
     """
     names = parameter_names(model)
     counted = {id(p) for p in model.parameters() if p.requires_grad}
-    counted -= {id(copy) for copy in model.tied_copy_parameters()}
+    counted -= {id(copy) for copy in model.tied_replica_parameters()}
     stages: dict[str, list[nn.Parameter]] = {}
     for stage in model.all_stages():
         local = [p for p in stage.parameters() if id(p) in counted]

@@ -37,7 +37,7 @@ from torchmm.common.row_slices import (
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
-from torchmm.models.layers.sequence_exchange import RowRanks
+from torchmm.models.layers.sequence_exchange import SequenceRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.exchange import FeatureRanks
@@ -111,7 +111,7 @@ class Pipeline:
         self.config = config
         self.dtype = dtype
         self.device = mesh.device
-        self._row_ranks: RowRanks | None = model.llm.row_ranks
+        self._sequence_ranks: SequenceRanks | None = model.llm.sequence_ranks
         self._slice = mesh.context_rank, mesh.context_size
         """Index of the token slice of this rank, and the number of slices per packed sequence."""
         self._pixels = PixelRanks(layout, mesh)
@@ -143,7 +143,7 @@ class Pipeline:
         runtime = partial(
             PipelineRuntime, mesh.pipeline_rank, channels=channels, device=mesh.device
         )
-        self.caches_tokens = model.llm.family.listed and config.context == 1
+        self.caches_tokens = model.llm.family.is_registered and config.context == 1
         """Whether LLM stages can cache keys and values of earlier tokens.
 
         No cache is used for model types that are not registered, or if ranks share packed
@@ -309,7 +309,7 @@ class Pipeline:
         moved = [part.to(self.device) for part in self._own_parts(plan, [microbatch])]
         result = self._writer.step(plan, moved)
         logits_BV = result.losses_of("llm").get(0)
-        if logits_BV is None or self._row_ranks is None:
+        if logits_BV is None or self._sequence_ranks is None:
             return logits_BV
         # Each rank has the logits of the prompts whose last token is in its slice.
         rank, ranks = self._slice
@@ -318,7 +318,7 @@ class Pipeline:
         local = [number for number, stop in enumerate(stops) if stop - 1 in positions]
         all_BV = logits_BV.new_zeros(len(stops), logits_BV.shape[1])
         all_BV[torch.tensor(local, dtype=torch.int64)] = logits_BV
-        return self._row_ranks.summed(all_BV)
+        return self._sequence_ranks.summed(all_BV)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
         """Return the velocities of the pixels of the images to generate, (P, V), float32.
@@ -329,7 +329,7 @@ class Pipeline:
         plan = self.plan([microbatch.meta], purpose="drawing")
         return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
-    def finished(self, microbatch: Microbatch) -> torch.Tensor | None:
+    def decode_latents(self, microbatch: Microbatch) -> torch.Tensor | None:
         """Return the pixels of images from their denoised latents, (P, X), float32.
 
         Returns None on ranks without the last stage of the generator.

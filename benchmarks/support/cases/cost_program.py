@@ -80,7 +80,7 @@ class CaseProgram:
             self.model, stages, layout, self.modules, config, mesh, torch.float32
         )
         settings = OptimizerConfig(lr=1e-5, lr_schedule="constant")
-        copies = self.model.tied_copy_parameters()
+        copies = self.model.tied_replica_parameters()
         optimizer = build_optimizer(self.model, module_of, settings, copies)
         self._updates = Updates(self.model, optimizer, mesh, settings, steps=1)
         self._train_step = TrainStep(self.pipeline, mesh)

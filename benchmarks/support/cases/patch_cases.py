@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from support.harness import Row, time_pairs
-from torchmm.models.layers.patch_embedding import embed_by_products
+from torchmm.models.layers.patch_embedding import patch_embed_as_matmul
 
 PATCH_EMBEDDING = "patch embedding"
 """Name of the rows' case, without width and dtype."""
@@ -22,7 +22,7 @@ def patch_rows(patches: int, pairs: int) -> list[Row]:
     rows = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         before, after = _convolution(dtype), _convolution(dtype)
-        embed_by_products(after)
+        patch_embed_as_matmul(after)
         x = torch.randn(patches, 3, *KERNEL, generator=torch.Generator().manual_seed(0))
         ours, baseline = (_pass(module, x.to(dtype)) for module in (after, before))
         ours(), baseline()

@@ -120,7 +120,7 @@ def draw_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     """Fill all parameters on the device, and buffers as in training."""
     drawn = set(skip)
     for prefix, module in model.named_modality_modules():
-        copies = module.tied_copies()
+        copies = module.tied_replicas()
         for name, parameter in module.named_parameters():
             drawn.add(f"{prefix}.{name}")
             draw(parameter, f"{prefix}.{copies.get(name, name)}")

@@ -223,7 +223,7 @@ def _build_model(
     prefixes = hf_prefixes(original)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in original.named_modality_modules():
-        copies = module.tied_copies()
+        copies = module.tied_replicas()
         for name, _ in module.named_parameters():
             theirs = hf_name(prefixes, module.name, name)
             if theirs in parameters:

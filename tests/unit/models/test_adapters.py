@@ -28,7 +28,7 @@ from torchmm.models.hf.adapter_files import WEIGHTS_FILE, load_adapters, save_ad
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
-from torchmm.models.layers.lora import adapted_linears, merged, of_adapter
+from torchmm.models.layers.lora import adapted_linears, is_adapter_parameter, merge_lora
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
 
@@ -60,11 +60,11 @@ def without_adapters(
 ) -> MultimodalModel:
     """A model whose weights have the adapters in them, or not even that."""
     plain = build(config)
-    values = {n: v for n, v in model.state_dict().items() if not of_adapter(n)}
+    values = {n: v for n, v in model.state_dict().items() if not is_adapter_parameter(n)}
     for prefix, module in model.named_modality_modules():
         for name, linear, lora in adapted_linears(module) if added else ():
             factors = dict(lora.named_parameters())
-            values[f"{prefix}.{name}.weight"] = merged(linear.weight, factors, lora.spec)
+            values[f"{prefix}.{name}.weight"] = merge_lora(linear.weight, factors, lora.spec)
     plain.load_state_dict(values)
     return plain
 
@@ -157,7 +157,7 @@ def test_peft_adds_adapters_of_a_composite_as_the_export_does(
     with torch.no_grad():  # what PEFT loads them on top of
         model_of_source = build(config, move=False).state_dict()
         for fqn, value in model.state_dict().items():
-            if not of_adapter(fqn):
+            if not is_adapter_parameter(fqn):
                 value.copy_(model_of_source[fqn])
     save_adapters(model, tmp_path)
     export_hf(model, tmp_path / "merged", tokenizer)
@@ -183,7 +183,7 @@ def test_files_of_peft_are_read(method: str, tmp_path: Path) -> None:
     section = {"modules": ["llm"], "rank": 2, "alpha": 6.0, "method": method}
     model = build(config, move=False, mine=section)
     names = load_adapters(model, {"mine": str(tmp_path / "theirs")})
-    assert names == {n for n, _ in model.named_parameters() if of_adapter(n)}
+    assert names == {n for n, _ in model.named_parameters() if is_adapter_parameter(n)}
     save_adapters(model, tmp_path / "again")
     first, second = (load_file(tmp_path / d / WEIGHTS_FILE) for d in ("theirs", "again/mine"))
     assert first.keys() == second.keys()
@@ -313,7 +313,7 @@ def test_only_adapters_of_their_modules_are_trained() -> None:
     trained = {module_of(n) for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"llm", "eye", "eye.connector"}
     of_llm = {n: p.requires_grad for n, p in model.llm.named_parameters()}
-    assert all(flag == of_adapter(name) for name, flag in of_llm.items())
+    assert all(flag == is_adapter_parameter(name) for name, flag in of_llm.items())
     description = model.llm.describe()
     assert not description.trainable
     assert all(len(layer.adapters) == 7 for layer in description.layers)

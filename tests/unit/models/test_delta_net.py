@@ -67,7 +67,7 @@ def test_the_rule_equals_hugging_faces_token_by_token(lengths: list[int]) -> Non
 
 @pytest.mark.parametrize(("longest", "length"), [(1, 16), (16, 16), (17, 32), (33, 64), (200, 64)])
 def test_chunks_are_as_long_as_the_longest_sample_needs(longest: int, length: int) -> None:
-    layout = ChunkLayout.of(packed([1, longest]).cu_seqlens_host, torch.device("cpu"))
+    layout = ChunkLayout.from_starts(packed([1, longest]).cu_seqlens_host, torch.device("cpu"))
     assert layout.length == length
     assert sum(layout.rounds) == 1 + -(-longest // length)
 
@@ -164,7 +164,7 @@ def test_the_library_gets_the_starts_of_samples() -> None:
         return token_by_token([x[0] for x in (q, k, v, g, beta)], own)[None], None
 
     inputs = rule_inputs(sum(lengths))
-    out = delta_net.call_library(kernel, tuple(inputs), packed(lengths))
+    out = delta_net.call_fla_kernel(kernel, tuple(inputs), packed(lengths))
     assert relative_error(out, token_by_token(inputs, lengths)) < 1e-6
 
 

@@ -238,7 +238,7 @@ def test_three_stages_equal_the_whole(family: str) -> None:
     seen = set()
     hidden = None
     for index, stage in enumerate(stages):
-        stage.keep_stages([StageRange(index, index + 1, index == 0, index == 2)])
+        stage.reduce_to_stages([StageRange(index, index + 1, index == 0, index == 2)])
         stage.load_state_dict(encoder.state_dict(), strict=False, assign=True)
         for name, parameter in stage.named_parameters():
             seen.add(name)

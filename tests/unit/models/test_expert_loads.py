@@ -4,14 +4,14 @@ import pytest
 import torch
 from model_cases import LLMS, build, microbatch
 
-from torchmm.models.layers.experts import busiest_expert
+from torchmm.models.layers.experts import max_expert_load_ratio
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
 def test_the_busiest_expert_is_compared_with_the_mean() -> None:
     loads_LE = torch.tensor([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0]])
-    assert busiest_expert(loads_LE).item() == pytest.approx((1 + 4) / 2)
-    assert busiest_expert(torch.zeros(2, 4)).item() == 0.0
+    assert max_expert_load_ratio(loads_LE).item() == pytest.approx((1 + 4) / 2)
+    assert max_expert_load_ratio(torch.zeros(2, 4)).item() == 0.0
 
 
 def test_tokens_of_training_are_counted_by_layer_and_expert() -> None:

@@ -20,7 +20,7 @@ def test_images_in_other_layers_than_those_with_a_window_are_noticed(wrong: str 
     theirs = torch.cat([plain_composite(model)(**sample).logits[0] for sample in samples])
     expected = functional.cross_entropy(theirs, batch.targets_T, reduction="sum")
     assert relative_error(model(batch), expected) < 1e-5
-    model.llm.family = replace(model.llm.family, both_ways=wrong)
+    model.llm.family = replace(model.llm.family, bidirectional=wrong)
     assert relative_error(model(batch), expected) > 1e-5  # what comparisons allow
 
 

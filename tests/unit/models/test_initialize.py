@@ -11,7 +11,7 @@ from torch import nn
 
 from torchmm.models import initialize
 from torchmm.models.build import build_model
-from torchmm.models.initialize import init_weights, random_copy
+from torchmm.models.initialize import build_random_copy, init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
@@ -101,7 +101,7 @@ def test_threads_draw_what_one_seeded_generator_draws() -> None:
         layer = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     keys = [f"layer {i}" for i in range(12)]
     with ThreadPoolExecutor(4) as threads:
-        drawn = list(threads.map(lambda key: random_copy(layer, _Owner(), key), keys))
+        drawn = list(threads.map(lambda key: build_random_copy(layer, _Owner(), key), keys))
     for key, found in zip(keys, drawn, strict=True):
         expected = copy.deepcopy(layer).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -114,7 +114,7 @@ def test_threads_draw_what_one_seeded_generator_draws() -> None:
 
 @pytest.mark.parametrize("most_bytes", [1, 2**32])
 def test_an_error_of_a_layer_is_raised(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(initialize, "MAX_PARALLEL_BYTES", most_bytes)
     model = build_model(pair_config("llama", "clip"), FreezeConfig())
     materialize(model, "cpu")
     monkeypatch.setattr(type(model.llm.hf), "_init_weights", lambda self, module: None)

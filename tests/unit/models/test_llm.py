@@ -90,7 +90,7 @@ def test_three_stages_equal_the_whole(family: str) -> None:
     stages = []
     for start, stop in ((0, 1), (1, 2), (2, 3)):
         stage = model.llm.rebuild()
-        stage.keep_stages([StageRange(start, stop, start == 0, stop == 3)])
+        stage.reduce_to_stages([StageRange(start, stop, start == 0, stop == 3)])
         weights = {n: p.detach().clone() for n, p in model.llm.state_dict().items()}
         stage.load_state_dict(weights, strict=False, assign=True)
         stage.requires_grad_()

@@ -37,7 +37,7 @@ from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
-from torchmm.models.layers.kv_cache import grown_row
+from torchmm.models.layers.kv_cache import extend_prompt
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
@@ -265,7 +265,7 @@ def test_causal_attention_alone_is_measurably_off(name: str) -> None:
     model = build(composite_config(name))
     batch, _ = two_samples_with_images(name)
     loss = model(batch)
-    model.llm.family = replace(model.llm.family, both_ways=None)
+    model.llm.family = replace(model.llm.family, bidirectional=None)
     assert relative_error(model(batch), loss) > 1e-4
 
 
@@ -393,7 +393,7 @@ def test_impossible_taps_are_refused() -> None:
 def test_what_was_written_is_not_part_of_the_prompt() -> None:
     model = build(composite_config("paligemma"))
     batch, _ = two_samples_with_images("paligemma")
-    assert model.llm.family.both_ways == "prompts"
+    assert model.llm.family.bidirectional == "prompts"
     start = batch.cu_seqlens[1]
     length = int((batch.targets_T[:start] != IGNORE_TARGET).nonzero()[0]) + 1
     prompt = replace(
@@ -406,7 +406,7 @@ def test_what_was_written_is_not_part_of_the_prompt() -> None:
     )
     state = prompt
     for token in batch.input_ids_T[length:start]:
-        state = grown_row(state, token[None])
+        state = extend_prompt(state, token[None])
     assert torch.equal(state.input_ids_T, batch.input_ids_T[:start])
     blocks = prompt_blocks(state.targets_T != IGNORE_TARGET, state.cu_seqlens)
     assert blocks.tolist() == [0] * length + [-1] * (start - length)

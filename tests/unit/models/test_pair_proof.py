@@ -6,11 +6,11 @@ from model_cases import ENCODERS, LLMS, build, composite_config, pair_config
 from transformers import AutoConfig
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.families.llms.logit_scaling import describe_logit_change
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.hf import pair_classes, pair_parity
 from torchmm.models.hf.export import export_hf
-from torchmm.models.hf.pair_classes import PairClass, exported_as, pair_class
+from torchmm.models.hf.pair_classes import PairClass, describe_export_class, pair_class
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
 SCALED = {
@@ -40,7 +40,7 @@ def test_scaled_logits_are_exported_in_parts(llm: str, tmp_path, tokenizer, capl
     model = build(pair(llm, **changes))
     found = pair_class(model)
     assert isinstance(found, str) and f"scales or caps its logits ({setting})" in found
-    assert setting in exported_as(model)
+    assert setting in describe_export_class(model)
     export_hf(model, tmp_path, tokenizer)
     assert (tmp_path / "torchmm.json").exists()
     assert f"exporting encoders and LLM separately: {found}" in caplog.text
@@ -53,7 +53,7 @@ def test_neutral_scales_keep_the_class(llm: str) -> None:
 
 @pytest.mark.parametrize("llm", SCALED)
 def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> None:
-    monkeypatch.setattr(pair_classes, "own_logits", lambda *_: "")
+    monkeypatch.setattr(pair_classes, "describe_logit_change", lambda *_: "")
     found = pair_class(build(pair(llm, **SCALED[llm][0])))
     assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
 
@@ -85,7 +85,7 @@ def test_proof_runs_once_and_keeps_random_state(monkeypatch) -> None:
     state = torch.get_rng_state()
     pair_class(model)
     pair_class(model)
-    exported_as(model)
+    describe_export_class(model)
     assert pair_parity._compare.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -109,6 +109,8 @@ def test_composite_with_scaled_logits_is_rejected(name: str, llm: str) -> None:
 def test_composite_that_caps_logits_accepts_caps_only() -> None:
     capped = LLM_FAMILIES["gemma2"], LLM_FAMILIES["cohere2"]
     gemma, cohere = (AutoConfig.for_model(**LLMS[name]) for name in ("gemma2", "cohere2"))
-    assert own_logits(gemma, capped[0]) and not own_logits(gemma, capped[0], caps=True)
-    assert own_logits(cohere, capped[1], caps=True)
+    assert describe_logit_change(gemma, capped[0]) and not describe_logit_change(
+        gemma, capped[0], caps=True
+    )
+    assert describe_logit_change(cohere, capped[1], caps=True)
     build(composite_config("paligemma2"))

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from torchmm.common.batch import EncoderInputs, Microbatch
-from torchmm.models.hf.chat_template import template_for_parts
+from torchmm.models.hf.chat_template import extend_chat_template
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pair_classes import pair_class
@@ -158,7 +158,7 @@ def test_others_say_why_they_have_no_class(
 def test_text_only_chat_templates_take_pictures(name: str, tokenizer) -> None:
     """As our data render them, with the placeholder in the text; chats without are as before."""
     chatting = with_template(tokenizer, TEMPLATES[name])
-    found = template_for_parts(chatting, "<image>")
+    found = extend_chat_template(chatting, "<image>")
     assert found is not None and found.endswith(TEMPLATES[name])
     picture = [{"type": "image"}, {"type": "text", "text": "What?"}]
 
@@ -171,7 +171,7 @@ def test_text_only_chat_templates_take_pictures(name: str, tokenizer) -> None:
     assert "<image>What?" in plain
     assert rendered(found, picture, [{"type": "text", "text": "Eggs."}]) == plain
     assert rendered(found, "<image>What?", "Eggs.") == plain
-    assert template_for_parts(with_template(tokenizer, found), "<image>") is None
+    assert extend_chat_template(with_template(tokenizer, found), "<image>") is None
 
 
 def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> None:

@@ -16,7 +16,7 @@ from model_cases import (
 from torch import Tensor, nn
 
 from torchmm.models.layers import patch_embedding
-from torchmm.models.layers.patch_embedding import embed_by_products
+from torchmm.models.layers.patch_embedding import patch_embed_as_matmul
 
 CONVOLUTIONS = {
     "flat": (nn.Conv2d(3, 8, 4, 4), (2, 3, 12, 8)),
@@ -42,7 +42,7 @@ def outcomes(module: nn.Module, x: Tensor, weights: Tensor | None = None) -> lis
 def test_products_equal_convolutions(name: str) -> None:
     convolution, shape = CONVOLUTIONS[name]
     product = copy.deepcopy(convolution)
-    embed_by_products(product)
+    patch_embed_as_matmul(product)
     assert type(product) is not type(convolution)
     assert isinstance(product, type(convolution))
     assert product.state_dict().keys() == convolution.state_dict().keys()
@@ -57,7 +57,7 @@ def test_values_of_a_patch_in_another_order_are_noticed() -> None:
     convolution, shape = CONVOLUTIONS["several patches of frames"]
     x = torch.randn(shape)
     weight = convolution.weight.detach()
-    wrong = patch_embedding.patch_product(x, weight.transpose(3, 4), convolution.bias)
+    wrong = patch_embedding.patch_matmul(x, weight.transpose(3, 4), convolution.bias)
     assert relative_error(wrong, convolution(x)) > 0.1
 
 
@@ -75,7 +75,7 @@ def test_values_of_a_patch_in_another_order_are_noticed() -> None:
 )
 def test_other_modules_stay(convolution: nn.Module) -> None:
     kind = type(convolution)
-    embed_by_products(convolution)
+    patch_embed_as_matmul(convolution)
     assert type(convolution) is kind
 
 
@@ -91,7 +91,7 @@ def test_no_tower_of_images_convolves(family: str) -> None:
 def test_the_product_compiles_whole() -> None:
     convolution, shape = CONVOLUTIONS["several patches of frames"]
     product = copy.deepcopy(convolution)
-    embed_by_products(product)
+    patch_embed_as_matmul(product)
     x = torch.randn(shape)
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     assert relative_error(compiled(x), convolution(x)) < 5e-6

@@ -20,7 +20,7 @@ from torch import zeros
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer
-from torchmm.models.build import _read_settings
+from torchmm.models.build import _read_image_processor
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.load import open_files
 from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_place
@@ -61,7 +61,7 @@ def test_everything_is_of_the_revision(hub, revision, width, caplog):
         assert load_config("model.llm", section.place, None).hidden_size == width
     told = f'the current revision is "{NEW}"' in caplog.text
     assert told == (revision is None)
-    assert _read_settings(section.place)["size"] == width
+    assert _read_image_processor(section.place)["size"] == width
     tensor = open_files(section.place)["w"]
     with safe_open(tensor.path, "pt") as opened:
         assert opened.get_slice("w").get_shape() == [width]

@@ -25,7 +25,7 @@ from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
-from torchmm.models.llm import Given
+from torchmm.models.llm import StageInput
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
@@ -112,7 +112,7 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
     hidden = None  # of tapped layers too, where there are some
     for _, _, rank in stages["vision"]:
         hidden = next(views["vision", rank])(batch.encoders[vision], hidden)
-    inputs: Given = {vision: hidden}
+    inputs: StageInput = {vision: hidden}
     for name in list(ranks[0].encoders)[1:]:
         inputs[name] = ranks[0].stages[name][0](batch.encoders[name])
     for _, _, rank in stages["llm"]:
@@ -149,7 +149,7 @@ def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
     found.backward()
     grads: dict[str, Tensor] = {}
     for model in ranks:
-        copies = model.tied_copies()
+        copies = model.tied_replicas()
         for fqn, parameter in model.named_parameters():
             original = copies.get(fqn, fqn)
             assert torch.equal(parameter, reference[original]), fqn
@@ -183,11 +183,11 @@ def test_names_and_buffers_are_those_of_the_whole() -> None:
     first, second = (set(model.state_dict()) for model in ranks)
     assert first | second == set(whole.state_dict())
     assert not first & second
-    assert ranks[0].tied_copies() == {}
-    assert ranks[1].tied_copies() == {
+    assert ranks[0].tied_replicas() == {}
+    assert ranks[1].tied_replicas() == {
         "llm.backbone.lm_head.weight": "llm.backbone.model.embed_tokens.weight"
     }
-    assert len(ranks[1].tied_copy_parameters()) == 1
+    assert len(ranks[1].tied_replica_parameters()) == 1
 
 
 def test_a_module_without_a_stage_is_empty() -> None:

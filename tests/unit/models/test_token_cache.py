@@ -9,7 +9,7 @@ from model_cases import DELTA, LLMS, microbatch, relative_error, text_model
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
-from torchmm.models.layers.kv_cache import PackedCache, next_row
+from torchmm.models.layers.kv_cache import PackedCache, next_token_sequence
 from torchmm.models.llm import LlmModule
 
 LENGTHS = [5, 21, 2]
@@ -40,7 +40,7 @@ def cached_logits(llm: LlmModule, lengths: list[int] = LENGTHS, shift: int = 0) 
     for step, tokens_B in enumerate(written().T):
         last = torch.tensor(row.cu_seqlens[1:]) - 1
         found.append(llm.logits(row, {}, last, cache))
-        row = next_row(row, tokens_B)
+        row = next_token_sequence(row, tokens_B)
         if step == 0:
             row = replace(row, position_ids=row.position_ids + shift)
     return torch.stack(found, dim=1)

@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.unfuse_experts import taken_apart
+from torchmm.models.hf.unfuse_experts import split_stacked_experts
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.recipe_model import recipe_model
@@ -508,7 +508,7 @@ def test_experts_are_taken_apart_a_layer_at_a_time(saved, tmp_path):
         layers.append(sum(value.nbytes for value in values))
         return [value.clone() for value in values]
 
-    found = taken_apart(hf, dict(hf.state_dict()), keep)
+    found = split_stacked_experts(hf, dict(hf.state_dict()), keep)
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     stacked = [p for name, p in hf.named_parameters() if name.endswith("experts.down_proj")]

@@ -71,7 +71,7 @@ def test_norm_omits_copies_of_parameters():
         p.grad = torch.full_like(p, 2.0)
     copy = model["llm"][1].weight
     model.all_stages = model.values
-    model.tied_copy_parameters = lambda: [copy]
+    model.tied_replica_parameters = lambda: [copy]
     count = sum(p.numel() for p in model.parameters()) - copy.numel()
     norm = global_grad_norm(group_by_replicas(model)).item()
     assert norm == pytest.approx(2.0 * math.sqrt(count))

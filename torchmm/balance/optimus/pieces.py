@@ -37,12 +37,12 @@ def stop_in_layers(module: LayeredModule, stop: Hook, sends: bool) -> None:
         submodule
         for pattern, s in plan.items()
         if s == "rowwise"
-        for submodule in module.matching(pattern)
+        for submodule in module.matching_submodules(pattern)
     }
     for pattern in module.tensor_parallel_scopes():
         if not pattern.startswith(f"{module.layers_fqn}."):
             continue
-        for scope in module.matching(pattern):
+        for scope in module.matching_submodules(pattern):
             linears = [
                 submodule for submodule in scope.modules() if isinstance(submodule, nn.Linear)
             ]

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import patches_per_row, side
-from torchmm.models.families.introspection import is_outside
+from torchmm.models.families.introspection import is_outermost_list
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Form:
     final_norm: str
     """Name of the norm after the layers, or "" without a norm."""
     unused: tuple[str, ...]
-    tokens_before: int
+    num_prefix_tokens: int
     left_out: tuple[str, ...]
     """Required arguments of layers that are always None."""
     gated_ffn: bool
     rms: bool
-    old_names: tuple[tuple[str, str], ...]
+    legacy_names: tuple[tuple[str, str], ...]
     prefix: str
     """Prefix of the names of the tower in files of models with heads."""
     processor_class: str
@@ -92,7 +92,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
     layer = tower.get_submodule(f"{layers}.0")
     _, *others = signature(layer.forward).parameters.values()
     # transformers also splits tensors of some old files. These files are not supported.
-    old_names = [
+    legacy_names = [
         (str(old), str(conversion.target_patterns[0]))
         for conversion in get_model_conversion_mapping(tower)
         if isinstance(conversion, WeightRenaming)
@@ -104,7 +104,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
         patch_embedding=convolutions[0],
         final_norm=min(norms, key=len, default=""),
         unused=_unused(tower, last, pre, (*pre, layers, *norms)),
-        tokens_before=last.shape[1] - patches,
+        num_prefix_tokens=last.shape[1] - patches,
         left_out=tuple(
             one.name
             for one in others
@@ -112,7 +112,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
         ),
         gated_ffn=_is_gated(layer, tower.config),
         rms=any("RMS" in type(part).__name__ for part in layer.modules()),
-        old_names=tuple(old_names),
+        legacy_names=tuple(legacy_names),
         prefix=tower.base_model_prefix,
         processor_class=processor_class,
     )
@@ -210,7 +210,7 @@ def layer_list(tower: PreTrainedModel) -> str:
     lists = [
         name
         for name, part in tower.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) == count and is_outside(tower, name)
+        if isinstance(part, nn.ModuleList) and len(part) == count and is_outermost_list(tower, name)
     ]
     if len(lists) != 1:
         found = ", ".join(lists) or "none"

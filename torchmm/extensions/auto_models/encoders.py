@@ -40,16 +40,16 @@ from torchmm.extensions.auto_models.encoder_structure import (
     layer_list,
 )
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.introspection import small_copy
-from torchmm.models.families.small_configs import shrunk_encoder_settings
+from torchmm.models.families.introspection import small_config
+from torchmm.models.families.small_configs import shrink_encoder_settings
 from torchmm.models.layers.attention import PACKED
 
 
 class StructuralFamily(EncoderFamily):
     """Family of a tower whose structure was detected."""
 
-    listed = False
-    in_composites = False
+    is_registered = False
+    is_llava_compatible = False
     tensor_parallel: ClassVar[dict[str, str]] = {}
 
     def __init__(self, form: Form) -> None:
@@ -59,8 +59,8 @@ class StructuralFamily(EncoderFamily):
         self.patch_embedding = form.patch_embedding
         self.final_norm = form.final_norm
         self.unused = form.unused
-        self.has_class_token = form.tokens_before > 0
-        self.old_names = form.old_names
+        self.has_class_token = form.num_prefix_tokens > 0
+        self.legacy_names = form.legacy_names
         self.renames = _renames(form)
         self.processor_class = form.processor_class
 
@@ -80,10 +80,10 @@ class StructuralFamily(EncoderFamily):
         return first(layer(hidden, **dict.fromkeys(self.form.left_out)))
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[:, self.form.tokens_before :].flatten(0, 1)
+        return hidden[:, self.form.num_prefix_tokens :].flatten(0, 1)
 
-    def tokens_before(self, config: Any) -> int:
-        return self.form.tokens_before
+    def num_prefix_tokens(self, config: Any) -> int:
+        return self.form.num_prefix_tokens
 
     def processor(self, config: Any) -> dict[str, Any]:
         size = side(config.image_size)
@@ -177,7 +177,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(config, "num_hidden_layers", None) is None:
         raise ConfigError("its config has no num_hidden_layers, so the list of layers is unknown")
     patches_per_row(config)
-    return small_copy(config, _layers, shrunk_encoder_settings)
+    return small_config(config, _layers, shrink_encoder_settings)
 
 
 def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
@@ -197,15 +197,15 @@ def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
     changed = (hidden[:-1] - hidden[-1:]).abs().amax(-1) > 1e-4
     for patch in range(rows * rows):
         found = changed[patch].nonzero().flatten().tolist()
-        if found != [family.form.tokens_before + patch]:
+        if found != [family.form.num_prefix_tokens + patch]:
             return (
                 f"pixels of patch {patch} change positions {found} before the layers instead "
-                f"of only {family.form.tokens_before + patch}"
+                f"of only {family.form.num_prefix_tokens + patch}"
             )
     return ""
 
 
-def known_processor(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
+def resolve_processor_class(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
     """Return the image processor class of a tower.
 
     It is the class in its files, or else the class in transformers for its type or its dual

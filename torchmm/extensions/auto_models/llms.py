@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.introspection import is_outside, small_copy
+from torchmm.models.families.introspection import is_outermost_list, small_config
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.small_configs import shrunk_llm_settings
+from torchmm.models.families.small_configs import shrink_llm_settings
 
 
 def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
@@ -34,7 +34,9 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
     lists = [
         name
         for name, part in model.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) == layers_n and is_outside(model, name)
+        if isinstance(part, nn.ModuleList)
+        and len(part) == layers_n
+        and is_outermost_list(model, name)
     ]
     lacking = [
         what
@@ -77,7 +79,7 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
         final_norm=next(iter(norms or unweighted), ""),
         head=head,
         norms=(),
-        listed=False,
+        is_registered=False,
     )
 
 
@@ -87,7 +89,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     Raises:
         ConfigError: No small copy has every type of layer.
     """
-    return small_copy(config, _layers, shrunk_llm_settings)
+    return small_config(config, _layers, shrink_llm_settings)
 
 
 def _layers(config: PreTrainedConfig) -> nn.ModuleList:

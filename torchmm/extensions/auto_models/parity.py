@@ -49,7 +49,7 @@ from torchmm.extensions.auto_models.encoders import StructuralFamily
 from torchmm.extensions.auto_models.llms import copy_config, find_form
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.encoders.family import patches_per_row
-from torchmm.models.families.introspection import TOLERANCE, randomize, run_foreign
+from torchmm.models.families.introspection import TOLERANCE, randomize, run_external
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.hf.load import load_weights
@@ -109,7 +109,7 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = run_foreign("a small copy of its config", copy_config, config)
+        small = run_external("a small copy of its config", copy_config, config)
         plain = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
@@ -117,17 +117,17 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
         if isinstance(family, list):
             raise ConfigError(family)
         randomize(plain)
-        ours = run_foreign(
+        ours = run_external(
             "building the packed model", LlmModule, small, family, torch.float32, files
         )
         ours.backbone.load_state_dict(plain.state_dict())
         differences: dict[str, float] = {}
         for packing, lengths in (("alone", _ALONE), ("packed", _PACKED)):
             batch = _batch(lengths)
-            expected = run_foreign("the Hugging Face model", _plain_results, plain, batch)
+            expected = run_external("the Hugging Face model", _plain_results, plain, batch)
             for cut, run in (("whole", _whole_results), ("one stage per layer", _stage_results)):
                 name = f"samples {packing}, {cut}"
-                differences |= _compare(name, run_foreign(name, run, ours, batch), expected)
+                differences |= _compare(name, run_external(name, run, ours, batch), expected)
         return Proof(family, _judge(differences), _unreadable(plain, ours))
 
 
@@ -145,7 +145,7 @@ def adopt_encoder(
         ConfigError: The image processor is unknown, or as for `adopt`.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    name = towers.known_processor(config, processor)
+    name = towers.resolve_processor_class(config, processor)
     return _adopt_encoder(settings, config.model_type, files, name)
 
 
@@ -189,18 +189,18 @@ def prove_encoder(
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = run_foreign("a small copy of its config", towers.copy_config, config)
+        small = run_external("a small copy of its config", towers.copy_config, config)
         plain = towers.build_tower(small, torch.float32, "eager")
-        form = run_foreign("the Hugging Face model", find_tower_form, plain, processor_class)
+        form = run_external("the Hugging Face model", find_tower_form, plain, processor_class)
         randomize(plain)
         family = StructuralFamily(form)
         spec = EncoderSpec(
             "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
         )
         files = replace(files, renames=(*family.renames, *files.renames))
-        ours = run_foreign("building the model", EncoderModule, spec, files)
+        ours = run_external("building the model", EncoderModule, spec, files)
         ours.tower.load_state_dict(plain.state_dict(), strict=False)
-        if places := run_foreign(
+        if places := run_external(
             "the modules before its layers", towers.misplaced, family, ours.tower
         ):
             raise ConfigError(places)
@@ -209,11 +209,11 @@ def prove_encoder(
         for count, packing in ((1, "alone"), (_IMAGES, "together")):
             pixels = example_pixels(small, count)
             inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
-            expected = run_foreign("the Hugging Face model", _plain_features, plain, ours, pixels)
+            expected = run_external("the Hugging Face model", _plain_features, plain, ours, pixels)
             for cut, run in (("whole", _whole_features), ("one stage per layer", _stage_features)):
                 name = f"images {packing}, {cut}"
-                differences |= _compare(name, run_foreign(name, run, ours, inputs), expected)
-        family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
+                differences |= _compare(name, run_external(name, run, ours, inputs), expected)
+        family.is_llava_compatible = _as_llava_takes_it(plain, family, example_pixels(small, 1))
         return Proof(family, _judge(differences), _unreadable(plain, ours))
 
 
@@ -224,7 +224,7 @@ def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels:
     `AutoModel` must build the tower. Its hidden states must be the outputs of its layers, with at
     most a class token in addition to patches.
     """
-    if family.form.tokens_before > 1 or type(plain.config) not in MODEL_MAPPING:
+    if family.form.num_prefix_tokens > 1 or type(plain.config) not in MODEL_MAPPING:
         return False
     if MODEL_MAPPING[type(plain.config)] is not type(plain):
         return False
@@ -354,7 +354,7 @@ def _plain_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor)
     for image in pixels:
         plain(image[None])
     handle.remove()
-    before = ours.family.tokens_before(plain.config)
+    before = ours.family.num_prefix_tokens(plain.config)
     hidden = [x[0] if isinstance(x, tuple) else x for x in returned]
     features = torch.cat([ours.connector(x[0, before:]) for x in hidden])
     _loss_of(features).backward()
@@ -391,7 +391,7 @@ def _in_stages(
     stages = []
     for i in range(last + 1):
         stage = ours.bare()
-        stage.keep_stages([StageRange(i, i + 1, i == 0, i == last)])
+        stage.reduce_to_stages([StageRange(i, i + 1, i == 0, i == last)])
         values = {n: p.detach().clone() for n, p in ours.state_dict().items()}
         stage.load_state_dict(values, strict=False, assign=True)
         stage.requires_grad_()
@@ -400,7 +400,7 @@ def _in_stages(
     assert isinstance(hidden, Tensor)
     (hidden if isinstance(ours, LlmModule) else _loss_of(hidden)).backward()
     for stage in stages:
-        copies = {_plain_name(copy): first for copy, first in stage.tied_copies().items()}
+        copies = {_plain_name(copy): first for copy, first in stage.tied_replicas().items()}
         for name, grad in _gradients(stage).items():
             original = copies.get(name.removeprefix("gradient of "))
             key = name if original is None else f"gradient of {_plain_name(original)}"

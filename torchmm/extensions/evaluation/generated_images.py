@@ -123,7 +123,7 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
         now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)
         shown = replace(moved, generator=now)
         if of_latents and step == 1:
-            x_PV = _from_rank(source, pipeline.finished(shown), pixels_PX)
+            x_PV = _from_rank(source, pipeline.decode_latents(shown), pixels_PX)
         else:
             x_PV = x_PV - _from_rank(source, pipeline.velocities(shown), x_PV) / steps
     return x_PV

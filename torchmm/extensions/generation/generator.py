@@ -93,12 +93,14 @@ class DitModule(GeneratorModule):
     If it generates latents, it includes the encoder and the decoder of a frozen autoencoder.
     """
 
-    overlaps = False  # cross attention reads two inputs, of which only one is all-gathered
+    supports_comm_overlap = (
+        False  # cross attention reads two inputs, of which only one is all-gathered
+    )
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
         super().__init__(weights, spec.images, spec.llm_hidden_size)
         self.spec = spec
-        self.new_connector = not spec.connector_from_files
+        self.is_connector_new = not spec.connector_from_files
         self.family = spec.family
         self.layers_fqn = f"dit.{spec.family.layers}"
         self.dit: Any = self.whole_transformer()
@@ -108,12 +110,12 @@ class DitModule(GeneratorModule):
         embedding = self.dit.pos_embed.proj.weight
         head = self.dit.proj_out.weight
         before = (embedding[0].numel(), len(embedding))
-        self.linears_around = (before,), ((head.shape[1], len(head)),)
+        self.linears_outside_layers = (before,), ((head.shape[1], len(head)),)
         self.latent_encoder: LatentEncoder | None = None
         self.latent_decoder: LatentDecoder | None = None
         if spec.latents is not None:
             self.latent_encoder, self.latent_decoder = spec.family.halves(spec.latents, spec.dtype)
-            self.given_weights = (spec.latents.files,)
+            self.extra_weights = (spec.latents.files,)
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
         self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
@@ -177,13 +179,13 @@ class DitModule(GeneratorModule):
         )
 
     def forward(
-        self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]
+        self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
     ) -> Tensor | StageTensors:
         """Return the flow-matching loss of some images, or the input of the next stage.
 
         The loss of an image is the mean squared error of its velocity.
         """
-        state = self._run(inputs, given)
+        state = self._run(inputs, stage_input)
         if not self.is_last:
             return state
         target_AV = inputs.patches_PV if state.latents_AV is None else state.latents_AV
@@ -192,34 +194,38 @@ class DitModule(GeneratorModule):
         losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
         return torch.stack(losses).sum()
 
-    def velocity(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
-        return self._velocity(inputs, self._run(inputs, given))
+    def velocity(self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return self._velocity(inputs, self._run(inputs, stage_input))
 
-    def finished(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def decode_latents(
+        self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
+    ) -> Tensor:
         assert inputs.encoded and self.latent_decoder is not None
-        velocity_AV = self._velocity(inputs, self._run(inputs, given))
+        velocity_AV = self._velocity(inputs, self._run(inputs, stage_input))
         sizes = [prod(grid) for grid in inputs.grids_thw]
         time_A1 = _of_patches(inputs.times, sizes, velocity_AV.device)
         latents_AV = inputs.patches_PV - time_A1 * velocity_AV
         return self.latent_decoder(latents_AV, inputs.grids_thw)
 
-    def _run(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> StageTensors:
+    def _run(
+        self, inputs: GeneratorInputs, stage_input: Tensor | tuple[Tensor, ...]
+    ) -> StageTensors:
         """Run the layers of this stage, and the embeddings before them on the first stage."""
         if self.is_first:
-            assert isinstance(given, Tensor)
-            hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, given)
+            assert isinstance(stage_input, Tensor)
+            hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, stage_input)
         else:
-            hidden_NPD, context_KD, time_NE, latents_AV = StageTensors(*given)
+            hidden_NPD, context_KD, time_NE, latents_AV = StageTensors(*stage_input)
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
         if not self.is_first:
-            hidden_NPD = self.between.arrived(hidden_NPD, max(sizes))
-        read_NE = self.between.read(time_NE)
+            hidden_NPD = self.sequence_ops.from_previous_stage(hidden_NPD, max(sizes))
+        read_NE = self.sequence_ops.use_replicated(time_NE)
         for _, layer in self.indexed_layers():
             hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
         if not self.is_last:
-            hidden_NPD = self.between.leaving(hidden_NPD)
+            hidden_NPD = self.sequence_ops.to_next_stage(hidden_NPD)
         # Returns views, because backward of a stage cannot start at an input of the stage.
         context_KD = context_KD.view_as(context_KD)
         return StageTensors(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)

@@ -147,7 +147,7 @@ def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> l
     divided = {
         linear.weight.shape[style == "rowwise"]
         for pattern, style in module.tensor_parallel_plan().items()
-        for linear in module.matching(pattern)
+        for linear in module.matching_submodules(pattern)
         if linear in chosen and isinstance(linear, nn.Linear) and style in ("colwise", "rowwise")
     }
     return [

@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from torchmm.common.errors import ConfigError
 from torchmm.models.hf.config_checks import is_random_rate
 
-MOST_LAYERS = 24
+MAX_COPY_LAYERS = 24
 """Maximum layers of a copy. Models whose layer types first occur later are rejected."""
-MOST_PARAMETERS = 5_000_000
+MAX_COPY_PARAMETERS = 5_000_000
 """Maximum parameters of a copy. More parameters indicate a size with an unsupported name."""
-SMALL = {
+SMALL_SIZES = {
     "hidden_size": 32,
     "embedding_size": 32,
     "intermediate_size": 48,
@@ -63,7 +63,7 @@ _EXPERTS = {
     "n_routed_experts": 8,
     "moe_num_experts": 8,
 }
-_AT_MOST = {
+_MAX_VALUES = {
     **_EXPERTS,
     "num_experts_per_tok": 2,
     "moe_topk": 2,
@@ -88,7 +88,7 @@ _INDEX = ("layer_idx", "layer_id", "layer_number", "training")
 Result = TypeVar("Result")
 
 
-def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
+def run_external(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
     """Run code of Hugging Face on an untested config and return its result.
 
     Raises:
@@ -103,14 +103,14 @@ def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Resul
         raise ConfigError(f"{what} fails: {type(error).__name__}: {reason}") from error
 
 
-def is_outside(model: nn.Module, name: str) -> bool:
+def is_outermost_list(model: nn.Module, name: str) -> bool:
     """Return True if a module list is not inside of another module list."""
     parents = name.split(".")[:-1]
     above = (model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents)))
     return not any(isinstance(part, nn.ModuleList) for part in above)
 
 
-def layer_kind(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
+def layer_signature(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
     """Return the modules and settings of a layer without sizes, equal for layers of one type."""
     marks: set[tuple[Any, ...]] = set()
     for name, part in layer.named_modules():
@@ -126,22 +126,22 @@ def layer_kind(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
     return frozenset(marks)
 
 
-def shrunk_value(name: str, value: Any) -> Any:
+def shrink_value(name: str, value: Any) -> Any:
     """Return a setting of the copy.
 
     Args:
         name: Usual name of the setting.
         value: Value in the original config.
     """
-    if name in SMALL and value:
-        return SMALL[name]
-    if name in _AT_MOST and isinstance(value, (int, float)):
-        return min(value, _AT_MOST[name])
+    if name in SMALL_SIZES and value:
+        return SMALL_SIZES[name]
+    if name in _MAX_VALUES and isinstance(value, (int, float)):
+        return min(value, _MAX_VALUES[name])
     # Other checks report unsupported rates together with all other problems.
     return 0.0 if is_random_rate(name, value) else value
 
 
-def small_copy(
+def small_config(
     config: PreTrainedConfig,
     layers_of: Callable[[PreTrainedConfig], nn.ModuleList],
     shrunk: Callable[[PreTrainedConfig, int], dict[str, Any]],
@@ -160,19 +160,19 @@ def small_copy(
     settings |= {name: 0.0 for name, value in settings.items() if is_random_rate(name, value)}
     with torch.device("meta"):
         whole = layers_of(AutoConfig.for_model(**settings))
-    kinds = [layer_kind(layer) for layer in whole]
+    kinds = [layer_signature(layer) for layer in whole]
     needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    count = min(max(needed, 3), MOST_LAYERS, len(whole))
+    count = min(max(needed, 3), MAX_COPY_LAYERS, len(whole))
     small = AutoConfig.for_model(**shrunk(config, count))
     with torch.device("meta"):
         layers = layers_of(small)
         size = sum(p.numel() for layer in layers for p in layer.parameters())
-    if missing := set(kinds) - {layer_kind(layer) for layer in layers}:
-        differ = set.union(*map(set, missing)) - set(layer_kind(layers[0]))
+    if missing := set(kinds) - {layer_signature(layer) for layer in layers}:
+        differ = set.union(*map(set, missing)) - set(layer_signature(layers[0]))
         raise ConfigError(
             f"a small copy with {len(layers)} layers does not contain {sorted(differ)[:3]}"
         )
-    if size > MOST_PARAMETERS:
+    if size > MAX_COPY_PARAMETERS:
         raise ConfigError(
             f"its small copy has {size:,} parameters, because some of its sizes are not supported"
         )
@@ -204,7 +204,7 @@ _MECHANISMS = (
 """Pairs (pattern of module names, description of the mechanism) for causal LMs."""
 
 
-_OF_TOWERS = (
+_ENCODER_MECHANISMS = (
     (r"relative_position|rel_pos|position_bias", "biases by distance"),
     (r"q_?former", "a Q-Former"),
     (r"resampler|perceiver|abstractor", "a resampler of features"),
@@ -217,10 +217,10 @@ _OF_TOWERS = (
 """Pairs (pattern of module names, description) for encoders and multimodal models."""
 
 
-def mechanisms(config: PreTrainedConfig) -> list[str]:
+def find_mechanisms(config: PreTrainedConfig) -> list[str]:
     """Return the unusual mechanisms of a model that its module names show."""
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _mechanisms_of_towers(config)
+        return _encoder_mechanisms(config)
     found = []
     if getattr(config, "is_encoder_decoder", False):
         found.append("separate encoder and decoder")
@@ -229,15 +229,17 @@ def mechanisms(config: PreTrainedConfig) -> list[str]:
         found.append(f"several components (its text component is {inner!r})")
     if getattr(config, "alibi", False) or "attn_config" in config.to_dict():
         found.append("biases by distance (ALiBi)")
-    names = "\n".join(_part_names(config, whole=True))
+    names = "\n".join(_module_names(config, whole=True))
     found += [what for pattern, what in _MECHANISMS if re.search(pattern, names, re.MULTILINE)]
     return found
 
 
-def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
+def _encoder_mechanisms(config: PreTrainedConfig) -> list[str]:
     """Return the unusual mechanisms of an encoder or multimodal model."""
-    names = "\n".join(_part_names(config, whole=True))
-    found = [what for pattern, what in _OF_TOWERS if re.search(pattern, names, re.MULTILINE)]
+    names = "\n".join(_module_names(config, whole=True))
+    found = [
+        what for pattern, what in _ENCODER_MECHANISMS if re.search(pattern, names, re.MULTILINE)
+    ]
     if config.model_type == "timm_wrapper":
         found.append("a backbone of another library (timm)")
     windows = ("window_size", "window_block_indexes", "num_windows")
@@ -249,12 +251,12 @@ def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def nearest(config: PreTrainedConfig, families: Collection[str]) -> str:
+def most_similar_family(config: PreTrainedConfig, families: Collection[str]) -> str:
     """Return the registered family with the most similar module names, or "" without overlap."""
-    names = _part_names(config)
+    names = _module_names(config)
 
     def likeness(model_type: str) -> float:
-        other = _part_names(CONFIG_MAPPING[model_type]())
+        other = _module_names(CONFIG_MAPPING[model_type]())
         return len(names & other) / max(len(names | other), 1)
 
     shares = {model_type: likeness(model_type) for model_type in families}
@@ -262,7 +264,7 @@ def nearest(config: PreTrainedConfig, families: Collection[str]) -> str:
     return best if shares[best] else ""
 
 
-def _part_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
+def _module_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
     """Return the names of modules and weights of a model.
 
     Args:

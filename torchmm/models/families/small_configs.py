@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from torchmm.models.families.introspection import SMALL, shrunk_value, small_copy
+from torchmm.models.families.introspection import SMALL_SIZES, shrink_value, small_config
 
 _PATCH_PX = 4
 _PATCHES_PER_ROW = 4
-_OF_BACKBONES = ("out_features", "out_indices", "stage_names")
+_BACKBONE_KEYS = ("out_features", "out_indices", "stage_names")
 """Keys about single layers, which a shorter copy does not have."""
 
 
@@ -32,24 +32,24 @@ def small_llm_config(config: PreTrainedConfig, layers: str) -> PreTrainedConfig:
         assert isinstance(module, nn.ModuleList)
         return module
 
-    return small_copy(config, layers_of, shrunk_llm_settings)
+    return small_config(config, layers_of, shrink_llm_settings)
 
 
-def shrunk_llm_settings(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
+def shrink_llm_settings(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Return the settings of a small copy of a causal LM with a number of layers."""
     settings = config.to_dict()
     usual = {own: name for name, own in config.attribute_map.items()}
     small: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            values = [shrunk_value(usual.get(key, key), item) for item in value]
+            values = [shrink_value(usual.get(key, key), item) for item in value]
             small[key] = values[:layers]
         else:
-            small[key] = shrunk_value(usual.get(key, key), value)
-    small |= _shrunk_heads(config, settings)
+            small[key] = shrink_value(usual.get(key, key), value)
+    small |= _shrink_heads(config, settings)
     if settings.get("dim_model_base"):  # MiniCPM 3 divides by the ratio of hidden_size to it
         ratio = settings["dim_model_base"] / config.hidden_size
-        small["dim_model_base"] = max(1, round(SMALL["hidden_size"] * ratio))
+        small["dim_model_base"] = max(1, round(SMALL_SIZES["hidden_size"] * ratio))
     groups = settings.get("n_group") or 0
     if settings.get("topk_group"):
         small["topk_group"] = 1 if settings["topk_group"] < groups else min(groups, 2)
@@ -58,7 +58,7 @@ def shrunk_llm_settings(config: PreTrainedConfig, layers: int) -> dict[str, Any]
     return small | {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
 
 
-def _shrunk_heads(config: PreTrainedConfig, settings: dict[str, Any]) -> dict[str, Any]:
+def _shrink_heads(config: PreTrainedConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of heads and rotary embeddings of a small copy."""
     own = config.attribute_map
     heads = config.num_attention_heads
@@ -72,24 +72,24 @@ def _shrunk_heads(config: PreTrainedConfig, settings: dict[str, Any]) -> dict[st
         small[key] = 4 if groups == heads else min(groups, 2)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(settings.get(key), dict):
-            small[key] = _shrunk_rotation(settings[key], size)
+            small[key] = _shrink_rope(settings[key], size)
     return small
 
 
-def _shrunk_rotation(settings: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _shrink_rope(settings: dict[str, Any], head_dim: int) -> dict[str, Any]:
     small = dict(settings)
     features = int(head_dim * (settings.get("partial_rotary_factor") or 1.0))
     for key, value in settings.items():
         if isinstance(value, dict):
-            small[key] = _shrunk_rotation(value, head_dim)
+            small[key] = _shrink_rope(value, head_dim)
         elif key == "original_max_position_embeddings":
-            small[key] = SMALL[key]
+            small[key] = SMALL_SIZES[key]
         elif key in ("short_factor", "long_factor") and value:
             small[key] = value[: features // 2]
     return small
 
 
-def shrunk_encoder_settings(
+def shrink_encoder_settings(
     config: PreTrainedConfig, layers: int, patches_per_row: int = _PATCHES_PER_ROW
 ) -> dict[str, Any]:
     """Return the settings of a small copy of an encoder.
@@ -101,9 +101,9 @@ def shrunk_encoder_settings(
     """
     usual = {own: name for name, own in config.attribute_map.items()}
     small = {
-        key: shrunk_value(usual.get(key, key), value)
+        key: shrink_value(usual.get(key, key), value)
         for key, value in config.to_dict().items()
-        if key not in _OF_BACKBONES
+        if key not in _BACKBONE_KEYS
     }
     for key in ("pooler_output_size", "projection_dim"):
         if key in small:

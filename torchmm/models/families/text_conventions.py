@@ -13,7 +13,7 @@ class Token:
     """A token whose id is defined by the tokenizer."""
 
     text: str
-    needed: bool = True
+    is_required: bool = True
     """Whether to reject tokenizers without the token. Otherwise, the text is tokenized."""
 
 

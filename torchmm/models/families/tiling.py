@@ -22,18 +22,18 @@ class Tiling:
     """Hugging Face image processor class, which replaces that of the encoder for tiled images."""
     switch: str | None
     """Processor setting that enables tiles, or None if tiles are always enabled."""
-    on: bool | None = None
+    switch_value: bool | None = None
     """Value to which the Hugging Face processor sets the switch. None means the value in the image
     processor file."""
-    side: str = "size"
+    tile_size_key: str = "size"
     """Name of the setting with the tile size."""
-    sides_of_picture: int = 0
+    tiles_per_longer_side: int = 0
     """Default number of tiles along the longer side of an image (`size.longest_edge`)."""
-    overridden: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     """Other settings that the Hugging Face processor overrides."""
     most_tiles: int = 0
     """Maximum number of tiles per image (`TileSpec`)."""
-    single: Mapping[str, Any] = field(default_factory=dict)
+    untiled_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the encoder processor without tiles. They make sure that torchmm and Hugging Face
     read an export as it was trained."""
 
@@ -44,7 +44,7 @@ class Tiling:
         tower: Mapping[str, Any],
         file: Mapping[str, Any],
         recipe: Mapping[str, Any],
-        whole: bool,
+        is_multimodal: bool,
     ) -> TileSpec | None:
         """Return the tiling, or None if an image is not split.
 
@@ -55,7 +55,7 @@ class Tiling:
             file: Settings in the image processor file, or {} without a file. Settings of a
                 different image processor class are ignored.
             recipe: Settings in the recipe, which have priority.
-            whole: Whether the file belongs to the full model and not only to its encoder.
+            is_multimodal: Whether the file belongs to the full model and not only to its encoder.
                 Otherwise, and without a file, only the recipe enables tiles.
 
         Raises:
@@ -63,29 +63,29 @@ class Tiling:
         """
         if not self._reads(file):
             file = {}
-        if not self._is_enabled(file, recipe, whole):
+        if not self._is_enabled(file, recipe, is_multimodal):
             return None
         settings: dict[str, Any] = {"size": {"height": side_px, "width": side_px}}
         if self.switch is None:
             settings = {n: v for n, v in tower.items() if v is not None}
-        if self.sides_of_picture:
-            settings = {"size": {"longest_edge": self.sides_of_picture * side_px}}
-            settings[self.side] = {"longest_edge": side_px}
+        if self.tiles_per_longer_side:
+            settings = {"size": {"longest_edge": self.tiles_per_longer_side * side_px}}
+            settings[self.tile_size_key] = {"longest_edge": side_px}
         settings |= {name: value for name, value in file.items() if value is not None}
         settings |= (
-            {**recipe, **self.overridden}
+            {**recipe, **self.overrides}
             if self.switch is None
-            else {**self.overridden, **recipe, self.switch: True}
+            else {**self.overrides, **recipe, self.switch: True}
         )
         for name in ("image_processor_type", "processor_class"):
             settings.pop(name, None)
-        tile_size = settings.get("crop_size") or settings[self.side]
+        tile_size = settings.get("crop_size") or settings[self.tile_size_key]
         sides = tile_size.values() if isinstance(tile_size, Mapping) else [tile_size]
         if set(sides) != {side_px}:
             raise ConfigError(
-                f"[{key}] processor.{self.side} = {tile_size}, but tiles require the image size "
-                f"of the model, {side_px} pixels; remove the setting from the recipe or from "
-                "the processor file of the model"
+                f"[{key}] processor.{self.tile_size_key} = {tile_size}, but tiles require the "
+                f"image size of the model, {side_px} pixels; remove the setting from the recipe or "
+                "from the processor file of the model"
             )
         return TileSpec(self.processor_class, settings, self.most_tiles)
 
@@ -94,31 +94,38 @@ class Tiling:
         kind = written.removesuffix("Fast").removesuffix("Pil")
         return kind == self.processor_class or {kind, self.processor_class} == _EQUIVALENT
 
-    def _is_enabled(self, file: Mapping[str, Any], recipe: Mapping[str, Any], whole: bool) -> bool:
+    def _is_enabled(
+        self, file: Mapping[str, Any], recipe: Mapping[str, Any], is_multimodal: bool
+    ) -> bool:
         if self.switch is None:
             return True
         enabled = recipe.get(self.switch)
-        if enabled is None and whole and file:
-            enabled = file.get(self.switch, True) if self.on is None else self.on
+        if enabled is None and is_multimodal and file:
+            enabled = (
+                file.get(self.switch, True) if self.switch_value is None else self.switch_value
+            )
         return bool(enabled)
 
 
 _EQUIVALENT = {"Idefics3ImageProcessor", "SmolVLMImageProcessor"}
 INTERN_TILES = Tiling(
-    "GotOcr2ImageProcessor", switch="crop_to_patches", on=True, single={"max_patches": 1}
+    "GotOcr2ImageProcessor",
+    switch="crop_to_patches",
+    switch_value=True,
+    untiled_settings={"max_patches": 1},
 )
 SPLIT_TILES = Tiling(
     "Idefics3ImageProcessor",
     switch="do_image_splitting",
-    side="max_image_size",
-    sides_of_picture=4,
+    tile_size_key="max_image_size",
+    tiles_per_longer_side=4,
 )
 SMOLVLM_TILES = replace(SPLIT_TILES, processor_class="SmolVLMImageProcessor")
 PAN_AND_SCAN = Tiling(
     "Gemma3ImageProcessor",
     switch="do_pan_and_scan",
-    on=False,
-    overridden={
+    switch_value=False,
+    overrides={
         "pan_and_scan_min_crop_size": 256,
         "pan_and_scan_max_num_crops": 4,
         "pan_and_scan_min_ratio_to_activate": 1.2,

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from torchmm.common.errors import CheckpointError
 from torchmm.models.hf.export import (
-    RANK_WEIGHTS,
-    Weights,
+    TRAINED_WEIGHTS,
+    WeightSource,
     gather_adapters,
     hf_name,
     hf_prefixes,
@@ -80,7 +80,7 @@ _FIXES = {
 }
 
 
-class _Files(NamedTuple):
+class _AdapterDirectory(NamedTuple):
     """A directory of an adapter, equal on all ranks."""
 
     directory: Path
@@ -93,7 +93,9 @@ class _Files(NamedTuple):
     """PEFT names by module, linear layer and parameter of `Lora`, including other stages."""
 
 
-def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RANK_WEIGHTS) -> None:
+def save_adapters(
+    model: MultimodalModel, directory: Path, weights: WeightSource = TRAINED_WEIGHTS
+) -> None:
     """Write every adapter to a directory of its name in `directory`.
 
     Collective; rank 0 writes.
@@ -106,7 +108,7 @@ def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RA
     if not any(module.adapters for module in model.modality_modules()):
         return
     values = gather_adapters(model, weights)
-    for files in _files(model):
+    for files in _adapter_directories(model):
         tensors = {
             name: values[module][linear][part].contiguous()
             for (module, linear, part), name in files.names.items()
@@ -121,7 +123,7 @@ def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RA
             "inference_mode": True,
             "target_modules": sorted(files.targets),
             "bias": "none",
-            **_settings(files.spec),
+            **_peft_settings(files.spec),
         }
         target = directory / files.directory
         target.mkdir(parents=True, exist_ok=True)
@@ -145,12 +147,12 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
     prefixes = {module.name: prefix for prefix, module in model.named_modality_modules()}
     problems: list[str] = []
     filled: set[str] = set()
-    for files in _files(model):
+    for files in _adapter_directories(model):
         adapter = files.spec.adapter
         if adapter not in sources:
             continue
         source = Path(sources[adapter]) / files.directory.relative_to(adapter)
-        if found := list(_problems(source, files.spec, set(files.names.values()))):
+        if found := list(_adapter_problems(source, files.spec, set(files.names.values()))):
             problems += found
             continue
         with safe_open(source / WEIGHTS_FILE, "pt") as opened:
@@ -177,7 +179,7 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
     return filled
 
 
-def _files(model: MultimodalModel) -> Iterator[_Files]:
+def _adapter_directories(model: MultimodalModel) -> Iterator[_AdapterDirectory]:
     """Yield the directories of all adapters."""
     prefixes = hf_prefixes(model)
     by_adapter: dict[str, dict[LayeredModule, LoraSpec]] = {}
@@ -204,10 +206,10 @@ def _files(model: MultimodalModel) -> Iterator[_Files]:
                     for part in parts:
                         name = f"base_model.model.{path}.{_PEFT_NAMES[part]}"
                         names[module.name, linear, part] = name
-            yield _Files(folder, spec, modules, targets, names)
+            yield _AdapterDirectory(folder, spec, modules, targets, names)
 
 
-def _settings(spec: LoraSpec) -> dict[str, Any]:
+def _peft_settings(spec: LoraSpec) -> dict[str, Any]:
     """Return the settings of PEFT that affect the output of an adapter."""
     return {
         "r": spec.rank,
@@ -217,7 +219,7 @@ def _settings(spec: LoraSpec) -> dict[str, Any]:
     }
 
 
-def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]:
+def _adapter_problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]:
     """Yield the differences between the files of an adapter and its section of the recipe."""
     try:
         config = json.loads((source / CONFIG_FILE).read_text())
@@ -233,7 +235,7 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
     if unsupported := list(_unsupported_settings(config)):
         yield from (f"{source}: {problem}" for problem in unsupported)
         return
-    for key, value in _settings(spec).items():
+    for key, value in _peft_settings(spec).items():
         if config.get(key, False) != value:
             yield (
                 f"{source}: {key} = {config.get(key)}, but [adapters.{spec.adapter}] requires "

@@ -32,7 +32,7 @@ _PRELUDE = (
 _QUESTION = "What is this?"
 
 
-def template_for_parts(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> str | None:
+def extend_chat_template(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> str | None:
     """Return the chat template with support for content parts.
 
     Args:
@@ -45,17 +45,19 @@ def template_for_parts(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> 
     template = tokenizer.chat_template
     if not isinstance(template, str):
         return None
-    expected = _rendered(tokenizer, template, placeholder + _QUESTION)
+    expected = _render_message(tokenizer, template, placeholder + _QUESTION)
     parts = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
-    if expected is None or _rendered(tokenizer, template, parts) == expected:
+    if expected is None or _render_message(tokenizer, template, parts) == expected:
         return None
     text = placeholder.replace("\\", "\\\\").replace("'", "\\'")
     joining = _PRELUDE.replace("PLACEHOLDER", f"'{text}'") + template
-    same = _rendered(tokenizer, joining, placeholder + _QUESTION) == expected
-    return joining if same and _rendered(tokenizer, joining, parts) == expected else None
+    same = _render_message(tokenizer, joining, placeholder + _QUESTION) == expected
+    return joining if same and _render_message(tokenizer, joining, parts) == expected else None
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, template: str, content: object) -> str | None:
+def _render_message(
+    tokenizer: PreTrainedTokenizerBase, template: str, content: object
+) -> str | None:
     """Return a rendered user message with this content, or None if the template rejects it."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     try:

@@ -24,7 +24,7 @@ from torchmm.recipe.model_section import json_problems, split_place
 
 logger = logging.getLogger(__name__)
 
-_ALSO_READ = {
+_UNLISTED_KEYS = {
     "audio_end_token_id",  # three keys in published configs of Qwen3-Omni
     "vision_end_token_id",
     "vision_start_token_id",
@@ -72,7 +72,7 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     if key.startswith("model.encoders."):
         base = getattr(base, "vision_config", None) or base
     if source is not None and written:
-        base = _make_config(key, _merged(base.to_dict(), written), written)
+        base = _make_config(key, _merge(base.to_dict(), written), written)
     # The default of Wav2Vec2 and of its published files.
     if getattr(base, "apply_spec_augment", False):
         logger.warning(
@@ -159,7 +159,7 @@ def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) ->
 def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, Any]) -> list[str]:
     """Return messages for unknown keys, which Hugging Face would ignore silently."""
     defaults = vars(kind())
-    known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
+    known = set(defaults) | set(kind.attribute_map) | _UNLISTED_KEYS
     if any("partial_rotary_factor" in rope for rope in rope_settings(kind())):
         known.add("partial_rotary_factor")  # key in published configs of Phi-4-mini
     problems = []
@@ -177,12 +177,12 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
     return problems
 
 
-def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in override.items():
         old = merged.get(name)
         if isinstance(old, dict) and isinstance(value, dict):
-            merged[name] = _merged(old, value)
+            merged[name] = _merge(old, value)
         else:
             merged[name] = value
     return merged

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_RANDOM = re.compile(r"dropout|pdrop|drop_|_drop\b|layerdrop|droppath|jitter|noise|stochastic")
+_RANDOM_RATES = re.compile(
+    r"dropout|pdrop|drop_|_drop\b|layerdrop|droppath|jitter|noise|stochastic"
+)
 _UNUSED_RATES = re.compile(
     # Heads that torchmm does not build, and DINOv3 positions, which its family keeps fixed.
     r"(final|feat_quantizer|pooler|qa|seq_classif|summary_\w+|\w*classifier)_dropout(_prob|_rate)?"
     r"|pos_embed_jitter"
 )
-_LAYER_NUMBERS = re.compile(r"\w+_(indexes|indices|idxs|layers)")
-_LISTS_BY_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
+_LAYER_INDEX_KEYS = re.compile(r"\w+_(indexes|indices|idxs|layers)")
+_PER_LAYER_LISTS = ("no_rope_layers", "layer_types", "mlp_layer_types")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
@@ -27,7 +29,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 def is_random_rate(name: str, value: Any) -> bool:
     """Return True if a setting is the rate of a random change in training, which has to be 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and bool(_RANDOM.search(name)) and not _UNUSED_RATES.fullmatch(name)
+    return is_number and bool(_RANDOM_RATES.search(name)) and not _UNUSED_RATES.fullmatch(name)
 
 
 def setting_problems(key: str, config: Any) -> list[str]:
@@ -67,10 +69,10 @@ def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
     problems = []
     for name, value in settings.items():
         numbers = list(value) if isinstance(value, (list, tuple)) else []
-        if name in _LISTS_BY_LAYER:
+        if name in _PER_LAYER_LISTS:
             if numbers and len(numbers) != layers:
                 problems.append(f"{name} has {len(numbers)} entries, but {of_count} = {layers}")
-        elif _LAYER_NUMBERS.fullmatch(name) and not name.startswith("_"):
+        elif _LAYER_INDEX_KEYS.fullmatch(name) and not name.startswith("_"):
             beyond = [n for n in numbers if isinstance(n, int) and not 0 <= n < layers]
             if beyond:
                 problems.append(
@@ -95,13 +97,13 @@ def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
 
 def _expert_problems(settings: dict[str, Any]) -> list[str]:
     problems = []
-    experts = next((value for name in _EXPERTS if (value := settings.get(name))), 0)
+    experts = next((value for name in _EXPERT_COUNTS if (value := settings.get(name))), 0)
     problems += [
         (
             f"{name} = {settings[name]} is above the number of experts, {experts}; use at most "
             f"{experts}"
         )
-        for name in _CHOSEN_EXPERTS
+        for name in _EXPERTS_PER_TOKEN
         if experts and (settings.get(name) or 0) > experts
     ]
     groups, chosen_groups = (settings.get(name) for name in ("n_group", "topk_group"))

@@ -25,8 +25,8 @@ from torchmm.recipe.section import Section
 
 S = TypeVar("S", bound=Section)
 T = TypeVar("T")
-Table = dict[str, Any]
-Place = tuple[Any, ...]
+ConfigDict = dict[str, Any]
+KeyPath = tuple[Any, ...]
 
 MODEL_ERRORS = (*LIBRARY_ERRORS, StrictDataclassError)
 """Exceptions that config and model classes raise for values they cannot use."""
@@ -74,7 +74,7 @@ _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "axial", "mrope", "su"}
 """Those of transformers, and older names that config classes translate."""
 
 
-def value_problems(where: str, settings: Table) -> list[str]:
+def value_problems(where: str, settings: ConfigDict) -> list[str]:
     """Return a message for each value of a config that no model class can use.
 
     Only values that are wrong for every model are found. Keys that are not known are ignored.
@@ -83,10 +83,10 @@ def value_problems(where: str, settings: Table) -> list[str]:
         where: Section or file, for the messages.
         settings: Config as in the recipe or in config.json, with nested tables.
     """
-    return [f"{where}: {problem}" for problem in _problems("", settings, 0)]
+    return [f"{where}: {problem}" for problem in _nested_problems("", settings, 0)]
 
 
-def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
+def _nested_problems(above: str, settings: ConfigDict, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         yield f"{above[:60]}... has more than {MAX_DEPTH} nested objects"
         return
@@ -98,25 +98,25 @@ def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
             "them"
         )
     if above and not isinstance(model_type := settings.get("model_type", ""), str):
-        yield f"{above}model_type = {_short(model_type)} is not a string; use a model type"
+        yield f"{above}model_type = {_truncate_repr(model_type)} is not a string; use a model type"
     for name, value in settings.items():
         path = f"{above}{name}"
         if name in _OTHER_TABLES:
             continue
         if isinstance(value, dict) and name != "image_processor_type":
-            yield from _problems(f"{path}.", value, depth + 1)
+            yield from _nested_problems(f"{path}.", value, depth + 1)
             if name in _ROPE_TABLES:
                 yield from _rope_problems(f"{path}.", value)
         elif reason := _value_problem(str(name), value):
-            yield f"{path} = {_short(value)} {reason}"
+            yield f"{path} = {_truncate_repr(value)} {reason}"
 
 
-def _rope_problems(above: str, table: Table) -> Iterator[str]:
+def _rope_problems(above: str, table: ConfigDict) -> Iterator[str]:
     """Yield unknown RoPE types; some models have a table for each type of layer."""
     for name in ("rope_type", "type"):
         if name in table and table[name] not in [*_ROPE_TYPES, None]:
             known = ", ".join(sorted(_ROPE_TYPES))
-            yield f"{above}{name} = {_short(table[name])} is unknown; use one of: {known}"
+            yield f"{above}{name} = {_truncate_repr(table[name])} is unknown; use one of: {known}"
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _rope_problems(f"{above}{name}.", value)
@@ -142,10 +142,10 @@ def _value_problem(name: str, value: Any) -> str:
 def _number_problem(name: str, value: float) -> str:
     if not abs(value) <= MAX_FLOAT and not (value == math.inf and name.endswith("_limit")):
         return "is not a finite number in float32"
-    most = _most(name)
-    least = 1 if _POSITIVE.search(name) else 0
-    if most is not None and not least <= value <= most:
-        return f"is out of range; use a number from {least} to {most}"
+    maximum = _upper_bound(name)
+    minimum = 1 if _POSITIVE.search(name) else 0
+    if maximum is not None and not minimum <= value <= maximum:
+        return f"is out of range; use a number from {minimum} to {maximum}"
     if _NOT_NEGATIVE.search(name) and value < 0:
         return "is negative; use 0 or more"
     if _ABOVE_ZERO.search(name) and value <= 0:
@@ -155,7 +155,7 @@ def _number_problem(name: str, value: float) -> str:
     return ""
 
 
-def _most(name: str) -> int | None:
+def _upper_bound(name: str) -> int | None:
     """Return the upper bound of a count or size by the name of its key."""
     if _LAYERS.search(name):
         return MAX_LAYERS
@@ -199,7 +199,7 @@ def build_checked(key: str, section: S, build: Callable[[S], T]) -> T:
         ) from error
 
 
-def find_causes(settings: Table, error: Exception, build: Callable[[Table], Any]) -> str:
+def find_causes(settings: ConfigDict, error: Exception, build: Callable[[ConfigDict], Any]) -> str:
     """Return "KEY = VALUE or ..." of the settings that may cause `error`.
 
     These are settings without which `build` succeeds. If there are none, several settings are
@@ -207,44 +207,49 @@ def find_causes(settings: Table, error: Exception, build: Callable[[Table], Any]
     classes are preferred to ConfigErrors, which also arise from settings that are missing.
     """
     causes: list[str] = []
-    others: list[str] = []
+    other_errors: list[str] = []
     rejected: list[str] = []
     first = describe_error(error)
     stop = time.monotonic() + SEARCH_S
-    for path, value in [*_values(settings, tables=False), *_values(settings, tables=True)]:
+    for path, value in [
+        *_iter_values(settings, tables=False),
+        *_iter_values(settings, tables=True),
+    ]:
         if time.monotonic() > stop or (causes and isinstance(value, dict)):
             break
-        named = f"{'.'.join(map(str, path))} = {_short(value)}"
+        named = f"{'.'.join(map(str, path))} = {_truncate_repr(value)}"
         try:
-            build(_without(settings, path))
+            build(_without_key(settings, path))
             causes.append(named)
         except ConfigError:
             rejected.append(named)
         except MODEL_ERRORS as second:
             if describe_error(second) != first:
-                others.append(named)
-    return " or ".join(causes or others or rejected)
+                other_errors.append(named)
+    return " or ".join(causes or other_errors or rejected)
 
 
-def _values(settings: Table, tables: bool, above: Place = ()) -> Iterator[tuple[Place, Any]]:
+def _iter_values(
+    settings: ConfigDict, tables: bool, above: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Any]]:
     """Yield paths and values of nested settings, either the tables or all other values."""
     for name, value in settings.items():
         path = (*above, name)
         if isinstance(value, dict) and value:
-            yield from _values(value, tables, path)
+            yield from _iter_values(value, tables, path)
             if tables and above:
                 yield path, value
         elif not tables and name != "_class_name" and str(value) not in CONFIG_MAPPING:
             yield path, value
 
 
-def _without(settings: Table, path: Place) -> Table:
+def _without_key(settings: ConfigDict, path: KeyPath) -> ConfigDict:
     first, *rest = path
     if not rest:
         return {name: value for name, value in settings.items() if name != first}
-    return {**settings, first: _without(settings[first], tuple(rest))}
+    return {**settings, first: _without_key(settings[first], tuple(rest))}
 
 
-def _short(value: Any) -> str:
+def _truncate_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,8 +12,8 @@ Diffusers writes a generator to `generator/`. The connector is the caption proje
 Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_files` writes them
 separately).
 
-`Weights` provides the tensors one by one: from the ranks that train the model, or from a checkpoint
-(`torchmm.training.export.checkpoint`).
+`WeightSource` provides the tensors one by one: from the ranks that train the model, or from a
+checkpoint (`torchmm.training.export.checkpoint`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.hf.pair_classes import CONNECTORS, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
-from torchmm.models.hf.unfuse_experts import has_stacked_experts, taken_apart
-from torchmm.models.initialize import named_tensors, random_copy
-from torchmm.models.layered import LayeredModule, WeightFiles, units
-from torchmm.models.layers.lora import CHILD, merged, of_adapter
+from torchmm.models.hf.unfuse_experts import has_stacked_experts, split_stacked_experts
+from torchmm.models.initialize import build_random_copy, named_tensors
+from torchmm.models.layered import LayeredModule, WeightFiles, named_units
+from torchmm.models.layers.lora import CHILD, is_adapter_parameter, merge_lora
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 
@@ -61,11 +61,11 @@ _TOWER = "model.vision_tower."
 Prefixes = tuple[tuple[str, str], ...]
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Source of the weights of an export."""
 
     def __call__(
-        self, model: MultimodalModel, wanted: Callable[[str], bool]
+        self, model: MultimodalModel, is_selected: Callable[[str], bool]
     ) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
         """Yield (module, name in the module, values) of parameters and buffers with wanted names.
 
@@ -74,13 +74,13 @@ class Weights(Protocol):
         """
         ...
 
-    def keep(self, values: list[Tensor]) -> list[Tensor]:
+    def clone_tensors(self, values: list[Tensor]) -> list[Tensor]:
         """Return a copy of each tensor, in the kind of memory that the weights have."""
         ...
 
 
-class RankWeights:
-    """`Weights` of the ranks that train a model.
+class TrainedWeights:
+    """`WeightSource` of the ranks that train a model.
 
     No rank but rank 0 has more than one complete tensor at a time. The first rank with a part of a
     tensor sends it if rank 0 has no part.
@@ -88,9 +88,9 @@ class RankWeights:
 
     @torch.no_grad()
     def __call__(
-        self, model: MultimodalModel, wanted: Callable[[str], bool]
+        self, model: MultimodalModel, is_selected: Callable[[str], bool]
     ) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
-        """Gather tensors with wanted names. Collective; see `Weights`."""
+        """Gather tensors with wanted names. Collective; see `WeightSource`."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = model.state_dict()
         device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
@@ -99,8 +99,8 @@ class RankWeights:
             by_rank = [None] * dist.get_world_size()
             dist.all_gather_object(by_rank, list(local))
         first_with = {name: r for r in reversed(range(len(by_rank))) for name in by_rank[r]}
-        for prefix, module, name, like in whole_tensors(model):
-            if not wanted(name):
+        for prefix, module, name, like in named_full_tensors(model):
+            if not is_selected(name):
                 continue
             # All ranks with a part take part in the collective of a DTensor.
             tensor = local.get(f"{prefix}.{name}")
@@ -119,13 +119,13 @@ class RankWeights:
             del whole  # frees device memory before the next tensor is gathered
             yield module, name, value
 
-    def keep(self, values: list[Tensor]) -> list[Tensor]:
+    def clone_tensors(self, values: list[Tensor]) -> list[Tensor]:
         """Return copies in memory."""
         return [value.clone() for value in values]
 
 
-RANK_WEIGHTS = RankWeights()
-"""Stateless instance of `RankWeights`."""
+TRAINED_WEIGHTS = TrainedWeights()
+"""Stateless instance of `TrainedWeights`."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ class _Export:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def whole_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredModule, str, Tensor]]:
+def named_full_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredModule, str, Tensor]]:
     """Yield the parameters and buffers of all ranks, except tied ones.
 
     Yields:
@@ -162,7 +162,7 @@ def export_hf(
     model: MultimodalModel,
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase,
-    weights: Weights = RANK_WEIGHTS,
+    weights: WeightSource = TRAINED_WEIGHTS,
     shard_bytes: int | None = None,
     ends: Collection[int] = (),
 ) -> None:
@@ -198,7 +198,7 @@ def export_hf(
         if as_one:
             save_processor(model, directory, tokenizer)
         else:
-            _save_parts_description(model, directory)
+            _save_components_file(model, directory)
         for export in exports:
             add_legacy_keys(export.directory)
     if dist.is_initialized():
@@ -222,7 +222,7 @@ def _choose_exports(
             exports = [_Export(directory / "llm", hf, {"llm": prefixes["llm"]}, source)]
             for module in model.encoder_modules():
                 tower = {module.name: prefixes[module.name]}
-                exports.append(_Export(directory / module.name, module.uncut_tower(), tower))
+                exports.append(_Export(directory / module.name, module.build_full_tower(), tower))
         else:
             if pair is not None:
                 placeholder = model.image_token_id(tokenizer)
@@ -258,7 +258,7 @@ def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None
 
 @torch.no_grad()
 def _collect_weights(
-    model: MultimodalModel, exports: list[_Export], weights: Weights, writes: bool
+    model: MultimodalModel, exports: list[_Export], weights: WeightSource, writes: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Fill the weights of exports on the writing rank, and return connectors of no export.
 
@@ -266,7 +266,7 @@ def _collect_weights(
     """
     connectors: dict[str, dict[str, Tensor]] = {}
     adapters = gather_adapters(model, weights)
-    gathered = weights(model, lambda name: not of_adapter(name))
+    gathered = weights(model, lambda name: not is_adapter_parameter(name))
     for module, name, value in worked("gathering weights to export", gathered, unit="tensors"):
         if not writes:
             continue
@@ -274,7 +274,7 @@ def _collect_weights(
         whole = value
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in module.adapters:
-            whole = merged(value, adapters[module.name][linear], module.adapters[linear])
+            whole = merge_lora(value, adapters[module.name][linear], module.adapters[linear])
             check_range(whole, value, f"{module.name}.{name}")
         for export in exports:
             if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
@@ -312,14 +312,14 @@ def check_range(values: Tensor, before: Tensor, name: str) -> None:
 
 
 def gather_adapters(
-    model: MultimodalModel, weights: Weights
+    model: MultimodalModel, weights: WeightSource
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Return parameters of adapters by module, linear layer and name in `Lora`. Collective.
 
     Ranks other than rank 0 receive none.
     """
     factors: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
-    for module, name, value in weights(model, of_adapter):
+    for module, name, value in weights(model, is_adapter_parameter):
         linear, _, part = name.rpartition(f".{CHILD}.")
         if value is not None:
             factors[module.name].setdefault(linear, {})[part] = value
@@ -358,7 +358,7 @@ def _set_end_tokens(
 
 
 def _save(
-    model: MultimodalModel, export: _Export, shard_bytes: int | None, weights: Weights
+    model: MultimodalModel, export: _Export, shard_bytes: int | None, weights: WeightSource
 ) -> None:
     """Write one Hugging Face model with `save_pretrained`, and release its weights."""
     for module in model.encoder_modules():
@@ -374,10 +374,10 @@ def _save(
     left = [name for name in loaded.missing_keys if tensors[name].is_meta]
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
     settings: dict[str, Any] = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
-    tower = f"{_TOWER}vision_model." if _names_clip_twice(model, export) else _TOWER
+    tower = f"{_TOWER}vision_model." if _has_nested_clip_names(model, export) else _TOWER
     named = {name.replace(_TOWER, tower, 1): x for name, x in export.hf.state_dict().items()}
     if has_stacked_experts(named):
-        settings |= {"state_dict": taken_apart(export.hf, named, weights.keep)}
+        settings |= {"state_dict": split_stacked_experts(export.hf, named, weights.clone_tensors)}
         settings |= {"save_original_format": False}
     elif isinstance(export.hf, PreTrainedModel):
         settings["state_dict"] = named
@@ -388,7 +388,7 @@ def _save(
     export.hf.save_pretrained(export.directory, **settings)
 
 
-def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
+def _has_nested_clip_names(model: MultimodalModel, export: _Export) -> bool:
     """Return True if the CLIP or SigLIP encoder is `vision_tower.vision_model` in the files.
 
     Published files have such names, and transformers 4 and vLLM require them. Transformers 5 reads
@@ -422,18 +422,18 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
                 check_range(values[name], value, f"{module.name}.{name}")
     with torch.device("meta"):
         holder = nn.Module()
-        holder.tower = module.uncut_tower()
+        holder.tower = module.build_full_tower()
     shell = copy.copy(holder.tower)
     shell._modules = {}  # the encoder without its submodules
-    for fqn, unit in (("tower", shell), *units(holder, module.layers_fqn)):
+    for fqn, unit in (("tower", shell), *named_units(holder, module.layers_fqn)):
         names = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
         if names:
-            filled = random_copy(unit, module.hf, fqn, unused=True)
+            filled = build_random_copy(unit, module.hf, fqn, unused=True)
             values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in names}
     return values
 
 
-def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
+def _save_components_file(model: MultimodalModel, directory: Path) -> None:
     encoders: dict[str, dict[str, Any]] = {}
     for module in model.encoder_modules():
         image_processor(module).save_pretrained(directory / module.name)
@@ -441,11 +441,11 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         encoders[module.name] = {
             "source": module.name,
             "modality": module.family.modality,
-            "connector": CONNECTORS[spec.shuffle > 1, spec.connector],
+            "connector": CONNECTORS[spec.pixel_shuffle_factor > 1, spec.connector],
             "feature_layer": spec.feature_layer,
         }
-        if spec.shuffle > 1:
-            encoders[module.name]["pixel_shuffle_factor"] = spec.shuffle
+        if spec.pixel_shuffle_factor > 1:
+            encoders[module.name]["pixel_shuffle_factor"] = spec.pixel_shuffle_factor
         if spec.tiles is not None:
             encoders[module.name]["processor"] = spec.tiles.processor
     description: dict[str, Any] = {

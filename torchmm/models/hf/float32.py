@@ -37,7 +37,7 @@ def keep_in_float32(model: nn.Module, names: Collection[str]) -> None:
                     tensors[leaf] = wide
 
 
-def frozen_to_buffer(module: nn.Module, leaf: str) -> None:
+def convert_to_buffer(module: nn.Module, leaf: str) -> None:
     """Turn a frozen parameter into a buffer, which FSDP2 does not cast to the compute dtype."""
     parameter = module._parameters.pop(leaf)
     assert parameter is not None and not parameter.requires_grad

@@ -70,7 +70,7 @@ def copy_slice(target: Tensor, whole: Tensor) -> None:
 _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """The part of a parameter that one tensor in the files fills."""
 
     owner: str
@@ -122,40 +122,51 @@ class Piece(NamedTuple):
         local[self.expert - experts.start, start - rows.start : stop - rows.start].copy_(values)
 
 
-def pieces(module: LayeredModule) -> dict[str, Piece]:
+def parameter_pieces(module: LayeredModule) -> dict[str, ParameterPiece]:
     """Return the pieces of the parameters and buffers of a module, by names as in the files."""
     tensors = module.state_dict().items()
-    return {name: p for owner, x in tensors for name, p in _of(owner, x, module.weights)}
+    return {
+        name: p
+        for owner, x in tensors
+        for name, p in _pieces_of_parameter(owner, x, module.weights)
+    }
 
 
-def _of(owner: str, tensor: Tensor, files: WeightFiles) -> Iterator[tuple[str, Piece]]:
+def _pieces_of_parameter(
+    owner: str, tensor: Tensor, files: WeightFiles
+) -> Iterator[tuple[str, ParameterPiece]]:
     group, _, leaf = owner.rpartition(".")
     if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
-        shares = ((parts, part) for _, parts in files.joined for part in parts if part in owner)
+        shares = (
+            (parts, part) for _, parts in files.fused_tensors for part in parts if part in owner
+        )
         parts, part = next(shares, (("",), ""))
-        yield owner, Piece(owner, tensor, share=(parts.index(part), len(parts)))
+        yield owner, ParameterPiece(owner, tensor, share=(parts.index(part), len(parts)))
         return
     if files.stacked_experts:
-        yield owner, Piece(owner, tensor, stacked=True)
+        yield owner, ParameterPiece(owner, tensor, stacked=True)
         return
     size = tensor.shape[1] // len(_PROJECTIONS[leaf])
     for expert in range(tensor.shape[0]):
         for index, projection in enumerate(_PROJECTIONS[leaf]):
             rows = slice(index * size, (index + 1) * size)
-            yield f"{group}.{expert}.{projection}.weight", Piece(owner, tensor, expert, rows)
+            yield (
+                f"{group}.{expert}.{projection}.weight",
+                ParameterPiece(owner, tensor, expert, rows),
+            )
 
 
 WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 """Names in transformers and diffusers. If there are several files, NAME.index.json lists them."""
 CONNECTOR_FILE = "connector.safetensors"
-LISTED = 8
+MAX_LISTED_NAMES = 8
 """Maximum number of names of one kind in an error message."""
 COMPARED_ROWS = 64
 """Number of compared rows of a head and its tied embeddings."""
 
-_LEFT_OUT = re.compile(r"^(mtp|talker|token2wav|code2wav)\.")
+_IGNORED_TENSORS = re.compile(r"^(mtp|talker|token2wav|code2wav)\.")
 """Layers for multi-token prediction and for the speech of Omni models, which are omitted."""
-_COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
+_COMPUTED_BUFFERS = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
 """Buffers that old files contain and that are computed today."""
 
 
@@ -183,10 +194,10 @@ def load_weights(model: MultimodalModel) -> set[str]:
     problems: list[str] = []
     filled: set[str] = set()
     expected: dict[str, tuple[list[list[int]], FileTensor]] = {}
-    targets_by_name: dict[str, tuple[Piece, FileTensor]] = {}
+    targets_by_name: dict[str, tuple[ParameterPiece, FileTensor]] = {}
     by_source: dict[str, list[tuple[str, LayeredModule, WeightFiles]]] = defaultdict(list)
     for prefix, module in model.named_modality_modules():
-        for weights in (module.weights, *module.given_weights):
+        for weights in (module.weights, *module.extra_weights):
             if weights.source is not None:
                 by_source[weights.source].append((prefix, module, weights))
     for source, modules in by_source.items():
@@ -196,20 +207,20 @@ def load_weights(model: MultimodalModel) -> set[str]:
             names = names_in_files(module, files, weights)
             claimed |= set(names.values())
             stored, missing = _match(module, names, weights)
-            problems += _listed(f"{source}: missing for {module.name!r}", missing)
+            problems += _list_names(f"{source}: missing for {module.name!r}", missing)
             problems += [f"{source}: {problem}" for problem in _tie_problems(module, names, files)]
             expected |= {f"{prefix}.{n}": (shapes, files[s]) for n, (shapes, s) in stored.items()}
-            targets = _targets(module, stored)
+            targets = _local_targets(module, stored)
             targets_by_name |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
-        unclaimed = [n for n in files if n not in claimed and not _LEFT_OUT.search(n)]
-        stray = [n for n in unclaimed if not _COMPUTED.search(n)]
-        if not modules[0][2].partial:
-            problems += _listed(f"{source}: not part of the model", stray)
+        unclaimed = [n for n in files if n not in claimed and not _IGNORED_TENSORS.search(n)]
+        stray = [n for n in unclaimed if not _COMPUTED_BUFFERS.search(n)]
+        if not modules[0][2].allows_other_tensors:
+            problems += _list_names(f"{source}: not part of the model", stray)
     problems += _shape_problems(expected)
     if problems:
         raise CheckpointError("weights do not match the model:\n  - " + "\n  - ".join(problems))
-    _read(targets_by_name)
+    _read_pieces(targets_by_name)
     return filled
 
 
@@ -219,7 +230,7 @@ def open_files(source: str) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: No safetensors files exist, or a file is corrupt.
     """
-    directory = _directory(source)
+    directory = _local_directory(source)
     files = _weight_files(directory)
     if (directory / CONNECTOR_FILE).is_file():
         files.append(CONNECTOR_FILE)
@@ -272,15 +283,19 @@ def _indexed_files(index: Path) -> list[str]:
         reason = f"{error}"[:300]
         raise CheckpointError(f"{index} is corrupt: {reason}; download the file again") from error
     if missing:
-        listed = ", ".join(missing[:LISTED])
-        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        listed = ", ".join(missing[:MAX_LISTED_NAMES])
+        more = (
+            f" and {len(missing) - MAX_LISTED_NAMES} more"
+            if len(missing) > MAX_LISTED_NAMES
+            else ""
+        )
         raise CheckpointError(
             f"files listed in {index} are missing: {listed}{more}; download them again"
         )
     return sorted(names)
 
 
-def _directory(source: str) -> Path:
+def _local_directory(source: str) -> Path:
     """Return the local directory of a source, after downloading it if it is on the Hub."""
     if Path(source).is_dir():
         return Path(source)
@@ -317,23 +332,23 @@ def names_in_files(
     """
     weights = weights or module.weights
     with torch.device("meta"):
-        known = set(pieces(module.bare())) | module.unused
+        known = set(parameter_pieces(module.bare())) | module.unused
     names: dict[str, str] = {}
     for name in files:
         for pattern, replacement in weights.renames:
             ours, count = re.subn(f"^(?:{pattern})", replacement, name)
             if count:
-                for old, new in weights.old_names:
+                for old, new in weights.legacy_names:
                     ours = re.sub(old, new, ours)
-                parameters = [part for part in _parts(ours, weights) if part in known]
+                parameters = [part for part in _fused_parameters(ours, weights) if part in known]
                 names |= dict.fromkeys(parameters, name)
                 break
     return names
 
 
-def _parts(name: str, files: WeightFiles) -> list[str]:
+def _fused_parameters(name: str, files: WeightFiles) -> list[str]:
     """Return the parameters of which a tensor in the files has the values."""
-    for joined, parts in files.joined:
+    for joined, parts in files.fused_tensors:
         if joined in name:
             return [name.replace(joined, part) for part in parts]
     return [name]
@@ -347,9 +362,9 @@ def _match(
         whole = module.bare()
     tied = whole.tied_parameters()
     stored, missing = {}, []
-    for name, piece in pieces(whole).items():
+    for name, piece in parameter_pieces(whole).items():
         source = module.weights
-        for given in module.given_weights:
+        for given in module.extra_weights:
             if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
                 source = given
                 break
@@ -357,9 +372,9 @@ def _match(
             continue
         if name in names:
             stored[name] = (piece.shapes, names[name])
-        elif not name.endswith(weights.optional):
+        elif not name.endswith(weights.optional_suffixes):
             missing.append(name)
-    if module.new_connector and not any(n.startswith("connector.") for n in stored):
+    if module.is_connector_new and not any(n.startswith("connector.") for n in stored):
         missing = [n for n in missing if not n.startswith("connector.")]
     return stored, missing
 
@@ -392,25 +407,25 @@ def _middle_rows(stored: FileTensor) -> Tensor:
         return matrix[middle : middle + COMPARED_ROWS]
 
 
-def _targets(
+def _local_targets(
     module: LayeredModule, stored: dict[str, tuple[list[list[int]], str]]
-) -> dict[str, tuple[Piece, str]]:
+) -> dict[str, tuple[ParameterPiece, str]]:
     """Return {name: (piece, name in the files)} of this rank."""
     here_once = module.tied_parameters()
-    copies = module.tied_copies()
+    copies = module.tied_replicas()
     targets = {}
-    for name, piece in pieces(module).items():
+    for name, piece in parameter_pieces(module).items():
         original = copies.get(name, name)
         if name not in here_once and original in stored:
             targets[name] = (piece, stored[original][1])
     return targets
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def _list_names(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return [f"{what}: {', '.join(names[:LISTED])}{more}"]
+    more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    return [f"{what}: {', '.join(names[:MAX_LISTED_NAMES])}{more}"]
 
 
 def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> list[str]:
@@ -429,7 +444,7 @@ def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> 
 
 
 @torch.no_grad()
-def _read(targets: dict[str, tuple[Piece, FileTensor]]) -> None:
+def _read_pieces(targets: dict[str, tuple[ParameterPiece, FileTensor]]) -> None:
     by_file = _by_file((stored, piece) for piece, stored in targets.values())
     with working("reading weights", len(targets), "tensors") as work:
         for path, entries in by_file.items():

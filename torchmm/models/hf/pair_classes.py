@@ -36,9 +36,9 @@ from torchmm.models.encoders import EncoderSpec
 from torchmm.models.families.composites.components import LLAVA_VISION
 from torchmm.models.families.composites.internvl import INTERN_VISION
 from torchmm.models.families.composites.registry import COMPOSITES
-from torchmm.models.families.composites.speech import SOUND_FILES
+from torchmm.models.families.composites.speech import AUDIO_FILES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row
-from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.families.llms.logit_scaling import describe_logit_change
 from torchmm.models.hf.pair_parity import class_difference
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
@@ -50,7 +50,7 @@ CONNECTORS = {
     (True, "norm_mlp"): "pixel_shuffle_norm_mlp",
 }
 """Names in recipes by (whether neighboring patches are folded, `EncoderSpec.connector`)."""
-HEARING = "audioflamingo3_encoder"
+AUDIO_FLAMINGO_ENCODER = "audioflamingo3_encoder"
 """Encoder of the only audio class for any LLM whose connector has two linear layers."""
 
 
@@ -93,9 +93,9 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
 
 def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
     """Return the class of an encoder and an LLM that have one."""
-    if spec.config.model_type == HEARING:
-        config = partial(_hearing_config, spec, llm_config)
-        return PairClass(AudioFlamingo3ForConditionalGeneration, config, SOUND_FILES)
+    if spec.config.model_type == AUDIO_FLAMINGO_ENCODER:
+        config = partial(_audio_flamingo_config, spec, llm_config)
+        return PairClass(AudioFlamingo3ForConditionalGeneration, config, AUDIO_FILES)
     if spec.connector == "norm_mlp":
         config = partial(_intern_config, spec, llm_config)
         return PairClass(InternVLForConditionalGeneration, config, INTERN_VISION)
@@ -103,7 +103,7 @@ def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
     return PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
 
 
-def exported_as(model: MultimodalModel) -> str:
+def describe_export_class(model: MultimodalModel) -> str:
     """Return the Hugging Face class of an export, or why the model is exported in parts."""
     if model.composite is not None:
         return COMPOSITES[model.composite.model_type].kind.__name__
@@ -115,19 +115,19 @@ def exported_as(model: MultimodalModel) -> str:
     return hf_class.kind.__name__
 
 
-def becomes_llava(family: EncoderFamily) -> bool:
+def is_exported_as_llava(family: EncoderFamily) -> bool:
     """Return True if an encoder with the connector of LLaVA is exported as LLaVA.
 
     The logits of the LLM must be plain.
     """
-    return family.inputs == "fixed" and (family.in_composites or family.same_as_clip)
+    return family.inputs == "fixed" and (family.is_llava_compatible or family.is_clip_equivalent)
 
 
 def _llm_problem(llm: LlmModule) -> str:
     """Return why no class has this LLM after an encoder, or ""."""
     family = llm.family
     model_type = llm.config.model_type
-    if change := own_logits(llm.text_config, family):
+    if change := describe_logit_change(llm.text_config, family):
         return f"{model_type} {change}, which Hugging Face classes for an encoder and any LLM omit"
     if (family.text_model, family.head) != ("model", "lm_head"):
         return (
@@ -141,25 +141,26 @@ def _encoder_problem(spec: EncoderSpec, llm: LlmModule) -> str:
     """Return why no class has this encoder and connector before the LLM, or ""."""
     kind = spec.config.model_type
     has_norm = spec.connector == "norm_mlp"
-    if spec.shuffle != 1 and not (has_norm and spec.family.modality == "image"):
+    if spec.pixel_shuffle_factor != 1 and not (has_norm and spec.family.modality == "image"):
         return (
-            f"no class combines {spec.shuffle} x {spec.shuffle} outputs of this encoder in "
-            f'two linear layers, as connector = "{CONNECTORS[True, spec.connector]}" does; '
+            f"no class combines {spec.pixel_shuffle_factor} x {spec.pixel_shuffle_factor} outputs "
+            "of this encoder in two linear layers, as connector = "
+            f'"{CONNECTORS[True, spec.connector]}" does; '
             '"mlp" does not combine them, and "pixel_shuffle_norm_mlp" with InternViT is '
             "InternVL"
         )
-    if kind == HEARING:
+    if kind == AUDIO_FLAMINGO_ENCODER:
         tied = llm.text_config.tie_word_embeddings
         return "Audio Flamingo 3 does not support a tied head and embedding" if tied else ""
-    if not becomes_llava(spec.family):
-        return _tower_problem(spec)
+    if not is_exported_as_llava(spec.family):
+        return _llava_problem(spec)
     reason = ""
     if spec.tiles is not None:
         reason = "images are split into tiles, which classes for any encoder do not support as "
         reason += "here"
     elif has_norm and kind != "internvl_vision":
         reason = f"InternVL of Hugging Face supports only its own encoder, not {kind}"
-    elif has_norm and not llm.family.listed:
+    elif has_norm and not llm.family.is_registered:
         reason = (
             f"InternVL with {llm.config.model_type}, which is not a registered model type, cannot "
             "be loaded again"
@@ -167,7 +168,7 @@ def _encoder_problem(spec: EncoderSpec, llm: LlmModule) -> str:
     return reason
 
 
-def _tower_problem(spec: EncoderSpec) -> str:
+def _llava_problem(spec: EncoderSpec) -> str:
     """Return why LLaVA does not support an encoder."""
     kind = spec.config.model_type
     family = spec.family
@@ -185,8 +186,8 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
         vision_config=spec.config,
         text_config=llm,
         image_token_id=image_token_id,
-        image_seq_length=(patches_per_row(spec.config) // spec.shuffle) ** 2,
-        downsample_ratio=1 / spec.shuffle,
+        image_seq_length=(patches_per_row(spec.config) // spec.pixel_shuffle_factor) ** 2,
+        downsample_ratio=1 / spec.pixel_shuffle_factor,
         projector_hidden_act=spec.connector_act,
         # -1 would select the output of the last norm of the encoder, if it has one.
         vision_feature_layer=spec.family.layer_count(spec.config) + 1 + spec.feature_layer,
@@ -197,7 +198,7 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
 
 def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
     vision = spec.config
-    if spec.family.same_as_clip:
+    if spec.family.is_clip_equivalent:
         # The same encoder with the model type that `AutoModel` supports.
         settings = spec.config.to_dict()
         known = [k for k in CLIPVisionConfig().to_dict() if k in settings and k != "model_type"]
@@ -215,7 +216,7 @@ def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTraine
     )
 
 
-def _hearing_config(spec: EncoderSpec, llm: Any, sound_token_id: int) -> PreTrainedConfig:
+def _audio_flamingo_config(spec: EncoderSpec, llm: Any, sound_token_id: int) -> PreTrainedConfig:
     return AudioFlamingo3Config(
         audio_config=spec.config,
         text_config=llm,

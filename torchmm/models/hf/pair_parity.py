@@ -25,9 +25,9 @@ from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, Micro
 from torchmm.common.errors import ConfigError
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.components import LLAVA_LLM
-from torchmm.models.families.introspection import TOLERANCE, randomize, run_foreign
+from torchmm.models.families.introspection import TOLERANCE, randomize, run_external
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.small_configs import shrunk_encoder_settings, small_llm_config
+from torchmm.models.families.small_configs import shrink_encoder_settings, small_llm_config
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 
@@ -88,7 +88,7 @@ def class_difference(
 def _compare(pair: _Pair) -> float:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # does not change generators of GPUs
-        return run_foreign("the comparison", _difference, pair)
+        return run_external("the comparison", _difference, pair)
 
 
 def _difference(pair: _Pair) -> float:
@@ -97,8 +97,8 @@ def _difference(pair: _Pair) -> float:
     llm_config = small_llm_config(pair.llm_config, f"{family.text_model}.{family.layers}")
     # An encoder with few layers and features and the same connector.
     layers = max(_LAYERS, -pair.spec.feature_layer)
-    settings = shrunk_encoder_settings(
-        pair.spec.config, layers, patches_per_row=2 * pair.spec.shuffle
+    settings = shrink_encoder_settings(
+        pair.spec.config, layers, patches_per_row=2 * pair.spec.pixel_shuffle_factor
     )
     spec = replace(
         pair.spec,

@@ -26,7 +26,7 @@ _NO_SETTINGS = _constant()
 
 
 @dataclass(frozen=True)
-class Written:
+class ProcessorFiles:
     """The Hugging Face processor of a multimodal model."""
 
     processor: str
@@ -43,17 +43,17 @@ class Written:
     """
     video: str = ""
     """Name of the video processor class, or ""."""
-    whole: Settings = _NO_SETTINGS
+    untiled_settings: Settings = _NO_SETTINGS
     """Function that returns image processor settings without tiles, as for the encoder alone."""
-    adds_marks: bool = False
+    adds_markers: bool = False
     """Whether the processor adds the tokens around a placeholder."""
-    in_text: str = ""
+    prompt_token_name: str = ""
     """Name in `tokens` of the token for an image in prompts, if it is not the placeholder."""
     adds_bos: bool = True
     """Whether the processor adds the BOS token, as in training."""
     packages: tuple[str, ...] = ()
     """Packages that the processor requires in addition to transformers."""
-    takes_text: bool = True
+    accepts_tokenizer: bool = True
     """Whether the processor accepts the tokenizer of an export."""
 
 
@@ -72,7 +72,7 @@ def _folded(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
     # The processor counts patches of the size of a token, without a class token.
     (encoder,) = encoders
     return {
-        "patch_size": side(encoder.spec.config.patch_size) * encoder.spec.shuffle,
+        "patch_size": side(encoder.spec.config.patch_size) * encoder.spec.pixel_shuffle_factor,
         "vision_feature_select_strategy": "full",
         "num_additional_image_tokens": 0,
     }
@@ -92,7 +92,9 @@ def _onevision(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]
 def _per_tile(key: str) -> Settings:
     def settings(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
         (encoder,) = encoders
-        return {key: (patches_per_row(encoder.spec.config) // encoder.spec.shuffle) ** 2}
+        return {
+            key: (patches_per_row(encoder.spec.config) // encoder.spec.pixel_shuffle_factor) ** 2
+        }
 
     return settings
 
@@ -113,7 +115,7 @@ def _pixtral(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
     (encoder,) = encoders
     return {
         "patch_size": side(encoder.spec.config.patch_size),
-        "spatial_merge_size": encoder.spec.shuffle,
+        "spatial_merge_size": encoder.spec.pixel_shuffle_factor,
     }
 
 
@@ -163,16 +165,16 @@ _VIDEO = ("torchvision",)
 _SOUNDS = ("transformers[audio]",)
 _QWEN_CLIPS = "Qwen2VLVideoProcessor"
 _GLM = "Glm4vVideoProcessor"
-_QWEN3 = Written("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor", packages=_VIDEO)
-PIXTRAL = Written(
-    "PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral, adds_marks=True, packages=_VIDEO
+_QWEN3 = ProcessorFiles("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor", packages=_VIDEO)
+PIXTRAL = ProcessorFiles(
+    "PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral, adds_markers=True, packages=_VIDEO
 )
-FOLDED = Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _folded)
+PIXEL_SHUFFLE_PROCESSOR = ProcessorFiles(PAIR_PROCESSOR, _IMAGE, ("image_token",), _folded)
 """Processor of an InternVL whose encoder and LLM have separate sources."""
-WRITTEN: dict[str, Written] = {
-    "llava": Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _llava),
-    "llava_next": Written("LlavaNextProcessor", _IMAGE, ("image_token",), _llava),
-    "llava_onevision": Written(
+PROCESSOR_FILES: dict[str, ProcessorFiles] = {
+    "llava": ProcessorFiles(PAIR_PROCESSOR, _IMAGE, ("image_token",), _llava),
+    "llava_next": ProcessorFiles("LlavaNextProcessor", _IMAGE, ("image_token",), _llava),
+    "llava_onevision": ProcessorFiles(
         "LlavaOnevisionProcessor",
         {**_IMAGE, "video_token": "video_token_index"},
         ("image_token",),
@@ -181,42 +183,44 @@ WRITTEN: dict[str, Written] = {
         packages=_VIDEO,
     ),
     "mistral3": PIXTRAL,
-    "internvl": Written(
+    "internvl": ProcessorFiles(
         "InternVLProcessor",
         _INTERN,
         settings=_per_tile("image_seq_length"),
         video="InternVLVideoProcessor",
-        adds_marks=True,
+        adds_markers=True,
         packages=_VIDEO,
     ),
-    "idefics3": Written(
+    "idefics3": ProcessorFiles(
         "Idefics3Processor",
         _SMOL,
         settings=_per_tile("image_seq_len"),
-        whole=_split("Idefics3ImageProcessor"),
-        adds_marks=True,
+        untiled_settings=_split("Idefics3ImageProcessor"),
+        adds_markers=True,
     ),
-    "smolvlm": Written(
+    "smolvlm": ProcessorFiles(
         "SmolVLMProcessor",
         _SMOL,
         settings=_per_tile("image_seq_len"),
         video="SmolVLMVideoProcessor",
-        whole=_split("SmolVLMImageProcessor"),
-        adds_marks=True,
+        untiled_settings=_split("SmolVLMImageProcessor"),
+        adds_markers=True,
         packages=(*_VIDEO, "num2words"),
     ),
-    "paligemma": Written(
-        "PaliGemmaProcessor", _IMAGE, whole=_per_tile("image_seq_length"), adds_bos=False
+    "paligemma": ProcessorFiles(
+        "PaliGemmaProcessor", _IMAGE, untiled_settings=_per_tile("image_seq_length"), adds_bos=False
     ),
-    "gemma3": Written(
+    "gemma3": ProcessorFiles(
         "Gemma3Processor",
         _GEMMA,
         settings=lambda config, encoders: {"image_seq_length": config.mm_tokens_per_image},
-        whole=_constant(image_processor_type="Gemma3ImageProcessor", do_pan_and_scan=False),
-        adds_marks=True,
-        in_text="boi_token",
+        untiled_settings=_constant(
+            image_processor_type="Gemma3ImageProcessor", do_pan_and_scan=False
+        ),
+        adds_markers=True,
+        prompt_token_name="boi_token",
     ),
-    "gemma4": Written(
+    "gemma4": ProcessorFiles(
         "Gemma4Processor",
         _GEMMA4,
         # The processor requires one for audio, also for models without an audio encoder.
@@ -224,30 +228,30 @@ WRITTEN: dict[str, Written] = {
             feature_extractor={"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
         ),
         video="Gemma4VideoProcessor",
-        adds_marks=True,
+        adds_markers=True,
         packages=_VIDEO,
     ),
-    "qwen2_vl": Written("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
-    "qwen2_5_vl": Written("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
+    "qwen2_vl": ProcessorFiles("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
+    "qwen2_5_vl": ProcessorFiles("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
-    "qwen2_5_omni_thinker": Written(
+    "qwen2_5_omni_thinker": ProcessorFiles(
         "Qwen2_5OmniProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
     ),
-    "qwen3_omni_moe_thinker": Written(
+    "qwen3_omni_moe_thinker": ProcessorFiles(
         "Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
     ),
-    "voxtral": Written("VoxtralProcessor", takes_text=False),
-    "qwen2_audio": Written(
+    "voxtral": ProcessorFiles("VoxtralProcessor", accepts_tokenizer=False),
+    "qwen2_audio": ProcessorFiles(
         "Qwen2AudioProcessor", {"audio_token": None, **_SOUND}, tuple(_SOUND), packages=_SOUNDS
     ),
-    "audioflamingo3": Written(
+    "audioflamingo3": ProcessorFiles(
         "AudioFlamingo3Processor", {"audio_token": None}, ("audio_token",), packages=_SOUNDS
     ),
     **dict.fromkeys(
         ("glm4v", "glm4v_moe"),
-        Written("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM, packages=_VIDEO),
+        ProcessorFiles("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM, packages=_VIDEO),
     ),
-    "glm46v": Written(
+    "glm46v": ProcessorFiles(
         "Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor", packages=_VIDEO
     ),
 }

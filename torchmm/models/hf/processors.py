@@ -25,8 +25,13 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.hf.chat_template import template_for_parts
-from torchmm.models.hf.processor_classes import FOLDED, PIXTRAL, WRITTEN, Written
+from torchmm.models.hf.chat_template import extend_chat_template
+from torchmm.models.hf.processor_classes import (
+    PIXEL_SHUFFLE_PROCESSOR,
+    PIXTRAL,
+    PROCESSOR_FILES,
+    ProcessorFiles,
+)
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
 
@@ -35,11 +40,18 @@ PROCESSOR_FILE = "processor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_SIZES = ("patch_size", "temporal_patch_size", "merge_size", "size", "image_mean", "image_std")
+_FRAME_SETTINGS = (
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+    "size",
+    "image_mean",
+    "image_std",
+)
 """Settings of an image processor that also apply to video frames."""
-_WHOLE = "CLIPImageProcessor"
-_SCALES = ("do_resize", "size", "resample", "do_rescale", "rescale_factor")
-_OF_WHOLE = (*_SCALES, "do_normalize", "image_mean", "image_std", "do_convert_rgb")
+_RESIZE_PROCESSOR = "CLIPImageProcessor"
+_SCALE_SETTINGS = ("do_resize", "size", "resample", "do_rescale", "rescale_factor")
+_RESIZE_SETTINGS = (*_SCALE_SETTINGS, "do_normalize", "image_mean", "image_std", "do_convert_rgb")
 """Settings of an image processor that only resizes images to one size and normalizes them."""
 
 
@@ -57,7 +69,7 @@ def save_processor(
     if not encoders:
         return
     if model.composite is not None and model.llm.weights.source is not None:
-        _copy(model.llm.weights.source, directory)
+        _copy_files(model.llm.weights.source, directory)
         return
     # Published Omni models have the image processor and the feature extractor in one file.
     for encoder in encoders:
@@ -68,32 +80,36 @@ def save_processor(
             # The class does not support tiles and rejects outputs that count them. This processor
             # does the same to a full image. vLLM reads a crop size from the one of LLaVA.
             of_tiles = processor.to_dict()
-            settings_of_resize = {key: of_tiles[key] for key in _OF_WHOLE}
-            processor = _processor_class(_WHOLE)(**settings_of_resize, crop_size=of_tiles["size"])
+            settings_of_resize = {key: of_tiles[key] for key in _RESIZE_SETTINGS}
+            processor = _processor_class(_RESIZE_PROCESSOR)(
+                **settings_of_resize, crop_size=of_tiles["size"]
+            )
         processor.save_pretrained(directory)
         if settings:
-            _put(before, {**settings, **json.loads(before.read_text())})
+            _update_json(before, {**settings, **json.loads(before.read_text())})
     placeholder = model.image_token_id(tokenizer)
     written = choose_processor(model)
     settings = written.settings(model.composite, encoders)
-    tokens = name_tokens(written, model.composite, placeholder, tokenizer)
+    tokens = processor_tokens(written, model.composite, placeholder, tokenizer)
     # In some classes, tokens around placeholders are also settings of the processor.
     settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
-    _put(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
+    _update_json(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
     cut = any(encoder.spec.tiles is not None for encoder in encoders)
-    of_pictures = {} if cut else written.whole(model.composite, encoders)
-    _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures})
+    of_pictures = {} if cut else written.untiled_settings(model.composite, encoders)
+    _update_json(
+        directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures}
+    )
     if written.video:
         image_settings = json.loads((directory / PREPROCESSOR_FILE).read_text())
-        sizes = {key: image_settings[key] for key in _SIZES if key in image_settings}
-        _put(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
+        sizes = {key: image_settings[key] for key in _FRAME_SETTINGS if key in image_settings}
+        _update_json(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
     if model.composite is None and isinstance(model.text.image_token, str):
-        template = template_for_parts(tokenizer, model.text.image_token)
+        template = extend_chat_template(tokenizer, model.text.image_token)
         if template is not None:
             (directory / _TEMPLATE_FILES[0]).write_text(template)
     missing = {k: v for k, v in tokens.items() if not hasattr(tokenizer, k)}
     if missing and (directory / TOKENIZER_FILE).is_file():
-        _put(directory / TOKENIZER_FILE, missing)
+        _update_json(directory / TOKENIZER_FILE, missing)
 
 
 def image_processor(encoder: EncoderModule) -> Any:
@@ -109,7 +125,7 @@ def _processor_class(name: str) -> Any:
     return getattr(transformers, f"{plain}Pil", None) or getattr(transformers, plain)
 
 
-def _copy(source: str, directory: Path) -> None:
+def _copy_files(source: str, directory: Path) -> None:
     """Copy the processor files of a local directory or a Hub id."""
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
         file = Path(source) / name
@@ -123,20 +139,23 @@ def _copy(source: str, directory: Path) -> None:
             shutil.copyfile(file, directory / name)
 
 
-def choose_processor(model: MultimodalModel) -> Written:
+def choose_processor(model: MultimodalModel) -> ProcessorFiles:
     """Return the processor of a model with encoders."""
     first = model.encoder_modules()[0]
-    if model.composite is None and first.spec.shuffle > 1:
-        return FOLDED
+    if model.composite is None and first.spec.pixel_shuffle_factor > 1:
+        return PIXEL_SHUFFLE_PROCESSOR
     if model.composite is None:
-        return WRITTEN["audioflamingo3" if first.family.modality == "audio" else "llava"]
+        return PROCESSOR_FILES["audioflamingo3" if first.family.modality == "audio" else "llava"]
     if model.composite.model_type == "llava" and first.spec.config.model_type == "pixtral":
         return PIXTRAL
-    return WRITTEN[model.composite.model_type]
+    return PROCESSOR_FILES[model.composite.model_type]
 
 
-def name_tokens(
-    written: Written, config: Any, placeholder: int | None, tokenizer: PreTrainedTokenizerBase
+def processor_tokens(
+    written: ProcessorFiles,
+    config: Any,
+    placeholder: int | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, str]:
     """Return the special tokens of the tokenizer by the names that the processor looks for."""
     vocabulary = tokenizer.get_vocab()
@@ -155,7 +174,7 @@ def name_tokens(
     return {name: token for name, token in found() if token is not None}
 
 
-def _put(file: Path, settings: Mapping[str, Any]) -> None:
+def _update_json(file: Path, settings: Mapping[str, Any]) -> None:
     """Add settings to a JSON file, which may not exist yet."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     text = json.dumps({**before, **settings}, indent=2, sort_keys=True, ensure_ascii=False)

@@ -26,17 +26,18 @@ def has_stacked_experts(names: Iterable[str]) -> bool:
     return any(_STACKED.search(name) for name in names)
 
 
-def taken_apart(
-    hf: Any, tensors: dict[str, Tensor], keep: Callable[[list[Tensor]], list[Tensor]]
+def split_stacked_experts(
+    hf: Any, tensors: dict[str, Tensor], clone_tensors: Callable[[list[Tensor]], list[Tensor]]
 ) -> dict[str, Tensor]:
     """Return tensors by their names in Hugging Face files, in the order of the files.
 
     Args:
         hf: Model of Hugging Face. Its stacked experts move to the meta device.
         tensors: State of the model by names in the files. Emptied.
-        keep: Function that returns a copy of each tensor, for tensors that the conversion computes.
+        clone_tensors: Function that returns a copy of each tensor, for tensors that the conversion
+            computes.
     """
-    left = remove_tied_weights_from_state_dict(tensors, hf)
+    remaining = remove_tied_weights_from_state_dict(tensors, hf)
 
     def natural(name: str) -> list[tuple[int, Any]]:
         # Hugging Face sorts numbers by value.
@@ -47,18 +48,18 @@ def taken_apart(
         return match.group() if match else ""
 
     result: dict[str, Tensor] = {}
-    for _, layer in groupby(sorted(left, key=natural), key=layer_of):
-        group = {name: left.pop(name) for name in layer}
+    for _, layer in groupby(sorted(remaining, key=natural), key=layer_of):
+        group = {name: remaining.pop(name) for name in layer}
         if not has_stacked_experts(group):
             result |= revert_weight_conversion(hf, group)
             continue
         # Tensors that are only renamed share memory with the model and need no copy.
         shapes = {value.untyped_storage().data_ptr(): value.shape for value in group.values()}
         files = revert_weight_conversion(hf, group)
-        made = [
+        computed = [
             n for n, v in files.items() if shapes.get(v.untyped_storage().data_ptr()) != v.shape
         ]
-        copies = dict(zip(made, keep([files[name] for name in made]), strict=True))
+        copies = dict(zip(computed, clone_tensors([files[name] for name in computed]), strict=True))
         result |= {name: copies.get(name, value) for name, value in files.items()}
         for name in filter(_STACKED.search, group):
             module = hf.get_submodule(name.rpartition(".")[0])

@@ -53,13 +53,17 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from torchmm.common.device_copies import to_device
-from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
+from torchmm.models.layers.attention_ops import (
+    capped_attention,
+    iter_segment_runs,
+    packed_attention,
+)
 from torchmm.models.layers.kv_cache import PackedCache, cached_attention
-from torchmm.models.layers.sequence_exchange import RowHeads
+from torchmm.models.layers.sequence_exchange import HeadExchange
 
 PACKED = "packed"
 """Name under which the attention function is registered."""
-PACKED_UNSPLIT = "packed_flash"
+PACKED_FLASH = "packed_flash"
 """Second name of the same function, for Qwen vision layers.
 
 These layers split their input with one device synchronization per layer, unless the name of the
@@ -99,9 +103,9 @@ class Segments:
     """
     blocks_T: Tensor | None = None
     """(T,), int64. Tokens of a segment with the same nonnegative value attend to each other."""
-    only_windows: bool = False
+    blocks_in_windows_only: bool = False
     """Whether `blocks_T` applies only to layers with a sliding window."""
-    row_heads: RowHeads | None = None
+    head_exchange: HeadExchange | None = None
     """Exchange of tokens for heads with context-parallel ranks, or None."""
     cache: PackedCache | None = None
     """Cache for text generation, or None."""
@@ -112,8 +116,8 @@ class Segments:
         cu_seqlens: list[int],
         device: torch.device,
         blocks_T: Tensor | None = None,
-        only_windows: bool = False,
-        row_heads: RowHeads | None = None,
+        blocks_in_windows_only: bool = False,
+        head_exchange: HeadExchange | None = None,
         cache: PackedCache | None = None,
     ) -> Segments:
         """Build segments from their starts and the total length.
@@ -122,8 +126,8 @@ class Segments:
             cu_seqlens: [0, ..., T].
             device: Device of the activations.
             blocks_T: Value of the field, as all following arguments.
-            only_windows: Whether blocks apply only to layers with a sliding window.
-            row_heads: Exchange of tokens for heads.
+            blocks_in_windows_only: Whether blocks apply only to layers with a sliding window.
+            head_exchange: Exchange of tokens for heads.
             cache: Cache for text generation.
 
         Raises:
@@ -135,7 +139,9 @@ class Segments:
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
         device_starts = to_device(host, device)
         longest = torch.empty(max(lengths) + 1, 0)
-        return cls(device_starts, host, longest, blocks_T, only_windows, row_heads, cache)
+        return cls(
+            device_starts, host, longest, blocks_T, blocks_in_windows_only, head_exchange, cache
+        )
 
     @property
     def max_length(self) -> int:
@@ -149,7 +155,7 @@ _GROUPED: dict[str, Any] = (
 )
 
 
-class _Rules(NamedTuple):
+class _MaskRules(NamedTuple):
     """Mask and score modifications of attention within a segment."""
 
     causal: bool
@@ -162,7 +168,12 @@ class _Rules(NamedTuple):
 
 
 def _attend_segments(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    s: Segments,
+    scale: float,
+    rules: _MaskRules,
 ) -> Tensor:
     causal, window, softcap, sinks_H = rules
     inputs = (query_THD, key_TGD, value_TGD)
@@ -195,10 +206,10 @@ def _attend_segments(
     if torch.compiler.is_compiling():  # the loop would be recompiled for different lengths
         return capped_attention([*inputs], host, scale, None, causal, window, s.blocks_T)
     outs = []
-    for run in equal_runs(host):
+    for run in iter_segment_runs(host):
         q, k, v = (run.view(x) for x in inputs)
         plain = s.blocks_T is None and not window
-        mask = None if plain else run.visible(causal, window, s.blocks_T, q.device)
+        mask = None if plain else run.visible_keys(causal, window, s.blocks_T, q.device)
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal and plain, scale=scale, enable_gqa=True
         )
@@ -212,46 +223,46 @@ def _attend_packed(
     value_BGSD: Tensor,
     segments: Segments,
     scale: float,
-    rules: _Rules,
+    rules: _MaskRules,
 ) -> Tensor:
     """Return the attention output (1, T, H, D) of a packed sequence or of a rank's slice of it.
 
     Keys and values are those of the sequence or of a cache.
     """
     cache = segments.cache
-    if cache is not None and not cache.whole_prompts:
+    if cache is not None and not cache.has_full_prompts:
         assert rules.causal
         return cached_attention(
             query_1HTD,
             key_BGSD,
             value_BGSD,
-            visible_BS=cache.visible(key_BGSD.shape[2], rules.window),
+            visible_BS=cache.visible_keys(key_BGSD.shape[2], rules.window),
             scale=scale,
             softcap=rules.softcap,
             sinks_H=rules.sinks_H,
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query_1HTD, key_BGSD, value_BGSD))
-    if segments.only_windows and not rules.window:
+    if segments.blocks_in_windows_only and not rules.window:
         segments = replace(segments, blocks_T=None)
-    rules = rules._replace(window=_needed(rules.window, segments))
-    heads = segments.row_heads
+    rules = rules._replace(window=_effective_window(rules.window, segments))
+    heads = segments.head_exchange
     if heads is None:
         return _attend_segments(q, k, v, segments, scale, rules)[None]
     if rules.sinks_H is not None:
-        sinks_H = heads.own_heads(rules.sinks_H, len(rules.sinks_H))
+        sinks_H = heads.select_local_heads(rules.sinks_H, len(rules.sinks_H))
         rules = rules._replace(sinks_H=sinks_H)
-    whole_q, whole_k, whole_v = heads.whole_rows(q, k, v)
+    whole_q, whole_k, whole_v = heads.to_local_heads(q, k, v)
     out_THD = _attend_segments(whole_q, whole_k, whole_v, segments, scale, rules)
-    return heads.own_tokens(out_THD, query_1HTD.shape[1])[None]
+    return heads.to_local_tokens(out_THD, query_1HTD.shape[1])[None]
 
 
-def _needed(window: int, segments: Segments) -> int:
+def _effective_window(window: int, segments: Segments) -> int:
     """Return the window, or 0 if it masks no key. Compiled layers would recompile for 0."""
     return window if torch.compiler.is_compiling() or window < segments.max_length else 0
 
 
 @cache
-def image_kernels(card: str) -> Mapping[str, str]:
+def image_kernels(gpu_name: str) -> Mapping[str, str]:
     """Return the kernel of encoders with images of one size by head width.
 
     Values are "flash" and "cudnn". Head sizes without a measurement use "flash": cuDNN builds a
@@ -261,17 +272,17 @@ def image_kernels(card: str) -> Mapping[str, str]:
         card: Name of the GPU, as `torch.cuda.get_device_name` returns it.
     """
     kernels: dict[str, dict[str, str]] = json.loads(KERNELS_FILE.read_text())
-    return kernels.get(card, {})
+    return kernels.get(gpu_name, {})
 
 
 @torch.compiler.assume_constant_result
 def _prefers_cudnn(head_width: int, device_index: int) -> bool:
     """Return True if encoders with heads of this width use cuDNN on a GPU."""
-    return image_kernels(_card(device_index)).get(str(head_width)) == "cudnn"
+    return image_kernels(_gpu_name(device_index)).get(str(head_width)) == "cudnn"
 
 
 @cache
-def _card(device_index: int) -> str:
+def _gpu_name(device_index: int) -> str:
     return torch.cuda.get_device_name(device_index)
 
 
@@ -364,7 +375,7 @@ def attention(
         return out_BHTD.transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed sequences require a batch size of 1 and no attention mask")
-    rules = _Rules(causal, window, softcap, sinks_H)
+    rules = _MaskRules(causal, window, softcap, sinks_H)
     return _attend_packed(query_BHTD, key_BGTD, value_BGTD, segments, scale, rules), None
 
 
@@ -372,7 +383,7 @@ def attention(
 # function that returns None would still check in each forward pass whether positions restart, which
 # synchronizes with the device. A padding mask passed to a Hugging Face model therefore has no
 # effect.
-for _name in (PACKED, PACKED_UNSPLIT):
+for _name in (PACKED, PACKED_FLASH):
     AttentionInterface.register(_name, attention)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class SegmentRun(NamedTuple):
     """A run of consecutive segments of the same length."""
 
     start: int
@@ -37,7 +37,7 @@ class Run(NamedTuple):
         part = x_THD[self.start : self.start + self.segments * self.length]
         return part.unflatten(0, (self.segments, self.length)).transpose(1, 2)
 
-    def visible(
+    def visible_keys(
         self, causal: bool, window: int, blocks_T: Tensor | None, device: torch.device
     ) -> Tensor:
         """Return the mask of visible keys, bool: (S, S), or (N, 1, S, S) with blocks.
@@ -59,7 +59,7 @@ class Run(NamedTuple):
         return seen & (behind_SS < window) if window else seen
 
 
-def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
+def iter_segment_runs(cu_seqlens: Tensor) -> Iterator[SegmentRun]:
     """Yield the runs of all segments.
 
     Args:
@@ -68,17 +68,17 @@ def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
     start = 0
     for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist())):
         segments = len(list(run))
-        yield Run(start, segments, length)
+        yield SegmentRun(start, segments, length)
         start += segments * length
 
 
 def _bias(
-    run: Run, like: Tensor, causal: bool, window: int, blocks: Tensor | None
+    run: SegmentRun, like: Tensor, causal: bool, window: int, blocks: Tensor | None
 ) -> Tensor | None:
     """Return the bias of the scores, or None if the causal mask of the kernel suffices."""
     if blocks is None and (not window or window >= run.length):
         return None  # a window as long as the segment masks no key
-    seen = run.visible(causal, window, blocks, like.device)
+    seen = run.visible_keys(causal, window, blocks, like.device)
     return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -110,26 +110,26 @@ def packed_attention(
         Output (T, H, D) and the log-sum-exp of the scores (T, H), float32, for the backward pass.
     """
     width = value_TGD.shape[2]
-    value_TGD = _widened(value_TGD, query_THD)
+    value_TGD = _pad_features(value_TGD, query_THD)
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
     lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_lse_dtype(query_THD))
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for run in equal_runs(cu_seqlens):
+    for run in iter_segment_runs(cu_seqlens):
         q, k, v = (run.view(x) for x in (query_THD, key_TGD, value_TGD))
         bias = _bias(run, q, causal, window, blocks_T)
         out, lse = forward(q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=scale)
         run.view(out_THD).copy_(out)
         run.view(lse_TH[..., None]).copy_(lse[..., None])
-    return _narrowed(out_THD, width), lse_TH
+    return _drop_padding(out_THD, width), lse_TH
 
 
-def _widened(x_THD: Tensor, like_THD: Tensor) -> Tensor:
+def _pad_features(x_THD: Tensor, like_THD: Tensor) -> Tensor:
     """Pad features with zeros to the size of `like_THD`, which the kernel requires of values."""
     missing = like_THD.shape[2] - x_THD.shape[2]
     return torch.nn.functional.pad(x_THD, (0, missing)) if missing else x_THD
 
 
-def _narrowed(x_THD: Tensor, width: int) -> Tensor:
+def _drop_padding(x_THD: Tensor, width: int) -> Tensor:
     return x_THD if x_THD.shape[2] == width else x_THD[..., :width].contiguous()
 
 
@@ -173,11 +173,11 @@ def packed_attention_backward(
     out_THD, lse_TH = outputs
     width = inputs[2].shape[2]
     wide = [inputs[2], out_THD, grad_THD]
-    value_TGD, out_THD, grad_THD = (_widened(x_THD, inputs[0]) for x_THD in wide)
+    value_TGD, out_THD, grad_THD = (_pad_features(x_THD, inputs[0]) for x_THD in wide)
     inputs = [*inputs[:2], value_TGD]
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for run in equal_runs(cu_seqlens):
+    for run in iter_segment_runs(cu_seqlens):
         grad, q, k, v, out = (run.view(x) for x in (grad_THD, *inputs, out_THD))
         lse = run.view(lse_TH[..., None])[..., 0].contiguous()
         bias = _bias(run, q, causal, window, blocks_T)
@@ -185,7 +185,7 @@ def packed_attention_backward(
         parts = backward(grad, q, k, v, out, lse, 0.0, masked, attn_mask=bias, scale=scale)
         for grad_of_all, part in zip(grads, parts, strict=True):
             run.view(grad_of_all).copy_(part)
-    return [*grads[:2], _narrowed(grads[2], width)]
+    return [*grads[:2], _drop_padding(grads[2], width)]
 
 
 def _like_inputs(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
@@ -247,10 +247,10 @@ def capped_attention(
         Output (T, H, D).
     """
     out_THD = _empty_output(inputs[0], inputs[2])
-    for run in equal_runs(cu_seqlens):
-        q, k, v = _grouped(run, *inputs[:3])
-        hidden = _hidden(run, q, causal, window, blocks_T)
-        _, weights, _ = _capped_weights(q, k, hidden, scale, softcap, _sinks(inputs))
+    for run in iter_segment_runs(cu_seqlens):
+        q, k, v = _group_heads(run, *inputs[:3])
+        hidden = _masked_keys(run, q, causal, window, blocks_T)
+        _, weights, _ = _attention_weights(q, k, hidden, scale, softcap, _sinks(inputs))
         run.view(out_THD).copy_((weights.to(v.dtype) @ v).flatten(1, 2))
     return out_THD
 
@@ -259,7 +259,7 @@ def _sinks(inputs: list[Tensor]) -> Tensor | None:
     return inputs[3] if len(inputs) > 3 else None
 
 
-def _grouped(run: Run, query: Tensor, *keys_values: Tensor) -> tuple[Tensor, ...]:
+def _group_heads(run: SegmentRun, query: Tensor, *keys_values: Tensor) -> tuple[Tensor, ...]:
     """Return (N, G, R, S, D) of the query, and (N, G, 1, S, D) of keys and values."""
     groups = keys_values[0].shape[1]
     return run.view(query).unflatten(1, (groups, -1)), *(
@@ -267,13 +267,15 @@ def _grouped(run: Run, query: Tensor, *keys_values: Tensor) -> tuple[Tensor, ...
     )
 
 
-def _hidden(run: Run, q: Tensor, causal: bool, window: int, blocks_T: Tensor | None) -> Tensor:
+def _masked_keys(
+    run: SegmentRun, q: Tensor, causal: bool, window: int, blocks_T: Tensor | None
+) -> Tensor:
     """Return the mask of hidden keys, bool: (S, S) or (N, 1, 1, S, S)."""
-    seen = run.visible(causal, window, blocks_T, q.device)
+    seen = run.visible_keys(causal, window, blocks_T, q.device)
     return ~(seen if blocks_T is None else seen[:, :, None])
 
 
-def _capped_weights(
+def _attention_weights(
     q: Tensor,
     k: Tensor,
     hidden: Tensor,
@@ -323,12 +325,12 @@ def capped_attention_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
     sinks_H = _sinks(inputs)
     of_sinks = [] if sinks_H is None else [torch.zeros_like(sinks_H)]
-    for run in equal_runs(cu_seqlens):
-        q, k, v = _grouped(run, *inputs[:3])
+    for run in iter_segment_runs(cu_seqlens):
+        q, k, v = _group_heads(run, *inputs[:3])
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
-        hidden = _hidden(run, q, causal, window, blocks_T)
+        hidden = _masked_keys(run, q, causal, window, blocks_T)
         # Recomputed, because saved scores would need S x S values per head and segment.
-        slope, weights, sunk = _capped_weights(q, k, hidden, scale, softcap, sinks_H)
+        slope, weights, sunk = _attention_weights(q, k, hidden, scale, softcap, sinks_H)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
         # Gradient of softmax, then of c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
         mean = (weights * of_weights).sum(-1, keepdim=True)

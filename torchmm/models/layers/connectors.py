@@ -36,7 +36,7 @@ class MlpConnector(nn.Module):
         return self.linear_2(self.act(self.linear_1(hidden_states)))
 
 
-class LineMlpConnector(MlpConnector):
+class NewlineMlpConnector(MlpConnector):
     """The LLaVA-NeXT connector, which drops padding of tiled images and adds newline embeddings."""
 
     def __init__(self, in_features: int, out_features: int, act: str = "gelu", bias: bool = True):
@@ -82,11 +82,17 @@ class MergeMlpConnector(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, neighbours: int, act: str, bias: bool, eps: float
+        self,
+        in_features: int,
+        out_features: int,
+        num_merged_patches: int,
+        act: str,
+        bias: bool,
+        eps: float,
     ) -> None:
         super().__init__()
         self.norm = Mistral3RMSNorm(in_features, eps)
-        merging = nn.Linear(neighbours * in_features, in_features, bias=False)
+        merging = nn.Linear(num_merged_patches * in_features, in_features, bias=False)
         self.patch_merger = nn.ModuleDict({"merging_layer": merging})
         self.linear_1 = nn.Linear(in_features, out_features, bias=bias)
         self.act = ACT2FN[act]
@@ -153,7 +159,7 @@ class ScaledLinearConnector(LinearConnector):
         return super().forward(normed.to(hidden_states.dtype))
 
 
-class SoundProjection(nn.Module):
+class OmniAudioProjection(nn.Module):
     """The two linear layers after the audio encoder of Qwen3-Omni: (K, D_in) -> (K, D_llm)."""
 
     def __init__(self, proj1: nn.Module, act: nn.Module, proj2: nn.Module) -> None:
@@ -167,7 +173,7 @@ class SoundProjection(nn.Module):
         return self.proj2(self.act(self.proj1(hidden_states)))
 
 
-class NormProjection(nn.Module):
+class NormAudioProjection(nn.Module):
     """The norm and linear layer after the audio encoder of Qwen2.5-Omni: (K, D_in) -> (K, D_llm).
 
     Parameter names are those of the encoder.
@@ -186,16 +192,16 @@ class NormProjection(nn.Module):
 class PoolConnector(nn.Module):
     """The Gemma 3 connector: mean of folded patches, norm, projection."""
 
-    def __init__(self, in_features: int, neighbours: int, out_features: int, eps: float):
+    def __init__(self, in_features: int, num_merged_patches: int, out_features: int, eps: float):
         super().__init__()
-        features = in_features // neighbours
-        self.neighbours = neighbours
+        features = in_features // num_merged_patches
+        self.num_merged_patches = num_merged_patches
         self.mm_input_projection_weight = nn.Parameter(torch.empty(features, out_features))
         self.mm_soft_emb_norm = Gemma3RMSNorm(features, eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return embeddings (K, D_llm) for concatenated patch features (K, D_in)."""
-        pooled = hidden_states.unflatten(-1, (self.neighbours, -1)).mean(-2)
+        pooled = hidden_states.unflatten(-1, (self.num_merged_patches, -1)).mean(-2)
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
 
 
@@ -220,7 +226,7 @@ def init_connector(module: nn.Module) -> bool:
         nn.init.ones_(module.std_scale)
     elif isinstance(module, Gemma3RMSNorm):  # the scale is 1 + weight
         nn.init.zeros_(module.weight)
-    elif isinstance(module, LineMlpConnector):
+    elif isinstance(module, NewlineMlpConnector):
         nn.init.normal_(module.image_newline, std=len(module.image_newline) ** -0.5)
     else:
         return False
@@ -232,10 +238,10 @@ def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
 
     The order is that of construction, which is the execution order in connectors.
     """
-    return [sizes for _, sizes in linear_parts(module)]
+    return [sizes for _, sizes in iter_linears(module)]
 
 
-def linear_parts(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
+def iter_linears(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
     """Yield submodules that compute a linear layer, with their input and output features."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
@@ -247,7 +253,7 @@ def linear_parts(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]
             yield part, (part.weight[0].numel(), part.out_channels)
 
 
-def fold_neighbours(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:
+def fold_patches(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:
     """Concatenate the features of `size` x `size` neighbouring patches.
 
     Args:

@@ -16,7 +16,7 @@ same size, and would spread the connector over stages. The connector returns one
 features of other encoders. LLM stages pass unused blocks to the next stage.
 
 The Hugging Face text model adds blocks with boolean masks, which synchronize with the device.
-`add_block` replaces this method, and a list of functions replaces the list of blocks.
+`add_deepstack_features` replaces this method, and a list of functions replaces the list of blocks.
 
 Shape legend: K output tokens of all images, T tokens of the microbatch, P patches, D features.
 """
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Add = Callable[[Tensor], Tensor]
+AddFeatures = Callable[[Tensor], Tensor]
 """Function that adds a block to hidden states (1, T, D), or to the slice of a rank."""
 
 
@@ -59,13 +59,13 @@ class DeepstackConnector(nn.Module):
         return torch.cat([self.merger(hidden_PD), *blocks], dim=1)
 
 
-def add_block(hidden: Tensor, _: None, add: Add | None) -> Tensor:
+def add_deepstack_features(hidden: Tensor, _: None, add: AddFeatures | None) -> Tensor:
     """Add a block to hidden states. This replaces `_deepstack_process` of a text model."""
     return hidden if add is None else add(hidden)
 
 
 @contextmanager
-def adding_blocks(text_model: nn.Module, adds: Sequence[Add | None]) -> Iterator[None]:
+def deepstack_features(text_model: nn.Module, adds: Sequence[AddFeatures | None]) -> Iterator[None]:
     """Make forward passes of `text_model` add blocks within the context.
 
     Args:

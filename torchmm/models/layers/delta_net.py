@@ -39,13 +39,17 @@ from transformers.activations import ACT2FN
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import DeltaSizes
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.delta_ops import next_token_rule, packed_delta_rule, rule_with_states
+from torchmm.models.layers.delta_ops import (
+    delta_rule_next_token,
+    delta_rule_with_states,
+    packed_delta_rule,
+)
 from torchmm.models.layers.packed_mixers import (
     cached_convolution,
     pack_mixers,
     packed_convolution,
 )
-from torchmm.models.layers.sequence_exchange import RowHeads
+from torchmm.models.layers.sequence_exchange import HeadExchange
 
 MIXER = "linear_attn"
 """Hugging Face name of the delta net in a layer."""
@@ -87,7 +91,7 @@ def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
     Raises:
         ConfigError: They would call flash-linear-attention, which torch.compile cannot trace.
     """
-    if device == "cuda" and any(map(delta_sizes, layers)) and _library() is not None:
+    if device == "cuda" and any(map(delta_sizes, layers)) and _fla_kernel() is not None:
         raise ConfigError(
             f"compile: delta nets of {name!r} cannot be compiled with flash-linear-attention; "
             f"uninstall it, or remove {name!r} from compile.modules"
@@ -100,14 +104,14 @@ def _all_weights(mixer: Any) -> DeltaWeights:
 
 def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """Return the output (1, T, D) for hidden states (1, T, D)."""
-    weights: DeltaWeights = mixer.own_weights()
+    weights: DeltaWeights = mixer.local_weights()
     heads = len(weights.decay_H)
     project = _project_interleaved if hasattr(mixer, "in_proj_qkvz") else _project
     mixed_TC, gate_TX, beta_TH, decay_TH = project(mixer, hidden_states)
-    ranks = segments.row_heads
+    ranks = segments.head_exchange
     if ranks is not None:
-        mixed_TC, beta_TH, decay_TH = _own_heads(mixer, mixed_TC, beta_TH, decay_TH, ranks)
-        weights = _weights_of_own_heads(mixer, weights, ranks)
+        mixed_TC, beta_TH, decay_TH = _exchange_heads(mixer, mixed_TC, beta_TH, decay_TH, ranks)
+        weights = _select_local_weights(mixer, weights, ranks)
     filtered_TC = cached_convolution(mixer, mixed_TC, weights.filters_CW, segments)
     if filtered_TC is None:
         filtered_TC = packed_convolution(mixed_TC, weights.filters_CW, segments)
@@ -118,32 +122,32 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     rule = delta_rule if segments.cache is None else partial(_cached_rule, mixer)
     value_THV = rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH.sigmoid(), segments)
     if ranks is not None:
-        value_THV = ranks.own_tokens(value_THV, heads)
+        value_THV = ranks.to_local_tokens(value_THV, heads)
     rows = value_THV.flatten(0, 1)
     normed = mixer.norm(rows, gate_TX.reshape(rows.shape))
     return mixer.out_proj(normed.view(1, *gate_TX.shape))
 
 
-def _own_heads(
-    mixer: Any, mixed_SC: Tensor, beta_SH: Tensor, decay_SH: Tensor, ranks: RowHeads
+def _exchange_heads(
+    mixer: Any, mixed_SC: Tensor, beta_SH: Tensor, decay_SH: Tensor, ranks: HeadExchange
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return channels (T, local C), beta and decay (T, local H) of all tokens for local heads."""
     query_SGK, key_SGK, value_SHV = _by_head(mixer, mixed_SC, beta_SH.shape[1], dim=1)
-    value_THV, beta_TH1, decay_TH1, query_TGK, key_TGK = ranks.whole_rows(
+    value_THV, beta_TH1, decay_TH1, query_TGK, key_TGK = ranks.to_local_heads(
         value_SHV, beta_SH[..., None], decay_SH[..., None], query_SGK, key_SGK
     )
     mixed_TC = torch.cat([x.flatten(1) for x in (query_TGK, key_TGK, value_THV)], 1)
     return mixed_TC, beta_TH1[..., 0], decay_TH1[..., 0]
 
 
-def _weights_of_own_heads(mixer: Any, weights: DeltaWeights, ranks: RowHeads) -> DeltaWeights:
+def _select_local_weights(mixer: Any, weights: DeltaWeights, ranks: HeadExchange) -> DeltaWeights:
     filters_CW, decay_H, bias_H = weights
     heads = len(decay_H)
     by_head = _by_head(mixer, filters_CW, heads, dim=0)
     return DeltaWeights(
-        torch.cat([ranks.own_heads(filters, heads).flatten(0, 1) for filters in by_head]),
-        ranks.own_heads(decay_H, heads),
-        ranks.own_heads(bias_H, heads),
+        torch.cat([ranks.select_local_heads(filters, heads).flatten(0, 1) for filters in by_head]),
+        ranks.select_local_heads(decay_H, heads),
+        ranks.select_local_heads(bias_H, heads),
     )
 
 
@@ -204,10 +208,10 @@ def delta_rule(
         segments: Segments of the packed sequence.
     """
     half = value_THV.dtype in (torch.bfloat16, torch.float16)
-    kernel = _library() if value_THV.is_cuda and half else None
+    kernel = _fla_kernel() if value_THV.is_cuda and half else None
     if kernel is not None:
         inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
-        return call_library(kernel, inputs, segments)
+        return call_fla_kernel(kernel, inputs, segments)
     starts = segments.cu_seqlens_host
     return packed_delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, starts)
 
@@ -225,18 +229,18 @@ def _cached_rule(
     inputs = [query_TGK, key_TGK, value_THV, decay_TH, beta_TH]
     cache = segments.cache
     assert cache is not None
-    if cache.whole_prompts:
-        out_THV, states_BHKV = rule_with_states(inputs, segments.cu_seqlens_host)
+    if cache.has_full_prompts:
+        out_THV, states_BHKV = delta_rule_with_states(inputs, segments.cu_seqlens_host)
     else:
         # Older versions of transformers have no method that returns the state.
         before_BHKV = cache.layers[mixer.layer_idx].recurrent_states[0]
         assert before_BHKV is not None
-        out_THV, states_BHKV = next_token_rule(inputs, before_BHKV)
+        out_THV, states_BHKV = delta_rule_next_token(inputs, before_BHKV)
     cache.update_recurrent_state(states_BHKV, mixer.layer_idx)
     return out_THV
 
 
-def call_library(
+def call_fla_kernel(
     kernel: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], segments: Segments
 ) -> Tensor:
     """Return the output (T, H, V) of the flash-linear-attention kernel, in a batch of size 1."""
@@ -247,7 +251,7 @@ def call_library(
 
 
 @functools.cache
-def _library() -> Any:
+def _fla_kernel() -> Any:
     """Return the kernel of flash-linear-attention, or None if the library is not installed."""
     try:
         return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

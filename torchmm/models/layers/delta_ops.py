@@ -24,8 +24,8 @@ Backward. The values inside chunks are recomputed from the inputs. Saved values 
 times as large as the inputs. Autograd through the loop would save them and would recompile for each
 number of chunks.
 
-Text generation also needs the state after each segment, and no backward pass. `rule_with_states`
-and `next_token_rule` are separate functions for this.
+Text generation also needs the state after each segment, and no backward pass.
+`delta_rule_with_states` and `delta_rule_next_token` are separate functions for this.
 
 Shape legend: T tokens, S segments, G key heads, H value heads (G divides H), K key features, V
 value features, D any features, C chunks, L tokens of a chunk, R rounds.
@@ -48,7 +48,7 @@ NORM_EPSILON = 1e-6
 class ChunkLayout(NamedTuple):
     """The chunk and the position in the chunk of each token."""
 
-    places_T: Tensor
+    slots_T: Tensor
     """(T,), int64, chunk * L + position in the chunk, on the device of the tokens."""
     rounds: list[int]
     """Number of chunks of each round, in nonincreasing order."""
@@ -58,7 +58,7 @@ class ChunkLayout(NamedTuple):
     """(S,), int64, on the CPU: index of each segment after sorting by length, longest first."""
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
+    def from_starts(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
         """Build the layout.
 
         Args:
@@ -79,22 +79,22 @@ class ChunkLayout(NamedTuple):
         segment_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
         at_T = torch.arange(int(cu_seqlens[-1])) - starts_S[segment_T]
         chunk_T = first_R[at_T // length] + rank_S[segment_T]
-        places_T = chunk_T * length + at_T % length
+        slots_T = chunk_T * length + at_T % length
         if device.type == "cuda":
-            places_T = places_T.pin_memory().to(device, non_blocking=True)
-        return cls(places_T, rounds_R.tolist(), length, rank_S)
+            slots_T = slots_T.pin_memory().to(device, non_blocking=True)
+        return cls(slots_T, rounds_R.tolist(), length, rank_S)
 
     def split(self, x_THD: Tensor) -> Tensor:
         """Return the tokens (T, H, D) in chunks, (C, H, L, D), float32, padded with zeros."""
         shape = (sum(self.rounds) * self.length, *x_THD.shape[1:])
-        x = x_THD.new_zeros(shape, dtype=_wide(x_THD)).index_copy_(
-            0, self.places_T, x_THD.to(_wide(x_THD))
+        x = x_THD.new_zeros(shape, dtype=_compute_dtype(x_THD)).index_copy_(
+            0, self.slots_T, x_THD.to(_compute_dtype(x_THD))
         )
         return x.unflatten(0, (-1, self.length)).transpose(1, 2).contiguous()
 
     def join(self, x_CHLD: Tensor) -> Tensor:
         """Return the tokens of chunks (C, H, L, D) in packed order, (T, H, D)."""
-        return x_CHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.places_T)
+        return x_CHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.slots_T)
 
     def slices(self) -> Iterator[slice]:
         """Yield the slice of chunks of each round."""
@@ -112,7 +112,7 @@ def chunk_length(longest: int) -> int:
     return length
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -143,12 +143,12 @@ class _Chunks(NamedTuple):
     """(C, H, L, K), keys that read the replaced content of the initial state."""
 
     @property
-    def grown(self) -> Tensor:
+    def decay_from_start(self) -> Tensor:
         """Decay from the start of the chunk, (C, H, L, 1)."""
         return self.decay.exp()
 
     @property
-    def rest(self) -> Tensor:
+    def decay_to_end(self) -> Tensor:
         """Decay to the end of the chunk, (C, H, L, 1)."""
         return (self.decay[:, :, -1:] - self.decay).exp()
 
@@ -206,8 +206,8 @@ class _Scan(NamedTuple):
 
 
 def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
-    decayed_key = c.key * c.rest
-    whole = c.grown[:, :, -1:]
+    decayed_key = c.key * c.decay_to_end
+    whole = c.decay_from_start[:, :, -1:]
     states = c.key.new_empty(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     written = torch.empty_like(c.value)
     state = torch.zeros_like(states[: layout.rounds[0]])
@@ -252,14 +252,14 @@ def packed_delta_rule(
 
 def _rule(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ChunkLayout, _Scan]:
     value_THV = inputs[2]
-    layout = ChunkLayout.of(cu_seqlens, value_THV.device)
+    layout = ChunkLayout.from_starts(cu_seqlens, value_THV.device)
     c = _chunks(layout, inputs)
     scan = _scan(layout, c)
-    out = (c.query * c.grown) @ scan.states + c.scores @ scan.written
+    out = (c.query * c.decay_from_start) @ scan.states + c.scores @ scan.written
     return layout.join(out).to(value_THV.dtype), layout, scan
 
 
-def rule_with_states(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_with_states(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output of `packed_delta_rule` and the final states (S, H, K, V), float32.
 
     Args:
@@ -271,7 +271,7 @@ def rule_with_states(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tens
     return out_THV, by_rank[layout.ranks_S.to(by_rank.device)]
 
 
-def next_token_rule(inputs: Sequence[Tensor], states_SHKV: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_next_token(inputs: Sequence[Tensor], states_SHKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output (S, H, V) of one new token per segment, and the new states.
 
     Args:
@@ -300,7 +300,7 @@ def packed_delta_rule_backward(
     grad_THV: Tensor, inputs: list[Tensor], cu_seqlens: Tensor
 ) -> list[Tensor]:
     """Return the gradients of the five inputs of `packed_delta_rule`, each in the input dtype."""
-    layout = ChunkLayout.of(cu_seqlens, grad_THV.device)
+    layout = ChunkLayout.from_starts(cu_seqlens, grad_THV.device)
     c = _chunks(layout, inputs)
     scan = _scan(layout, c)
     parts = _gradients(layout, c, scan, layout.split(grad_THV))
@@ -317,15 +317,15 @@ def _through_norm(layout: ChunkLayout, x_TGK: Tensor, grad_CHLK: Tensor) -> Tens
     """Return the gradient before normalization, (T, G, K), summed over heads that share a key."""
     groups = x_TGK.shape[1]
     grad = layout.join(grad_CHLK).unflatten(1, (groups, -1)).sum(2)
-    unit, factor = _normalized(x_TGK.to(_wide(x_TGK)))
+    unit, factor = _normalized(x_TGK.to(_compute_dtype(x_TGK)))
     return factor * (grad - unit * (grad * unit).sum(-1, keepdim=True))
 
 
 def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients (C, H, L, ...) of query, key, value, decay per token, and beta."""
     of_written, of_states = _scan_backward(layout, c, grad)
-    grown_query = c.query * c.grown
-    rest_key = c.key * c.rest
+    grown_query = c.query * c.decay_from_start
+    rest_key = c.key * c.decay_to_end
     of_grown_query = grad @ scan.states.transpose(-1, -2)
     of_rest_key = scan.written @ of_states.transpose(-1, -2)
     of_scores = (grad @ scan.written.transpose(-1, -2)).tril_()
@@ -337,12 +337,12 @@ def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tu
     of_system = of_system.tril_(-1)
 
     paired = of_scores * c.pairs
-    of_query = paired @ c.key + of_grown_query * c.grown
+    of_query = paired @ c.key + of_grown_query * c.decay_from_start
     of_overlap = of_system * c.pairs * c.beta
-    read_key = _row_sums(right_read, c.key) * c.grown
-    of_key = paired.transpose(-1, -2) @ c.query + of_rest_key * c.rest
+    read_key = _row_sums(right_read, c.key) * c.decay_from_start
+    of_key = paired.transpose(-1, -2) @ c.query + of_rest_key * c.decay_to_end
     of_key += (of_overlap + of_overlap.transpose(-1, -2)) @ c.key
-    of_key += right_read * (c.beta * c.grown)
+    of_key += right_read * (c.beta * c.decay_from_start)
     of_beta = _row_sums(right_new, c.value) + read_key
     of_beta += _row_sums(of_system * c.pairs, c.overlap)
 
@@ -359,7 +359,9 @@ def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tu
     of_decay += (of_grown_query * grown_query).sum(
         -1, keepdim=True, dtype=exact
     ) + read_key * c.beta
-    whole = (of_states * scan.states).sum((-2, -1), dtype=exact)[..., None] * c.grown[:, :, -1]
+    whole = (of_states * scan.states).sum((-2, -1), dtype=exact)[..., None] * c.decay_from_start[
+        :, :, -1
+    ]
     of_decay[:, :, -1] += whole + to_end.sum(2)
     of_decay = of_decay.flip(2).cumsum(2).flip(2)
     return of_query, of_key, right_new * c.beta, of_decay, of_beta
@@ -371,9 +373,9 @@ def _row_sums(x: Tensor, y: Tensor) -> Tensor:
 
 def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of written values (C, H, L, V) and of states after chunks (C, H, K, V)."""
-    rest_key = c.key * c.rest
-    grown_query = c.query * c.grown
-    whole = c.grown[:, :, -1:]
+    rest_key = c.key * c.decay_to_end
+    grown_query = c.query * c.decay_from_start
+    whole = c.decay_from_start[:, :, -1:]
     of_written = c.scores.transpose(-1, -2) @ grad
     of_states = c.key.new_zeros(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     before: Tensor | None = None

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.layers.sequence_exchange import RowRanks
+from torchmm.models.layers.sequence_exchange import SequenceRanks
 
 COMPILES_FROM = (5, 23)
 """First version of transformers with a traceable loop over experts, which CPUs use."""
@@ -37,14 +37,14 @@ class RouterBalance:
         layers: Number of layers with a router in the full model.
         scale: Weight of a token, 1 / tokens of the global batch for gradients of a mean. 0 disables
             the loss.
-        row_ranks: Context-parallel ranks that share a packed sequence, whose tokens are counted
-            jointly. None if a rank has all tokens.
+        sequence_ranks: Context-parallel ranks that share a packed sequence, whose tokens are
+            counted jointly. None if a rank has all tokens.
     """
 
     coefficient: float
     layers: int
     scale: float = 0.0
-    row_ranks: RowRanks | None = None
+    sequence_ranks: SequenceRanks | None = None
 
     def __call__(self, router: Any, _: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Return the output of a router, whose weights carry the gradient of the loss.
@@ -56,7 +56,7 @@ class RouterBalance:
         logits_TE, weights_TK, experts_TK = output
         if not self.scale or not torch.is_grad_enabled():
             return output
-        loss = balancing_loss(logits_TE, experts_TK, self.row_ranks)
+        loss = balancing_loss(logits_TE, experts_TK, self.sequence_ranks)
         share = getattr(router, "balance_share", 1.0)
         factor = self.coefficient * self.scale * share * len(logits_TE) / self.layers
         weights_TK, _ = _JoinGradient.apply(weights_TK, loss, factor)
@@ -64,7 +64,7 @@ class RouterBalance:
 
 
 def balancing_loss(
-    logits_TE: Tensor, experts_TK: Tensor, row_ranks: RowRanks | None = None
+    logits_TE: Tensor, experts_TK: Tensor, sequence_ranks: SequenceRanks | None = None
 ) -> Tensor:
     """Return E times the sum over experts of load times mean probability, a float32 scalar.
 
@@ -73,7 +73,7 @@ def balancing_loss(
     Args:
         logits_TE: (T, E), router logits.
         experts_TK: (T, K), int64, selected experts.
-        row_ranks: Context-parallel ranks. Loads are those of the complete packed sequence, and
+        sequence_ranks: Context-parallel ranks. Loads are those of the complete packed sequence, and
             probabilities those of local tokens. The mean over ranks, weighted by tokens, is the
             loss of the sequence.
     """
@@ -81,8 +81,8 @@ def balancing_loss(
     loads_E = torch.zeros(experts, device=logits_TE.device)
     ones = torch.ones_like(experts_TK, dtype=torch.float32)
     loads_E = loads_E.index_add(0, experts_TK.flatten(), ones.flatten())
-    if row_ranks is not None:
-        loads_E = row_ranks.summed(loads_E)
+    if sequence_ranks is not None:
+        loads_E = sequence_ranks.summed(loads_E)
     loads_E = loads_E / loads_E.sum() * experts_TK.shape[1]
     probabilities_E = logits_TE.softmax(-1, dtype=torch.float32).mean(0)
     return experts * (loads_E * probabilities_E).sum()
@@ -138,7 +138,7 @@ class ExpertLoads:
         self._layers = len(parts)
         self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
         self._loads_LE: Tensor | None = None
-        self._places = {part: place for place, part in enumerate(parts)}
+        self._layer_indices = {part: place for place, part in enumerate(parts)}
         for part in parts:  # one shared hook, so that all layers share compiled graphs
             part.register_forward_pre_hook(self._count)
 
@@ -153,7 +153,7 @@ class ExpertLoads:
             self._loads_LE = torch.zeros(self._layers, self._experts, device=chosen_TK.device)
         chosen = chosen_TK.flatten()
         ones = torch.ones_like(chosen, dtype=torch.float32)
-        self._loads_LE[self._places[part]].index_add_(0, chosen, ones)
+        self._loads_LE[self._layer_indices[part]].index_add_(0, chosen, ones)
 
     def take(self, device: torch.device) -> Tensor:
         """Return and reset the tokens of this rank since the last call, (L, E), float32."""
@@ -163,7 +163,7 @@ class ExpertLoads:
         return taken_LE
 
 
-def busiest_expert(loads_LE: Tensor) -> Tensor:
+def max_expert_load_ratio(loads_LE: Tensor) -> Tensor:
     """Return the ratio of maximum to mean expert load, averaged over layers, a float32 scalar.
 
     The minimum is 1.

@@ -44,23 +44,23 @@ class PackedCache(DynamicCache):
         super().__init__(config=config)
         self.lengths: list[int] = []
         """Tokens of each prompt, including those of the current packed sequence."""
-        self.whole_prompts = True
+        self.has_full_prompts = True
         """Whether the current packed sequence has the complete prompts."""
         self._device = torch.device("cpu")
         self._places_T: Tensor | None = None
         self._masks: dict[tuple[int, int], Tensor | None] = {}
 
-    def begin_row(self, cu_seqlens: Sequence[int], device: torch.device) -> None:
+    def begin_sequence(self, cu_seqlens: Sequence[int], device: torch.device) -> None:
         """Prepare for a packed sequence. Call it before each forward pass.
 
         Raises:
             ValueError: A later packed sequence does not have one token per prompt.
         """
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
-        self.whole_prompts = not self.lengths
+        self.has_full_prompts = not self.lengths
         self._device = device
         self._masks = {}
-        if self.whole_prompts:
+        if self.has_full_prompts:
             self.lengths = lengths
             if len(lengths) > 1:
                 longest = max(lengths)
@@ -78,7 +78,7 @@ class PackedCache(DynamicCache):
             )
         self.lengths = [length + 1 for length in self.lengths]
 
-    def visible(self, kept: int, window: int) -> Tensor | None:
+    def visible_keys(self, kept: int, window: int) -> Tensor | None:
         """Return the mask (B, S), bool, of the keys that the newest token of a prompt attends to.
 
         The mask is None if each token attends to all keys.
@@ -107,7 +107,7 @@ class PackedCache(DynamicCache):
             tokens.
         """
         row = key_states, value_states
-        if not self.whole_prompts:
+        if not self.has_full_prompts:
             keys, values = (x_1GBD.transpose(0, 2) for x_1GBD in row)
             return super().update(keys, values, layer_idx, *args, **kwargs)
         rows = [x[0].transpose(0, 1) for x in row]
@@ -117,7 +117,7 @@ class PackedCache(DynamicCache):
 
     def by_prompt(self, x_TX: Tensor) -> Tensor:
         """Return the values of a packed sequence, right-aligned by prompt: (B, L, ...)."""
-        if not self.whole_prompts:
+        if not self.has_full_prompts:
             return x_TX[:, None]
         if self._places_T is None:
             return x_TX[None]
@@ -125,7 +125,7 @@ class PackedCache(DynamicCache):
         spaced = x_TX.new_zeros(prompts * max(self.lengths), *x_TX.shape[1:])
         return spaced.index_copy_(0, self._places_T, x_TX).unflatten(0, (prompts, -1))
 
-    def filtered(self, x_TC: Tensor, filters_CW: Tensor, layer_idx: int) -> Tensor | None:
+    def convolve(self, x_TC: Tensor, filters_CW: Tensor, layer_idx: int) -> Tensor | None:
         """Return the causal convolution of new tokens, (B, C), and store the last values.
 
         The result is None for complete prompts.
@@ -133,7 +133,7 @@ class PackedCache(DynamicCache):
         width = filters_CW.shape[1]
         x_BCL = self.by_prompt(x_TC).transpose(1, 2)
         last_BCW = self.update_conv_state(x_BCL, layer_idx, conv_kernel_size=width)[..., -width:]
-        if self.whole_prompts:
+        if self.has_full_prompts:
             return None
         return (last_BCW.to(filters_CW.dtype) * filters_CW).sum(-1).to(x_TC.dtype)
 
@@ -153,7 +153,7 @@ def cached_attention(
         query_1HBD: Queries.
         key_BGSD: Keys.
         value_BGSD: Values.
-        visible_BS: Result of `PackedCache.visible`.
+        visible_BS: Result of `PackedCache.visible_keys`.
         scale: Factor of the scores.
         softcap: Scores s become `softcap` tanh(s / `softcap`). If None, they stay the same.
         sinks_H: Additional score of every query, whose weight is dropped.
@@ -182,7 +182,7 @@ def cached_attention(
     return out.reshape(1, prompts, -1, out.shape[3])
 
 
-def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
+def next_token_sequence(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     """Return a packed sequence with one new token for each prompt.
 
     Args:
@@ -206,7 +206,7 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     )
 
 
-def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
+def extend_prompt(row: Microbatch, tokens_N: Tensor) -> Microbatch:
     """Return a prompt with more tokens, whose keys and values are recomputed.
 
     Args:

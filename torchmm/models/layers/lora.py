@@ -18,7 +18,7 @@ The norms |.| of rows are computed in each forward pass and are constants in the
 in PEFT. `Lora.squares` computes them from matmuls with A and B, without a matrix as large as the
 weight.
 
-A tensor-parallel rank computes with its shard of the matrices (`Part`,
+A tensor-parallel rank computes with its shard of the matrices (`LoraSharding`,
 `torchmm.parallel.tensor.low_rank`).
 
 Shape legend: R rank, I input features, O output features.
@@ -56,26 +56,26 @@ class LoraSpec:
         return self.alpha / (sqrt(self.rank) if self.method == "rslora" else self.rank)
 
 
-class Part(NamedTuple):
+class LoraSharding(NamedTuple):
     """Functions that select the shard of a rank from inputs and parameters of a linear layer."""
 
-    of_input: Callable[[Tensor], Tensor]
+    shard_input: Callable[[Tensor], Tensor]
     """Prepare the input of the linear layer (..., I) for the matmul with A."""
-    of_down: Callable[[Tensor], Tensor]
+    shard_down: Callable[[Tensor], Tensor]
     """Select the local shard of A (R, I)."""
-    of_rows: Callable[[Tensor], Tensor]
+    shard_rows: Callable[[Tensor], Tensor]
     """Select rows of tensors with one row per output feature: B, magnitudes, W and b."""
-    summed: Callable[[Tensor], Tensor]
+    sum_squares: Callable[[Tensor], Tensor]
     """Sum the squares of row shards over ranks to those of complete rows."""
-    biased: bool
+    adds_bias: bool
     """Whether the output includes the bias. Row-wise sharded layers add it after the reduction."""
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-WHOLE = Part(_itself, _itself, _itself, _itself, biased=True)
+UNSHARDED = LoraSharding(_identity, _identity, _identity, _identity, adds_bias=True)
 """Selection for linear layers without tensor parallelism."""
 
 
@@ -94,7 +94,7 @@ class Lora(nn.Module):
         super().__init__()
         weight = linear.weight
         self.spec = spec
-        self.part = WHOLE
+        self.part = UNSHARDED
         self.down = nn.Parameter(weight.new_empty(spec.rank, linear.in_features))
         self.up = nn.Parameter(weight.new_empty(linear.out_features, spec.rank))
         self.magnitude: nn.Parameter | None = None
@@ -110,16 +110,16 @@ class Lora(nn.Module):
             linear: Linear layer that contains this module.
         """
         part = self.part
-        down_RI, up_OR = part.of_down(self.down), part.of_rows(self.up)
-        few = functional.linear(part.of_input(x), down_RI) * self.spec.scale
+        down_RI, up_OR = part.shard_down(self.down), part.shard_rows(self.up)
+        few = functional.linear(part.shard_input(x), down_RI) * self.spec.scale
         product = functional.linear(few, up_OR)
         if self.magnitude is None:
             return output + product
         squares_O = self.squares(linear, down_RI.detach(), up_OR.detach())
-        ratio_O = part.of_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
-        if linear.bias is None or not part.biased:
+        ratio_O = part.shard_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
+        if linear.bias is None or not part.adds_bias:
             return ratio_O * (output + product)
-        bias_O = part.of_rows(linear.bias).detach()
+        bias_O = part.shard_rows(linear.bias).detach()
         return ratio_O * (output - bias_O + product) + bias_O
 
     def squares(self, linear: nn.Linear, down_RI: Tensor, up_OR: Tensor) -> Tensor:
@@ -133,11 +133,11 @@ class Lora(nn.Module):
             down_RI: (R, I), local shard of A.
             up_OR: (O, R), local shard of B.
         """
-        weight_OI = self.part.of_rows(linear.weight).detach()
+        weight_OI = self.part.shard_rows(linear.weight).detach()
         up_OR = self.spec.scale * up_OR.float()
         base_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
         crossed_OR = 2 * (weight_OI @ down_RI.T) + up_OR @ (down_RI @ down_RI.T).float()
-        return self.part.summed(base_O + (crossed_OR * up_OR).sum(1))
+        return self.part.sum_squares(base_O + (crossed_OR * up_OR).sum(1))
 
 
 def add_lora(linear: nn.Linear, spec: LoraSpec) -> None:
@@ -150,7 +150,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return linear.lora(inputs[0], output, linear)
 
 
-def merged(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Tensor:
+def merge_lora(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Tensor:
     """Return the weight (O, I) of an equivalent linear layer without an adapter.
 
     Args:
@@ -165,7 +165,7 @@ def merged(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Ten
     return ratio[:, None] * total
 
 
-def of_adapter(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Return True if a parameter with this name belongs to an adapter."""
     return f".{CHILD}." in name
 

@@ -84,14 +84,15 @@ def chunk_rows(vocabulary: int) -> int:
 
 
 def cross_entropy_in_chunks(
-    head: ChunkHead, logits_of: Callable[[Tensor], Tensor], rows_LD: Tensor, targets_L: Tensor
+    head: ChunkHead, compute_logits: Callable[[Tensor], Tensor], rows_LD: Tensor, targets_L: Tensor
 ) -> Tensor:
     """Return the sum of the cross entropies of all rows, a float32 scalar.
 
     Args:
-        head: Head with the weight of the LLM head, which `logits_of` calls.
-        logits_of: Function from rows (1, N, D) to logits (1, N, V), with the scaling or capping of
-            the family. If the weight is a DTensor, logits are DTensors sharded by vocabulary.
+        head: Head with the weight of the LLM head, which `compute_logits` calls.
+        compute_logits: Function from rows (1, N, D) to logits (1, N, V), with the scaling or
+            capping of the family. If the weight is a DTensor, logits are DTensors sharded by
+            vocabulary.
         rows_LD: (L, D), input of the head, identical on all tensor-parallel ranks.
         targets_L: (L,), int64, token ids.
     """
@@ -103,7 +104,7 @@ def cross_entropy_in_chunks(
         rows_ND = rows_LD[chunk].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
             # Not `[0]`, whose backward copies the gradient of all logits.
-            loss = _cross_entropy(logits_of(rows_ND[None]).squeeze(0), targets_L[chunk])
+            loss = _cross_entropy(compute_logits(rows_ND[None]).squeeze(0), targets_L[chunk])
             if rows_gradient_LD is not None:
                 (rows_gradient_LD[chunk],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
@@ -111,9 +112,9 @@ def cross_entropy_in_chunks(
     total = torch.stack(parts).sum()
     # The node of the rows is last, so that a backward pass for inputs (I) skips the weight node.
     if head.gradient_VD is not None:
-        total = _HeldWeightGradient.apply(total, head.local_VD, head.gradient_VD)
+        total = _PrecomputedWeightGradient.apply(total, head.local_VD, head.gradient_VD)
     if rows_gradient_LD is not None and rows_LD.requires_grad:
-        total = _HeldGradient.apply(total, rows_LD, head.summed(rows_gradient_LD))
+        total = _PrecomputedGradient.apply(total, rows_LD, head.reduce_gradient(rows_gradient_LD))
     return total
 
 
@@ -158,7 +159,7 @@ class ChunkHead(nn.Module):
             product_1NV, self.mesh, [Shard(2)], run_check=False, shape=shape, stride=strides
         )
 
-    def summed(self, gradient_LD: Tensor) -> Tensor:
+    def reduce_gradient(self, gradient_LD: Tensor) -> Tensor:
         """Return the gradient of rows (L, D), summed over the vocabulary shards of all ranks."""
         if self.mesh is None:
             return gradient_LD
@@ -190,7 +191,7 @@ class _HeadProduct(torch.autograd.Function):
         return logits_1NV @ weight_VD, None, None
 
 
-class _HeldGradient(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """A loss with a precomputed gradient, which backward multiplies by the incoming gradient."""
 
     @staticmethod
@@ -205,7 +206,7 @@ class _HeldGradient(torch.autograd.Function):
         return factor, (gradient.float() * factor).to(gradient.dtype), None
 
 
-class _HeldWeightGradient(_HeldGradient):
+class _PrecomputedWeightGradient(_PrecomputedGradient):
     """The same for the weight gradient, in place to save memory. Backward can run only once."""
 
     @staticmethod

@@ -3,7 +3,7 @@
 The Hugging Face forwards of delta nets and short convolutions ignore sample boundaries. The forward
 of each instance is therefore replaced. Parameters and their names do not change, and calls without
 `Segments` run the Hugging Face forward. The new forward reads parameters that are direct members of
-the mixer (not of a linear layer or norm) through `own_weights`. Tensor parallelism replaces this
+the mixer (not of a linear layer or norm) through `local_weights`. Tensor parallelism replaces this
 method, so that it returns the shard of the rank.
 
 Convolutions run on a copy of the sequence with W - 1 zeros before each segment:
@@ -43,7 +43,7 @@ def pack_mixers(
     Args:
         layers: Transformer layers.
         name: Hugging Face name of the mixer in a layer. Layers without it do not change.
-        weights: Function that returns the parameters of an unsharded mixer, for `own_weights`.
+        weights: Function that returns the parameters of an unsharded mixer, for `local_weights`.
         forward: New forward.
     """
     packed_forward = _packed(forward)
@@ -51,7 +51,7 @@ def pack_mixers(
         mixer: Any = getattr(layer, name, None)
         if mixer is not None:
             # Methods, because torch.compile would compile one graph per layer for partials.
-            mixer.own_weights = MethodType(weights, mixer)
+            mixer.local_weights = MethodType(weights, mixer)
             mixer.forward = MethodType(packed_forward, mixer)
 
 
@@ -90,7 +90,7 @@ def cached_convolution(
     """
     if segments.cache is None:
         return None
-    return segments.cache.filtered(x_TC, filters_CW, mixer.layer_idx)
+    return segments.cache.convolve(x_TC, filters_CW, mixer.layer_idx)
 
 
 def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:

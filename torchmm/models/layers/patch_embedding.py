@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def embed_by_products(module: nn.Module) -> None:
+def patch_embed_as_matmul(module: nn.Module) -> None:
     """Make a patch embedding compute a matmul, in place.
 
     This applies to 2D and 3D convolutions without overlap, padding, dilation and groups. Other
     modules do not change.
     """
-    for convolution, product in _PRODUCTS.items():
-        if type(module) is convolution and _is_product(module):
+    for convolution, product in _MATMUL_CLASSES.items():
+        if type(module) is convolution and _is_matmul(module):
             module.__class__ = product
 
 
-def patch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the output of a convolution whose stride is its kernel size.
 
     Args:
@@ -54,23 +54,23 @@ def patch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
 
 
-class _Product2d(nn.Conv2d):
+class _MatmulConv2d(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return patch_product(input, weight, bias)
+        return patch_matmul(input, weight, bias)
 
 
-class _Product3d(nn.Conv3d):
+class _MatmulConv3d(nn.Conv3d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return patch_product(input, weight, bias)
+        return patch_matmul(input, weight, bias)
 
 
-_PRODUCTS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Conv2d: _Product2d,
-    nn.Conv3d: _Product3d,
+_MATMUL_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv2d: _MatmulConv2d,
+    nn.Conv3d: _MatmulConv3d,
 }
 
 
-def _is_product(module: nn.Module) -> bool:
+def _is_matmul(module: nn.Module) -> bool:
     assert isinstance(module, nn.Conv2d | nn.Conv3d)
     padded = any(module.padding) if isinstance(module.padding, tuple) else module.padding != "valid"
     separate = module.stride == module.kernel_size and not padded

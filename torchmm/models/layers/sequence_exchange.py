@@ -18,13 +18,13 @@ from torch import Tensor
 from torchmm.common.row_slices import RowShare
 
 
-class RowHeads(Protocol):
+class HeadExchange(Protocol):
     """The exchange of tokens for heads: a rank gets all tokens of a sequence for some heads.
 
     Heads are those of queries in attention, of values in a delta net, or channels of a convolution.
     """
 
-    def whole_rows(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
+    def to_local_heads(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
         """Return all tokens for the local heads: (T, local H, D) and (T, local G, D).
 
         The local G is equal to the local H or divides it.
@@ -36,7 +36,7 @@ class RowHeads(Protocol):
         """
         ...
 
-    def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
+    def to_local_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
         """Return all heads for the local tokens, (S, H, E).
 
         Args:
@@ -45,8 +45,8 @@ class RowHeads(Protocol):
         """
         ...
 
-    def own_heads(self, values: Tensor, heads: int) -> Tensor:
-        """Return the values of the local heads of `whole_rows`.
+    def select_local_heads(self, values: Tensor, heads: int) -> Tensor:
+        """Return the values of the local heads of `to_local_heads`.
 
         Args:
             values: Values of all heads, (H, ...) or (G, ...).
@@ -55,10 +55,10 @@ class RowHeads(Protocol):
         ...
 
 
-class RowRanks(Protocol):
+class SequenceRanks(Protocol):
     """The context-parallel ranks that share packed sequences, including this process."""
 
-    def heads(self, tokens: int) -> RowHeads:
+    def heads(self, tokens: int) -> HeadExchange:
         """Return the exchange of tokens for heads of a packed sequence with `tokens` tokens."""
         ...
 

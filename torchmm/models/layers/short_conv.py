@@ -46,7 +46,7 @@ def pack_short_convolutions(layers: Iterable[nn.Module]) -> None:
 def convolution_sizes(layer: nn.Module) -> ConvolutionSizes | None:
     """Return the sizes of the short convolution of a layer, or None if it has no packed one."""
     mixer: Any = getattr(layer, SHORT_CONVOLUTION, None)
-    return ConvolutionSizes(mixer.conv_kernel_size) if hasattr(mixer, "own_weights") else None
+    return ConvolutionSizes(mixer.conv_kernel_size) if hasattr(mixer, "local_weights") else None
 
 
 def _all_filters(mixer: Any) -> Filters:
@@ -55,26 +55,26 @@ def _all_filters(mixer: Any) -> Filters:
 
 def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """Return the output (1, T, D) for hidden states (1, T, D)."""
-    filters: Filters = mixer.own_weights()
+    filters: Filters = mixer.local_weights()
     in_gate_TC, out_gate_TC, x_TC = mixer.in_proj(hidden_states)[0].chunk(3, dim=-1)
     x_TC = in_gate_TC * x_TC
-    ranks = segments.row_heads
+    ranks = segments.head_exchange
     if ranks is None:
-        x_TC = _filtered(mixer, x_TC, filters, segments)
+        x_TC = _convolve(mixer, x_TC, filters, segments)
     else:
         channels = x_TC.shape[1]
-        [local_TC1] = ranks.whole_rows(x_TC[..., None])
+        [local_TC1] = ranks.to_local_heads(x_TC[..., None])
         weights_CW, bias_C = filters
         local = Filters(
-            ranks.own_heads(weights_CW, channels),
-            None if bias_C is None else ranks.own_heads(bias_C, channels),
+            ranks.select_local_heads(weights_CW, channels),
+            None if bias_C is None else ranks.select_local_heads(bias_C, channels),
         )
-        filtered_TC = _filtered(mixer, local_TC1[..., 0], local, segments)
-        x_TC = ranks.own_tokens(filtered_TC[..., None], channels)[..., 0]
+        filtered_TC = _convolve(mixer, local_TC1[..., 0], local, segments)
+        x_TC = ranks.to_local_tokens(filtered_TC[..., None], channels)[..., 0]
     return mixer.out_proj((out_gate_TC * x_TC)[None])
 
 
-def _filtered(mixer: Any, x_TC: Tensor, filters: Filters, segments: Segments) -> Tensor:
+def _convolve(mixer: Any, x_TC: Tensor, filters: Filters, segments: Segments) -> Tensor:
     out_TC = cached_convolution(mixer, x_TC, filters.weights_CW, segments)
     if out_TC is None:
         out_TC = packed_convolution(x_TC, filters.weights_CW, segments)

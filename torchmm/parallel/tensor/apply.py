@@ -90,7 +90,7 @@ def choose_overlap(
         ConfigError: The recipe requires communication that does not work on these devices.
     """
     for entry in find_entries("parallel_styles"):
-        if module.overlaps and entry.is_used(parallel):
+        if module.supports_comm_overlap and entry.is_used(parallel):
             overlap: OverlapStyles = entry.load()(module, mesh, parallel, dtype, tokens)
             return overlap
     return None
@@ -136,7 +136,7 @@ def apply_tensor_parallel(
     for pattern in module.tensor_parallel_scopes():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
         inside = (slices, exchange) if in_layers else (None, None)
-        for part in module.matching(pattern):
+        for part in module.matching_submodules(pattern):
             parallelize_module(part, mesh, _scope(*inside))
     if slices is not None:
         slices.attach(module)
@@ -157,7 +157,7 @@ def _apply_styles(
     for pattern, name in plan.items():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
         inside = (slices, exchange) if in_layers else (None, None)
-        for part in module.matching(pattern):
+        for part in module.matching_submodules(pattern):
             layer_sizes = sizes.get(part, all_sizes[0])
             style = _style(f"{module.name}.{pattern}", name, layer_sizes, mesh.size(), *inside)
             if style is not None:
@@ -175,7 +175,7 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     if size == 1:
         return []
     name = module.name
-    if not module.splits:
+    if not module.supports_tensor_parallel:
         return [
             f"[parallel] tensor = {size}: {name!r} is not a registered model type "
             "(docs/reference/models.md), for which only pipeline parallelism and sharding "

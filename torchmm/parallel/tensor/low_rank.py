@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchmm.models.layers.lora import Lora, Part
+from torchmm.models.layers.lora import Lora, LoraSharding
 from torchmm.parallel.tensor.sequence import distribute_parameters
 
 OWN_ROWS = "own_rows"
@@ -51,12 +51,12 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
     )
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
     is_partial = placement == Shard(1)
-    lora.part = Part(
-        of_input=_local_summed,
-        of_down=_local_summed,
-        of_rows=own_rows or _local_summed,
-        summed=partial(_sum, mesh) if is_partial else _local,
-        biased=not is_partial,
+    lora.part = LoraSharding(
+        shard_input=_local_summed,
+        shard_down=_local_summed,
+        shard_rows=own_rows or _local_summed,
+        sum_squares=partial(_sum, mesh) if is_partial else _local,
+        adds_bias=not is_partial,
     )
 
 

@@ -107,7 +107,7 @@ class SequenceSlices:
     def attach(self, module: LayeredModule) -> None:
         """Install hooks so that the layers of a stage process slices."""
         layers = module.layers
-        module.between = self
+        module.sequence_ops = self
         self._has_layers = bool(layers)
         self._is_first = module.is_first
         self._is_last = module.is_last
@@ -142,7 +142,7 @@ class SequenceSlices:
         slice_rows = self.slice_length * batch.numel()
         return (batch_first(self.overlap.take_slice(rows, slice_rows), batch), *args[1:])
 
-    def arrived(self, hidden: Tensor, positions: int) -> Tensor:
+    def from_previous_stage(self, hidden: Tensor, positions: int) -> Tensor:
         """Return the argument of the layers for a slice from the previous stage.
 
         Code around the layers expects all positions, so the result is a tensor of that size
@@ -165,7 +165,7 @@ class SequenceSlices:
         assert slice_ is not None, "no slice was received"
         return (slice_.reshape(*args[0].shape[:-2], *slice_.shape[-2:]), *args[1:])
 
-    def leaving(self, hidden: Tensor) -> Tensor:
+    def to_next_stage(self, hidden: Tensor) -> Tensor:
         """Return the slice to send to the next stage."""
         if self._has_layers or not self._is_first:
             return hidden
@@ -212,7 +212,7 @@ class SequenceSlices:
             return padded
         return padded[..., : self.length, :]  # type: ignore[return-value]
 
-    def gathered(self, hidden: Tensor) -> Tensor:
+    def all_gather(self, hidden: Tensor) -> Tensor:
         """All-gather all positions. The backward pass takes a slice."""
         return self.whole(hidden).to_local()
 
@@ -230,7 +230,7 @@ class SequenceSlices:
         rows_KD = rows_KD * inside_K[:, None]
         return hidden.index_add(SEQUENCE_DIM, at_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
 
-    def read(self, values: Tensor) -> Tensor:
+    def use_replicated(self, values: Tensor) -> Tensor:
         """Return a replicated tensor that layers read with their slices.
 
         Gradients are partial sums. The backward pass sums them over the ranks.
@@ -257,16 +257,16 @@ class SequenceSlices:
 
 
 class MeshRows:
-    """Rows that tensor-parallel ranks have completely, or a part of (`RowsOfRanks`)."""
+    """Rows that tensor-parallel ranks have completely, or a part of (`RowSharding`)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
-    def own_rows(self, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         replicated = DTensor.from_local(rows, self._mesh, [Replicate()], run_check=False)
         return replicated.redistribute(placements=[Shard(rows.ndim + SEQUENCE_DIM)]).to_local()
 
-    def every_row(self, own: Tensor) -> Tensor:
+    def all_gather_rows(self, own: Tensor) -> Tensor:
         part = [Shard(own.ndim + SEQUENCE_DIM)]
         sharded = DTensor.from_local(own, self._mesh, part, run_check=False)
         return sharded.redistribute(placements=[Replicate()]).to_local()

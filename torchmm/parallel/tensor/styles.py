@@ -158,13 +158,13 @@ class DeltaNetHeads(ParallelStyle):
         distribute_parameters(mixer.conv1d, device_mesh)
         distribute_parameters(mixer, device_mesh, A_log=Shard(0), dt_bias=Shard(0))
 
-        def own_weights() -> DeltaWeights:
+        def local_weights() -> DeltaWeights:
             filters = _own_rows(matrices, device_mesh, mixer.conv1d.weight)
             return DeltaWeights(
                 filters.squeeze(1), mixer.A_log.to_local(), mixer.dt_bias.to_local()
             )
 
-        mixer.own_weights = own_weights
+        mixer.local_weights = local_weights
         return module
 
 
@@ -180,12 +180,12 @@ class ConvolutionChannels(PackedLinear):
         distribute_parameters(mixer.conv, device_mesh)
         own_rows = partial(_own_rows, [self.channels], device_mesh)
 
-        def own_weights() -> Filters:
+        def local_weights() -> Filters:
             bias = mixer.conv.bias
             own_bias_C = None if bias is None else own_rows(bias)
             return Filters(own_rows(mixer.conv.weight).squeeze(1), own_bias_C)
 
-        mixer.own_weights = own_weights
+        mixer.local_weights = local_weights
         return module
 
 

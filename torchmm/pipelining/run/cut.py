@@ -40,7 +40,7 @@ def cut_for_rank(
         local = [i for i, stage in enumerate(stages) if rank in stage.ranks]
         kept[name] = [ranges[i % len(ranges)] for i in local]  # mirrors are consecutive
         indices[name] = [stages[i].index for i in local]
-    model.cut(kept)
+    model.reduce_to_stages(kept)
     return {
         index: stage
         for name, of_module in indices.items()

@@ -39,8 +39,8 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.kv_cache import PackedCache
-from torchmm.models.llm import Given, LlmModule
-from torchmm.models.sequence_layout import RowsOfRanks
+from torchmm.models.llm import LlmModule, StageInput
+from torchmm.models.sequence_layout import RowSharding
 from torchmm.parallel.activation import host_inputs, set_layer_modes
 from torchmm.parallel.exchange import FeatureRanks
 from torchmm.parallel.fsdp import Sharding
@@ -73,7 +73,7 @@ class PipelineStage(ABC):
     def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
         self.module = module
         self.sharding = sharding
-        self.splits_backward = not (isinstance(module, LayeredModule) and module.recomputes)
+        self.splits_backward = not (isinstance(module, LayeredModule) and module.uses_recomputation)
         """Whether the backward pass can be split into I and W. Recomputed layers would run twice,
         and selective checkpointing in torch supports only one recomputation."""
 
@@ -241,7 +241,7 @@ class LlmStage(PipelineStage):
 
     def _stage_inputs(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
-    ) -> tuple[Microbatch, Given]:
+    ) -> tuple[Microbatch, StageInput]:
         """Return the microbatch of the LLM and the inputs of the stage.
 
         The inputs are hidden states, or for the first stage (K, D) by encoder: the concatenated
@@ -258,7 +258,7 @@ class LlmStage(PipelineStage):
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
         features_of = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
-        ranks = self.feature_ranks or self.module.row_ranks
+        ranks = self.feature_ranks or self.module.sequence_ranks
         if row is not None and row.routes:
             assert ranks is not None
             features_of |= ranks.features(features_of, row)
@@ -361,7 +361,7 @@ class FinishingStage(GeneratorStage):
 
     def compute(self, images: GeneratorInputs, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         """Return the pixels of the patches of all images: (A, X), float32."""
-        return self.module.finished(images, inputs)
+        return self.module.decode_latents(images, inputs)
 
 
 def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:
@@ -388,7 +388,7 @@ def _to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) 
 
 
 def _own_slice(
-    tensor: Tensor, spec: TensorSpec, message: Message, graph: StageGraph, ranks: RowsOfRanks | None
+    tensor: Tensor, spec: TensorSpec, message: Message, graph: StageGraph, ranks: RowSharding | None
 ) -> Tensor:
     """Return the slice of a tensor that this rank sends.
 
@@ -407,11 +407,11 @@ def _own_slice(
         turns = graph.layout.mirrors_handed(*message[:2])
         turn = graph.layout.stages[message.destination].mirror * turns // graph.layout.mirrors
         rows = rows.narrow(-2, turn * (spec.rows // turns), spec.rows // turns)
-    return rows if ranks is None else ranks.own_rows(rows)
+    return rows if ranks is None else ranks.local_rows(rows)
 
 
 def _all_rows(
-    tensors: Sequence[Tensor], specs: Sequence[TensorSpec], ranks: RowsOfRanks | None
+    tensors: Sequence[Tensor], specs: Sequence[TensorSpec], ranks: RowSharding | None
 ) -> tuple[Tensor, ...]:
     """Return the tensors of a message with all tokens.
 
@@ -425,6 +425,6 @@ def _all_rows(
         if not spec.is_cut:
             gathered.append(tensor)
             continue
-        padded = tensor if ranks is None else ranks.every_row(tensor)
+        padded = tensor if ranks is None else ranks.all_gather_rows(tensor)
         gathered.append(padded[..., : spec.shape[-2], :])
     return tuple(gathered)

@@ -34,7 +34,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     A tied replica has the name of its original.
     """
-    copies = model.tied_copies() if isinstance(model, MultimodalModel) else {}
+    copies = model.tied_replicas() if isinstance(model, MultimodalModel) else {}
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

@@ -40,7 +40,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, UploadError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import check_range, whole_tensors
+from torchmm.models.hf.export import check_range, named_full_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
@@ -176,7 +176,7 @@ class _Place(NamedTuple):
 
 
 class CheckpointWeights:
-    """Weights of a checkpoint, an implementation of `torchmm.models.hf.export.Weights`.
+    """Weights of a checkpoint, an implementation of `torchmm.models.hf.export.WeightSource`.
 
     Args:
         path: Checkpoint whose files match its manifest.
@@ -199,15 +199,15 @@ class CheckpointWeights:
             )
 
     def __call__(
-        self, model: MultimodalModel, wanted: Callable[[str], bool]
+        self, model: MultimodalModel, is_selected: Callable[[str], bool]
     ) -> Iterator[tuple[LayeredModule, str, Tensor]]:
-        """Yield every tensor whose name `wanted` accepts.
+        """Yield every tensor whose name `is_selected` accepts.
 
         Raises:
             CheckpointError: A tensor is missing, or has a different shape.
         """
-        for prefix, module, name, like in whole_tensors(model):
-            if wanted(name):
+        for prefix, module, name, like in named_full_tensors(model):
+            if is_selected(name):
                 entry = f"{AVERAGE_PREFIX}{prefix}.{name}"
                 if not self._averaged or entry not in self._index:
                     entry = f"{MODEL_PREFIX}{prefix}.{name}"
@@ -241,7 +241,7 @@ class CheckpointWeights:
             )  # `save_pretrained` reads the pages from the file
         return tensor
 
-    def keep(self, values: list[Tensor]) -> list[Tensor]:
+    def clone_tensors(self, values: list[Tensor]) -> list[Tensor]:
         """Return copies of tensors in one mapped file.
 
         A process can map about 65,000 files, which is less than the number of experts of some

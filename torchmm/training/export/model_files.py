@@ -29,9 +29,9 @@ from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
 from torchmm.data.sources.open import has_chats
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import RANK_WEIGHTS, Weights, export_hf
-from torchmm.models.hf.processor_classes import Written
-from torchmm.models.hf.processors import choose_processor, name_tokens
+from torchmm.models.hf.export import TRAINED_WEIGHTS, WeightSource, export_hf
+from torchmm.models.hf.processor_classes import ProcessorFiles
+from torchmm.models.hf.processors import choose_processor, processor_tokens
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 from torchmm.recipe.read import what_was_trained
@@ -80,7 +80,7 @@ def write_export(
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     with whole_directory(directory) if writes else nullcontext(directory) as place:
-        write_files(model, place, tokenizer, trained, RANK_WEIGHTS, shard_bytes)
+        write_files(model, place, tokenizer, trained, TRAINED_WEIGHTS, shard_bytes)
 
 
 def write_files(
@@ -88,7 +88,7 @@ def write_files(
     place: Path,
     tokenizer: PreTrainedTokenizerBase,
     trained: Trained,
-    weights: Weights,
+    weights: WeightSource,
     shard_bytes: int | None,
 ) -> None:
     """Write an export into an existing directory. Collective. Rank 0 writes the files."""
@@ -253,7 +253,7 @@ def _use(
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
     processor = choose_processor(model) if model.encoders else None
-    if processor is not None and not processor.takes_text:
+    if processor is not None and not processor.accepts_tokenizer:
         return [
             f"`{kind}.from_pretrained` loads this directory. {processor.processor} does not:",
             "it requires a tokenizer of mistral-common, and this one is in the format of",
@@ -276,7 +276,7 @@ def _example(
     model: MultimodalModel,
     kind: str,
     tokenizer: PreTrainedTokenizerBase,
-    processor: Written | None,
+    processor: ProcessorFiles | None,
     prompt: str,
     chats: bool,
 ) -> list[str]:
@@ -390,7 +390,10 @@ def _literal(text: str) -> str:
 
 
 def _file_text(
-    model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, processor: Written, modality: str
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorFiles,
+    modality: str,
 ) -> str:
     """Return the placeholder text of an image or an audio file in prompts of the processor."""
     text = model.text
@@ -402,10 +405,12 @@ def _file_text(
         before = text.sound_prefix
         after = text.sound_suffix
     assert placeholder is not None
-    if processor.in_text:
-        return name_tokens(processor, model.composite, placeholder, tokenizer)[processor.in_text]
+    if processor.prompt_token_name:
+        return processor_tokens(processor, model.composite, placeholder, tokenizer)[
+            processor.prompt_token_name
+        ]
     written = ""
-    for mark in (placeholder,) if processor.adds_marks else (*before, placeholder, *after):
+    for mark in (placeholder,) if processor.adds_markers else (*before, placeholder, *after):
         if isinstance(mark, int):
             written += str(tokenizer.convert_ids_to_tokens(mark) or "")
         else:

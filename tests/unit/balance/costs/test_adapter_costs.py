@@ -18,7 +18,7 @@ from torchmm.costs.sizes import llm_sizes
 from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.lora import of_adapter
+from torchmm.models.layers.lora import is_adapter_parameter
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
@@ -70,7 +70,7 @@ def test_flops_are_those_that_torch_counts(family: str, method: str, targets: li
     assert float(found.forward_N[0]) + of_norms == pytest.approx(forward, rel=0.01)
     assert total == pytest.approx(backward, rel=0.01)
     of_adapters = sum(
-        p.numel() for n, p in model.named_parameters() if of_adapter(n) and p.ndim == 2
+        p.numel() for n, p in model.named_parameters() if is_adapter_parameter(n) and p.ndim == 2
     )
     assert float(found.weights_N[0]) == 2 * of_adapters * sum(LENGTHS)
     whole = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]

@@ -115,7 +115,7 @@ class SharedLayer(RealLayer):
         self.hidden = whole[:, :own].detach().requires_grad_()
         self.tables = [table[:, :own].clone() for table in tables]
         heads = ContextHeads(None, 0, [own] * ranks)  # type: ignore[arg-type]
-        segments = Segments.from_starts([0, 40, TOKENS], whole.device, row_heads=heads)
+        segments = Segments.from_starts([0, 40, TOKENS], whole.device, head_exchange=heads)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
         metas = [MicrobatchMeta(samples, TOKENS)]
         self.sizes = llm_sizes(metas, [8], padding=True, context=ranks)

@@ -18,7 +18,7 @@ from torchmm.extensions.auto_models import parity
 from torchmm.extensions.auto_models.llms import copy_config
 from torchmm.extensions.auto_models.parity import prove
 from torchmm.models.build import LLM_FILES, build_model
-from torchmm.models.families.introspection import layer_kind
+from torchmm.models.families.introspection import layer_signature
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers import attention
 from torchmm.models.llm import LlmModule
@@ -87,7 +87,7 @@ def test_sizes_make_no_kinds_of_layers() -> None:
         config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
         with torch.device("meta"):
             model = LlmModule(config, family, torch.float32, LLM_FILES)
-        kinds |= {layer_kind(layer) for layer in model.layers}
+        kinds |= {layer_signature(layer) for layer in model.layers}
     assert len(kinds) == 1
 
 

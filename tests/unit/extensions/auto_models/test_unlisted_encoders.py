@@ -22,7 +22,7 @@ from torchmm.data.media.images import ImagePreprocessor
 from torchmm.extensions.auto_models import parity
 from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
 from torchmm.extensions.auto_models.parity import Proof, prove_encoder
-from torchmm.models.build import TOWER_FILES, build_model
+from torchmm.models.build import ENCODER_FILES, build_model
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.hf.load import load_weights
 from torchmm.parallel.tensor.apply import tensor_problems
@@ -57,7 +57,7 @@ def pair(model_type: str, sizes: dict = TINY, **section: object) -> ModelConfig:
 
 
 def proof(model_type: str, **settings: object) -> Proof[StructuralFamily]:
-    return prove_encoder(CONFIG_MAPPING[model_type](**settings), TOWER_FILES, "ViTImageProcessor")
+    return prove_encoder(CONFIG_MAPPING[model_type](**settings), ENCODER_FILES, "ViTImageProcessor")
 
 
 def refusal(model_type: str, **settings: object) -> str:
@@ -99,7 +99,7 @@ def test_parts_are_found_by_what_a_forward_does(
     found = proof(model_type)
     assert found.worst < 1e-5
     assert not found.unreadable
-    assert found.family.form.tokens_before == tokens
+    assert found.family.form.num_prefix_tokens == tokens
     assert found.family.form.final_norm == final_norm
 
 
@@ -251,7 +251,7 @@ def flops_of(model_type: str, family: StructuralFamily) -> tuple[float, float]:
     """Of a forward: by the cost model, and by torch's counter."""
     config = copy_config(CONFIG_MAPPING[model_type]())
     spec = EncoderSpec("eye", family, config, "", {}, None, 24, torch.float32)
-    encoder = EncoderModule(spec, TOWER_FILES)
+    encoder = EncoderModule(spec, ENCODER_FILES)
     assert isinstance(encoder.tower, PreTrainedModel)
     inputs = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.empty(0))
     counted, _ = count_flops(lambda: encoder(inputs))

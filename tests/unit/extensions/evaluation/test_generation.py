@@ -31,7 +31,7 @@ from torchmm.common.batch import (
     SampleMeta,
 )
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.extensions.evaluation.text.generate import generate_tokens, next_row
+from torchmm.extensions.evaluation.text.generate import generate_tokens, next_token_sequence
 from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.multimodal import MultimodalModel
@@ -99,13 +99,13 @@ def test_shifted_positions_write_something_else(mesh, monkeypatch: pytest.Monkey
     """Control of the comparison above."""
 
     def shifted(row: Microbatch, tokens_B: torch.Tensor) -> Microbatch:
-        following = next_row(row, tokens_B)
+        following = next_token_sequence(row, tokens_B)
         return replace(following, position_ids=following.position_ids + 1)
 
     model = build(composite_config("qwen2_5_vl")).eval()
     prompts = shown_prompts("qwen2_5_vl", model)
     wanted = written_again(model, prompts)
-    monkeypatch.setattr("text_writing.next_row", shifted)
+    monkeypatch.setattr("text_writing.next_token_sequence", shifted)
     problems = differences(pipeline_of(model, mesh), prompts, mesh, wanted)
     assert [problem.split(" are off")[0] for problem in problems] == [
         f"logits of token {step}" for step in range(1, GREEDY.max_new_tokens)

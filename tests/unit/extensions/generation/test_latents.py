@@ -145,7 +145,7 @@ def test_what_is_drawn_is_decoded_as_diffusers_does(model):
     now = dataclasses.replace(inputs, patches_PV=noisy, noise_PV=noisy, encoded=True)
     with torch.no_grad():
         velocity = model.generator.velocity(now, features)
-        pixels = model.generator.finished(now, features)
+        pixels = model.generator.decode_latents(now, features)
         times = torch.tensor(inputs.times).repeat_interleave(16)[:, None]
         latents = to_images(noisy - times * velocity, (2, 4, 4), 2)
         _, vae = plain(model)

@@ -37,7 +37,7 @@ from torchmm.common.log import worked
 from torchmm.common.module_names import LLM
 from torchmm.extensions.evaluation.text.prompts import Prompt
 from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
-from torchmm.models.layers.kv_cache import grown_row, next_row
+from torchmm.models.layers.kv_cache import extend_prompt, next_token_sequence
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 
@@ -131,11 +131,11 @@ def generate_tokens(
             chosen.append(ids)
             lengths = {len(prompts[n].input_ids_T) + step for n in unfinished}
             if pipeline.caches_tokens and not lengths & pipeline.rotary_limits.switches:
-                row = next_row(row, tokens_B)
+                row = next_token_sequence(row, tokens_B)
                 continue
             pipeline.renew_caches()
             pairs = zip(prompts, torch.tensor(chosen).T, strict=True)
-            row = join_prompts([grown_row(prompt, own_N) for prompt, own_N in pairs])
+            row = join_prompts([extend_prompt(prompt, own_N) for prompt, own_N in pairs])
     return texts
 
 

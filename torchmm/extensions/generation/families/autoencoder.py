@@ -41,7 +41,7 @@ AUTOENCODER_FILES = WeightFiles(
         (r"(?=(decoder|post_quant_conv)\.)", "latent_decoder."),
     ),
     # Files from before 2023 have other names for the projections of attention.
-    old_names=(
+    legacy_names=(
         (r"(attentions\.\d+)\.query\.", r"\1.to_q."),
         (r"(attentions\.\d+)\.key\.", r"\1.to_k."),
         (r"(attentions\.\d+)\.value\.", r"\1.to_v."),

@@ -85,7 +85,7 @@ def build_generator(
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
     files = replace(GENERATOR_FILES, source=section.place)
     if not fits:
-        files = replace(files, renames=files.renames[1:], partial=True)
+        files = replace(files, renames=files.renames[1:], allows_other_tensors=True)
     spec = DitSpec(family, name, complete, images, dtype, fits, latents)
     return DitModule(spec, files)
 

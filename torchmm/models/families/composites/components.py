@@ -13,7 +13,7 @@ from torchmm.common.module_names import VISION
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.logit_scaling import own_logits
+from torchmm.models.families.llms.logit_scaling import describe_logit_change
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.families.text_conventions import TextConventions, Token
 from torchmm.models.families.tiling import Tiling
@@ -39,7 +39,7 @@ LLAVA_VISION = WeightFiles(
         ("connector.", "model.multi_modal_projector."),
     ),
 )
-ROW_MARKS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("[IMG_BREAK]")}
+ROW_MARKERS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("[IMG_BREAK]")}
 """Arguments of `TextConventions` for images of the Pixtral encoder."""
 PAIR_PROCESSOR = "LlavaProcessor"
 """Hugging Face processor of models with encoder and LLM from separate sources."""
@@ -47,7 +47,7 @@ _CAPS = ("paligemma", "gemma4")
 """Model types that apply `final_logit_softcapping` of the LLM."""
 
 
-class EncoderPart(NamedTuple):
+class EncoderComponent(NamedTuple):
     """An encoder of a multimodal model."""
 
     config: PreTrainedConfig
@@ -59,24 +59,24 @@ class EncoderPart(NamedTuple):
     """Tiling of images by the image processor, or None without tiles."""
 
 
-class CompositeParts(NamedTuple):
+class ModelComponents(NamedTuple):
     """The components of a multimodal model."""
 
     llm_config: PreTrainedConfig
     llm_family: LlmFamily
     llm_files: WeightFiles
-    encoders: dict[str, EncoderPart]
+    encoders: dict[str, EncoderComponent]
     """Encoders by name, with `VISION` first if the model has it."""
     text: TextConventions
 
-    def without_marks(self) -> CompositeParts:
+    def without_markers(self) -> ModelComponents:
         """Return the components with only placeholders in the text, and without tiles."""
         encoders = {name: part._replace(tiling=None) for name, part in self.encoders.items()}
         text = TextConventions(self.text.image_token)
         return self._replace(encoders=encoders, text=text)
 
 
-def one_encoder(
+def single_encoder_components(
     config: Any,
     llm: Any,
     text: TextConventions,
@@ -86,7 +86,7 @@ def one_encoder(
     llm_family: LlmFamily | None = None,
     files: tuple[WeightFiles, WeightFiles] = (LLAVA_VISION, LLAVA_LLM),
     tiling: Tiling | None = None,
-) -> CompositeParts:
+) -> ModelComponents:
     """Return the components of a multimodal model with one vision encoder.
 
     Args:
@@ -102,8 +102,8 @@ def one_encoder(
     vision = config.vision_config
     family = family or ENCODER_FAMILIES[vision.model_type]
     llm_family = llm_family or LLM_FAMILIES[llm.model_type]
-    encoders = {VISION: EncoderPart(vision, family, files[0], settings, tiling)}
-    return CompositeParts(llm, llm_family, files[1], encoders, text)
+    encoders = {VISION: EncoderComponent(vision, family, files[0], settings, tiling)}
+    return ModelComponents(llm, llm_family, files[1], encoders, text)
 
 
 def text_config(config: Any) -> Any:
@@ -113,21 +113,21 @@ def text_config(config: Any) -> Any:
     return text
 
 
-class Unlisted(NamedTuple):
+class VerifiedFamilies(NamedTuple):
     """Verified families of unregistered components, for models that support any components."""
 
     tower: EncoderFamily | None = None
     llm: LlmFamily | None = None
 
 
-ALL_LISTED = Unlisted()
+NO_VERIFIED_FAMILIES = VerifiedFamilies()
 
 
-def part_problems(
+def component_problems(
     config: Any,
     towers: Sequence[str] = (),
     also: Sequence[str] = (),
-    unlisted: Unlisted = ALL_LISTED,
+    unlisted: VerifiedFamilies = NO_VERIFIED_FAMILIES,
 ) -> list[str]:
     """Return messages for the components that are not supported.
 
@@ -140,23 +140,25 @@ def part_problems(
     vision = getattr(config.vision_config, "model_type", None)
     problems = llm_problems(config, unlisted)
     families = ENCODER_FAMILIES.items()
-    fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
+    fixed = [name for name, f in families if f.inputs == "fixed" and f.is_llava_compatible]
     known = (*(towers or fixed), *also)
-    if vision not in known and (unlisted.tower is None or not unlisted.tower.in_composites):
+    if vision not in known and (unlisted.tower is None or not unlisted.tower.is_llava_compatible):
         problems.append(
             f"vision encoder {vision!r} is not supported; use one of: {', '.join(known)}"
         )
     return problems
 
 
-def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
+def llm_problems(config: Any, unlisted: VerifiedFamilies = NO_VERIFIED_FAMILIES) -> list[str]:
     """Return the problems of the LLM of a multimodal model."""
     text = config.text_config.model_type
     problems = []
     family = unlisted.llm or LLM_FAMILIES.get(text)
     if family is None:
         problems.append(f"LLM {text!r} is not supported; use one of: {', '.join(LLM_FAMILIES)}")
-    elif change := own_logits(config.text_config, family, caps=config.model_type in _CAPS):
+    elif change := describe_logit_change(
+        config.text_config, family, caps=config.model_type in _CAPS
+    ):
         problems.append(
             f"LLM {text!r} {change}, which the multimodal class of Hugging Face omits; "
             "override the setting, or set encoder and LLM separately as "
@@ -165,7 +167,7 @@ def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
     return problems
 
 
-def refuse(config: Any, problems: list[str]) -> None:
+def raise_problems(config: Any, problems: list[str]) -> None:
     """Raise an error with all problems of a multimodal model, if any.
 
     Raises:

@@ -10,13 +10,13 @@ from typing import Any
 
 from torchmm.models.families.composites.components import (
     LLAVA_LLM,
-    CompositeParts,
-    one_encoder,
-    part_problems,
-    refuse,
+    ModelComponents,
+    component_problems,
+    raise_problems,
+    single_encoder_components,
     text_config,
 )
-from torchmm.models.families.encoders.gemma4 import refuse_clipping
+from torchmm.models.families.encoders.gemma4 import reject_clipping
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.layered import WeightFiles
@@ -35,25 +35,25 @@ GEMMA4_VISION = WeightFiles(
 )
 
 
-def take_gemma4(config: Any) -> CompositeParts:
+def gemma4_components(config: Any) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Raises:
         ConfigError: A component is not supported.
     """
     text, vision = text_config(config), config.vision_config
-    problems = part_problems(config, towers=("gemma4_vision",))
+    problems = component_problems(config, towers=("gemma4_vision",))
     if config.audio_config is not None:
         problems.append(
             "audio_config (Gemma 4 E2B, E4B): the audio encoder is not supported; use a "
             "model without it (31B, 26B-A4B)"
         )
-    refuse(config, problems)
-    refuse_clipping(vision)
+    raise_problems(config, problems)
+    reject_clipping(vision)
     family = replace(LLM_FAMILIES[text.model_type], image_token_id=config.image_token_id)
     if text.use_bidirectional_attention == "vision":
-        family = replace(family, both_ways="images in windows")
-    return one_encoder(
+        family = replace(family, bidirectional="images in windows")
+    return single_encoder_components(
         config,
         text,
         TextConventions(

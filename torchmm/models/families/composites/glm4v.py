@@ -6,11 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.common.batch import ClipText
-from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
+from torchmm.models.families.composites.components import (
+    ModelComponents,
+    raise_problems,
+    single_encoder_components,
+)
 from torchmm.models.families.composites.qwen_vl import (
     QWEN_LLM,
-    build_without_towers,
-    width_problems,
+    build_without_encoders,
+    output_size_problems,
 )
 from torchmm.models.families.llms.registry import LLM_FAMILIES
 from torchmm.models.families.text_conventions import TextConventions
@@ -36,7 +40,7 @@ _TEXTS = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Maps model types of the text component to LLM families with the same layers."""
 
 
-def take_glm4v(config: Any) -> CompositeParts:
+def glm4v_components(config: Any) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Raises:
@@ -51,8 +55,8 @@ def take_glm4v(config: Any) -> CompositeParts:
             problems.append(
                 f"{key}.model_type = {found!r} is not supported; use {part_family}_{kind}"
             )
-    refuse(config, problems)
-    refuse(config, width_problems(config, "out_hidden_size"))
+    raise_problems(config, problems)
+    raise_problems(config, output_size_problems(config, "out_hidden_size"))
     family = LLM_FAMILIES[_TEXTS[config.text_config.model_type]]
     text = TextConventions(
         config.image_token_id,
@@ -65,11 +69,11 @@ def take_glm4v(config: Any) -> CompositeParts:
             suffix=(config.video_end_token_id,),
         ),
     )
-    return one_encoder(
+    return single_encoder_components(
         config,
         config,
         text,
         {"connector": "merger"},
-        llm_family=replace(family, build=build_without_towers, text_model="model.language_model"),
+        llm_family=replace(family, build=build_without_encoders, text_model="model.language_model"),
         files=(GLM_VISION, QWEN_LLM),
     )

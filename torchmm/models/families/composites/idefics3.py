@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torchmm.models.families.composites.components import (
-    CompositeParts,
-    one_encoder,
-    part_problems,
-    refuse,
+    ModelComponents,
+    component_problems,
+    raise_problems,
+    single_encoder_components,
     text_config,
 )
 from torchmm.models.families.text_conventions import TextConventions, Token
@@ -34,23 +34,23 @@ IDEFICS3_VISION = WeightFiles(
 )
 
 
-def take_idefics3(config: Any) -> CompositeParts:
+def idefics3_components(config: Any) -> ModelComponents:
     """Return the components of Idefics3 or SmolVLM from its config.
 
     Raises:
         ConfigError: A component is not supported.
     """
-    refuse(config, part_problems(config))
+    raise_problems(config, component_problems(config))
     around = Token("<fake_token_around_image>")
     # The tokenizer of Idefics3 has no such token and splits the text into several tokens.
-    whole = Token("<global-img>", needed=False)
-    return one_encoder(
+    whole = Token("<global-img>", is_required=False)
+    return single_encoder_components(
         config,
         text_config(config),
         TextConventions(config.image_token_id, prefix=(around, whole), suffix=(around,)),
         {
             "final_norm": True,
-            "shuffle": config.scale_factor,
+            "pixel_shuffle_factor": config.scale_factor,
             "connector": "linear",
             "connector_bias": False,
         },

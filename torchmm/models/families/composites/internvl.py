@@ -6,10 +6,10 @@ from typing import Any
 
 from torchmm.models.families.composites.components import (
     LLAVA_LLM,
-    CompositeParts,
-    one_encoder,
-    part_problems,
-    refuse,
+    ModelComponents,
+    component_problems,
+    raise_problems,
+    single_encoder_components,
     text_config,
 )
 from torchmm.models.families.text_conventions import TextConventions, Token
@@ -30,14 +30,14 @@ INTERN_VISION = WeightFiles(
 )
 
 
-def take_internvl(config: Any) -> CompositeParts:
+def internvl_components(config: Any) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Raises:
         ConfigError: A component or a choice of features is not supported.
     """
     vision, layer = config.vision_config, config.vision_feature_layer
-    problems = part_problems(config)
+    problems = component_problems(config)
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer = {layer} is a list; use a single number")
     if config.vision_feature_select_strategy != "default":
@@ -46,15 +46,15 @@ def take_internvl(config: Any) -> CompositeParts:
             "keeps the class token, which does not fit into a square of patches; set it to "
             "'default'"
         )
-    refuse(config, problems)
-    return one_encoder(
+    raise_problems(config, problems)
+    return single_encoder_components(
         config,
         text_config(config),
         TextConventions(config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)),
         {
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "final_norm": layer == -1,
-            "shuffle": round(1 / config.downsample_ratio),
+            "pixel_shuffle_factor": round(1 / config.downsample_ratio),
             "connector": "norm_mlp",
             "connector_act": config.projector_hidden_act,
         },

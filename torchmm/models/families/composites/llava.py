@@ -7,14 +7,14 @@ from typing import Any
 
 from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.components import (
-    ALL_LISTED,
     LLAVA_VISION,
-    ROW_MARKS,
-    CompositeParts,
-    Unlisted,
-    one_encoder,
-    part_problems,
-    refuse,
+    NO_VERIFIED_FAMILIES,
+    ROW_MARKERS,
+    ModelComponents,
+    VerifiedFamilies,
+    component_problems,
+    raise_problems,
+    single_encoder_components,
     text_config,
 )
 from torchmm.models.families.encoders.family import side
@@ -32,7 +32,9 @@ LLAVA_NEXT_VISION = WeightFiles(
 )
 
 
-def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
+def llava_components(
+    config: Any, unlisted: VerifiedFamilies = NO_VERIFIED_FAMILIES
+) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Args:
@@ -45,7 +47,7 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
     text, vision = text_config(config), config.vision_config
     family = unlisted.tower or ENCODER_FAMILIES.get(vision.model_type)
     any_size = ("pixtral",) if config.model_type == "llava" else ()
-    problems = part_problems(config, also=any_size, unlisted=unlisted)
+    problems = component_problems(config, also=any_size, unlisted=unlisted)
     layer = config.vision_feature_layer
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer = {layer} is a list; use a single number")
@@ -56,10 +58,10 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
             "vision_feature_select_strategy = 'default' drops the first patch of "
             f"{vision.model_type!r}, which has no class token; set it to 'full'"
         )
-    refuse(config, problems)
+    raise_problems(config, problems)
     assert family is not None
-    marks = ROW_MARKS if vision.model_type == "pixtral" else {}
-    return one_encoder(
+    marks = ROW_MARKERS if vision.model_type == "pixtral" else {}
+    return single_encoder_components(
         config,
         text,
         TextConventions(config.image_token_id, **marks),
@@ -74,14 +76,14 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
     )
 
 
-def take_llava_next(config: Any) -> CompositeParts:
+def llava_next_components(config: Any) -> ModelComponents:
     """Return the components of LLaVA-NeXT or LLaVA-OneVision, which are LLaVA with tiles.
 
     Raises:
         ConfigError: A component or a choice of features is not supported, or
             resolutions are not multiples of the tile size.
     """
-    parts = take_llava(config)
+    parts = llava_components(config)
     tower = config.vision_config
     vision = parts.encoders[VISION]
     problems = []
@@ -106,11 +108,11 @@ def take_llava_next(config: Any) -> CompositeParts:
                 "N is the maximum number of tiles whose tokens an image may have"
             )
         tiling = replace(ONEVISION_TILES, most_tiles=int(most) if most.isdecimal() else 0)
-    refuse(config, problems)
+    raise_problems(config, problems)
     pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
     tiled = vision._replace(
         files=LLAVA_NEXT_VISION,
         settings={**vision.settings, "connector": "line_mlp"},
-        tiling=replace(tiling, overridden={"image_grid_pinpoints": pinpoints}),
+        tiling=replace(tiling, overrides={"image_grid_pinpoints": pinpoints}),
     )
     return parts._replace(encoders={VISION: tiled})

@@ -20,9 +20,13 @@ from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import AUDIO, VISION
-from torchmm.models.families.composites.components import CompositeParts, EncoderPart, refuse
-from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, tap_problems
-from torchmm.models.families.composites.qwen_vl import build_without_towers, width_problems
+from torchmm.models.families.composites.components import (
+    EncoderComponent,
+    ModelComponents,
+    raise_problems,
+)
+from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, deepstack_problems
+from torchmm.models.families.composites.qwen_vl import build_without_encoders, output_size_problems
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.registry import LLM_FAMILIES
@@ -62,15 +66,15 @@ _VISION_3 = WeightFiles(
         ("tower.", "model.visual."),
     ),
 )
-_SOUND_2_5 = WeightFiles(
+_AUDIO_2_5 = WeightFiles(
     renames=(
         (_ROOT + r"audio_tower\.(?=(ln_post|proj)\.)", "connector."),
         (_ROOT + r"audio_tower\.", "tower."),
     ),
     hf_prefixes=(("connector.", "model.audio_tower."), ("tower.", "model.audio_tower.")),
 )
-_SOUND_3 = replace(
-    _SOUND_2_5,
+_AUDIO_3 = replace(
+    _AUDIO_2_5,
     renames=(
         (_ROOT + r"audio_tower\.(?=proj[12]\.)", "connector."),
         (_ROOT + r"audio_tower\.", "tower."),
@@ -78,7 +82,7 @@ _SOUND_3 = replace(
 )
 
 
-def take_qwen2_5_omni(config: Any) -> CompositeParts:
+def qwen2_5_omni_components(config: Any) -> ModelComponents:
     """Return the components of a thinker from its config.
 
     Raises:
@@ -86,27 +90,27 @@ def take_qwen2_5_omni(config: Any) -> CompositeParts:
     """
     _check(config, [])
     family = LlmFamily(
-        build=build_without_towers, text_model="model.language_model", logits_to_keep=False
+        build=build_without_encoders, text_model="model.language_model", logits_to_keep=False
     )
     encoders = {
         VISION: _part(config.vision_config, _VISION_2_5),
-        AUDIO: _part(config.audio_config, _SOUND_2_5),
+        AUDIO: _part(config.audio_config, _AUDIO_2_5),
     }
     text = replace(_text(config, "<|{}_bos|>", "<|{}_eos|>"), clip_times="whole")
-    return CompositeParts(config, family, _LLM, encoders, text)
+    return ModelComponents(config, family, _LLM, encoders, text)
 
 
-def take_qwen3_omni(config: Any) -> CompositeParts:
+def qwen3_omni_components(config: Any) -> ModelComponents:
     """Return the components of a thinker from its config.
 
     Raises:
         ConfigError: The sizes of encoders and LLM differ, or the tapped layers are impossible.
     """
-    _check(config, tap_problems(config))
+    _check(config, deepstack_problems(config))
     family = LLM_FAMILIES["qwen3_moe"]
     family = replace(
         family,
-        build=build_without_towers,
+        build=build_without_encoders,
         text_model="model.language_model",
         logits_to_keep=False,
         tensor_parallel=QWEN3_STYLES | dict(family.tensor_parallel),
@@ -114,10 +118,10 @@ def take_qwen3_omni(config: Any) -> CompositeParts:
     )
     encoders = {
         VISION: _part(config.vision_config, _VISION_3),
-        AUDIO: _part(config.audio_config, _SOUND_3, final_norm=True),
+        AUDIO: _part(config.audio_config, _AUDIO_3, final_norm=True),
     }
     text = replace(_text(config, "<|{}_start|>", "<|{}_end|>"), clip_times="fractional")
-    return CompositeParts(config, family, _LLM, encoders, text)
+    return ModelComponents(config, family, _LLM, encoders, text)
 
 
 def _check(config: Any, problems: list[str]) -> None:
@@ -137,7 +141,7 @@ def _check(config: Any, problems: list[str]) -> None:
             f"[model] {config.model_type}: transformers {transformers.__version__} builds "
             "this model differently; install 5.23"
         )
-    problems = width_problems(config, "out_hidden_size") + problems
+    problems = output_size_problems(config, "out_hidden_size") + problems
     output_size = config.audio_config.output_dim
     hidden_size = config.text_config.hidden_size
     if output_size != hidden_size:
@@ -145,12 +149,12 @@ def _check(config: Any, problems: list[str]) -> None:
             f"audio_config.output_dim = {output_size} differs from text_config.hidden_size = "
             f"{hidden_size}; set them to the same value"
         )
-    refuse(config, problems)
+    raise_problems(config, problems)
 
 
-def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderPart:
+def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderComponent:
     family = ENCODER_FAMILIES[config.model_type].variant(config)
-    return EncoderPart(config, family, files, {**settings, "connector": "merger"})
+    return EncoderComponent(config, family, files, {**settings, "connector": "merger"})
 
 
 def _text(config: Any, begin: str, end: str) -> TextConventions:

@@ -9,12 +9,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
+from torchmm.models.families.composites.components import (
+    ModelComponents,
+    raise_problems,
+    single_encoder_components,
+)
 from torchmm.models.families.composites.qwen_vl import (
     QWEN_LLM,
-    build_without_towers,
+    build_without_encoders,
+    output_size_problems,
     qwen_text,
-    width_problems,
 )
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.registry import LLM_FAMILIES
@@ -47,24 +51,26 @@ QWEN3_STYLES = {  # dense Qwen3-VL has no plan, and the plan with experts omits 
 }
 
 
-def take_qwen3_vl(config: Any) -> CompositeParts:
+def qwen3_vl_components(config: Any) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Raises:
         ConfigError: The sizes of encoder and LLM differ, or the tapped layers are impossible.
     """
-    refuse(config, width_problems(config, "out_hidden_size") + tap_problems(config))
+    raise_problems(
+        config, output_size_problems(config, "out_hidden_size") + deepstack_problems(config)
+    )
     family = LLM_FAMILIES[_TEXTS[config.model_type]]
     styles = QWEN3_STYLES if config.model_type.startswith("qwen3_vl") else {}
     family = replace(
         family,
-        build=build_without_towers,
+        build=build_without_encoders,
         text_model="model.language_model",
         tensor_parallel=styles | dict(family.tensor_parallel),
         taps=len(_taps(config.vision_config)),
     )
     llm_files = replace(QWEN_LLM, stacked_experts=config.model_type == "qwen3_vl_moe")
-    return one_encoder(
+    return single_encoder_components(
         config,
         config,
         qwen_text(config),
@@ -79,7 +85,7 @@ def _taps(vision: Any) -> list[int]:
     return list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def tap_problems(config: Any) -> list[str]:
+def deepstack_problems(config: Any) -> list[str]:
     """Return the problems of the DeepStack layer indices of the encoder."""
     vision = config.vision_config
     text = config.text_config

@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from torchmm.models.families.composites.components import CompositeParts, one_encoder, refuse
+from torchmm.models.families.composites.components import (
+    ModelComponents,
+    raise_problems,
+    single_encoder_components,
+)
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text_conventions import TextConventions
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers.attention import PACKED
-from torchmm.models.layers.deepstack import add_block
+from torchmm.models.layers.deepstack import add_deepstack_features
 from torchmm.models.layers.delta_net import pack_delta_nets
 
 QWEN_LLM = WeightFiles(
@@ -35,7 +39,7 @@ QWEN_VISION = WeightFiles(
 )
 
 
-def build_without_towers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_without_encoders(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a multimodal model without its encoders.
 
     Hugging Face has no causal LM class for the text component.
@@ -48,12 +52,12 @@ def build_without_towers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
         model.model.audio_tower = None
     text = model.model.language_model
     if hasattr(text, "_deepstack_process"):
-        text._deepstack_process = add_block
+        text._deepstack_process = add_deepstack_features
     pack_delta_nets(text.layers)
     return model
 
 
-def width_problems(config: Any, key: str) -> list[str]:
+def output_size_problems(config: Any, key: str) -> list[str]:
     """Return the problem if the output size `vision_config.key` does not fit the LLM."""
     output_size = getattr(config.vision_config, key)
     hidden_size = config.text_config.hidden_size
@@ -77,20 +81,20 @@ def qwen_text(config: Any) -> TextConventions:
     )
 
 
-def take_qwen_vl(config: Any) -> CompositeParts:
+def qwen_vl_components(config: Any) -> ModelComponents:
     """Return the components of a multimodal model from its config.
 
     Raises:
         ConfigError: The sizes of encoder and LLM differ.
     """
     key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
-    refuse(config, width_problems(config, key))
-    return one_encoder(
+    raise_problems(config, output_size_problems(config, key))
+    return single_encoder_components(
         config,
         config,
         qwen_text(config),
         {"connector": "merger"},
         family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
-        llm_family=LlmFamily(build=build_without_towers, text_model="model.language_model"),
+        llm_family=LlmFamily(build=build_without_encoders, text_model="model.language_model"),
         files=(QWEN_VISION, QWEN_LLM),
     )

@@ -39,21 +39,21 @@ from transformers import (
     VoxtralForConditionalGeneration,
 )
 
-from torchmm.models.families.composites.components import CompositeParts
-from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
-from torchmm.models.families.composites.gemma4 import take_gemma4
-from torchmm.models.families.composites.glm4v import take_glm4v
-from torchmm.models.families.composites.idefics3 import take_idefics3
-from torchmm.models.families.composites.internvl import take_internvl
-from torchmm.models.families.composites.llava import take_llava, take_llava_next
-from torchmm.models.families.composites.mistral3 import take_mistral3
-from torchmm.models.families.composites.omni import take_qwen2_5_omni, take_qwen3_omni
-from torchmm.models.families.composites.qwen3_vl import take_qwen3_vl
-from torchmm.models.families.composites.qwen_vl import take_qwen_vl
+from torchmm.models.families.composites.components import ModelComponents
+from torchmm.models.families.composites.gemma import gemma3_components, paligemma_components
+from torchmm.models.families.composites.gemma4 import gemma4_components
+from torchmm.models.families.composites.glm4v import glm4v_components
+from torchmm.models.families.composites.idefics3 import idefics3_components
+from torchmm.models.families.composites.internvl import internvl_components
+from torchmm.models.families.composites.llava import llava_components, llava_next_components
+from torchmm.models.families.composites.mistral3 import mistral3_components
+from torchmm.models.families.composites.omni import qwen2_5_omni_components, qwen3_omni_components
+from torchmm.models.families.composites.qwen3_vl import qwen3_vl_components
+from torchmm.models.families.composites.qwen_vl import qwen_vl_components
 from torchmm.models.families.composites.speech import (
-    take_audioflamingo3,
-    take_qwen2_audio,
-    take_voxtral,
+    audioflamingo3_components,
+    qwen2_audio_components,
+    voxtral_components,
 )
 
 
@@ -62,41 +62,43 @@ class Composite(NamedTuple):
 
     kind: type[PreTrainedModel]
     """Hugging Face class."""
-    take: Callable[..., CompositeParts]
+    get_components: Callable[..., ModelComponents]
     """Function that returns the components for a config."""
-    takes_any: bool = False
-    """Whether encoder and LLM may have any type that `AutoModel` builds. `take` then also receives
-    the verified families of unregistered components."""
+    supports_any_component: bool = False
+    """Whether encoder and LLM may have any type that `AutoModel` builds. `get_components` then also
+    receives the verified families of unregistered components."""
 
 
 COMPOSITES: dict[str, Composite] = {
-    "llava": Composite(LlavaForConditionalGeneration, take_llava, takes_any=True),
-    "llava_next": Composite(LlavaNextForConditionalGeneration, take_llava_next),
-    "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, take_llava_next),
-    "mistral3": Composite(Mistral3ForConditionalGeneration, take_mistral3),
-    "internvl": Composite(InternVLForConditionalGeneration, take_internvl),
-    "idefics3": Composite(Idefics3ForConditionalGeneration, take_idefics3),
-    "smolvlm": Composite(SmolVLMForConditionalGeneration, take_idefics3),
-    "paligemma": Composite(PaliGemmaForConditionalGeneration, take_paligemma),
-    "gemma3": Composite(Gemma3ForConditionalGeneration, take_gemma3),
-    "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
-    "qwen2_vl": Composite(Qwen2VLForConditionalGeneration, take_qwen_vl),
-    "qwen2_5_vl": Composite(Qwen2_5_VLForConditionalGeneration, take_qwen_vl),
-    "qwen3_vl": Composite(Qwen3VLForConditionalGeneration, take_qwen3_vl),
-    "qwen3_vl_moe": Composite(Qwen3VLMoeForConditionalGeneration, take_qwen3_vl),
-    "qwen3_5": Composite(Qwen3_5ForConditionalGeneration, take_qwen3_vl),
-    "qwen3_5_moe": Composite(Qwen3_5MoeForConditionalGeneration, take_qwen3_vl),
+    "llava": Composite(
+        LlavaForConditionalGeneration, llava_components, supports_any_component=True
+    ),
+    "llava_next": Composite(LlavaNextForConditionalGeneration, llava_next_components),
+    "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, llava_next_components),
+    "mistral3": Composite(Mistral3ForConditionalGeneration, mistral3_components),
+    "internvl": Composite(InternVLForConditionalGeneration, internvl_components),
+    "idefics3": Composite(Idefics3ForConditionalGeneration, idefics3_components),
+    "smolvlm": Composite(SmolVLMForConditionalGeneration, idefics3_components),
+    "paligemma": Composite(PaliGemmaForConditionalGeneration, paligemma_components),
+    "gemma3": Composite(Gemma3ForConditionalGeneration, gemma3_components),
+    "gemma4": Composite(Gemma4ForConditionalGeneration, gemma4_components),
+    "qwen2_vl": Composite(Qwen2VLForConditionalGeneration, qwen_vl_components),
+    "qwen2_5_vl": Composite(Qwen2_5_VLForConditionalGeneration, qwen_vl_components),
+    "qwen3_vl": Composite(Qwen3VLForConditionalGeneration, qwen3_vl_components),
+    "qwen3_vl_moe": Composite(Qwen3VLMoeForConditionalGeneration, qwen3_vl_components),
+    "qwen3_5": Composite(Qwen3_5ForConditionalGeneration, qwen3_vl_components),
+    "qwen3_5_moe": Composite(Qwen3_5MoeForConditionalGeneration, qwen3_vl_components),
     "qwen2_5_omni_thinker": Composite(
-        Qwen2_5OmniThinkerForConditionalGeneration, take_qwen2_5_omni
+        Qwen2_5OmniThinkerForConditionalGeneration, qwen2_5_omni_components
     ),
     "qwen3_omni_moe_thinker": Composite(
-        Qwen3OmniMoeThinkerForConditionalGeneration, take_qwen3_omni
+        Qwen3OmniMoeThinkerForConditionalGeneration, qwen3_omni_components
     ),
-    "voxtral": Composite(VoxtralForConditionalGeneration, take_voxtral),
-    "qwen2_audio": Composite(Qwen2AudioForConditionalGeneration, take_qwen2_audio),
-    "audioflamingo3": Composite(AudioFlamingo3ForConditionalGeneration, take_audioflamingo3),
-    "glm4v": Composite(Glm4vForConditionalGeneration, take_glm4v),
-    "glm4v_moe": Composite(Glm4vMoeForConditionalGeneration, take_glm4v),
-    "glm46v": Composite(Glm46VForConditionalGeneration, take_glm4v),
+    "voxtral": Composite(VoxtralForConditionalGeneration, voxtral_components),
+    "qwen2_audio": Composite(Qwen2AudioForConditionalGeneration, qwen2_audio_components),
+    "audioflamingo3": Composite(AudioFlamingo3ForConditionalGeneration, audioflamingo3_components),
+    "glm4v": Composite(Glm4vForConditionalGeneration, glm4v_components),
+    "glm4v_moe": Composite(Glm4vMoeForConditionalGeneration, glm4v_components),
+    "glm46v": Composite(Glm46VForConditionalGeneration, glm4v_components),
 }
 """Registered multimodal models by Hugging Face model_type."""

@@ -19,10 +19,10 @@ from typing import Any
 from torchmm.common.module_names import AUDIO
 from torchmm.models.families.composites.components import (
     LLAVA_LLM,
-    CompositeParts,
-    EncoderPart,
+    EncoderComponent,
+    ModelComponents,
     llm_problems,
-    refuse,
+    raise_problems,
 )
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.llms.registry import LLM_FAMILIES
@@ -34,7 +34,7 @@ _LLM = replace(
     # The first prefix is that of files from transformers 5.17 to 5.21.
     renames=((r"language_model\.model\.model\.", "backbone.model."), *LLAVA_LLM.renames),
 )
-SOUND_FILES = WeightFiles(
+AUDIO_FILES = WeightFiles(
     renames=(
         (r"(model\.)?audio_tower\.", "tower."),
         (r"(model\.)?multi_modal_projector\.", "connector."),
@@ -48,7 +48,7 @@ _GROUP = 4
 """Number of positions per token in Voxtral."""
 
 
-def take_voxtral(config: Any) -> CompositeParts:
+def voxtral_components(config: Any) -> ModelComponents:
     """Return the components of Voxtral, whose connector has two linear layers.
 
     Each token has the features of four positions.
@@ -75,7 +75,7 @@ def take_voxtral(config: Any) -> CompositeParts:
             "audio_token_id is missing; set it to the id of [AUDIO], which is 24 in Voxtral"
         )
     settings = {
-        "shuffle": 2,
+        "pixel_shuffle_factor": 2,
         "final_norm": True,
         "connector_act": config.projector_hidden_act,
         "connector_bias": False,
@@ -84,7 +84,7 @@ def take_voxtral(config: Any) -> CompositeParts:
     return _take(config, "voxtral_encoder", settings, text, problems)
 
 
-def take_qwen2_audio(config: Any) -> CompositeParts:
+def qwen2_audio_components(config: Any) -> ModelComponents:
     """Return the components of Qwen2-Audio, whose connector is one linear layer.
 
     Raises:
@@ -99,7 +99,7 @@ def take_qwen2_audio(config: Any) -> CompositeParts:
     return _take(config, "qwen2_audio_encoder", {"connector": "linear"}, text, [])
 
 
-def take_audioflamingo3(config: Any) -> CompositeParts:
+def audioflamingo3_components(config: Any) -> ModelComponents:
     """Return the components of Audio Flamingo 3, whose connector has two linear layers.
 
     Raises:
@@ -115,16 +115,16 @@ def take_audioflamingo3(config: Any) -> CompositeParts:
 
 def _take(
     config: Any, tower: str, settings: dict[str, Any], text: TextConventions, problems: list[str]
-) -> CompositeParts:
+) -> ModelComponents:
     audio = config.audio_config
     if audio.model_type != tower:
         problems.append(f"audio encoder {audio.model_type!r} is not supported; use {tower}")
-    refuse(config, problems + llm_problems(config))
+    raise_problems(config, problems + llm_problems(config))
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False
     family = ENCODER_FAMILIES[tower].variant(audio)
-    part = EncoderPart(audio, family, SOUND_FILES, settings)
-    return CompositeParts(
+    part = EncoderComponent(audio, family, AUDIO_FILES, settings)
+    return ModelComponents(
         llm_config=llm,
         llm_family=LLM_FAMILIES[llm.model_type],
         llm_files=_LLM,

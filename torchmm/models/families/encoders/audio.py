@@ -42,7 +42,7 @@ SAMPLES_PER_POSITION = 320
 """Samples per position: two mel frames of 10 ms each, at 16 kHz."""
 
 
-class SoundFamily(EncoderFamily):
+class AudioEncoderFamily(EncoderFamily):
     """The base class of audio encoders, whose inputs are concatenated."""
 
     modality: Literal["image", "audio"] = "audio"
@@ -68,7 +68,7 @@ class SoundFamily(EncoderFamily):
         return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
 
 
-class WhisperFamily(SoundFamily):
+class WhisperFamily(AudioEncoderFamily):
     """The Whisper encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
 
     processor_class = "WhisperFeatureExtractor"
@@ -146,7 +146,7 @@ class WhisperFamily(SoundFamily):
         )
 
 
-class Wav2Vec2Family(SoundFamily):
+class Wav2Vec2Family(AudioEncoderFamily):
     """Wav2Vec2 with norms after attention and MLP, as in the base model."""
 
     processor_class = "Wav2Vec2FeatureExtractor"
@@ -159,7 +159,7 @@ class Wav2Vec2Family(SoundFamily):
     final_norm: str = ""
     unused = ("masked_spec_embed", "adapter")
     renames = ((r"wav2vec2\.", "tower."), (r"(?=feature_projection\.)", "tower."))
-    old_names = (
+    legacy_names = (
         (r"conv\.weight_g$", "conv.parametrizations.weight.original0"),
         (r"conv\.weight_v$", "conv.parametrizations.weight.original1"),
     )
@@ -208,9 +208,9 @@ class Wav2Vec2Family(SoundFamily):
                 hidden = layer(hidden)
             hidden_1PD, _ = tower.feature_projection(hidden[:, :, : len(sound_PS)].mT)
             embedded.append(hidden_1PD + tower.encoder.pos_conv_embed(hidden_1PD))
-        return self.norm_before(tower, torch.cat(embedded, dim=1))
+        return self.pre_layer_norm(tower, torch.cat(embedded, dim=1))
 
-    def norm_before(self, tower: Any, hidden: Tensor) -> Tensor:
+    def pre_layer_norm(self, tower: Any, hidden: Tensor) -> Tensor:
         """Return the output of the norm between position embeddings and layers, (1, P, D)."""
         return tower.encoder.layer_norm(hidden)
 
@@ -230,7 +230,7 @@ class Wav2Vec2StableFamily(Wav2Vec2Family):
     pre = ("feature_extractor", "feature_projection", "encoder.pos_conv_embed")
     final_norm = "encoder.layer_norm"
 
-    def norm_before(self, tower: Any, hidden: Tensor) -> Tensor:
+    def pre_layer_norm(self, tower: Any, hidden: Tensor) -> Tensor:
         return hidden
 
 

@@ -28,7 +28,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED
-from torchmm.models.layers.connectors import fold_neighbours
+from torchmm.models.layers.connectors import fold_patches
 
 
 def side(size: Any) -> int:
@@ -62,13 +62,13 @@ class EncoderFamily:
     unused: tuple[str, ...] = ()
     """Names of other submodules and parameters that do not affect the features."""
     has_class_token = True
-    listed = True
+    is_registered = True
     """Whether the family is registered. Otherwise, the extension `auto_models` has verified it,
     without tensor parallelism."""
-    in_composites = True
+    is_llava_compatible = True
     """Whether LLaVA and similar Hugging Face classes support the encoder. They build it with
     `AutoModel` and use all positions but a class token as patches."""
-    same_as_clip = False
+    is_clip_equivalent = False
     """Whether the encoder is equal to CLIP except for its name, so that exports can use CLIP."""
     replaced_processor: str = ""
     """Processor class in the files that `processor_class` replaces, or "". Hugging Face provides it
@@ -79,14 +79,14 @@ class EncoderFamily:
     """Tiling of images by the image processor in the files, or None without tiles."""
     renames: tuple[tuple[str, str], ...] = ()
     """Additional renames for files of full models (see `WeightFiles`)."""
-    old_names: tuple[tuple[str, str], ...] = ()
-    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    optional: tuple[str, ...] = ()
+    legacy_names: tuple[tuple[str, str], ...] = ()
+    fused_tensors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    optional_suffixes: tuple[str, ...] = ()
     """Differences between files and encoder (see `WeightFiles`)."""
     fixed_merge = False
     """Whether the encoder itself merges patches. Feature layer and connectors are then fixed."""
     merger_styles: ClassVar[dict[str, str]] = {"mlp.0": "colwise", "mlp.2": "rowwise"}
-    """Tensor-parallel style of each linear layer in the result of `take_merger`."""
+    """Tensor-parallel style of each linear layer in the result of `detach_merger`."""
     merger_norms: tuple[str, ...] = ()
     """Submodules of the merger that apply a norm before their linear layers."""
     splits_clips = False
@@ -129,7 +129,7 @@ class EncoderFamily:
         """Return the increasing indices of layers whose outputs the LLM also reads (DeepStack)."""
         return ()
 
-    def take_merger(self, tower: Any) -> nn.Module:
+    def detach_merger(self, tower: Any) -> nn.Module:
         """Remove the patch merger from the encoder and return it, for use as the connector."""
         merger = tower.merger
         tower.merger = None
@@ -163,15 +163,15 @@ class EncoderFamily:
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
         """Return (P / shuffle**2, D shuffle**2), the concatenated features of adjacent patches."""
-        return fold_neighbours(x_PD, grids_thw, shuffle)
+        return fold_patches(x_PD, grids_thw, shuffle)
 
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         """Return the shape of hidden states between layers, given the patches of each image."""
         if self.inputs == "patches":
             return 1, sum(patches), self.width(config)
-        return len(patches), patches[0] + self.tokens_before(config), self.width(config)
+        return len(patches), patches[0] + self.num_prefix_tokens(config), self.width(config)
 
-    def tokens_before(self, config: Any) -> int:
+    def num_prefix_tokens(self, config: Any) -> int:
         """Return the number of positions of an image before its patches, such as class tokens."""
         return int(self.has_class_token)
 
@@ -191,7 +191,7 @@ class EncoderFamily:
             return {"size": {"shortest_edge": size}, "crop_size": square}
         return {"size": square}
 
-    def known_processor(self, name: str) -> str:
+    def resolve_processor_class(self, name: str) -> str:
         """Return the image processor class to use for a class name in files."""
         replaced = name.removesuffix("Fast") == self.replaced_processor
         return self.processor_class if replaced else name
@@ -252,15 +252,17 @@ class EncoderFamily:
 
 def image_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
     """Return the starts of segments of one image each, and the total length."""
-    return starts_of([prod(grid) for grid in grids_thw])
+    return segment_starts([prod(grid) for grid in grids_thw])
 
 
 def frame_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
     """Return the starts of segments of one frame each, and the total length."""
-    return starts_of([rows * columns for frames, rows, columns in grids_thw for _ in range(frames)])
+    return segment_starts(
+        [rows * columns for frames, rows, columns in grids_thw for _ in range(frames)]
+    )
 
 
-def starts_of(lengths: list[int]) -> list[int]:
+def segment_starts(lengths: list[int]) -> list[int]:
     """Return the starts of segments with the given lengths, and the total length."""
     starts = [0]
     for length in lengths:

@@ -15,9 +15,9 @@ from torchmm.common.device_copies import to_device
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
-from torchmm.models.families.encoders.pixtral import grid_places
+from torchmm.models.families.encoders.pixtral import grid_positions
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.connectors import fold_neighbours
+from torchmm.models.layers.connectors import fold_patches
 
 
 class Gemma4Context(NamedTuple):
@@ -55,14 +55,14 @@ class Gemma4VisionFamily(EncoderFamily):
     }
 
     def variant(self, config: Any) -> EncoderFamily:
-        refuse_clipping(config)
+        reject_clipping(config)
         # Features for other LLMs are not standardized. Exported configs also disable it.
         config.standardize = False
         return self
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Gemma4Context:
         grids = inputs.grids_thw
-        places = torch.cat([grid_places(grid) for grid in grids])
+        places = torch.cat([grid_positions(grid) for grid in grids])
         positions_1P2 = to_device(places.flip(-1), device)[None]
         return Gemma4Context(
             Segments.from_starts(frame_starts(grids), device),
@@ -91,7 +91,7 @@ class Gemma4VisionFamily(EncoderFamily):
         self, tower: Any, hidden: Tensor, context: Gemma4Context, drop_class_token: bool
     ) -> Tensor:
         side = tower.config.pooling_kernel_size
-        folded = fold_neighbours(hidden[0].float(), context.grids_thw, side)
+        folded = fold_patches(hidden[0].float(), context.grids_thw, side)
         mean_KD = folded.unflatten(-1, (side**2, -1)).mean(1).to(hidden.dtype)
         if tower.pooler is None:  # the Gemma 4 connector scales
             return mean_KD
@@ -124,7 +124,7 @@ class Gemma4VisionFamily(EncoderFamily):
         )
 
 
-def refuse_clipping(config: Any) -> None:
+def reject_clipping(config: Any) -> None:
     """Reject configs whose linear layers clamp inputs and outputs.
 
     Raises:

@@ -25,7 +25,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import frame_starts, side
 from torchmm.models.families.encoders.qwen import QwenVisionFamily
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.patch_embedding import embed_by_products
+from torchmm.models.layers.patch_embedding import patch_embed_as_matmul
 
 
 class GlmContext(NamedTuple):
@@ -86,10 +86,10 @@ class GlmVisionFamily(QwenVisionFamily):
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower: Any = super().build(config, dtype)
-        embed_by_products(tower.downsample)
+        patch_embed_as_matmul(tower.downsample)
         return tower
 
-    def take_merger(self, tower: Any) -> nn.Module:
+    def detach_merger(self, tower: Any) -> nn.Module:
         merger = GlmMerger(tower)
         for name in self.merger:
             setattr(tower, name, None)

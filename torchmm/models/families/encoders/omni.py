@@ -40,13 +40,13 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from torchmm.common.batch import EncoderInputs, SoundChunks
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
-from torchmm.models.families.encoders.audio import SoundFamily, window_lengths
-from torchmm.models.families.encoders.family import EncoderFamily, starts_of
+from torchmm.models.families.encoders.audio import AudioEncoderFamily, window_lengths
+from torchmm.models.families.encoders.family import EncoderFamily, segment_starts
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily
 from torchmm.models.families.encoders.qwen3 import Qwen3VisionFamily
 from torchmm.models.layered import LinearSizes
-from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments
-from torchmm.models.layers.connectors import NormProjection, SoundProjection
+from torchmm.models.layers.attention import PACKED, PACKED_FLASH, Segments
+from torchmm.models.layers.connectors import NormAudioProjection, OmniAudioProjection
 from torchmm.models.layers.deepstack import DeepstackConnector
 
 _FRAMES_2_5 = 2
@@ -64,7 +64,7 @@ _HOP = 160
 """Samples per mel frame (10 ms)."""
 
 
-class OmniSoundFamily(SoundFamily, ABC):
+class OmniAudioFamily(AudioEncoderFamily, ABC):
     """The base class of the audio encoders of Omni models."""
 
     processor_class = "WhisperFeatureExtractor"
@@ -93,7 +93,7 @@ class OmniSoundFamily(SoundFamily, ABC):
         """Return the number of positions of an attention window."""
 
     @abstractmethod
-    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+    def embed_chunks(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
         """Return the outputs of the convolutions with position embeddings, (N, T, D).
 
         Args:
@@ -103,14 +103,14 @@ class OmniSoundFamily(SoundFamily, ABC):
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
-        tower.config._attn_implementation = PACKED_UNSPLIT
+        tower.config._attn_implementation = PACKED_FLASH
         for layer in tower.layers:
             layer.register_forward_hook(_only_output)
         return tower
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Segments:
         lengths = window_lengths(inputs.grids_thw, self.window_positions(tower.config))
-        return Segments.from_starts(starts_of(lengths), device)
+        return Segments.from_starts(segment_starts(lengths), device)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Segments) -> Tensor:
         """Return the hidden states before the layers, (P, D).
@@ -121,13 +121,15 @@ class OmniSoundFamily(SoundFamily, ABC):
         weight = tower.get_submodule(self.patch_embedding).weight
         sounds = inputs.pixels.to(weight.dtype).split([prod(grid) for grid in inputs.grids_thw])
         wholes = [sound[: len(sound) // chunk * chunk] for sound in sounds]
-        read_PD = self.read(tower, torch.cat(wholes).unflatten(0, (-1, chunk))).flatten(0, 1)
+        read_PD = self.embed_chunks(tower, torch.cat(wholes).unflatten(0, (-1, chunk))).flatten(
+            0, 1
+        )
         pieces = []
         for whole, sound in zip(read_PD.split([len(w) for w in wholes]), sounds, strict=True):
             rest = sound[len(whole) :]
             pieces.append(whole)
             if len(rest):
-                pieces.append(self.read(tower, rest[None])[0])
+                pieces.append(self.embed_chunks(tower, rest[None])[0])
         return torch.cat(pieces)
 
     def run_layer(
@@ -190,7 +192,7 @@ class Qwen2_5OmniVisionFamily(Qwen2_5VisionFamily):  # noqa: N801 - as Hugging F
         return replace(super().describe_layer(config, index), packed_qkv=False)
 
 
-class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face writes it
+class Qwen2_5OmniAudioFamily(OmniAudioFamily):  # noqa: N801 - as Hugging Face writes it
     """The audio encoder of Qwen2.5-Omni."""
 
     pre: tuple[str, ...] = ("conv1", "conv2", "positional_embedding")
@@ -211,8 +213,8 @@ class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face w
             )
         return self
 
-    def take_merger(self, tower: Any) -> nn.Module:
-        projection = NormProjection(tower.ln_post, tower.proj)
+    def detach_merger(self, tower: Any) -> nn.Module:
+        projection = NormAudioProjection(tower.ln_post, tower.proj)
         tower.ln_post = None
         tower.proj = None
         return projection
@@ -223,7 +225,7 @@ class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face w
     def window_positions(self, config: Any) -> int:
         return config.n_window
 
-    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+    def embed_chunks(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
         frames_NFM = chunks_NTV.unflatten(2, (_FRAMES_2_5, -1)).flatten(1, 2)
         hidden = functional.gelu(tower.conv1(frames_NFM.mT))
         hidden_NTD = functional.gelu(tower.conv2(hidden)).mT
@@ -263,14 +265,14 @@ class Qwen3OmniVisionFamily(Qwen3VisionFamily):
     }
     tower: ClassVar[Any] = Qwen3OmniMoeVisionEncoder
 
-    def take_merger(self, tower: Any) -> nn.Module:
+    def detach_merger(self, tower: Any) -> nn.Module:
         connector = DeepstackConnector(tower.merger, tower.merger_list)
         tower.merger = None
         tower.merger_list = None
         return connector
 
 
-class Qwen3OmniSoundFamily(OmniSoundFamily):
+class Qwen3OmniAudioFamily(OmniAudioFamily):
     """The audio encoder of Qwen3-Omni."""
 
     pre: tuple[str, ...] = ("conv2d1", "conv2d2", "conv2d3", "conv_out", "positional_embedding")
@@ -289,8 +291,8 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
             )
         return self
 
-    def take_merger(self, tower: Any) -> nn.Module:
-        projection = SoundProjection(tower.proj1, tower.act, tower.proj2)
+    def detach_merger(self, tower: Any) -> nn.Module:
+        projection = OmniAudioProjection(tower.proj1, tower.act, tower.proj2)
         tower.proj1 = None
         tower.proj2 = None
         return projection
@@ -301,7 +303,7 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
     def window_positions(self, config: Any) -> int:
         return config.n_window_infer // _CHUNK * _CHUNK_POSITIONS
 
-    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+    def embed_chunks(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
         frames_NFM = chunks_NTV.unflatten(2, (_FRAMES, -1)).flatten(1, 2)
         # The last position of a chunk has fewer frames and is padded with zeros, which are dropped.
         hidden = frames_NFM[:, :_CHUNK].mT[:, None]

@@ -48,7 +48,7 @@ class PixtralFamily(EncoderFamily):
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> PixtralContext:
         grids = inputs.grids_thw
-        places_P2 = to_device(torch.cat([grid_places(grid) for grid in grids]), device)
+        places_P2 = to_device(torch.cat([grid_positions(grid) for grid in grids]), device)
         rotary = tower.patch_positional_embedding(inputs.pixels, places_P2)
         return PixtralContext(Segments.from_starts(frame_starts(grids), device), rotary)
 
@@ -88,7 +88,7 @@ class PixtralFamily(EncoderFamily):
         )
 
 
-def grid_places(grid: tuple[int, int, int]) -> Tensor:
+def grid_positions(grid: tuple[int, int, int]) -> Tensor:
     """Return the row and column of each patch of an image or video, (P, 2), int64."""
     frames, rows, columns = grid
     at_row, at_column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")

@@ -21,7 +21,7 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
-from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments
+from torchmm.models.layers.attention import PACKED, PACKED_FLASH, Segments
 
 
 class QwenContext(NamedTuple):
@@ -63,7 +63,7 @@ class QwenVisionFamily(EncoderFamily):
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
-        tower.config._attn_implementation = PACKED_UNSPLIT
+        tower.config._attn_implementation = PACKED_FLASH
         return tower
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> QwenContext:

@@ -87,7 +87,7 @@ class Qwen3VisionFamily(QwenVisionFamily):
     def taps(self, config: Any) -> tuple[int, ...]:
         return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
-    def take_merger(self, tower: Any) -> nn.Module:
+    def detach_merger(self, tower: Any) -> nn.Module:
         mergers = getattr(tower, "deepstack_merger_list", None)
         connector = DeepstackConnector(tower.merger, mergers)
         tower.merger = None

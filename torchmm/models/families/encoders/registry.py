@@ -17,9 +17,9 @@ from torchmm.models.families.encoders.family import EncoderFamily, image_starts
 from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
 from torchmm.models.families.encoders.glm4v import GlmMoeVisionFamily, GlmVisionFamily
 from torchmm.models.families.encoders.omni import (
-    Qwen2_5OmniSoundFamily,
+    Qwen2_5OmniAudioFamily,
     Qwen2_5OmniVisionFamily,
-    Qwen3OmniSoundFamily,
+    Qwen3OmniAudioFamily,
     Qwen3OmniVisionFamily,
 )
 from torchmm.models.families.encoders.pixtral import PixtralFamily
@@ -31,9 +31,9 @@ from torchmm.models.families.encoders.qwen3 import (
     Qwen3VisionFamily,
 )
 from torchmm.models.families.encoders.speech import (
-    AudioFlamingoSoundFamily,
-    Qwen2AudioSoundFamily,
-    VoxtralSoundFamily,
+    AudioFlamingoFamily,
+    Qwen2AudioFamily,
+    VoxtralAudioFamily,
 )
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
 from torchmm.models.families.encoders.vit_variants import (
@@ -109,12 +109,12 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "whisper": WhisperFamily(),
     "wav2vec2": Wav2Vec2Family(),
     "qwen2_5_omni_vision_encoder": Qwen2_5OmniVisionFamily(),
-    "qwen2_5_omni_audio_encoder": Qwen2_5OmniSoundFamily(),
-    "voxtral_encoder": VoxtralSoundFamily(),
-    "qwen2_audio_encoder": Qwen2AudioSoundFamily(),
-    "audioflamingo3_encoder": AudioFlamingoSoundFamily(),
+    "qwen2_5_omni_audio_encoder": Qwen2_5OmniAudioFamily(),
+    "voxtral_encoder": VoxtralAudioFamily(),
+    "qwen2_audio_encoder": Qwen2AudioFamily(),
+    "audioflamingo3_encoder": AudioFlamingoFamily(),
     "qwen3_omni_moe_vision_encoder": Qwen3OmniVisionFamily(),
-    "qwen3_omni_moe_audio_encoder": Qwen3OmniSoundFamily(),
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniAudioFamily(),
 }
 """Registered encoder families by Hugging Face model_type. Each has a parity test."""
 

@@ -36,8 +36,8 @@ from torchmm.models.families.encoders.audio import (
     WhisperFamily,
     window_lengths,
 )
-from torchmm.models.families.encoders.family import EncoderFamily, starts_of
-from torchmm.models.hf.float32 import frozen_to_buffer, keep_in_float32
+from torchmm.models.families.encoders.family import EncoderFamily, segment_starts
+from torchmm.models.hf.float32 import convert_to_buffer, keep_in_float32
 from torchmm.models.layers.attention import Segments
 
 _FRAMES = 2
@@ -46,7 +46,7 @@ _RATE = 16_000
 """Sample rate in Hz."""
 
 
-class Windows(NamedTuple):
+class AudioWindows(NamedTuple):
     """The windows of all audio inputs of a microbatch."""
 
     segments: Segments
@@ -54,7 +54,7 @@ class Windows(NamedTuple):
     """Number of positions of each window."""
 
 
-class VoxtralSoundFamily(WhisperFamily):
+class VoxtralAudioFamily(WhisperFamily):
     """The Voxtral encoder, with windows padded with silence."""
 
     renames = ((r"(model\.)?audio_tower\.", "tower."),)
@@ -62,7 +62,7 @@ class VoxtralSoundFamily(WhisperFamily):
     overlap = 0
     float32_positions = True
     """Whether position embeddings remain in float32 (`torchmm.models.hf.float32`)."""
-    most_windows = 0
+    max_windows = 0
     """Maximum number of windows of an audio, which is truncated. 0 means no limit."""
 
     def variant(self, config: Any) -> EncoderFamily:
@@ -79,14 +79,14 @@ class VoxtralSoundFamily(WhisperFamily):
         tower = EncoderFamily.build(self, config, dtype)
         if self.float32_positions:
             keep_in_float32(tower, ("embed_positions",))
-            frozen_to_buffer(tower.get_submodule("embed_positions"), "weight")
+            convert_to_buffer(tower.get_submodule("embed_positions"), "weight")
         return tower
 
-    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Windows:
+    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> AudioWindows:
         lengths = window_lengths(inputs.grids_thw, tower.config.max_source_positions)
-        return Windows(Segments.from_starts(starts_of(lengths), device), lengths)
+        return AudioWindows(Segments.from_starts(segment_starts(lengths), device), lengths)
 
-    def embed(self, tower: Any, inputs: EncoderInputs, context: Windows) -> Tensor:
+    def embed(self, tower: Any, inputs: EncoderInputs, context: AudioWindows) -> Tensor:
         """Return the hidden states before the layers, (1, P, D).
 
         Windows of the same length are one call.
@@ -97,12 +97,14 @@ class VoxtralSoundFamily(WhisperFamily):
             by_length[length].append(number)
         embedded = list(windows)
         for numbers in by_length.values():
-            read_NPD = self._read(tower, torch.stack([windows[number] for number in numbers]))
+            read_NPD = self._embed_windows(
+                tower, torch.stack([windows[number] for number in numbers])
+            )
             for number, read_PD in zip(numbers, read_NPD, strict=True):
                 embedded[number] = read_PD
         return torch.cat(embedded)[None]
 
-    def _read(self, tower: Any, windows_NPV: Tensor) -> Tensor:
+    def _embed_windows(self, tower: Any, windows_NPV: Tensor) -> Tensor:
         """Return the convolution outputs with positions, (N, P, D), for windows (N, P, V)."""
         patches_NPFM = windows_NPV.unflatten(2, (-1, tower.num_mel_bins))
         positions = patches_NPFM.shape[1]
@@ -114,7 +116,7 @@ class VoxtralSoundFamily(WhisperFamily):
         return (hidden + tower.embed_positions.weight[:positions]).to(hidden.dtype)
 
     def run_layer(
-        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Windows
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: AudioWindows
     ) -> Tensor:
         return layer(hidden, context.segments)
 
@@ -130,7 +132,7 @@ class VoxtralSoundFamily(WhisperFamily):
         return {**super().processor(config), "chunk_length": seconds}
 
     def max_patches(self, config: Any) -> int:
-        return self.most_windows * config.max_source_positions
+        return self.max_windows * config.max_source_positions
 
     def sound_chunks(self, config: Any) -> SoundChunks | None:
         positions = config.max_source_positions
@@ -146,20 +148,20 @@ class VoxtralSoundFamily(WhisperFamily):
         return replace(layer, window=config.max_source_positions)
 
 
-class Qwen2AudioSoundFamily(VoxtralSoundFamily):
+class Qwen2AudioFamily(VoxtralAudioFamily):
     """The Qwen2-Audio encoder: one window without silence, means of two positions, a norm."""
 
     padding = "silent"
     float32_positions = False
     overlap = 1
-    most_windows = 1
+    max_windows = 1
     pooled = 2
     final_norm = ""
     merger = ("layer_norm",)
     fixed_merge = True
 
     def finish(
-        self, tower: Any, hidden: Tensor, context: Windows, drop_class_token: bool
+        self, tower: Any, hidden: Tensor, context: AudioWindows, drop_class_token: bool
     ) -> Tensor:
         """Return the normalized means of two positions, (K, D).
 
@@ -167,13 +169,13 @@ class Qwen2AudioSoundFamily(VoxtralSoundFamily):
         """
         x_PD = hidden[0]
         if any(length % self.pooled for length in context.lengths):
-            starts = pairwise(starts_of(context.lengths))
+            starts = pairwise(segment_starts(context.lengths))
             pieces = [x_PD[start : stop - (stop - start) % self.pooled] for start, stop in starts]
             x_PD = torch.cat(pieces)
         return tower.layer_norm(x_PD.unflatten(0, (-1, self.pooled)).mean(1))
 
 
-class AudioFlamingoSoundFamily(Qwen2AudioSoundFamily):
+class AudioFlamingoFamily(Qwen2AudioFamily):
     """The Audio Flamingo 3 encoder: up to 20 windows, each with a separate spectrogram."""
 
-    most_windows = 20
+    max_windows = 20

@@ -28,14 +28,14 @@ class Dinov2Family(EncoderFamily):
     patch_embedding = "embeddings.patch_embeddings.projection"
     final_norm = "layernorm"
     unused: tuple[str, ...] = ("embeddings.mask_token",)
-    old_names: tuple[tuple[str, str], ...] = (
+    legacy_names: tuple[tuple[str, str], ...] = (
         (r"attention\.attention\.query\.", "attention.q_proj."),
         (r"attention\.attention\.key\.", "attention.k_proj."),
         (r"attention\.attention\.value\.", "attention.v_proj."),
         (r"attention\.output\.dense\.", "attention.o_proj."),
         (r"mlp\.weights_out\.", "mlp.down_proj."),
     )
-    joined: tuple[tuple[str, tuple[str, ...]], ...] = (
+    fused_tensors: tuple[tuple[str, tuple[str, ...]], ...] = (
         (".mlp.weights_in.", (".mlp.gate_proj.", ".mlp.up_proj.")),
     )
 

@@ -24,8 +24,8 @@ from torchmm.models.layers.attention import PACKED
 class MetaClip2Family(EncoderFamily):
     """MetaCLIP 2: the CLIP encoder with a model type that `AutoModel` and LLaVA do not support."""
 
-    in_composites = False
-    same_as_clip = True
+    is_llava_compatible = False
+    is_clip_equivalent = True
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return MetaClip2VisionModel._from_config(config, dtype=dtype, attn_implementation=PACKED)
@@ -48,7 +48,7 @@ class Dinov3Family(EncoderFamily):
     final_norm = "norm"
     unused = ("embeddings.mask_token",)
     renames = ((r"(model\.)?layer\.", "tower.model.layer."),)
-    in_composites = False
+    is_llava_compatible = False
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attention": "local_heads",
         **{f"attention.{name}_proj": "colwise" for name in "qkv"},
@@ -85,9 +85,9 @@ class Dinov3Family(EncoderFamily):
         return layer(hidden, position_embeddings=(cos, sin))
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[:, self.tokens_before(tower.config) :].flatten(0, 1)
+        return hidden[:, self.num_prefix_tokens(tower.config) :].flatten(0, 1)
 
-    def tokens_before(self, config: Any) -> int:
+    def num_prefix_tokens(self, config: Any) -> int:
         return 1 + config.num_register_tokens
 
     def processor(self, config: Any) -> dict[str, Any]:
@@ -117,26 +117,26 @@ class RadioFamily(Dinov2Family):
     final_norm = ""
     unused = ("embeddings.video_patch_projection", "summary_idxs")
     has_class_token = False
-    in_composites = False
+    is_llava_compatible = False
     renames = ((r"radio_model\.model\.blocks\.", "tower.encoder.layer."),)
-    old_names = (
+    legacy_names = (
         (r"radio_model\.(model\.patch_generator\.)?", ""),
         (r"tower\.(video_)?embedder\.", r"tower.embeddings.\1patch_projection."),
         (r"tower\.pos_embed$", "tower.embeddings.position_embedding"),
         (r"tower\.cls_token\.token$", "tower.embeddings.cls_register_token"),
         (r"\.attn\.proj\.", ".attention.o_proj."),
     )
-    joined = ((".attn.qkv.", tuple(f".attention.{name}_proj." for name in "qkv")),)
-    optional = ("layer_scale1.lambda1", "layer_scale2.lambda1")
+    fused_tensors = ((".attn.qkv.", tuple(f".attention.{name}_proj." for name in "qkv")),)
+    optional_suffixes = ("layer_scale1.lambda1", "layer_scale2.lambda1")
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         dtype = tower.embeddings.patch_projection.weight.dtype
         return tower.embeddings(tower.input_conditioner(inputs.pixels).to(dtype))
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[:, self.tokens_before(tower.config) :].flatten(0, 1)
+        return hidden[:, self.num_prefix_tokens(tower.config) :].flatten(0, 1)
 
-    def tokens_before(self, config: Any) -> int:
+    def num_prefix_tokens(self, config: Any) -> int:
         return config.num_summary_tokens
 
     def processor(self, config: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class LlmFamily:
     """Name of the head in the full model."""
     logits_to_keep: bool = True
     """Whether the forward of the full model can compute logits of selected positions only."""
-    listed: bool = True
+    is_registered: bool = True
     """Whether the family is registered. Otherwise, the extension `auto_models` has verified it,
     without tensor parallelism."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -66,7 +66,7 @@ class LlmFamily:
     """Whether norms multiply by their weights in float32, before the cast to the compute dtype."""
     rotary_float32: bool = False
     """Whether queries and keys are rotated in float32."""
-    multiplier: str | None = None
+    embedding_scale_attribute: str | None = None
     """Attribute of the text model that scales `inputs_embeds`, or None. It is set to 1 on later
     stages, whose input is a hidden state."""
     gated_ffn: bool = True
@@ -77,13 +77,13 @@ class LlmFamily:
     """Whether one linear layer computes queries, keys and values."""
     output_gate: bool = False
     """Whether the query projection also computes a gate of the attention output."""
-    both_ways: Literal["images", "images in windows", "prompts"] | None = None
+    bidirectional: Literal["images", "images in windows", "prompts"] | None = None
     """Tokens with bidirectional attention, or None: tokens of an image (in all layers or in layers
     with a sliding window), or the prompt up to the first target of a sample."""
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
-    old_names: tuple[tuple[str, str], ...] = ()
-    """Old names in files (`WeightFiles.old_names`)."""
+    legacy_names: tuple[tuple[str, str], ...] = ()
+    """Old names in files (`WeightFiles.legacy_names`)."""
     stacked_experts: bool = False
     """Whether files have stacked experts (`WeightFiles.stacked_experts`)."""
     taps: int = 0
@@ -92,7 +92,7 @@ class LlmFamily:
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Tensor-parallel styles of submodules of a layer that override the Hugging Face plan. ""
     disables sharding."""
-    choose: Callable[[LlmFamily, Any], LlmFamily] | None = None
+    choose_variant: Callable[[LlmFamily, Any], LlmFamily] | None = None
     """Function for `variant`, or None."""
 
     def variant(self, config: Any) -> LlmFamily:
@@ -101,4 +101,4 @@ class LlmFamily:
         Raises:
             ConfigError: The family does not support the config.
         """
-        return self if self.choose is None else self.choose(self, config)
+        return self if self.choose_variant is None else self.choose_variant(self, config)

@@ -66,5 +66,5 @@ GEMMA4 = LlmFamily(
     norms=GEMMA_NORMS,
     norm_place="around",
     norm_weight_float32=True,
-    choose=_choose,
+    choose_variant=_choose,
 )

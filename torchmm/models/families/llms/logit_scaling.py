@@ -16,7 +16,9 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_
 """Settings to name in the message; the copy decides whether logits differ."""
 
 
-def own_logits(config: PreTrainedConfig, family: LlmFamily, *, caps: bool = False) -> str:
+def describe_logit_change(
+    config: PreTrainedConfig, family: LlmFamily, *, caps: bool = False
+) -> str:
     """Return a description of changes to logits before or after the head, or "".
 
     Multimodal Hugging Face classes have a separate head and omit such a change. A small random copy

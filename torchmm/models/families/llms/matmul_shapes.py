@@ -19,30 +19,36 @@ from torchmm.models.layers.delta_net import MIXER, delta_sizes
 from torchmm.models.layers.experts import expert_parts, stacked_weights
 from torchmm.models.layers.short_conv import SHORT_CONVOLUTION, convolution_sizes
 
-_ATTENTIONS = (
+_MIXER_NAMES = (
     *("self_attn", "attention", "attn", "self_attention", "temporal_block"),
     *(MIXER, SHORT_CONVOLUTION),
 )
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
+_EXPERTS_PER_TOKEN_KEYS = (
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_k",
+    "num_experts_per_token",
+    "top_k_experts",
+)
 
 
-def attention_of(layer: nn.Module) -> Any:
+def find_attention(layer: nn.Module) -> Any:
     """Return the attention or other token mixer of a layer, or None if its name is unknown."""
-    return next((getattr(layer, name) for name in _ATTENTIONS if hasattr(layer, name)), None)
+    return next((getattr(layer, name) for name in _MIXER_NAMES if hasattr(layer, name)), None)
 
 
-def experts_of(layer: nn.Module) -> nn.Module | None:
+def find_experts(layer: nn.Module) -> nn.Module | None:
     """Return the expert module of a layer, whose weights are stacked, or None."""
     return next(iter(expert_parts([layer])), None)
 
 
-def expert_count(layer: nn.Module) -> int:
+def count_experts(layer: nn.Module) -> int:
     """Return the number of routed experts of a layer, or 0."""
-    experts = experts_of(layer)
+    experts = find_experts(layer)
     return 0 if experts is None else len(stacked_weights(experts)[0])
 
 
-def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str, Any]:
+def layer_matmul_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str, Any]:
     """Return the fields of a `LayerDescription` about matmuls with weights.
 
     Args:
@@ -50,16 +56,16 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         config: Config of the layer.
         family: Family of the LLM.
     """
-    gated = family.gated_ffn if family.listed else _is_gated(layer, config)
-    experts = expert_count(layer)
+    gated = family.gated_ffn if family.is_registered else _is_gated(layer, config)
+    experts = count_experts(layer)
     # Hidden size of the MLP that processes all tokens: a dense MLP or shared experts.
     hidden = config.hidden_size
     matrices = 3 if gated else 2
     weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
     dense = chosen = round(weights / hidden / matrices)
     per_token = 0
-    if (part := experts_of(layer)) is not None:
-        per_token = _chosen(config)
+    if (part := find_experts(layer)) is not None:
+        per_token = _experts_per_token(config)
         weights = sum(tensor.numel() for tensor in stacked_weights(part)) // experts
         chosen = round(weights * per_token / hidden / matrices)
     mixer = delta_sizes(layer) or convolution_sizes(layer)
@@ -70,7 +76,7 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         "ffn_size": chosen,
         "shared_ffn_size": dense if experts else 0,
         "expert_biases": any("experts" in n and n.endswith("_bias") for n in layer.state_dict()),
-        "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
+        "shared_gate": any(linear.out_features == 1 for linear in _non_attention_linears(layer)),
         # Routers of GLM and DeepSeek, whose scores have separate biases.
         "router_float32": any("score_correction" in name for name in layer.state_dict()),
         "mixer": mixer,
@@ -87,7 +93,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
         config: Config of the layer.
         counted: Whether other fields describe all other weights of attention.
     """
-    attention = attention_of(layer)
+    attention = find_attention(layer)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(
         attention, "num_heads", config.num_attention_heads
@@ -125,7 +131,7 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
 def _is_gated(layer: nn.Module, config: Any) -> bool:
     """Return True if the MLP is gated: more features enter the activation than leave it."""
     hidden = config.hidden_size
-    experts = experts_of(layer)
+    experts = find_experts(layer)
     if experts is not None:
         sizes = [tensor.numel() for tensor in stacked_weights(experts)]
         return sum(sizes) > 2 * min(sizes)
@@ -134,21 +140,24 @@ def _is_gated(layer: nn.Module, config: Any) -> bool:
     return up > sum(n.in_features for n in linears if n.out_features == hidden)
 
 
-def _chosen(config: Any) -> int:
-    return next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), 1)
+def _experts_per_token(config: Any) -> int:
+    return next(
+        (getattr(config, name) for name in _EXPERTS_PER_TOKEN_KEYS if getattr(config, name, None)),
+        1,
+    )
 
 
 def _ffn_linears(layer: nn.Module) -> Iterator[nn.Linear]:
     """Yield linear layers outside of attention, except routers and output gates."""
-    experts = expert_count(layer)
-    for linear in _linears_outside(layer):
+    experts = count_experts(layer)
+    for linear in _non_attention_linears(layer):
         if linear.out_features not in (1, experts):
             yield linear
 
 
-def _linears_outside(layer: nn.Module) -> Iterator[nn.Linear]:
+def _non_attention_linears(layer: nn.Module) -> Iterator[nn.Linear]:
     """Yield linear layers outside of attention."""
-    attention = attention_of(layer)
+    attention = find_attention(layer)
     inside = set() if attention is None else set(attention.modules())
     for part in layer.modules():
         if isinstance(part, nn.Linear) and part not in inside:

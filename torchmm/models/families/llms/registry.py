@@ -112,7 +112,7 @@ LLM_FAMILIES = {
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "lfm2": LFM2,
-    "granite": LlmFamily(multiplier="embedding_multiplier"),
+    "granite": LlmFamily(embedding_scale_attribute="embedding_multiplier"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,  # sliding window in three of four layers
     "phi3": _PHI3,
@@ -126,12 +126,14 @@ LLM_FAMILIES = {
         norm_weight_float32=True,
         rotary_float32=True,
     ),
-    "mixtral": replace(_QWEN3_MOE, old_names=_EXPERTS_OF_BLOCKS),
+    "mixtral": replace(_QWEN3_MOE, legacy_names=_EXPERTS_OF_BLOCKS),
     "glm4_moe": LlmFamily(
         tensor_parallel={**_SHARED_EXPERTS, **_HEAD_NORMS}
     ),  # the first layers are dense
     "deepseek_v3": LlmFamily(tensor_parallel={**_SHARED_EXPERTS, **_LATENT}),
-    "minicpm3": LlmFamily(multiplier="embedding_multiplier", tensor_parallel=_LATENT),
+    "minicpm3": LlmFamily(
+        embedding_scale_attribute="embedding_multiplier", tensor_parallel=_LATENT
+    ),
     "gpt_oss": _GPT_OSS,  # attention sinks, windows; experts with biases
     "starcoder2": LlmFamily(gated_ffn=False),  # GPT layers: LayerNorm, biases, no gate
 }
