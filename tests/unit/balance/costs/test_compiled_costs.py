@@ -73,15 +73,15 @@ def test_compiled_layer_traffic_matches_inductor(family: str) -> None:
     torch.compiler.reset()
     real = RealLayer(family, torch.bfloat16)
     layer = real.description.layers[0]
-    found = layer_operators(layer, real.sizes, Setting(Execution(compiled=True), 2))
+    fused = layer_operators(layer, real.sizes, Setting(Execution(compiled=True), 2))
     eager = layer_operators(layer, real.sizes, Setting(Execution(), 2))
     apply_activation_checkpoint(real.module, "none", Compilation("inductor"))
     with CountFused() as count:
         out = real.run()
         out.backward(torch.ones_like(out))
     for operators, uncompiled, kernels in (
-        (found.forward, eager.forward, count.forward),
-        (found.inputs + found.weights, eager.inputs + eager.weights, count.backward),
+        (fused.forward, eager.forward, count.forward),
+        (fused.inputs + fused.weights, eager.inputs + eager.weights, count.backward),
     ):
         assert fused_bytes(operators) == pytest.approx(kernels.nbytes, rel=0.2)
         assert fused_bytes(uncompiled) > 1.05 * kernels.nbytes
