@@ -244,7 +244,7 @@ CAMPAIGNS = {
     "test_compiled_costs.py::test_compiled_layer_traffic_matches_inductor[llama]",
     "test_compiled_costs.py::test_compiled_layer_traffic_matches_inductor[qwen3]",
     *(
-        f"test_orchestration.py::test_sizes_that_will_be_planned_are_not_held_against_the_ranks[{c}]"
+        f"test_orchestration.py::test_auto_sizes_skip_world_size_check[{c}]"
         for c in ("6-changes1", "6-changes2")
     ),
     *(

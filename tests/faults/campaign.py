@@ -1000,7 +1000,7 @@ FAULTS = [
         "steps are planned synchronously",
         (
             f"{STEPS}test_killed_process_is_named",
-            f"{PLANNING}test_a_step_that_cannot_be_planned_is_told",
+            f"{PLANNING}test_planning_errors_are_raised",
             f"{STEPS}test_stopped_process_blocks_no_caller",
         ),
     ),
