@@ -126,7 +126,6 @@ def paper() -> tuple:
 @pytest.fixture
 def ruled(paper, monkeypatch) -> ParallelConfig:
     """Return the section with the values of the rule, which apply if all steps are equally fast."""
-    """The section with the numbers of the rule, which stay if all steps take equally long."""
     with monkeypatch.context() as patched:
         patched.setattr(segments, "_predicted_ms", lambda *arguments: 1.0)
         return with_segments(*paper)
