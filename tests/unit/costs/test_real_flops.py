@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 def combine(options: list) -> list:
-    """Pair every encoder with every option. Mark most pairs of encoders that are not in `FEW`."""
+    """Combine encoders and options. Most cases of encoders that are not in `FEW` are campaigns."""
     return [
         pytest.param(
             encoder,

@@ -13,7 +13,7 @@ def test_weight_split_support_follows_torch_version():
 
 def test_double_counting_in_torch_is_detected(monkeypatch):
     def counting_twice(weights, groups):
-        """Imitate torch 2.11, which adds the gradient from one use of the weight to the other."""
+        """Add the gradient from one use of the weight to the other, as torch 2.11 does."""
         (weight,) = weights
         for group in groups:
             pairs = [
