@@ -44,14 +44,14 @@ def fail(request, progress):
 
 @pytest.fixture
 def start():
-    made = []
+    processes = []
 
     def start(work):
-        made.append(StepProcess(work, "test"))
-        return made[-1]
+        processes.append(StepProcess(work, "test"))
+        return processes[-1]
 
     yield start
-    for process in made:
+    for process in processes:
         process.close()
 
 
@@ -163,17 +163,17 @@ def test_exit_does_not_wait_for_process():
 class FakeProcess:
     """Process that returns a plan, is late, or exits, depending on the mood."""
 
-    def __init__(self, made):
-        self.made, self.requested, self.closed = made, None, False
-        made.append(self)
+    def __init__(self, processes):
+        self.processes, self.requested, self.closed = processes, None, False
+        processes.append(self)
 
     def submit(self, step, request):
         self.requested = step
 
     def take(self, step, wait_s=0.0):
-        if self.made.mood == "dies":
+        if self.processes.mood == "dies":
             raise StepProcessError("exited with code -9")
-        return "plan" if self.made.mood == "plans" and self.requested == step else None
+        return "plan" if self.processes.mood == "plans" and self.requested == step else None
 
     def error(self, problem):
         return StepProcessError(problem)
@@ -186,9 +186,9 @@ class FakeProcesses(list):
     mood = "plans"
 
 
-def restarting(made, max_deaths=MAX_DEATHS):
+def restarting(processes, max_deaths=MAX_DEATHS):
     return RestartingProcess(
-        lambda: FakeProcess(made),
+        lambda: FakeProcess(processes),
         logging.getLogger("restarting"),
         task="a task",
         fallback="steps are slow",
@@ -197,53 +197,53 @@ def restarting(made, max_deaths=MAX_DEATHS):
     )
 
 
-def steps_with_result(process, moods, made, wait_s=0.0):
+def steps_with_result(process, moods, processes, wait_s=0.0):
     """Return the steps with a result."""
     completed = []
     for step, mood in enumerate(moods, 1):
-        made.mood = mood
+        processes.mood = mood
         if process.take(step, wait_s):
             completed.append(step)
         if process.accepts(step + 1):
             process.submit(step + 1, None)
-    assert all(each.closed for each in made[:-1])
+    assert all(each.closed for each in processes[:-1])
     return completed
 
 
 def test_process_restarts_after_a_pause(caplog):
-    made = FakeProcesses()
-    process = restarting(made)
+    processes = FakeProcesses()
+    process = restarting(processes)
     process.restart()
     moods = ["plans"] * 3 + ["dies"] + ["plans"] * 6
-    assert steps_with_result(process, moods, made) == [2, 3, 7, 8, 9, 10]
-    assert len(made) == 2 and not process.is_lost
+    assert steps_with_result(process, moods, processes) == [2, 3, 7, 8, 9, 10]
+    assert len(processes) == 2 and not process.is_lost
     assert "a new process starts with step 6; until then steps are slow" in caplog.text
 
 
 def test_process_that_always_exits_is_lost(caplog):
-    made = FakeProcesses()
-    process = restarting(made)
+    processes = FakeProcesses()
+    process = restarting(processes)
     process.restart()
-    assert steps_with_result(process, ["dies"] * 300, made) == []
-    assert process.is_lost and len(made) == MAX_DEATHS
+    assert steps_with_result(process, ["dies"] * 300, processes) == []
+    assert process.is_lost and len(processes) == MAX_DEATHS
     assert "from now on every step is slow" in caplog.text
 
 
 def test_process_without_result_in_time_is_terminated(caplog):
-    made = FakeProcesses()
-    process = restarting(made, 1)
+    processes = FakeProcesses()
+    process = restarting(processes, 1)
     process.restart()
     process.submit(1, None)
-    assert steps_with_result(process, ["plans"] * 2 + ["late"] * 20, made, 2.0) == [1, 2]
-    assert process.is_lost and made[0].closed and not process.is_running
+    assert steps_with_result(process, ["plans"] * 2 + ["late"] * 20, processes, 2.0) == [1, 2]
+    assert process.is_lost and processes[0].closed and not process.is_running
     assert "has not returned a step for 2 s; from now on" in caplog.text
 
 
 @pytest.mark.parametrize(("max_deaths", "started"), [(0, False), (1, True)])
 def test_process_starts_after_two_slow_steps(caplog, max_deaths, started):
     caplog.set_level(logging.INFO)
-    made = FakeProcesses()
-    process = restarting(made, max_deaths)
+    processes = FakeProcesses()
+    process = restarting(processes, max_deaths)
     running = []
     for busy_s in (0.0, 0.01, 0.0, 0.01, 0.01):
         with process.compute_here():

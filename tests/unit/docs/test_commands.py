@@ -100,7 +100,7 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
 
 
 def parsed_by(patch: pytest.MonkeyPatch, program: Callable[[], object]) -> Parsed:
-    """Run a program until its own parser has parsed the arguments, and return its result.
+    """Run a program until its parser has parsed the arguments, and return the result.
 
     Raises:
         AssertionError: The parser rejected the arguments, or the program parsed nothing.
@@ -138,9 +138,7 @@ def check_program(words: list[str], ranks: int | None = None) -> None:
         return
     stand_in = STAND_INS.get(str(config))
     if path != "train.py" or stand_in is not None:
-        ranks = (
-            None  # programs that plan or read data have no ranks, and replacements have other degrees
-        )
+        ranks = None  # programs that plan or read data have no ranks, and replacements have other degrees
     elif ranks is None:
         ranks = getattr(parsed.values, "world_size", None) or 1
     try:

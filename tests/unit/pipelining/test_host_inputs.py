@@ -139,8 +139,8 @@ def test_inputs_are_fetched_once_with_one_ahead(streams, split):
     PipelineRuntime(0, stages, None).step(offloading(plan), batch)
     assert len(streams.guests) > 8 and streams.max_unused == 1
     for guest in streams.guests:
-        own = [what for what, of in streams.events if of is guest]
-        assert own == ["sent", "released", "brought", "used"]
+        events = [event for event, subject in streams.events if subject is guest]
+        assert events == ["sent", "released", "brought", "used"]
 
 
 def test_inputs_are_prefetched_during_previous_action(streams):

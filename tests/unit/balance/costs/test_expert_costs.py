@@ -25,8 +25,8 @@ def test_expert_parameters_match_real_layer(llm) -> None:
     for description, layer in zip(llm.describe().layers, llm.layers, strict=True):
         real = sum(p.numel() for part in expert_parts([layer]) for p in part.parameters())
         assert expert_parameters(description) == pytest.approx(real, rel=0.01)
-        whole = layer_parameters(description)
-        fewer = whole - layer_parameters(description, expert=4)
+        total = layer_parameters(description)
+        fewer = total - layer_parameters(description, expert=4)
         assert fewer == pytest.approx(real * 3 / 4, rel=0.01)
 
 

@@ -39,8 +39,8 @@ def durations(program, groups, seed, generator=False, others=1.0):
 def min_makespan(program, forward, backward):
     orders = np.array(list(permutations(range(program.microbatches))))
     repeated = [np.repeat(x[None], len(orders), axis=0) for x in (forward, backward)]
-    taken = [np.take_along_axis(x, orders[:, None], axis=2) for x in repeated]
-    return makespans_ms(program, *taken).min()
+    reordered = [np.take_along_axis(x, orders[:, None], axis=2) for x in repeated]
+    return makespans_ms(program, *reordered).min()
 
 
 @pytest.mark.parametrize("per_rank", [1, 2])

@@ -92,7 +92,7 @@ def reorder_on(
 ) -> StepReorder:
     modules = [m for m in MODULES if m.name in {s.module for s in layout.stages}]
     owners = {rank: {s.module for s in layout.stages if rank in s.ranks} for rank in range(2)}
-    is_disaggregated = all(len(own) == 1 for own in owners.values())
+    is_disaggregated = all(len(names) == 1 for names in owners.values())
     placement = "disaggregated" if is_disaggregated else "interleaved"
     parallel = ParallelConfig.model_validate({"schedule": schedule, "placement": placement})
     runs = ordered_layout(parallel, layout)

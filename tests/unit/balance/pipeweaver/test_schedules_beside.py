@@ -113,20 +113,20 @@ class FakeProcess:
 
     def __init__(self, setup: PlanningSetup, priority: Priority) -> None:
         self.setup, self.priority = setup, priority
-        self.asked: list[PlanRequest] = []
+        self.requests: list[PlanRequest] = []
         self.closed = False
 
     def submit(self, step: int, request: PlanRequest) -> None:
-        self.asked.append(request)
+        self.requests.append(request)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "gone":
             raise StepProcessError("exited with code -9")
-        request = self.asked[-1] if self.asked else None
+        request = self.requests[-1] if self.asked else None
         if self.mood == "late" or request is None or request.step != step:
             return None
-        made = work.plan_before_step(self.setup, request)
-        return replace(made, statistics={"planner_ms": -1.0})  # marks plans of the process
+        planned = work.plan_before_step(self.setup, request)
+        return replace(planned, statistics={"planner_ms": -1.0})  # marks plans of the process
 
     def close(self) -> None:
         self.closed = True
@@ -137,7 +137,7 @@ class LeaderUnderTest:
 
     def __init__(self, monkeypatch, name: str = "separated", **options) -> None:
         monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", options.pop("from_ms", 1e-9))
-        self.made: list[FakeProcess] = []
+        self.processes: list[FakeProcess] = []
         self.setup = setup_of(name)
         self.leader = PlanLeader(
             self.setup, 0, logging.getLogger("leader_test"), 99, start=self.start,
@@ -146,8 +146,8 @@ class LeaderUnderTest:
         self.number = 0
 
     def start(self, setup: PlanningSetup, priority: Priority) -> FakeProcess:
-        self.made.append(FakeProcess(setup, priority))
-        return self.made[-1]
+        self.processes.append(FakeProcess(setup, priority))
+        return self.processes[-1]
 
     def step(self, seed: int = 1, announced: int = 1, rates: dict | None = None) -> bool:
         """Plan a step and check the plan. Return True if the process has planned it."""
@@ -164,7 +164,7 @@ class LeaderUnderTest:
 
 def test_fast_plans_need_no_process(monkeypatch):
     leader_test = LeaderUnderTest(monkeypatch, from_ms=1e9)
-    assert not any(leader_test.step() for _ in range(6)) and not leader_test.made
+    assert not any(leader_test.step() for _ in range(6)) and not leader_test.processes
 
 
 def test_slow_plans_use_background_from_fourth_step(monkeypatch, caplog):
@@ -172,14 +172,14 @@ def test_slow_plans_use_background_from_fourth_step(monkeypatch, caplog):
     leader_test = LeaderUnderTest(monkeypatch)
     # The first two steps are planned synchronously. The third is announced to the process.
     assert [leader_test.step() for _ in range(6)] == [False, False, False, True, True, True]
-    assert len(leader_test.made) == 1 and "planning a step takes" in caplog.text
+    assert len(leader_test.processes) == 1 and "planning a step takes" in caplog.text
     leader_test.leader.close()
-    assert leader_test.made[0].closed
+    assert leader_test.processes[0].closed
 
 
 def test_background_planning_can_be_disabled(monkeypatch):
     leader_test = LeaderUnderTest(monkeypatch, in_background=False)
-    assert not any(leader_test.step() for _ in range(6)) and not leader_test.made
+    assert not any(leader_test.step() for _ in range(6)) and not leader_test.processes
 
 
 @pytest.mark.parametrize("mood", ["late", "gone"])
@@ -187,7 +187,7 @@ def test_missing_plan_is_planned_synchronously(monkeypatch, caplog, mood):
     caplog.set_level(logging.INFO)
     leader_test = LeaderUnderTest(monkeypatch)
     assert [leader_test.step() for _ in range(4)][-1]
-    leader_test.made[0].mood = mood
+    leader_test.processes[0].mood = mood
     assert not leader_test.step() and not leader_test.step()
     assert "planned synchronously" in caplog.text and "natural" not in caplog.text
 
@@ -208,17 +208,17 @@ def test_changed_times_are_used_for_planning(monkeypatch):
 def test_process_without_cores_is_replaced(monkeypatch, caplog):
     leader_test = LeaderUnderTest(monkeypatch)
     assert [leader_test.step() for _ in range(4)][-1]
-    leader_test.made[0].mood = "late"
+    leader_test.processes[0].mood = "late"
     assert not any(leader_test.step() for _ in range(STARVED_STEPS))
-    assert [fake.priority for fake in leader_test.made] == ["idle", "low"]
-    assert leader_test.made[0].closed and caplog.text.count("has no free core") == 1
+    assert [fake.priority for fake in leader_test.processes] == ["idle", "low"]
+    assert leader_test.processes[0].closed and caplog.text.count("has no free core") == 1
     assert leader_test.step() and leader_test.step()
 
 
 def test_process_that_is_sometimes_late_is_not_replaced(monkeypatch, caplog):
     leader_test = LeaderUnderTest(monkeypatch)
     for mood in ["plans"] * 4 + (["late"] * (STARVED_STEPS - 2) + ["plans"]) * 3:
-        for fake in leader_test.made:
+        for fake in leader_test.processes:
             fake.mood = mood
         leader_test.step()
-    assert len(leader_test.made) == 1 and "has no free core" not in caplog.text
+    assert len(leader_test.processes) == 1 and "has no free core" not in caplog.text
