@@ -138,7 +138,7 @@ def check_program(words: list[str], ranks: int | None = None) -> None:
         return
     stand_in = STAND_INS.get(str(config))
     if path != "train.py" or stand_in is not None:
-        ranks = None  # programs that plan or read data have no ranks, and replacements have other degrees
+        ranks = None  # planning needs no ranks, and replacements have different degrees
     elif ranks is None:
         ranks = getattr(parsed.values, "world_size", None) or 1
     try:

@@ -156,12 +156,12 @@ def test_megatron_balanced_splits_the_single_pipeline():
         )
         for unit in layout.virtual_stages
     ]
-    assert loads == [11.0, 11.0, 10.0, 12.0]  # of 8 x 1 + 8 x 0.5 + 16 x 2
+    assert loads == [11.0, 11.0, 10.0, 12.0]  # of 8 x 1 + 8 x 0.5 + 16 x 2 in total
     assert [[layout.stages[s].module for s in unit] for unit in layout.virtual_stages] == [
         ["vision", "audio"],
         ["audio", "llm"],
         ["llm"],
-        ["llm"],  # 8 x 1 + 8 x 0.5 + 16 x 2 in total
+        ["llm"],
     ]
 
 

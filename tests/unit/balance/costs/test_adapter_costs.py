@@ -88,7 +88,7 @@ def test_adapter_gradients_and_states(method: str) -> None:
     full = stage_parameters(module, 0, len(module.layers))
     assert (full.all, full.trained) == (expected[False], expected[True])
     half = stage_parameters(module, 0, len(module.layers), tensor=2)
-    unsharded_factors = sum(  # A of column-parallel linear layers, B of row-parallel ones
+    unsharded_factors = sum(  # A of column-parallel layers, B of row-parallel layers
         adapter.rank * adapter.inputs
         if adapter.divided == "outputs"
         else (adapter.rank + adapter.magnitudes) * adapter.outputs
@@ -146,7 +146,7 @@ def test_connector_adapter_costs_match_torch(family: str) -> None:
         ("qwen3", "lora"),
         ("starcoder2", "lora"),
         ("qwen3", "dora"),
-    ],  # the layer input existed before
+    ],
 )
 def test_adapter_saved_bytes_match_live_memory(family: str, method: str, mode: str) -> None:
     module = adapted(family, ["all-linear"], method, **WIDE).llm
@@ -165,7 +165,7 @@ def test_adapter_saved_bytes_match_live_memory(family: str, method: str, mode: s
             cu_seq_lens_q=segments,
         )
     alive = counter.live_bytes([out, hidden, *tables, *module.parameters()])
-    alive += hidden.numel() * 4  # the layer's input was there before
+    alive += hidden.numel() * 4  # the layer input existed before
     execution = Execution(recompute=mode)  # type: ignore[arg-type]
     sizes = llm_sizes([meta_of(LENGTHS)], [tokens], padding=False)
     layer = module.describe().layers[0]

@@ -279,7 +279,9 @@ def test_update_time() -> None:
 
 
 def test_pipeline_links() -> None:
-    model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})  # two ranks to a node
+    model = CostModel(
+        PROFILE, "float32", {"llm": Execution(tensor=2)}
+    )  # two pipeline ranks per node
     assert model.pipeline_link(0, 1) == NODE
     assert model.pipeline_link(1, 2) == NETWORK
     assert model.transfers_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])

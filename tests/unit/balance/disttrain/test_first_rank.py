@@ -35,7 +35,7 @@ def test_first_rank_formula_matches_simulation(ranks, microbatches):
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 5), (3, 2), (4, 7), (4, 24), (12, 16)])
 def test_annealing_matches_first_rank_formula(ranks, microbatches):
-    # Annealing updates a running sum. If it deviated from the formula, a worse order would be kept.
+    # Annealing updates a running sum, which must match the formula to find the best order.
     rng = np.random.default_rng(microbatches)
     forward, backward = uneven_first_rank(8, ranks, microbatches, rng)
     arguments = (forward[:, 0].copy(), backward[:, 0].copy(), np.ones(8), ranks)

@@ -110,7 +110,7 @@ def naive_interval_order(graph, ranks, forward, backward):
         if len(order) <= fill:
             interval = room / (fill + 1 - len(order))
         else:
-            i = len(order) - ranks + 1  # of the backward that follows the chosen forward
+            i = len(order) - ranks + 1  # backward that follows the chosen forward
             end = ends()
             interval = end[B, 1, i] - end[B, 0, i - 1]
         remaining.sort(key=lambda m: (abs(forward[0, m] - interval), m))

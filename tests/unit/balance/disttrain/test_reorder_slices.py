@@ -179,7 +179,7 @@ def test_lockstep_shares_follow_parallel_config(changes, world_size, expected):
 
 
 def test_equal_sums_leave_ranks_idle():
-    """Two ranks with equal sums in opposite order take 1.5 times as long as equal slices."""
+    """Compare two ranks with equal sums in opposite order, which take 1.5 times as long."""
     costs = np.array([[2.0, 1.0, 1.0, 2.0]])
     sums = balance_groups(costs[0], 2)
     assert sum_of_maxima(costs, np.array([[0, 1], [2, 3]]), 2) == 4.0

@@ -86,7 +86,9 @@ def test_zoo_recipe_has_small_version(path: Path) -> None:
     small_modalities, modalities = (
         sorted(encoder.modality for encoder in r.model.encoders.values()) for r in (small, recipe)
     )
-    assert small_modalities == modalities or small.model.source is not None  # converted files
+    assert (
+        small_modalities == modalities or small.model.source is not None
+    )  # the small version converts files
 
 
 def test_recipe_tables_list_every_recipe() -> None:

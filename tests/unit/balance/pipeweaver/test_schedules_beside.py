@@ -122,7 +122,7 @@ class FakeProcess:
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "gone":
             raise StepProcessError("exited with code -9")
-        request = self.requests[-1] if self.asked else None
+        request = self.requests[-1] if self.requests else None
         if self.mood == "late" or request is None or request.step != step:
             return None
         planned = work.plan_before_step(self.setup, request)
