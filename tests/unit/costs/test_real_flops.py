@@ -122,7 +122,7 @@ def test_llm_family_flops_match_torch(family: str) -> None:
 def test_encoder_family_flops_match_torch(family: str) -> None:
     encoder = model_cases.build(model_cases.pair_config("llama", family)).encoders["eye"]
     inputs = model_cases.make_inputs(family)
-    if family in ("qwen2_5_vl", "qwen2_5_omni_vision"):  # grids that windows divide
+    if family in ("qwen2_5_vl", "qwen2_5_omni_vision"):  # grids that are multiples of the window
         inputs = replace(inputs, pixels=inputs.pixels[:48], grids_thw=WINDOWS.grids)
     forward, tokens = count_flops(lambda: encoder(inputs))
     backward, _ = count_flops(tokens.sum().backward)

@@ -106,7 +106,7 @@ def test_llms_have_few_graphs_for_all_lengths(family: str) -> None:
 
 @proves("compiled", COMPOSITES)
 @pytest.mark.parametrize("name", with_campaigns(list(COMPOSITES), FEW_COMPOSITES))
-def test_composites_have_few_graphs_without_images(name: str) -> None:
+def test_composites_have_few_graphs_for_all_batches(name: str) -> None:
     model = build(composite_config(name))
     skip_if_not_compiled(model.llm)
     batches = [example(name, model), microbatch([9, 4])]

@@ -23,7 +23,7 @@ MODELS = {
 
 
 def with_frozen_layers(module: ModuleLayers) -> ModuleLayers:
-    """Freeze a module except for its connector behind the layers."""
+    """Freeze a module except for its connector after the layers."""
     none = (False,) * len(module.costs)
     return replace(module, trainable=none, pre_trainable=False)
 

@@ -110,8 +110,8 @@ def test_virtual_stages_shorten_disaggregated_step(generator: int) -> None:
         llm = [stage.module == "llm" for stage in layout.stages]
         order = disaggregated_order(graph, schedule)
         spans.append(makespan(simulate_order(graph, order, partial(_duration, llm, stages))))
-    # F takes 1 and B 2, outside of the LLM half as long. The sum is LLM work, ramp-up and
-    # ramp-down, and encoder.
+    # F takes 1 and B 2, and half of this outside of the LLM. The terms are the work of the LLM,
+    # its ramp-up and ramp-down, and the encoder.
     assert spans[1] == 3 * (16 + 3 / 2 + 1 / 2) < spans[0]
 
 

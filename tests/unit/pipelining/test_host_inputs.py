@@ -36,7 +36,7 @@ class RecordingStreams:
         self.events: list[tuple[str, Any]] = []
         self.guests: list[Guest] = []
         self.ahead: set[Guest] = set()
-        """RecordingStreams on the device that no backward pass has used yet."""
+        """Copies on the device that no backward pass has used yet."""
         self.max_unused = 0
 
     def send(self, tensor: Tensor) -> Guest:

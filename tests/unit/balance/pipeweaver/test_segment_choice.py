@@ -1,4 +1,4 @@
-"""Tests of the choice of segments: open values of a recipe are chosen_parallel, others are kept."""
+"""Tests of the choice of segments: open values of a recipe are chosen, other values are kept."""
 
 from dataclasses import replace
 from math import isfinite
