@@ -202,7 +202,7 @@ def test_python_overhead_of_parallelism_is_fitted(device: str) -> None:
     )
     assert profile.call_us["tensor_linear"] > 49 and profile.call_us["shard_unit"] < 400
     faster = {name: layers._replace(seconds=1e-9) for name, layers in split.items()}
-    faster["whole"] = split["unsplit"]
+    faster["whole"] = split["whole"]
     profile = fit_profile(replace(timings, split=faster), base, "float32", "", own_peaks=False)
     assert all(profile.call_us[kind] == 0 for kind in host_us)  # type: ignore[index]
 

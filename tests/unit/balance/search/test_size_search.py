@@ -204,7 +204,7 @@ def test_interrupted_search_reports_no_plan():
     )
     assert not result.complete and result.best is None
     assert all(isinstance(reason, str) for reason in result.best_by_method.values())
-    with pytest.raises(ConfigError, match="result no plan for 8 devices within") as raised:
+    with pytest.raises(ConfigError, match="found no plan for 8 devices within") as raised:
         find_best(result, devices)
     assert "no plan fits" not in str(raised.value)
     assert "chain: no plan was simulated in time" in str(raised.value)
