@@ -217,7 +217,7 @@ FAULTS = [
         "failed",
         "error names the silent rank",
         "-",
-        ("unit/parallel/test_health.py::test_a_silent_rank_is_named_whatever_its_clock_says",),
+        ("unit/parallel/test_health.py::test_silent_rank_is_named_despite_clock_offset",),
     ),
     Fault(
         "R11",
@@ -825,7 +825,7 @@ FAULTS = [
         (
             f"{SMALL}test_nan_on_one_rank_stops_all_with_parameters_unchanged",
             f"{TRAIN}test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint",
-            "unit/parallel/test_health.py::test_non_finite_values_are_named_with_step_and_rank",
+            "unit/parallel/test_health.py::test_non_finite_values_name_step_and_rank",
         ),
     ),
     Fault(
@@ -1000,7 +1000,7 @@ FAULTS = [
         "steps are planned synchronously",
         (
             f"{STEPS}test_killed_process_is_named",
-            f"{PLANNING}test_a_step_that_cannot_be_planned_is_told",
+            f"{PLANNING}test_planning_errors_are_raised",
             f"{STEPS}test_stopped_process_blocks_no_caller",
         ),
     ),

@@ -1,4 +1,4 @@
-"""Compiled loops run where nothing can be cached, and count bits."""
+"""Tests of numba functions: compilation without a cache, bit counts, random numbers."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def total(values):
 
 
 @pytest.mark.parametrize("decorator", [compiled, loop])
-def test_a_function_of_no_file_is_compiled_without_a_cache(decorator):
+def test_functions_without_file_are_not_cached(decorator):
     names: dict = {}
     exec(SOURCE, names)
     total = decorator(names["total"])
@@ -37,7 +37,7 @@ def test_functions_of_files_are_cached():
     assert time_nodes.stats.cache_path
 
 
-def test_the_lowest_bit_is_found():
+def test_trailing_zeros_finds_lowest_bit():
     @inner
     def count(word):
         return trailing_zeros(word)
@@ -51,13 +51,13 @@ def test_the_lowest_bit_is_found():
         assert list(lowest(words)) == [bit, bit]
 
 
-def test_random_numbers_are_the_same_on_every_machine():
-    """Cached kernels do not notice changes to them: a new behaviour needs a new name."""
-    state, seen = np.uint64(1), []
+def test_random_numbers_are_platform_independent():
+    """Check the values, because cached kernels do not notice changes of these functions."""
+    state, numbers = np.uint64(1), []
     for _ in range(3):
         state = np.uint64(next_random(state))
-        seen.append(int(state))
-    assert seen == [1082269761, 1152992998833853505, 11177516664432764457]
+        numbers.append(int(state))
+    assert numbers == [1082269761, 1152992998833853505, 11177516664432764457]
     assert [random_index(np.uint64(bits), 10) for bits in (0, 0x7FFF, 0xFFFF)] == [0, 4, 9]
     assert acceptable_rise(np.uint64((1 << 64) - 1), 5.0) == 0
     assert acceptable_rise(np.uint64(1 << 63), 2.0) == 23258158 / 2**24

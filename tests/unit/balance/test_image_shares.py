@@ -1,4 +1,4 @@
-"""Assignment of images to data-parallel ranks."""
+"""Tests of the assignment of images to data-parallel ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,15 +27,15 @@ CASE = Case("deepstack", encoder="qwen3_vl", tied=False)
 
 
 def assign_images(costs: list[list[int]]) -> list[int]:
-    homes = np.repeat(np.arange(len(costs)), [len(own) for own in costs])
-    flat = np.array([cost for own in costs for cost in own], np.int64)
+    homes = np.repeat(np.arange(len(costs)), [len(images) for images in costs])
+    flat = np.array([cost for images in costs for cost in images], np.int64)
     owners: list[int] = image_shares.assign_images(flat, homes, len(costs)).tolist()
     return owners
 
 
 def slowest(costs: list[list[int]], owners: list[int]) -> int:
     work = [0] * len(costs)
-    for cost, owner in zip((c for own in costs for c in own), owners, strict=True):
+    for cost, owner in zip((c for images in costs for c in images), owners, strict=True):
         work[owner] += cost
     return max(work)
 
@@ -47,8 +47,8 @@ def test_assignment_is_near_optimal(seed):
     costs = [[rng.randint(1, 30) for _ in range(rng.randint(0, 4))] for _ in range(ranks)]
     count = sum(map(len, costs))
     best = min(slowest(costs, list(o)) for o in product(range(ranks), repeat=count))
-    found = slowest(costs, assign_images(costs))
-    assert best <= found <= (4 / 3) * best
+    assigned = slowest(costs, assign_images(costs))
+    assert best <= assigned <= (4 / 3) * best
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -68,21 +68,21 @@ def test_padded_assignment_is_optimal(seed):
     rng = Random(seed)
     ranks = rng.choice((2, 3))
     costs = [[rng.randint(1, 30) for _ in range(rng.randint(0, 3))] for _ in range(ranks)]
-    flat = np.array([cost for own in costs for cost in own], np.int64)
-    homes = np.repeat(np.arange(ranks), [len(own) for own in costs])
-    found = image_shares.assign_padded_images(flat, homes, ranks)
+    flat = np.array([cost for images in costs for cost in images], np.int64)
+    homes = np.repeat(np.arange(ranks), [len(images) for images in costs])
+    owners_ = image_shares.assign_padded_images(flat, homes, ranks)
 
     def slowest_padded(owners: Sequence[int]) -> int:
         return int(image_shares.padded_work(flat, np.array(owners, np.int64), ranks).max())
 
     best = min(slowest_padded(owners) for owners in product(range(ranks), repeat=len(flat)))
-    assert slowest_padded(found) == best
+    assert slowest_padded(owners_) == best
 
 
 def test_equal_generated_images_stay_on_their_ranks():
     homes = np.repeat(np.arange(4), 3)
-    found = image_shares.assign_padded_images(np.full(12, 7), homes, 4)
-    assert found.tolist() == homes.tolist()
+    owners = image_shares.assign_padded_images(np.full(12, 7), homes, 4)
+    assert owners.tolist() == homes.tolist()
 
 
 def test_balanced_sizes_keep_tokens_and_images():
@@ -99,13 +99,13 @@ def test_balanced_sizes_keep_tokens_and_images():
     assert first.balanced and second.balanced
 
 
-def test_owners_compare_the_slowest_ranks():
+def test_owners_compare_slowest_ranks():
     model = CASE.build()
     [vision] = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
     sizes_I4 = np.tile([0, 16, 4, 1], (4, 1))
-    found = image_shares.ImageBalance((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
-    assert found.owners_I.tolist().count(0) == 2
-    assert found.before == 2 * found.after == 2 * found.mean > 0
+    balance = image_shares.ImageBalance((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
+    assert balance.owners_I.tolist().count(0) == 2
+    assert balance.before == 2 * balance.after == 2 * balance.mean > 0
 
 
 def test_balanced_sizes_move_generated_images():
@@ -120,23 +120,27 @@ def test_balanced_sizes_move_generated_images():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_assignment_chooses_the_idlest_rank(seed):
-    """Compared with a search of all ranks for every image."""
+def test_assignment_chooses_least_loaded_rank(seed):
+    """Compare with a search over all ranks for every image."""
     rng = Random(seed)
     ranks = rng.randint(1, 9)
     costs = [[rng.randint(1, 5) for _ in range(rng.randint(0, 20))] for _ in range(ranks)]
-    images = [(-c, place, home) for home, own in enumerate(costs) for place, c in enumerate(own)]
+    images = [
+        (-c, index, home)
+        for home, rank_costs in enumerate(costs)
+        for index, c in enumerate(rank_costs)
+    ]
     work = [0] * ranks
     expected = {}
-    for cost, place, home in sorted(images):
+    for cost, index, home in sorted(images):
         owner = home if work[home] == min(work) else work.index(min(work))
         work[owner] -= cost
-        expected[home, place] = owner
+        expected[home, index] = owner
     assert assign_images(costs) == [expected[key] for key in sorted(expected)]
 
 
 def test_llm_saves_features_of_other_ranks():
-    """The costs of balanced images include the features that `index_copy` saves for backward."""
+    """Check that costs of balanced images include the features that `index_copy` saves."""
     batch, parts = step_of(CASE, 0)
     model = CASE.build()
     materialize(model, torch.device("cpu"))
@@ -148,9 +152,9 @@ def test_llm_saves_features_of_other_ranks():
     metas = [microbatch.meta.with_images([]) for microbatch in batch]
     costs = CostModel(load_profile("h100"), "float32")
     targets = [text_tokens(meta) for meta in metas]
-    with_them, without = (
-        plan_costs(graph, modules, own, costs, targets=targets, layerwise=True).kept_bytes
-        for own in (metas, [replace(meta, arriving=()) for meta in metas])
+    with_features, without = (
+        plan_costs(graph, modules, m, costs, targets=targets, layerwise=True).kept_bytes
+        for m in (metas, [replace(meta, arriving=()) for meta in metas])
     )
     [llm] = [stage.index for stage in layout.stages if stage.module == "llm"]
     saved: dict[int, int] = {}
@@ -164,17 +168,17 @@ def test_llm_saves_features_of_other_ranks():
         tokens = sum(image.tokens for image in microbatch.meta.images_read_by("vision"))
         width = model.llm.text_config.hidden_size * (1 + len(modules[0].taps))
         features = torch.rand(tokens, width, requires_grad=True) * 1.0
-        given = {"vision": features} if "vision" in microbatch.encoders else {}
+        encoder_outputs = {"vision": features} if "vision" in microbatch.encoders else {}
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model.llm(microbatch, given)
+            model.llm(microbatch, encoder_outputs)
         counted = saved.get(features.untyped_storage().data_ptr(), 0)
         task = Task(llm, index, 0)
-        assert with_them[task] - without[task] == counted == 4 * tokens * width
+        assert with_features[task] - without[task] == counted == 4 * tokens * width
     assert any(meta.arriving for meta in metas)
 
 
-def test_balanced_sizes_count_own_text():
+def test_text_tokens_exclude_assigned_images():
     image = ImageMeta(0, 0, 16, 4)
-    own = MicrobatchMeta((SampleMeta("a", 0, 9, (image,), "vision"), SampleMeta("a", 1, 2)), 12)
-    assert text_tokens(own) == 7
-    assert text_tokens(own.with_images([image] * 3)) == 7
+    meta = MicrobatchMeta((SampleMeta("a", 0, 9, (image,), "vision"), SampleMeta("a", 1, 2)), 12)
+    assert text_tokens(meta) == 7
+    assert text_tokens(meta.with_images([image] * 3)) == 7

@@ -1,4 +1,4 @@
-"""Recipes of published models: they resolve, build without memory, and are as large as they say."""
+"""Tests of recipes of published models: configuration, meta-device models and parameter counts."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ SIZES = {
         "generator": 1_008_591_360, "generator.connector": 14_945_280,
     },
 }  # fmt: skip
-"""Our counts by recipe and module."""
+"""Parameters of the torchmm models by recipe and module."""
 
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/, which is no package."""
+    """Return a function that imports a module of `benchmarks`, which is not a package."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
     def import_module(name: str) -> ModuleType:
@@ -89,17 +89,17 @@ def load(monkeypatch):
 
 
 def read(name: str) -> Recipe:
-    """The recipe, checked for the GPUs it names."""
+    """Read a recipe and check it for its number of GPUs."""
     file = PAPERS / f"{name}.toml"
     return load_recipe(file, [], load_recipe(file).recipe.simulation.gpus).recipe
 
 
-def test_every_recipe_is_listed() -> None:
+def test_every_paper_recipe_is_listed() -> None:
     assert sorted(f.stem for f in PAPERS.glob("*.toml")) == sorted(SIZES)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
+def test_paper_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
     recipe = read(name)
     assert recipe.name == name and recipe.training.dtype == "bfloat16"
     resolved = tmp_path / "resolved.toml"
@@ -115,7 +115,7 @@ def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_steps_of_recipes_can_be_planned(name: str) -> None:
+def test_steps_of_paper_recipes_can_be_planned(name: str) -> None:
     recipe = read(name)
     training, ranks = recipe.training, recipe.parallel.pipeline
     metas = sample_microbatches(
@@ -135,17 +135,17 @@ def test_steps_of_recipes_can_be_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
+def test_simulated_images_match_the_modules(name: str) -> None:
     recipe = read(name)
     model = recipe_model(recipe)
-    drawn = recipe.simulation.generated
+    generated = recipe.simulation.generated
     for module in model.modality_modules():
         if isinstance(module, GeneratorModule):
             images = module.images
-            assert drawn is not None and drawn.context_tokens == images.context_tokens
-            grid = images.grid(drawn.frames[1])
-            assert grid[0] == drawn.frames[1]
-            assert [drawn.rows, drawn.columns] == [[side, side] for side in grid[1:]]
+            assert generated is not None and generated.context_tokens == images.context_tokens
+            grid = images.grid(generated.frames[1])
+            assert grid[0] == generated.frames[1]
+            assert [generated.rows, generated.columns] == [[side, side] for side in grid[1:]]
         if isinstance(module, EncoderModule):
             size = recipe.simulation.images[module.name]
             side = module.spec.config.image_size // module.spec.config.patch_size
@@ -160,23 +160,23 @@ def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
     ):
         assert meta.used_tokens == meta.tokens or recipe.simulation.sequences[0].tokens
         assert meta.image_count <= 48 and len(meta.generated) <= 8
-        if recipe.model.generator is not None and drawn is not None:
-            most = drawn.frames_per_sequence or 8
-            assert sum(clip.grid_thw[0] for clip in meta.generated) <= most
+        if recipe.model.generator is not None and generated is not None:
+            max_frames = generated.frames_per_sequence or 8
+            assert sum(video.grid_thw[0] for video in meta.generated) <= max_frames
 
 
-def test_named_sizes_are_reached_where_the_printed_shapes_allow_it(load) -> None:
+def test_published_sizes_are_matched(load) -> None:
     figures = load("support.papers.paper_figures")
     named = set()
     for size in figures.NAMED_SIZES:
         error = abs(SIZES[size.recipe][size.module] / size.name.value - 1)
         assert (error > 0.02) == bool(size.differs), (size, error)
         named.add((size.recipe, size.module))
-    every = {(r, m) for r, counts in SIZES.items() for m in counts if "connector" not in m}
-    assert named == every
+    expected = {(r, m) for r, counts in SIZES.items() for m in counts if "connector" not in m}
+    assert named == expected
 
 
-def test_print_config_shows_a_recipe_whole(tmp_path, train_server) -> None:
+def test_print_config_shows_complete_recipe(tmp_path, train_server) -> None:
     command = ["--config", PAPERS / "optimus_model_d.toml", "--print-config"]
     codes, output = train_server.run(command, tmp_path)
     assert codes == [0], output
@@ -186,22 +186,22 @@ def test_print_config_shows_a_recipe_whole(tmp_path, train_server) -> None:
 @pytest.mark.campaign
 def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> None:
     tables = load("paper_tables")
-    monkeypatch.setattr(tables.paper_steps, "sections", lambda quick: [])  # below
-    found = tables.exact_sections()
-    for section in found:
+    monkeypatch.setattr(tables.paper_steps, "sections", lambda quick: [])  # tested below
+    sections = tables.exact_sections()
+    for section in sections:
         for cell in section.cells:
             if cell.goal_percent is not None:
                 assert abs(cell.error_percent) <= cell.goal_percent, cell
     file = tmp_path / "rows.json"
-    monkeypatch.setattr(tables, "exact_sections", lambda: found)  # 20 s of planning, once
+    monkeypatch.setattr(tables, "exact_sections", lambda: sections)  # plan once, in 20 s
     monkeypatch.setattr(sys, "argv", ["paper_tables.py", "--quick", "--json", str(file)])
     tables.main()
     rows = json.loads(file.read_text())
     stages = [r for r in rows if r["case"].startswith("PipeWeaver section 2.2")]
     assert [r["ours"] for r in stages if r["metric"] == "value"] == [63.0, 73.5, 0.167]
     assert all(r["met"] for r in stages if r["metric"] == "relative error")
-    shown = capsys.readouterr().out
-    assert all(section.title in shown for section in found)
+    printed = capsys.readouterr().out
+    assert all(section.title in printed for section in sections)
     sizes = [r for r in rows if r["case"].startswith("Optimus table 11")]
     assert sizes and all(r["metric"] == "value, an identity" and not r["met"] for r in sizes)
 
@@ -215,11 +215,11 @@ def test_strong_scaling_follows_from_one_cell(load) -> None:
     predicted = [cell for cell in section if cell.goal_percent is not None]
     assert len(predicted) == 4  # time and MFU of two sizes
     for cell in predicted:
-        # 5.5 % too short on 3,072 GPUs: reductions there are simulated faster than they were.
+        # The step is 5.5 % too short on 3,072 GPUs, because simulated reductions are too fast.
         assert abs(cell.error_percent) <= 6.0 and cell.goal_percent == 5.0, cell
 
 
-def test_the_factor_is_of_computing_alone(load) -> None:
+def test_efficiency_factor_applies_to_compute_only(load) -> None:
     profile = load_profile("h100")
     half = load("support.papers.paper_steps").scaled(profile, 0.5)
     for kind, curve in half.efficiency.items():
@@ -228,7 +228,7 @@ def test_the_factor_is_of_computing_alone(load) -> None:
         assert list(curve.values) == pytest.approx(before)
 
 
-def test_a_cell_tells_how_far_it_is_off(load) -> None:
+def test_comparison_reports_relative_error(load) -> None:
     tables, figures = load("paper_tables"), load("support.papers.paper_figures")
     cell = tables.Comparison(figures.Figure("somewhere", 8.0, "s"), 7.0, goal_percent=10.0)
     value, error = cell.rows()
@@ -237,8 +237,8 @@ def test_a_cell_tells_how_far_it_is_off(load) -> None:
     assert (error.ours, error.goal, error.met) == (12.5, 10.0, False)
 
 
-def test_figures_are_those_of_consistent_tables(load) -> None:
-    """Slips of transcription would break what the tables share."""
+def test_published_tables_are_consistent(load) -> None:
+    """Check values that several tables share, to detect transcription errors."""
     figures = load("support.papers.paper_figures")
     for (_, gpus), row in figures.OPTIMUS_STRONG_SCALING.items():
         assert row.flops_per_s.value * row.seconds.value == pytest.approx(5.12e18, rel=3e-3), gpus

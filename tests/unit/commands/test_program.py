@@ -1,4 +1,4 @@
-"""The program `torchmm`: dispatch, help, and the functions of `import torchmm`."""
+"""Tests of the program `torchmm`: dispatch, help, and public functions of `import torchmm`."""
 
 import importlib
 import subprocess
@@ -24,7 +24,7 @@ def test_help_lists_commands_without_torch():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_shows_its_own_help(name, monkeypatch, capsys):
+def test_command_shows_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["torchmm", name, "--help"])
     with pytest.raises(SystemExit) as stop:
         main()

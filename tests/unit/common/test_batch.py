@@ -1,4 +1,4 @@
-"""An encoder's share of a microbatch, cut by images."""
+"""Tests of the split of encoder inputs by images."""
 
 from math import prod
 
@@ -11,7 +11,7 @@ GRIDS = [(1, 2, 4), (1, 2, 2), (1, 4, 6), (2, 2, 2), (1, 6, 2)]
 
 
 def inputs_of(kind: str, tokens_per_image: list[int]) -> EncoderInputs:
-    """Pixels that say which image they are of, at positions with gaps between images."""
+    """Return inputs whose pixels contain the index of the image, with gaps between positions."""
     grids = GRIDS if kind == "patches" else [(1, 2, 2)] * 5
     if kind == "patches":
         pixels = torch.cat([torch.full((prod(g), 3), float(i)) for i, g in enumerate(grids)])
@@ -26,8 +26,8 @@ CASES = [
     ("patches", [prod(g) for g in GRIDS]),
     ("patches", [prod(g) // 4 for g in GRIDS]),
     ("fixed", [4] * 5),
-    ("fixed", [5] * 5),  # class token kept
-    ("fixed", [1] * 5),  # folded
+    ("fixed", [5] * 5),  # with class token
+    ("fixed", [1] * 5),  # with pixel shuffle
 ]
 
 
@@ -44,7 +44,7 @@ def test_selected_images_keep_pixels_grids_and_positions(kind, tokens, images):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_parts_are_even_and_complete(parts):
+def test_even_ranges_are_even_and_complete(parts):
     inputs = inputs_of(*CASES[1])
     split = [inputs.select(images) for images in even_ranges(5, parts)]
     counts = [len(part.grids_thw) for part in split]
@@ -56,12 +56,12 @@ def test_parts_are_even_and_complete(parts):
 
 
 @pytest.mark.parametrize("parts", [0, 6])
-def test_parts_without_images_are_refused(parts):
+def test_ranges_without_images_are_rejected(parts):
     with pytest.raises(ValueError, match=f"5 images cannot be split into {parts} parts"):
         even_ranges(5, parts)
 
 
 @pytest.mark.parametrize("images", [range(3, 6), range(2, 2), range(0, 4, 2)])
-def test_images_that_are_not_there_are_refused(images):
+def test_missing_images_are_rejected(images):
     with pytest.raises(ValueError, match="out of range"):
         inputs_of(*CASES[0]).select(images)

@@ -1,4 +1,4 @@
-"""Entries of extensions in the tables of the core."""
+"""Tests of extension entries in the tables of the core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRIES = {"hooks": [Entry("probe", "math:pi", after="recording")]}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A package with one extension, instead of the extensions of torchmm."""
+    """Replace the extensions of torchmm by a package with test extensions."""
     for name, text in (
         ("probes/__init__.py", ""),
         ("probes/one/__init__.py", ""),
@@ -65,10 +65,10 @@ def test_added_hook_follows_the_named_hook():
 
 
 class Added(Section):
-    """A section of an extension."""
+    """Section of an extension."""
 
     value: int = 3
-    """A value."""
+    """Value of the extension."""
 
 
 def test_extension_section_becomes_a_key(monkeypatch):
@@ -77,7 +77,7 @@ def test_extension_section_becomes_a_key(monkeypatch):
 
     @with_extensions
     class Plain(Section):
-        """A section of the core."""
+        """Section of the core."""
 
         name: str = "x"
 
@@ -94,7 +94,7 @@ def test_extension_keys_join_the_section(monkeypatch):
 
     @with_extensions
     class Plain(Section):
-        """A section of the core."""
+        """Section of the core."""
 
         name: str = "x"
 

@@ -1,4 +1,4 @@
-"""Names of files that come from untrusted files."""
+"""Tests of file names that are read from untrusted files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process."""
+"""Tests of freed memory, which the process keeps."""
 
 import platform
 import subprocess
@@ -26,8 +26,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can keep it")
-def test_a_block_that_was_freed_is_used_again_without_page_faults() -> None:
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="requires glibc")
+def test_freed_block_is_reused_without_page_faults() -> None:
     keep, plain = (
         int(subprocess.check_output([sys.executable, "-c", FAULTS, how], timeout=60))
         for how in ("keep", "plain")

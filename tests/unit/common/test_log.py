@@ -1,4 +1,4 @@
-"""Logging per rank, and the JSON-lines file across kills and resumes."""
+"""Tests of logging per rank, and of the JSON-lines file after kills and resumes."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ def write_steps(path, steps, last_step=0):
     writer.close()
 
 
-def test_resume_removes_steps_behind_the_checkpoint(tmp_path):
+def test_resume_removes_steps_after_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 8))
     write_steps(path, range(6, 9), last_step=5)
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_fresh_start_removes_everything(tmp_path):
+def test_fresh_start_removes_all_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 4))
     write_steps(path, [1])
     assert steps_in(path) == [1]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{}\n", "[]\n", "\x00\x00\n", '{"step": 3}'])
-def test_a_torn_last_line_is_cut_off(tmp_path, torn):
+@pytest.mark.parametrize("line", ['{"step": 3, "lo', "{}\n", "[]\n", "\x00\x00\n", '{"step": 3}'])
+def test_incomplete_last_line_is_removed(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
     with path.open("a") as file:
-        file.write(torn)
+        file.write(line)
     write_steps(path, [3], last_step=10)
     assert steps_in(path) == [1, 2, 3]
 
 
-def test_the_last_record_is_replaced_by_a_longer_or_shorter_one(tmp_path):
+def test_last_record_is_replaced(tmp_path):
     path = tmp_path / "m.jsonl"
     write_steps(path, [1, 2])
     writer = JsonlWriter(path, last_step=2)
@@ -74,7 +74,7 @@ def test_the_last_record_is_replaced_by_a_longer_or_shorter_one(tmp_path):
     assert lines == [{"step": step} for step in range(1, 5)]
 
 
-def test_lines_survive_kill_9(tmp_path):
+def test_lines_survive_sigkill(tmp_path):
     path = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -87,7 +87,7 @@ def test_lines_survive_kill_9(tmp_path):
     assert steps[:-1] == list(range(1, len(steps)))
 
 
-def test_non_finite_numbers_become_null(tmp_path):
+def test_non_finite_values_become_null(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl")
     writer.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
     writer.close()
@@ -95,23 +95,23 @@ def test_non_finite_numbers_become_null(tmp_path):
     assert record == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
 
 
-def test_warnings_of_every_rank_reach_its_own_file_and_only_rank_0_the_console(tmp_path):
-    shown = {}
+def test_warnings_are_logged_by_every_rank(tmp_path):
+    printed = {}
     for rank in (0, 3):
         text = io.StringIO()
         log = setup_logging(tmp_path, rank, Console(file=text))
         log.info("info of %d", rank)
         log.warning("warning of %d", rank)
-        shown[rank] = text.getvalue()
-    assert "[rank 0] INFO info of 0" in shown[0]
-    assert shown[3] == ""
+        printed[rank] = text.getvalue()
+    assert "[rank 0] INFO info of 0" in printed[0]
+    assert printed[3] == ""
     for rank in (0, 3):
         written = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert f"rank {rank} WARNING warning of {rank}" in written
         assert "info of" not in written
 
 
-def test_a_second_set_up_does_not_double_messages(tmp_path):
+def test_repeated_setup_does_not_duplicate_messages(tmp_path):
     text = io.StringIO()
     console = Console(file=text)
     setup_logging(tmp_path, 0, console)

@@ -1,4 +1,4 @@
-"""States of processes, and garbage collection while they plan."""
+"""Tests of process states, and of garbage collection during planning."""
 
 import gc
 import multiprocessing
@@ -34,13 +34,13 @@ def fork_and_join():
     sys.exit(1 if exit_code is None else exit_code)
 
 
-def test_forked_process_ends_with_worker():
-    """A child of multiprocessing joins its own children before it runs `atexit` functions."""
-    # A fresh process, because this one may have started a fork server, which forks would share.
+def test_forked_process_exits_with_worker():
+    """Check exits: multiprocessing joins the children of a child before `atexit` functions."""
+    # Use a new process, because this process may have a fork server, which forks would share.
     code = "import test_processes; test_processes.fork_and_join()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
-    assert ended.returncode == 0
+    result = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False)
+    assert result.returncode == 0
 
 
 def test_state_names_stopped_process():
@@ -57,8 +57,8 @@ def test_state_names_stopped_process():
         process.wait()
 
 
-def test_garbage_collection_pauses_and_goes_on():
-    """Whether blocks are nested, or end with an error; and stays off where it was."""
+def test_garbage_collection_pauses_and_resumes():
+    """Check nested blocks, blocks with an error, and blocks without prior garbage collection."""
     assert gc.isenabled()
     with without_collection():
         assert not gc.isenabled()

@@ -1,4 +1,4 @@
-"""What takes long says so, in a file and on a terminal, and ends."""
+"""Tests of progress messages of long operations, in files and on terminals."""
 
 import gc
 import io
@@ -28,20 +28,20 @@ def soon(monkeypatch: pytest.MonkeyPatch):
     logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
 
 
-def shown(text: io.StringIO, wanted: str) -> None:
-    """Waits until it is."""
+def wait_for_text(text: io.StringIO, expected: str) -> None:
+    """Wait until the text contains the expected part."""
     deadline = time.monotonic() + 30
-    while wanted not in text.getvalue():
+    while expected not in text.getvalue():
         assert time.monotonic() < deadline, text.getvalue()
         time.sleep(0.01)
 
 
-def test_a_file_gets_plain_lines_with_counts():
+def test_file_gets_plain_lines_with_counts():
     text = io.StringIO()
     log_to_console(Console(file=text), rank=0)
     with working("reading weights", total=1200, unit="tensors") as work:
         work.advance(700)
-        shown(text, "reading weights: 700 of 1,200 tensors")
+        wait_for_text(text, "reading weights: 700 of 1,200 tensors")
         work.at(1200)
     lines = text.getvalue().splitlines()
     assert lines[-1].startswith("[rank 0] INFO reading weights: 1,200 of 1,200 tensors")
@@ -72,14 +72,14 @@ def test_run_progress_has_growing_intervals_after_ten_seconds(monkeypatch):
     assert seconds == ["3", "6", "9", "12", "15", "18", "30", "41"]
 
 
-def test_how_much_is_done_may_be_asked():
+def test_progress_can_be_measured_on_request():
     text = io.StringIO()
     log_to_console(Console(file=text))
     with working("fetching", unit="MB", measured=lambda: 1700):
-        shown(text, "fetching: 1,700 MB, 0 s")
+        wait_for_text(text, "fetching: 1,700 MB, 0 s")
 
 
-def test_short_work_is_never_mentioned(monkeypatch):
+def test_short_operations_are_not_logged(monkeypatch):
     monkeypatch.setattr(log, "QUIET_S", 60.0)
     text = io.StringIO()
     log_to_console(Console(file=text))
@@ -87,16 +87,16 @@ def test_short_work_is_never_mentioned(monkeypatch):
     assert text.getvalue() == ""
 
 
-def test_work_that_fails_does_not_say_that_it_is_done():
+def test_failed_operation_is_logged_as_stopped():
     text = io.StringIO()
     log_to_console(Console(file=text))
     with pytest.raises(OSError, match="gone"), working("fetching"):
-        shown(text, "fetching: ")
+        wait_for_text(text, "fetching: ")
         raise OSError("gone")
     assert text.getvalue().splitlines()[-1].endswith("stopped")
 
 
-def test_threads_end_with_the_work_also_where_nobody_goes_on():
+def test_progress_threads_exit_with_the_operation():
     before = threading.active_count()
     for _ in worked("counting", range(3)):
         break
@@ -105,7 +105,7 @@ def test_threads_end_with_the_work_also_where_nobody_goes_on():
     assert threading.active_count() == before
 
 
-def test_ranks_but_the_first_are_silent():
+def test_ranks_other_than_0_log_no_progress():
     text = io.StringIO()
     log_to_console(Console(file=text), rank=1)
     with working("reading"):
@@ -113,29 +113,29 @@ def test_ranks_but_the_first_are_silent():
     assert text.getvalue() == ""
 
 
-def test_programs_may_show_progress_and_errors_alone():
+def test_programs_show_only_progress_and_errors():
     text = io.StringIO()
     log_to_console(Console(file=text), only_progress=True)
-    logging.getLogger("torchmm.data").info("unasked")
+    logging.getLogger("torchmm.data").info("unrequested")
     logging.getLogger("torchmm").error("wrong")
     with working("reading"):
-        shown(text, "reading: ")
-    assert "unasked" not in text.getvalue() and "wrong" in text.getvalue()
+        wait_for_text(text, "reading: ")
+    assert "unrequested" not in text.getvalue() and "wrong" in text.getvalue()
 
 
-def test_a_terminal_gets_one_panel_below_the_bar_of_steps():
+def test_terminal_shows_one_panel_below_the_steps():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80)
     log_to_console(console)
     with Progress(console=console, auto_refresh=False) as steps:
         steps.add_task("steps", total=3)
         with working("planning"), working("reading"):
-            shown(text, "planning: 0 s\nreading: 0 s")
+            wait_for_text(text, "planning: 0 s\nreading: 0 s")
         logging.getLogger("torchmm").info("afterwards")
     assert "planning" not in text.getvalue().rpartition("afterwards")[2]
 
 
-def test_work_inside_other_work_stands_below_it_whoever_speaks_first():
+def test_nested_operations_are_shown_below_outer_operations():
     text = io.StringIO()
     log_to_console(Console(file=text, force_terminal=True, width=80))
     outer, inner = Work("planning"), Work("reading")
@@ -147,7 +147,7 @@ def test_work_inside_other_work_stands_below_it_whoever_speaks_first():
     outer.end("done")
 
 
-def test_what_is_under_way_changes_without_a_word():
+def test_current_operation_changes_without_a_message():
     text = io.StringIO()
     log_to_console(Console(file=text))
     work = Work("step 1")
@@ -161,19 +161,19 @@ def test_what_is_under_way_changes_without_a_word():
     assert len(text.getvalue().splitlines()) == 1
 
 
-def test_what_is_imported_is_not_looked_through_for_garbage():
-    """Neither meanwhile nor later; what is made later is."""
+def test_imported_objects_are_excluded_from_garbage_collection():
+    """Check that objects created later are tracked by the garbage collector."""
     with loading():
         assert not gc.isenabled()
-        made = [[]]
+        imported = [[]]
     assert gc.isenabled()
-    later = [[]]
-    found = gc.get_objects()  # where garbage is looked for
-    assert any(each is later for each in found)
-    assert not any(each is made for each in found)
+    created = [[]]
+    tracked = gc.get_objects()  # objects that the garbage collector tracks
+    assert any(each is created for each in tracked)
+    assert not any(each is imported for each in tracked)
 
 
-def test_imports_that_fail_leave_the_search_for_garbage_on():
+def test_failed_imports_reenable_garbage_collection():
     with pytest.raises(ImportError), loading():
         raise ImportError
     assert gc.isenabled()

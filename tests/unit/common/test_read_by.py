@@ -1,4 +1,4 @@
-"""Ranks take no pixels to their device that modules on other ranks read."""
+"""Tests of `read_by`: ranks copy no pixels to their device that modules on other ranks read."""
 
 import torch
 
@@ -7,23 +7,25 @@ from torchmm.common.generated import GeneratorInputs
 from torchmm.training.pipeline import read_by
 
 
-def test_pixels_of_modules_elsewhere_are_left_behind():
+def test_pixels_of_other_ranks_are_omitted():
     ids_T = torch.arange(4)
     encoders = {
         name: EncoderInputs(torch.ones(2, 3, 4, 4), [(1, 2, 2)] * 2, torch.tensor([0, 1]))
         for name in ("vision", "other")
     }
-    drawn = GeneratorInputs(
+    generator_inputs = GeneratorInputs(
         torch.ones(4, 3), torch.ones(4, 3), [0.5], [(1, 2, 2)], torch.tensor([3]), [1], [True]
     )
-    whole = Microbatch(ids_T, ids_T, ids_T, [0, 4], encoders, MicrobatchMeta((), 4), drawn)
-    llm = read_by({"llm"}, whole)
+    microbatch = Microbatch(
+        ids_T, ids_T, ids_T, [0, 4], encoders, MicrobatchMeta((), 4), generator_inputs
+    )
+    llm = read_by({"llm"}, microbatch)
     assert {name: len(e.pixels) for name, e in llm.encoders.items()} == {"vision": 0, "other": 0}
     assert llm.encoders["vision"].positions_K is encoders["vision"].positions_K
     assert llm.encoders["vision"].grids_thw == encoders["vision"].grids_thw
     assert llm.generator is not None and llm.generator.contexts == [1]
     assert llm.generator.patches_PV.numel() == llm.generator.noise_PV.numel() == 0
-    assert llm.target_count == whole.target_count == 4
-    both = read_by({"vision", "generator"}, whole)
-    assert both.encoders["vision"] is encoders["vision"] and both.generator is drawn
+    assert llm.target_count == microbatch.target_count == 4
+    both = read_by({"vision", "generator"}, microbatch)
+    assert both.encoders["vision"] is encoders["vision"] and both.generator is generator_inputs
     assert len(both.encoders["other"].pixels) == 0

@@ -1,4 +1,4 @@
-"""Shares of a packed row: tokens, images, and the ways of features."""
+"""Tests of slices of a packed sequence: tokens, images, and routes of features."""
 
 from dataclasses import replace
 
@@ -25,26 +25,26 @@ from torchmm.common.row_slices import (
 )
 
 TOKENS = (3, 2, 6, 1)
-"""Of each image; images have four patches for a token."""
+"""Number of tokens per image. Each token has four patches."""
 STARTS = (1, 5, 9, 17)
-"""Their first tokens: the third crosses the middle of the row."""
+"""First token of each image. The third image crosses the middle of the sequence."""
 
 WIDTHS = {"vision": 3, "other": 1}
 
 
 def row(tokens: int = 22) -> Microbatch:
-    """Two samples with images, one of them read by an encoder of its own, and padding."""
+    """Return two samples with images, one of which a separate encoder reads, and padding."""
     images = [ImageMeta(0, 0, 4 * count, count) for count in TOKENS]
     samples = (
-        SampleMeta("made", 0, 8, tuple(images[:2]), "vision"),
-        SampleMeta("made", 1, 12, (replace(images[2], encoder="vision"), images[3]), "other"),
+        SampleMeta("synthetic", 0, 8, tuple(images[:2]), "vision"),
+        SampleMeta("synthetic", 1, 12, (replace(images[2], encoder="vision"), images[3]), "other"),
     )
-    places = [torch.arange(s, s + n) for s, n in zip(STARTS, TOKENS, strict=True)]
+    positions = [torch.arange(s, s + n) for s, n in zip(STARTS, TOKENS, strict=True)]
     encoders = {}
-    for name, own in (("vision", [0, 1, 2]), ("other", [3])):
-        patches = 4 * sum(TOKENS[i] for i in own)
-        grids = [(1, 4, TOKENS[i]) for i in own]
-        positions_K = torch.cat([places[i] for i in own])
+    for name, indices in (("vision", [0, 1, 2]), ("other", [3])):
+        patches = 4 * sum(TOKENS[i] for i in indices)
+        grids = [(1, 4, TOKENS[i]) for i in indices]
+        positions_K = torch.cat([positions[i] for i in indices])
         encoders[name] = EncoderInputs(torch.randn(patches, 3), grids, positions_K)
     ids_T = torch.arange(tokens)
     targets_T = torch.where(ids_T % 3 == 0, ids_T, -100)
@@ -55,9 +55,9 @@ def row(tokens: int = 22) -> Microbatch:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_slices_are_even_and_complete(count, ranks):
-    lengths = [len(own) for own in slice_ranges(count, ranks)]
-    assert [i for own in slice_ranges(count, ranks) for i in own] == list(range(count))
+def test_token_slices_are_even_and_complete(count, ranks):
+    lengths = [len(r) for r in slice_ranges(count, ranks)]
+    assert [i for r in slice_ranges(count, ranks) for i in r] == list(range(count))
     assert len(lengths) == ranks and max(lengths) - min(lengths) <= 1
 
 
@@ -72,23 +72,23 @@ def test_slices_are_even_and_complete(count, ranks):
         ([1] * 9, 4, [2, 2, 3, 2]),
     ],
 )
-def test_images_are_shared_by_patches(patches, ranks, counts):
+def test_images_are_distributed_by_patches(patches, ranks, counts):
     shares = image_shares(patches, ranks)
-    assert [len(own) for own in shares] == counts
-    assert [i for own in shares for i in own] == list(range(len(patches)))
+    assert [len(share) for share in shares] == counts
+    assert [i for share in shares for i in share] == list(range(len(patches)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_feature_arrives_where_its_token_is(ranks):
-    whole = row()
-    parts = [slice_row(whole, rank, ranks, WIDTHS) for rank in range(ranks)]
+def test_features_arrive_on_the_rank_of_their_token(ranks):
+    microbatch = row()
+    parts = [slice_row(microbatch, rank, ranks, WIDTHS) for rank in range(ranks)]
     assert all(isinstance(part, SlicedMicrobatch) for part in parts)
-    for name, inputs in whole.encoders.items():
-        # Sent as the ranks say, from the positions that each has found.
+    for name, inputs in microbatch.encoders.items():
+        # Send features in the order of the routes, from the positions on each rank.
         boxes = {(a, b): torch.tensor([]).long() for a in range(ranks) for b in range(ranks)}
         for rank, part in enumerate(parts):
-            own = part.encoders.get(name)
-            found_K = own.positions_K if own else torch.tensor([]).long()
+            inputs_ = part.encoders.get(name)
+            found_K = inputs_.positions_K if inputs_ else torch.tensor([]).long()
             route = part.row.routes[name]
             for to, sent in enumerate(found_K[route.rows_K].split(route.sent)):
                 boxes[rank, to] = sent
@@ -98,32 +98,32 @@ def test_every_feature_arrives_where_its_token_is(ranks):
             assert part.row.routes[name].received == [len(boxes[s, rank]) for s in range(ranks)]
             assert torch.equal(part.for_llm().encoders[name].positions_K + first, arrived_K)
             first += len(part.input_ids_T)
-        every = torch.cat([box for box in boxes.values()])
-        assert every.sort().values.tolist() == inputs.positions_K.sort().values.tolist()
+        received = torch.cat([box for box in boxes.values()])
+        assert received.sort().values.tolist() == inputs.positions_K.sort().values.tolist()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("widths", [WIDTHS, {"vision": 4, "other": 6}])
 def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
-    whole = row()
-    parts = [slice_row(whole, rank, ranks, widths) for rank in range(ranks)]
+    microbatch = row()
+    parts = [slice_row(microbatch, rank, ranks, widths) for rank in range(ranks)]
     messages = []
     for part in parts:
         merged = part.row.merged
         units = []
         for name in part.row.routes:
-            own = part.encoders.get(name)
-            positions_K = own.positions_K if own else torch.tensor([]).long()
+            inputs = part.encoders.get(name)
+            positions_K = inputs.positions_K if inputs else torch.tensor([]).long()
             # Unit u of the token at position p is p + u / 10.
             units.append((positions_K[:, None] + torch.arange(merged.units[name]) / 10).flatten())
         messages.append(torch.cat(units)[merged.sent_U].split(merged.sent))
     first = 0
     for rank, part in enumerate(parts):
-        merged, shown = part.row.merged, part.for_llm().encoders
+        merged, encoders = part.row.merged, part.for_llm().encoders
         received = [message[rank] for message in messages]
         assert [len(each) for each in received] == merged.received
         expected = [
-            shown[name].positions_K[:, None] + first + torch.arange(merged.units[name]) / 10
+            encoders[name].positions_K[:, None] + first + torch.arange(merged.units[name]) / 10
             for name in part.row.routes
         ]
         arrived_U = torch.cat(received)[merged.received_U]
@@ -131,39 +131,42 @@ def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
         first += len(part.input_ids_T)
 
 
-def test_parts_of_a_row_make_the_row():
-    whole = row()
-    parts = [slice_row(whole, rank, 3, WIDTHS).to("cpu") for rank in range(3)]
+def test_slices_join_to_the_sequence():
+    microbatch = row()
+    parts = [slice_row(microbatch, rank, 3, WIDTHS).to("cpu") for rank in range(3)]
     for name, dim in (("input_ids_T", 0), ("targets_T", 0), ("position_ids", 1)):
         joined = torch.cat([getattr(part, name) for part in parts], dim)
-        assert torch.equal(joined, getattr(whole, name))
-    assert sum(part.target_count for part in parts) == whole.target_count
+        assert torch.equal(joined, getattr(microbatch, name))
+    assert sum(part.target_count for part in parts) == microbatch.target_count
     for part in parts:
         assert torch.equal(part.targets_T[part.target_positions_L] % 3, part.target_positions_L * 0)
-        assert torch.equal(whole_row(part)[0], whole.input_ids_T)
-        assert part.cu_seqlens == whole.cu_seqlens
-    assert slice_row(whole, 0, 1, WIDTHS) is whole
+        assert torch.equal(whole_row(part)[0], microbatch.input_ids_T)
+        assert part.cu_seqlens == microbatch.cu_seqlens
+    assert slice_row(microbatch, 0, 1, WIDTHS) is microbatch
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_metadata_know_what_a_rank_reads(ranks):
-    whole = row()
+def test_sliced_metadata_matches_sliced_inputs(ranks):
+    microbatch = row()
     for rank in range(ranks):
-        meta, part = slice_meta(whole.meta, rank, ranks), slice_row(whole, rank, ranks, WIDTHS)
+        meta, part = (
+            slice_meta(microbatch.meta, rank, ranks),
+            slice_row(microbatch, rank, ranks, WIDTHS),
+        )
         assert meta.tokens == len(part.input_ids_T)
-        for name in whole.encoders:
-            own = part.encoders.get(name)
+        for name in microbatch.encoders:
+            inputs = part.encoders.get(name)
             patches = sum(meta.patches(name))
-            assert patches == (len(own.pixels) if own else 0)
-            assert len(meta.patches(name)) <= most_images(whole.meta, name, ranks)
+            assert patches == (len(inputs.pixels) if inputs else 0)
+            assert len(meta.patches(name)) <= most_images(microbatch.meta, name, ranks)
 
 
-def test_rows_shorter_than_their_ranks():
+def test_sequence_can_be_shorter_than_ranks():
     short = replace(row(3), encoders={}, cu_seqlens=[0, 3], meta=MicrobatchMeta((), 3))
     assert [len(slice_row(short, rank, 4, WIDTHS).input_ids_T) for rank in range(4)] == [0, 1, 1, 1]
 
 
-def test_tasks_of_a_share_may_have_no_images():
+def test_sub_microbatches_of_slices_can_be_empty():
     assert [task_images(2, 3, task, 2) for task in range(3)] == [range(1), range(1, 2), range(2, 2)]
     assert [task_images(5, 3, task, 2) for task in range(3)] == even_ranges(5, 3)
     with pytest.raises(ValueError, match="2 images cannot be split into 3 parts"):

@@ -1,4 +1,4 @@
-"""Processes that compute the next step: requests, exits, hangs and restarts."""
+"""Tests of processes that compute the next step: requests, exits, hangs and restarts."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def square(request, progress):
 
 
 def count_up(request, progress):
-    """Send the numbers up to `request`, and go on until a newer request arrives if it is None."""
+    """Send the numbers up to `request`. If it is None, continue until a newer request arrives."""
     last, number = 10**9 if request is None else request, 0
     while number < last:
         number += 1
@@ -44,18 +44,18 @@ def fail(request, progress):
 
 @pytest.fixture
 def start():
-    made = []
+    processes = []
 
     def start(work):
-        made.append(StepProcess(work, "test"))
-        return made[-1]
+        processes.append(StepProcess(work, "test"))
+        return processes[-1]
 
     yield start
-    for process in made:
+    for process in processes:
         process.close()
 
 
-def test_process_answers_newest_request(start):
+def test_process_returns_newest_request(start):
     process = start(square)
     for number in range(4, 8):
         process.submit(number, number)
@@ -63,18 +63,18 @@ def test_process_answers_newest_request(start):
     assert process.take(5) is None and process.take(8) is None
 
 
-def test_take_returns_preliminary_answer(start):
+def test_take_returns_preliminary_result(start):
     process = start(count_up)
     process.submit(1, None)
-    seen = []
-    while len(set(seen)) < 3:
-        seen.append(process.take(1, 0.05) or 0)
-    assert seen == sorted(seen)
-    process.submit(2, 3)  # The endless request ends.
+    numbers = []
+    while len(set(numbers)) < 3:
+        numbers.append(process.take(1, 0.05) or 0)
+    assert numbers == sorted(numbers)
+    process.submit(2, 3)  # the unlimited request ends
     assert process.take(2, WAIT_S) == 3
 
 
-def test_take_raises_exception_of_answer(start):
+def test_take_raises_exception_of_process(start):
     process = start(fail)
     process.submit(1, 3)
     with pytest.raises(ValueError, match="3 is odd"):
@@ -93,7 +93,7 @@ def test_killed_process_is_named(start):
 
 
 def test_stopped_process_blocks_no_caller(start):
-    """The requests are larger than the buffer of a pipe."""
+    """Use requests that are larger than the buffer of a pipe."""
     process = start(length)
     process.submit(1, b"")
     process.take(1, WAIT_S)
@@ -160,20 +160,20 @@ def test_exit_does_not_wait_for_process():
         time.sleep(0.05)
 
 
-class Fake:
-    """A process that plans, is late, or exits."""
+class FakeProcess:
+    """Process that returns a plan, is late, or exits, depending on the mood."""
 
-    def __init__(self, made):
-        self.made, self.requested, self.closed = made, None, False
-        made.append(self)
+    def __init__(self, processes):
+        self.processes, self.requested, self.closed = processes, None, False
+        processes.append(self)
 
     def submit(self, step, request):
         self.requested = step
 
     def take(self, step, wait_s=0.0):
-        if self.made.mood == "dies":
+        if self.processes.mood == "dies":
             raise StepProcessError("exited with code -9")
-        return "plan" if self.made.mood == "plans" and self.requested == step else None
+        return "plan" if self.processes.mood == "plans" and self.requested == step else None
 
     def error(self, problem):
         return StepProcessError(problem)
@@ -182,13 +182,13 @@ class Fake:
         self.closed = True
 
 
-class Fakes(list):
+class FakeProcesses(list):
     mood = "plans"
 
 
-def restarting(made, max_deaths=MAX_DEATHS):
+def restarting(processes, max_deaths=MAX_DEATHS):
     return RestartingProcess(
-        lambda: Fake(made),
+        lambda: FakeProcess(processes),
         logging.getLogger("restarting"),
         task="a task",
         fallback="steps are slow",
@@ -197,53 +197,53 @@ def restarting(made, max_deaths=MAX_DEATHS):
     )
 
 
-def answered_steps(process, moods, made, wait_s=0.0):
-    """Return the steps with an answer."""
-    answered = []
+def steps_with_result(process, moods, processes, wait_s=0.0):
+    """Return the steps with a result."""
+    completed = []
     for step, mood in enumerate(moods, 1):
-        made.mood = mood
+        processes.mood = mood
         if process.take(step, wait_s):
-            answered.append(step)
+            completed.append(step)
         if process.accepts(step + 1):
             process.submit(step + 1, None)
-    assert all(each.closed for each in made[:-1])
-    return answered
+    assert all(each.closed for each in processes[:-1])
+    return completed
 
 
 def test_process_restarts_after_a_pause(caplog):
-    made = Fakes()
-    process = restarting(made)
+    processes = FakeProcesses()
+    process = restarting(processes)
     process.restart()
     moods = ["plans"] * 3 + ["dies"] + ["plans"] * 6
-    assert answered_steps(process, moods, made) == [2, 3, 7, 8, 9, 10]
-    assert len(made) == 2 and not process.is_lost
+    assert steps_with_result(process, moods, processes) == [2, 3, 7, 8, 9, 10]
+    assert len(processes) == 2 and not process.is_lost
     assert "a new process starts with step 6; until then steps are slow" in caplog.text
 
 
 def test_process_that_always_exits_is_lost(caplog):
-    made = Fakes()
-    process = restarting(made)
+    processes = FakeProcesses()
+    process = restarting(processes)
     process.restart()
-    assert answered_steps(process, ["dies"] * 300, made) == []
-    assert process.is_lost and len(made) == MAX_DEATHS
+    assert steps_with_result(process, ["dies"] * 300, processes) == []
+    assert process.is_lost and len(processes) == MAX_DEATHS
     assert "from now on every step is slow" in caplog.text
 
 
-def test_process_without_answer_in_time_hangs(caplog):
-    made = Fakes()
-    process = restarting(made, 1)
+def test_process_without_result_in_time_is_terminated(caplog):
+    processes = FakeProcesses()
+    process = restarting(processes, 1)
     process.restart()
     process.submit(1, None)
-    assert answered_steps(process, ["plans"] * 2 + ["late"] * 20, made, 2.0) == [1, 2]
-    assert process.is_lost and made[0].closed and not process.is_running
+    assert steps_with_result(process, ["plans"] * 2 + ["late"] * 20, processes, 2.0) == [1, 2]
+    assert process.is_lost and processes[0].closed and not process.is_running
     assert "has not returned a step for 2 s; from now on" in caplog.text
 
 
 @pytest.mark.parametrize(("max_deaths", "started"), [(0, False), (1, True)])
 def test_process_starts_after_two_slow_steps(caplog, max_deaths, started):
     caplog.set_level(logging.INFO)
-    made = Fakes()
-    process = restarting(made, max_deaths)
+    processes = FakeProcesses()
+    process = restarting(processes, max_deaths)
     running = []
     for busy_s in (0.0, 0.01, 0.0, 0.01, 0.01):
         with process.compute_here():

@@ -1,4 +1,4 @@
-"""FLOP counts against torch's own counter on a real forward and backward."""
+"""Tests of FLOP counts against the FLOP counter of PyTorch, in forward and backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT_TOKENS = (25, 40)
 
 
 class Layer(nn.Module):
-    """A transformer layer of the described sizes with plain matrix products."""
+    """Transformer layer of the described sizes with unfused matrix products."""
 
     def __init__(self, sizes: LayerDescription) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A vision encoder with a two-layer connector before an LLM."""
+    """Vision encoder with a two-layer connector, and an LLM."""
 
     def __init__(self, width: int = VIT.hidden_size * MERGE**2) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Tiny(nn.Module):
             for layer in self.vision:
                 y = layer(y, list(PATCHES))
             tokens = self.connector(y.unflatten(0, (-1, MERGE**2)).flatten(1))
-            x = torch.cat([tokens, x])  # the order does not matter for counting
+            x = torch.cat([tokens, x])  # the order does not affect FLOPs
         for layer in self.layers:
             x = layer(x, lengths)
         return self.head(x[:targets]).sum()
@@ -116,7 +116,9 @@ def describe_microbatch(images: bool) -> MicrobatchMeta:
         image = (ImageMeta(1, 1, patches, patches // MERGE**2),) if images else ()
         tokens = text + sum(i.tokens for i in image)
         samples.append(SampleMeta("s", index, tokens, image, "vision" if images else None))
-    return MicrobatchMeta(tuple(samples), sum(s.tokens for s in samples) + 17)  # 17: padding
+    return MicrobatchMeta(
+        tuple(samples), sum(s.tokens for s in samples) + 17
+    )  # 17 tokens of padding
 
 
 @pytest.mark.parametrize("images", [True, False])
@@ -131,7 +133,7 @@ def describe_microbatch(images: bool) -> MicrobatchMeta:
         (False, False, True),
     ],
 )
-def test_flops_equal_torchs_counter(vision, connector, llm, images):
+def test_flops_match_torch_counter(vision, connector, llm, images):
     model = Tiny()
     for part in (model.patch, model.vision):
         part.requires_grad_(vision)
@@ -149,11 +151,11 @@ def test_flops_equal_torchs_counter(vision, connector, llm, images):
     meta = describe_microbatch(images)
     counted = microbatch_flops(describe(vision, connector, llm), meta, targets)
     assert sum(m.forward for m in counted.values()) == forward.get_total_flops()
-    got = sum(m.backward for m in counted.values())
-    assert got == pytest.approx(backward.get_total_flops(), rel=0.01)
+    backward_flops = sum(m.backward for m in counted.values())
+    assert backward_flops == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
-def test_a_window_limits_attention():
+def test_sliding_window_limits_attention_flops():
     layer = LayerDescription(
         8, heads=1, kv_heads=1, head_dim=8, ffn_size=8, gated_ffn=False, causal=True, window=10
     )
@@ -164,7 +166,7 @@ def test_a_window_limits_attention():
     assert microbatch_flops([module], meta)["llm"].forward == weights + 4 * 8 * pairs
 
 
-def test_padding_costs_nothing():
+def test_padding_adds_no_flops():
     few = microbatch_flops(describe(True, True, True), describe_microbatch(True))
     meta = describe_microbatch(True)
     padded = MicrobatchMeta(meta.samples, meta.tokens + 1000)

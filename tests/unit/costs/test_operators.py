@@ -1,4 +1,4 @@
-"""Latency of operators, by hand."""
+"""Tests of operator times against hand-computed values."""
 
 import numpy as np
 import pytest
@@ -29,9 +29,9 @@ def profile(asynchronous: bool = False, **call_us: float) -> Profile:
 @pytest.mark.parametrize(
     ("operator", "seconds"),
     [
-        # 1 GFLOP at 0.5 TFLOP/s; its 10 MB would take 0.2 ms.
+        # 1 GFLOP at 0.5 TFLOP/s. Moving 10 MB would take 0.2 ms.
         (Operator("matmul", flops=1e9, memory_bytes=1e7), 2e-3),
-        # The same with 1 GB at 50 GB/s: now memory is what it waits for.
+        # The same operator with 1 GB at 50 GB/s is limited by memory bandwidth.
         (Operator("matmul", flops=1e9, memory_bytes=1e9), 20e-3),
         (Operator("attention", flops=2e9, memory_bytes=1e6), 4e-3),
         (Operator("norm", memory_bytes=1e8), 2e-3),
@@ -40,9 +40,7 @@ def profile(asynchronous: bool = False, **call_us: float) -> Profile:
     ],
     ids=str,
 )
-def test_the_slowest_of_compute_memory_and_network_counts(
-    operator: Operator, seconds: float
-) -> None:
+def test_slowest_resource_determines_time(operator: Operator, seconds: float) -> None:
     assert operator_ms(operator, profile(), "float32") == pytest.approx(seconds * 1e3)
 
 
@@ -52,14 +50,14 @@ def test_every_call_has_an_overhead() -> None:
     assert times == pytest.approx([0.3, 2.5])
 
 
-def test_efficiency_follows_the_size_of_a_call() -> None:
+def test_efficiency_depends_on_call_size() -> None:
     curve = Curve((1e6, 1e8), (0.1, 0.5))
     assert curve.at(1e3) == 0.1
-    assert curve.at(1e7) == pytest.approx(0.3)  # half way in the logarithm
+    assert curve.at(1e7) == pytest.approx(0.3)  # halfway on a logarithmic scale
     assert curve.at(1e12) == 0.5
     small = Profile(DEVICE, {**dict.fromkeys(KINDS, HALF), "matmul": curve})
-    whole, parts = Operator("matmul", flops=1e8), Operator("matmul", flops=1e8, calls=100.0)
-    assert operator_ms(whole, small, "float32") == pytest.approx(1e8 / 0.5e12 * 1e3)
+    single_call, parts = Operator("matmul", flops=1e8), Operator("matmul", flops=1e8, calls=100.0)
+    assert operator_ms(single_call, small, "float32") == pytest.approx(1e8 / 0.5e12 * 1e3)
     assert operator_ms(parts, small, "float32") == pytest.approx(1e8 / 0.1e12 * 1e3)
 
 
@@ -67,12 +65,12 @@ def test_efficiency_follows_the_size_of_a_call() -> None:
     ("sizes", "values"),
     [((), ()), ((1.0, 1.0), (0.5, 0.5)), ((1.0,), (0.0,)), ((2.0, 1.0), (1.0, 1.0)), ((1.0,), ())],
 )
-def test_a_curve_that_is_none_is_refused(sizes, values) -> None:
+def test_invalid_efficiency_curves_are_rejected(sizes, values) -> None:
     with pytest.raises(ValueError, match="efficiencies"):
         Curve(sizes, values)
 
 
-def test_work_adds_up_and_communication_hides_behind_products() -> None:
+def test_network_time_overlaps_with_matmuls() -> None:
     operators = [
         Operator("matmul", flops=np.array([1e9, 0.0])),
         Operator("norm", memory_bytes=np.array([1e8, 1e8])),
@@ -81,16 +79,16 @@ def test_work_adds_up_and_communication_hides_behind_products() -> None:
     work = Work.of(operators, profile(), "float32", 2)
     assert work.compute_ms == pytest.approx([4.0, 2.0])
     assert work.network_ms == pytest.approx([2.0, 2.0])
-    whole = work.times(profile())
-    assert whole.total_ms == pytest.approx([6.0, 4.0])
-    assert whole.tensor_ms == pytest.approx([2.0, 2.0])
+    exposed = work.times(profile())
+    assert exposed.total_ms == pytest.approx([6.0, 4.0])
+    assert exposed.tensor_ms == pytest.approx([2.0, 2.0])
     hidden = work.times(profile(), hidden_share=0.75)
-    assert hidden.tensor_ms == pytest.approx([0.5, 2.0])  # no product to hide behind
+    assert hidden.tensor_ms == pytest.approx([0.5, 2.0])  # no matmul to overlap with
     twice = work.plus(work, 2.0).times(profile())
     assert twice.total_ms == pytest.approx([18.0, 12.0])
 
 
-def test_a_queueing_host_sets_the_time_of_small_work() -> None:
+def test_host_queue_limits_small_operators() -> None:
     operators = [Operator("norm", memory_bytes=1e6, calls=8.0)]
     time = Work.of(operators, profile(asynchronous=True), "float32", 1).times(profile(True))
     assert time.total_ms == pytest.approx([0.08])  # 8 launches; the device needs 0.02 ms
@@ -99,12 +97,12 @@ def test_a_queueing_host_sets_the_time_of_small_work() -> None:
     assert time.total_ms == pytest.approx([20.0])
 
 
-def test_classes_of_operators_do_not_overlap() -> None:
+def test_operator_kinds_are_disjoint() -> None:
     assert not set(COMPUTE_KINDS) & set(NETWORK_KINDS)
     assert {*COMPUTE_KINDS, *NETWORK_KINDS} < set(KINDS)
 
 
-def test_the_table_has_the_devices_with_their_sources() -> None:
+def test_devices_have_sources_and_known_values() -> None:
     testbeds = {"h100_grand_teton", "h800_pipeweaver", "a800_disttrain"}
     assert set(DEVICES) == {"h100", "h200", "h800", "a100", "a800", "cpu"} | testbeds
     for device in DEVICES.values():

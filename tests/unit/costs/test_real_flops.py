@@ -1,4 +1,4 @@
-"""FLOPs of real models against torch's counter: whole models, and every action of a step."""
+"""Tests of FLOPs of real models against the counter of PyTorch: models, and actions of a step."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.pipelining.run.step_state import StepState
 
-# Grids that windows of 4 x 4 patches divide: metadata has numbers of patches only.
+# Grids that are multiples of the 4 x 4 window, because metadata has only the number of patches.
 WINDOWS = KINDS["qwen2_5_vl"]._replace(grids=[(1, 4, 4), (1, 8, 4)])
 FREEZES = [(), ("vision",), ("llm",), ("vision", "vision.connector"), ("vision.connector", "llm")]
 SPLITS = [*((freeze, 1.0) for freeze in FREEZES), (FREEZES[0], 0.0), (FREEZES[3], 0.0)]
-"""Frozen parts, and the share of backwards that become I and W."""
+"""Frozen modules, and the fraction of backward passes that are split into I and W."""
 FEW = ("clip", "qwen3_omni")
-"""Encoders whose combinations are all counted always; `--all` counts those of the others too."""
+"""Encoders with all combinations in every run. For the other encoders, most are campaigns."""
 CPU = torch.device("cpu")
 
 
 def combine(options: list) -> list:
-    """Pair every encoder with every option; mark most pairs of other encoders than FEW."""
+    """Combine encoders and options. Most cases of encoders that are not in `FEW` are campaigns."""
     return [
         pytest.param(
             encoder,
@@ -60,9 +60,9 @@ def combine(options: list) -> list:
 
 def case_of(encoder: str, freeze: tuple[str, ...] = ()) -> Case:
     case = Case(f"{encoder} {freeze}", encoder=encoder, tied=False)
-    if "vision" not in case.kinds:  # an encoder of sounds
-        (own,) = case.kinds
-        freeze = tuple(name.replace("vision", own) for name in freeze)
+    if "vision" not in case.kinds:  # audio encoder
+        (modality,) = case.kinds
+        freeze = tuple(name.replace("vision", modality) for name in freeze)
     return replace(case, freeze=freeze)
 
 
@@ -83,14 +83,14 @@ def batch_of(case: Case, images: list[int], seed: int = 0) -> list[Microbatch]:
 
 
 def padding_as_sample(meta: MicrobatchMeta) -> MicrobatchMeta:
-    """Padding costs no model FLOPs, but the machine does it."""
+    """Return metadata with padding as a sample, which is computed but not part of model FLOPs."""
     gap = SampleMeta("padding", 0, meta.tokens - meta.used_tokens)
     return replace(meta, samples=(*meta.samples, gap))
 
 
 @pytest.mark.parametrize("freeze", FREEZES[:2], ids=str)
 @pytest.mark.parametrize("encoder", KINDS)
-def test_whole_models_cost_what_torch_counts(encoder: str, freeze: tuple[str, ...]) -> None:
+def test_model_flops_match_torch(encoder: str, freeze: tuple[str, ...]) -> None:
     case = case_of(encoder, freeze)
     model = build(case)
     (microbatch,) = batch_of(case, [3])
@@ -98,31 +98,31 @@ def test_whole_models_cost_what_torch_counts(encoder: str, freeze: tuple[str, ..
     backward, _ = count_flops(loss.backward) if loss.requires_grad else (0, None)
     modules = [m.describe() for m in model.modality_modules()]
     meta = padding_as_sample(microbatch.meta)
-    found = microbatch_flops(modules, meta, microbatch.target_count).values()
-    assert sum(f.forward for f in found) == pytest.approx(forward, rel=0.01)
-    assert sum(f.backward for f in found) == pytest.approx(backward, rel=0.01)
+    flops = microbatch_flops(modules, meta, microbatch.target_count).values()
+    assert sum(f.forward for f in flops) == pytest.approx(forward, rel=0.01)
+    assert sum(f.backward for f in flops) == pytest.approx(backward, rel=0.01)
 
 
 @proves("flops", model_cases.LLMS)
 @pytest.mark.parametrize("family", model_cases.LLMS)
-def test_every_llm_family_costs_what_torch_counts(family: str) -> None:
+def test_llm_family_flops_match_torch(family: str) -> None:
     model = model_cases.text_model(family)
     microbatch = model_cases.microbatch([20, 33])
     forward, loss = count_flops(lambda: model(microbatch))
     backward, _ = count_flops(loss.backward)
     samples = (SampleMeta("s", 0, 20), SampleMeta("s", 1, 33))
     meta = MicrobatchMeta(samples, 53)
-    found = microbatch_flops([model.llm.describe()], meta, microbatch.target_count)["llm"]
-    assert found.forward == pytest.approx(forward, rel=0.01)
-    assert found.backward == pytest.approx(backward, rel=0.01)
+    flops = microbatch_flops([model.llm.describe()], meta, microbatch.target_count)["llm"]
+    assert flops.forward == pytest.approx(forward, rel=0.01)
+    assert flops.backward == pytest.approx(backward, rel=0.01)
 
 
 @proves("flops", model_cases.ENCODERS)
 @pytest.mark.parametrize("family", model_cases.ENCODERS)
-def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
+def test_encoder_family_flops_match_torch(family: str) -> None:
     encoder = model_cases.build(model_cases.pair_config("llama", family)).encoders["eye"]
     inputs = model_cases.make_inputs(family)
-    if family in ("qwen2_5_vl", "qwen2_5_omni_vision"):  # grids that windows divide
+    if family in ("qwen2_5_vl", "qwen2_5_omni_vision"):  # grids that are multiples of the window
         inputs = replace(inputs, pixels=inputs.pixels[:48], grids_thw=WINDOWS.grids)
     forward, tokens = count_flops(lambda: encoder(inputs))
     backward, _ = count_flops(tokens.sum().backward)
@@ -131,18 +131,18 @@ def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
         for grid in inputs.grids_thw
     ]
     meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), "eye"),), len(tokens))
-    found = microbatch_flops([encoder.describe()], meta)["eye"]
-    assert found.forward == pytest.approx(forward, rel=0.01)
-    assert found.backward == pytest.approx(backward, rel=0.01)
+    flops = microbatch_flops([encoder.describe()], meta)["eye"]
+    assert flops.forward == pytest.approx(forward, rel=0.01)
+    assert flops.backward == pytest.approx(backward, rel=0.01)
 
 
 @pytest.mark.parametrize("name", model_cases.COMPOSITES)
-def test_connectors_behind_frozen_towers_cost_what_torch_counts(name: str) -> None:
-    tower = "audio" if name in model_cases.SPEECH else "vision"
-    model = model_cases.build(model_cases.composite_config(name), freeze=(tower,))
-    encoder = model.encoders[tower]
-    if tower == "audio":
-        inputs = three_samples(name)[0].encoders[tower]
+def test_connector_flops_with_frozen_encoder_match_torch(name: str) -> None:
+    modality = "audio" if name in model_cases.SPEECH else "vision"
+    model = model_cases.build(model_cases.composite_config(name), freeze=(modality,))
+    encoder = model.encoders[modality]
+    if modality == "audio":
+        inputs = three_samples(name)[0].encoders[modality]
     else:
         grids, pixels, _ = two_images(name, torch.Generator().manual_seed(5))
         inputs = EncoderInputs(pixels, grids, torch.empty(0))
@@ -152,50 +152,48 @@ def test_connectors_behind_frozen_towers_cost_what_torch_counts(name: str) -> No
         ImageMeta(1, 1, prod(grid), prod(grid) // encoder.patches_per_token)
         for grid in inputs.grids_thw
     ]
-    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), tower),), len(tokens))
-    found = microbatch_flops([encoder.describe()], meta)[tower]
-    assert found.backward == pytest.approx(backward, rel=0.01)
+    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), modality),), len(tokens))
+    flops = microbatch_flops([encoder.describe()], meta)[modality]
+    assert flops.backward == pytest.approx(backward, rel=0.01)
 
 
 @pytest.mark.parametrize("family", model_cases.LLMS)
-def test_attention_costs_what_unfused_products_cost(family: str) -> None:
-    """The formula for the fused operator is ours; eager attention needs none."""
+def test_attention_flops_match_eager_attention(family: str) -> None:
+    """Compare with eager attention of Hugging Face, which needs no separate FLOP formula."""
     model = model_cases.text_model(family)
-    window = model_cases.LLMS[family].get("sliding_window")  # beyond which eager attention goes on
-    microbatch = model_cases.microbatch([min(40, window or 40)])  # chunks of delta nets are whole
-    plain = model_cases.plain_causal_lm(model)
-    ids, kept = microbatch.input_ids_T[None], microbatch.target_positions_L
-    eager, _ = count_flops(lambda: plain(input_ids=ids, logits_to_keep=kept))
-    ours, _ = count_flops(lambda: model(microbatch))
-    # Hugging Face's convolutions go on behind the row, by all but one of a filter's values.
-    beyond = 0
+    window = model_cases.LLMS[family].get("sliding_window")  # eager attention ignores the window
+    microbatch = model_cases.microbatch([min(40, window or 40)])  # delta nets use complete chunks
+    reference = model_cases.plain_causal_lm(model)
+    ids, positions = microbatch.input_ids_T[None], microbatch.target_positions_L
+    eager, _ = count_flops(lambda: reference(input_ids=ids, logits_to_keep=positions))
+    flops, _ = count_flops(lambda: model(microbatch))
+    # Convolutions of Hugging Face continue after the sequence, by the filter width minus one.
+    extra_flops = 0
     for layer in model.llm.layer_sizes():
         channels = layer.hidden_size
         if isinstance(mixer := layer.mixer, DeltaSizes):
             channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
         if mixer is not None:
-            beyond += 2 * mixer.filter_width * channels * (mixer.filter_width - 1)
-    assert ours == eager - beyond
+            extra_flops += 2 * mixer.filter_width * channels * (mixer.filter_width - 1)
+    assert flops == eager - extra_flops
 
 
-def test_frames_of_a_video_attend_to_themselves() -> None:
+def test_video_frames_attend_to_themselves() -> None:
     module = build(case_of("qwen2_5_vl")).modality_modules()[0].describe()
     module = replace(module, layers=tuple(replace(n, window=None) for n in module.layers))
     image, video = ImageMeta(1, 1, 32, 8), ImageMeta(1, 1, 32, 8, frames=4)
-    found = [
+    flops = [
         microbatch_flops([module], MicrobatchMeta((SampleMeta("s", 0, 8, (i,), "vision"),), 8))
         for i in (image, video)
     ]
     pairs = 32 * 32 - 4 * 8 * 8
-    difference = found[0]["vision"].forward - found[1]["vision"].forward
+    difference = flops[0]["vision"].forward - flops[1]["vision"].forward
     assert difference == 4 * 32 * pairs * len(module.layers)
 
 
 @pytest.mark.parametrize(("encoder", "option"), combine(SPLITS))
-def test_actions_cost_what_torch_counts(
-    encoder: str, option: tuple[tuple[str, ...], float]
-) -> None:
-    """Compare every F, B, I and W of a step of many stages, executed one by one."""
+def test_action_flops_match_torch(encoder: str, option: tuple[tuple[str, ...], float]) -> None:
+    """Execute and compare every F, B, I and W action of a step with many stages."""
     freeze, split = option
     encoder, _, chunks = encoder.partition("; ")
     case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))
@@ -214,10 +212,10 @@ def test_actions_cost_what_torch_counts(
     state = StepState(0, stages, None, plan, batch, 1.0)
     state.begin()
     handlers = state.handlers()
-    seen = set()
+    executed = set()
     for action in plan.actions[0]:
         counted, _ = count_flops(lambda: handlers[action.type](action))  # noqa: B023
         if action.type in COMPUTE:
-            seen.add(action.type)
+            executed.add(action.type)
             assert durations(action) == pytest.approx(counted, rel=0.01), action
-    assert ActionType.F in seen
+    assert ActionType.F in executed

@@ -1,4 +1,4 @@
-"""docs/reference/api.md: its examples call the functions as they are, and it lists all of them."""
+"""Tests of docs/reference/api.md: valid examples, and a complete list of functions."""
 
 import inspect
 import re
@@ -16,11 +16,11 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 def test_page_lists_every_function_with_its_parameters():
     for name in torchmm.__all__:
         parameters = inspect.signature(getattr(torchmm, name)).parameters.values()
-        shown = [str(p.replace(annotation=p.empty)) for p in parameters]
+        signature_parts = [str(p.replace(annotation=p.empty)) for p in parameters]
         keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         if keywords:
-            shown.insert(len(shown) - len(keywords), "*")
-        assert f"| `{name}({', '.join(shown)})` |".replace("'", '"') in PAGE
+            signature_parts.insert(len(signature_parts) - len(keywords), "*")
+        assert f"| `{name}({', '.join(signature_parts)})` |".replace("'", '"') in PAGE
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -1,4 +1,4 @@
-"""scripts/client_table.py writes results of other programs as a table."""
+"""Tests of scripts/client_table.py, which writes results of other programs as a table."""
 
 import json
 import runpy
@@ -12,8 +12,8 @@ def test_cells_list_results_in_order() -> None:
     keys = ("family", "client", "version", "what")
     notes = [("llama", "vllm", "0.3", "tokens"), ("llama", "vllm", "0.3", "opens")]
     notes += [("llava", "trl", "1.2", "loss")]
-    found = list(script["lines"](json.dumps(dict(zip(keys, note, strict=True))) for note in notes))
-    assert found == [
+    lines = list(script["lines"](json.dumps(dict(zip(keys, note, strict=True))) for note in notes))
+    assert lines == [
         "| export of | vllm 0.3 | trl 1.2 |",
         "|---|---|---|",
         "| llama | opens, tokens |  |",

@@ -1,9 +1,9 @@
-"""Every command of every page and recipe: its own program takes its arguments, its recipe is valid.
+"""Tests of the commands on pages and in recipes: valid arguments and valid recipes.
 
-CHECKS says for each program how its commands are checked; a command of a program that is in no row
-fails. Nothing is trained here: a program is started
-in this process and stopped where it has parsed its arguments, and recipes are read as train.py
-reads them, with the command's overrides and for its number of ranks. Commands of RUN are run.
+`CHECKS` defines how the commands of each program are checked. A command without a row in `CHECKS`
+fails. The tests train nothing: they start a program in this process and stop it after it has parsed
+its arguments. Recipes are read as train.py reads them, with the overrides and the number of ranks
+of the command. Commands in `RUN` are executed.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ STAND_INS = {
     "recipes/zoo/NAME.toml": "recipes/zoo/qwen3_vl_8b.toml",
     "recipes/tiny/NAME.toml": "recipes/tiny/qwen3_vl.toml",
 }
-"""What a reader has, and a recipe of the tree in its place."""
+"""Files of a reader, and the recipe of the repository that replaces them."""
 MISSING = re.compile(r"no such (file or )?directory; (run|prepare|train|correct)")
 RUN = ("python train.py --list-recipes", "python scripts/build_site.py --pages")
-"""Commands of a second or two, which are run as they stand."""
+"""Commands of a second or two, which are executed."""
 NUMBERS = {"N": "16"}
 
 
 class Parsed(Exception):  # noqa: N818 - an outcome, not a failure
-    """A program has parsed its arguments; `rest` is what it takes for overrides of a recipe."""
+    """Outcome of parsing: arguments of a program, and `rest`, the overrides of a recipe."""
 
     def __init__(self, values: argparse.Namespace, rest: list[str]) -> None:
         super().__init__()
@@ -66,31 +66,33 @@ def commands_in(text: str, recipe: bool = False) -> Iterator[str]:
 
 def tracked(*patterns: str) -> list[Path]:
     command = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in found.stdout.splitlines() if (ROOT / name).is_file()]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 def all_commands() -> dict[str, str]:
-    """By command: a file that has it."""
-    found: dict[str, str] = {}
+    """Return all commands, each with a file that contains it."""
+    commands: dict[str, str] = {}
     for file in tracked("*.md", "recipes/*.toml"):
         for command in commands_in(file.read_text(), file.suffix == ".toml"):
-            found.setdefault(command, str(file.relative_to(ROOT)))
-    return found
+            commands.setdefault(command, str(file.relative_to(ROOT)))
+    return commands
 
 
 def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
-    """What the program's own parser makes of them.
+    """Return the arguments as parsed by the program.
 
     Raises:
-        AssertionError: the parser refused them, or the program did not come to parse anything.
+        AssertionError: The parser rejected the arguments, or the program parsed nothing.
     """
     file = ROOT / (f"{path.replace('.', '/')}.py" if module else path)
     command = r"ArgumentParser\(|make_parser\(|_parser\(|torchmm\.(commands|extensions)"
     assert re.search(command, file.read_text()), path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [path, *arguments])
-        patch.delitem(sys.modules, path, raising=False)  # runpy warns of what was imported
+        patch.delitem(
+            sys.modules, path, raising=False
+        )  # otherwise, runpy warns about imported modules
         patch.syspath_prepend(str(file.parent))
         if module:
             return parsed_by(patch, lambda: runpy.run_module(path, run_name="__main__"))
@@ -98,18 +100,18 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
 
 
 def parsed_by(patch: pytest.MonkeyPatch, program: Callable[[], object]) -> Parsed:
-    """Run a program until its own parser has parsed the arguments, and return its result.
+    """Run a program until its parser has parsed the arguments, and return the result.
 
     Raises:
         AssertionError: The parser rejected the arguments, or the program parsed nothing.
     """
-    known = argparse.ArgumentParser.parse_known_args
+    parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def parse_known(self, args=None, namespace=None):
-        raise Parsed(*known(self, args, namespace))
+        raise Parsed(*parse_known_args(self, args, namespace))
 
     def parse_all(self, args=None, namespace=None):
-        values, rest = known(self, args, namespace)
+        values, rest = parse_known_args(self, args, namespace)
         if rest:
             self.error(f"unknown: {rest}")
         raise Parsed(values, [])
@@ -126,7 +128,7 @@ def parsed_by(patch: pytest.MonkeyPatch, program: Callable[[], object]) -> Parse
 
 
 def check_program(words: list[str], ranks: int | None = None) -> None:
-    """`SCRIPT ARGUMENTS` or `-m MODULE ARGUMENTS`, and the recipe that --config names."""
+    """Check `SCRIPT ARGUMENTS` or `-m MODULE ARGUMENTS`, and the recipe of `--config`."""
     module = words[0] == "-m"
     path, *arguments = words[1:] if module else words
     parsed = parse(path, [NUMBERS.get(word, word) for word in arguments], module)
@@ -136,25 +138,23 @@ def check_program(words: list[str], ranks: int | None = None) -> None:
         return
     stand_in = STAND_INS.get(str(config))
     if path != "train.py" or stand_in is not None:
-        ranks = (
-            None  # who plans, simulates or reads data has no ranks; a stand-in has its own sizes
-        )
+        ranks = None  # planning needs no ranks, and replacements have different degrees
     elif ranks is None:
         ranks = getattr(parsed.values, "world_size", None) or 1
     try:
         load_recipe(str(ROOT / (stand_in or config)), parsed.rest, ranks)
     except ConfigError as error:
-        # Data and models that commands further up make need not be here.
-        left = [problem for problem in error.problems if not MISSING.search(problem)]
-        assert not left, left
+        # Ignore missing data and models that preceding commands create.
+        problems = [problem for problem in error.problems if not MISSING.search(problem)]
+        assert not problems, problems
 
 
 def check_torchrun(words: list[str]) -> None:
-    """torchrun's own parser, then the program that it starts, on that many ranks."""
+    """Check the arguments of torchrun, then the program that it starts, on its number of ranks."""
     options = get_args_parser().parse_args([word for word in words if word != "..."])
     nodes, each = int(options.nnodes.split(":")[-1]), int(options.nproc_per_node)
-    given = any(word.startswith("--nproc") for word in words)
-    ranks = nodes * each if given else 2
+    has_ranks = any(word.startswith("--nproc") for word in words)
+    ranks = nodes * each if has_ranks else 2
     if options.module:
         assert options.training_script == "torchmm"
         check_torchmm(options.training_script_args, ranks)
@@ -163,7 +163,7 @@ def check_torchrun(words: list[str]) -> None:
 
 
 def check_torchmm(words: list[str], ranks: int | None = None) -> None:
-    """`torchmm COMMAND ARGUMENTS`, by the program of the command."""
+    """Check `torchmm COMMAND ARGUMENTS` with the program of the command."""
     name, *arguments = words
     module, _ = COMMANDS[name]
     command = importlib.import_module(f"torchmm.commands.{module}")
@@ -177,24 +177,24 @@ def check_torchmm(words: list[str], ranks: int | None = None) -> None:
 
 
 def check_sbatch(words: list[str]) -> None:
-    """Slurm's options are not checked; what they start is."""
+    """Check the program that Slurm starts. The options of Slurm are not checked."""
     if "--wrap" in words:
         check(words[words.index("--wrap") + 1].replace("$SLURM_ARRAY_TASK_ID", "3"))
         return
-    place = next(n for n, word in enumerate(words) if word.endswith(".sh"))
-    assert (ROOT / words[place]).exists()
+    index = next(n for n, word in enumerate(words) if word.endswith(".sh"))
+    assert (ROOT / words[index]).exists()
     nodes = int(words[words.index("--nodes") + 1])
-    check_program(["train.py", *words[place + 1 :]], 8 * nodes)
+    check_program(["train.py", *words[index + 1 :]], 8 * nodes)
 
 
 def check_pytest(words: list[str]) -> None:
-    """Its files exist; they are run with all tests."""
+    """Check that the test files exist. CI runs them with all tests."""
     files = [word for word in words if word.startswith("tests/")]
     assert all((ROOT / word.partition("::")[0]).exists() for word in files), words
 
 
 def check_pip(words: list[str]) -> None:
-    """Extras are pyproject's, files of requirements exist, other packages are named by people."""
+    """Check that extras are declared and requirement files exist. Ignore other packages."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -206,22 +206,22 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_script(words: list[str]) -> None:
-    """The file is there, may be executed, and bash can read it."""
+    """Check that the file exists, is executable, and is valid for bash."""
     file = ROOT / words[0]
     assert file.stat().st_mode & 0o100, file
     subprocess.run(["bash", "-n", str(file)], check=True)
 
 
 def check_nothing(words: list[str]) -> None:
-    """A program of the system, which reads what a run or the lines before it left."""
+    """Accept a program of the system, which reads results of preceding commands."""
 
 
 CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
-    "python -m pytest": (check_pytest, "files exist; CI runs them with all others"),
-    "python": (check_program, "arguments by its own parser; its recipe with overrides and ranks"),
+    "python -m pytest": (check_pytest, "files exist; CI runs them"),
+    "python": (check_program, "arguments with its parser; its recipe with overrides and ranks"),
     "torchrun": (check_torchrun, "torchrun's parser, then as `python` on that many ranks"),
     "torchmm": (check_torchmm, "as `python`; `torchrun -m torchmm` on that many ranks"),
-    "sbatch": (check_sbatch, "what it starts, as `python` on 8 ranks a node"),
+    "sbatch": (check_sbatch, "the started program, as `python` on 8 ranks a node"),
     "pip": (check_pip, "extras and lock files exist"),
     "./scripts/quickstart.sh": (
         check_script,
@@ -238,10 +238,10 @@ CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
 
 
 def check(command: str) -> None:
-    """The command, and those inside of `$( )`.
+    """Check a command and the commands inside of `$( )`.
 
     Raises:
-        AssertionError: it would not run, or no row of CHECKS knows its program.
+        AssertionError: The command would fail, or its program has no row in `CHECKS`.
     """
     for inner in re.findall(r"\$\((.*?)\)", command):
         check(inner)
@@ -256,13 +256,13 @@ def check(command: str) -> None:
         assert ran.stdout
         return
     row = next((row for row in CHECKS if line == row or line.startswith(f"{row} ")), None)
-    assert row is not None, f"no row of CHECKS is about {words[0]!r}: say how it is checked"
+    assert row is not None, f"CHECKS has no row for {words[0]!r}; add one"
     skipped = 0 if CHECKS[row][0] is check_script else len(row.split())
     CHECKS[row][0](words[skipped:])
 
 
 @pytest.mark.parametrize("command", all_commands())
-def test_every_command_would_run(command):
+def test_every_documented_command_is_valid(command):
     check(command)
 
 
@@ -288,12 +288,12 @@ def test_every_command_would_run(command):
         "sbatch --nodes 1 --wrap 'python scripts/gone.py'",
     ],
 )
-def test_what_would_not_run_is_found(command):
+def test_invalid_commands_are_detected(command):
     with pytest.raises((Exception, SystemExit)):
         check(command)
 
 
-def test_commands_are_found():
+def test_commands_are_extracted_from_pages():
     text = "```bash\n# why\nA=1 python a.py \\\n    --b c   # d\n\ntail x\n```\n```toml\nx\n```\n"
     assert list(commands_in(text)) == ["A=1 python a.py --b c # d", "tail x"]
     recipe = "# What it is.\n#\n#   torchrun x --y z    (done by it)\nbase = 1\n"
@@ -313,8 +313,8 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_that_is_shown_is_valid(recipe, tmp_path):
-    """But for data and models that only a reader has."""
+def test_every_documented_recipe_is_valid(recipe, tmp_path):
+    """Check recipes without data and models, which only readers have."""
     assert RECIPES
     path = tmp_path / "mine.toml"
     path.write_text(recipe.replace('base = "', f'base = "{ROOT}/recipes/', 1))
@@ -322,5 +322,5 @@ def test_every_recipe_that_is_shown_is_valid(recipe, tmp_path):
         ranks = 2 if 'base = "tiny/' in recipe else 1 if "lora" in recipe else 16
         load_recipe(path, [], ranks)
     except ConfigError as error:
-        left = [problem for problem in error.problems if not MISSING.search(problem)]
-        assert not left, left
+        problems = [problem for problem in error.problems if not MISSING.search(problem)]
+        assert not problems, problems

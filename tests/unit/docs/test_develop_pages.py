@@ -1,4 +1,4 @@
-"""Pages for contributors: the reading list and the figure of the architecture."""
+"""Tests of pages for contributors: the reading list and the architecture figure."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MAX_LINES = 7_000
-"""Lines that a reader can read in four hours at 30 lines per minute."""
+"""Number of lines that can be read in four hours at 30 lines per minute."""
 
 
 def reading_list() -> list[str]:

@@ -1,4 +1,4 @@
-"""scripts/family_table.py writes results of tests as tables without empty columns."""
+"""Tests of scripts/family_table.py, which writes test results as tables without empty columns."""
 
 import json
 import runpy
@@ -43,18 +43,18 @@ def test_empty_columns_are_omitted(script, tmp_path):
 def test_keep_reads_results_of_the_page(script, tmp_path):
     proofs = [("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"), ("llava", "files", "5.9.0")]
     proofs += [("clip_vision_model", "flops", "5.10.1"), ("llava", "equal", "5.10.1")]
-    found = script["read"](proofs_in(tmp_path, *proofs))
-    kept = dict(script["said"]("\n".join(script["lines"](found))))
-    assert {name: proofs for name, proofs in kept.items() if proofs.what} == found
-    assert kept["llava"].versions == {"5.9.0", "5.10.1"}
+    results = script["read"](proofs_in(tmp_path, *proofs))
+    results_of_page = dict(script["said"]("\n".join(script["lines"](results))))
+    assert {name: proofs for name, proofs in results_of_page.items() if proofs.what} == results
+    assert results_of_page["llava"].versions == {"5.9.0", "5.10.1"}
 
 
 def test_tiles_and_videos_match_the_families(script):
     for config in COMPOSITES.values():
         name = config["model_type"]
-        if name.endswith("_thinker"):  # some versions of transformers have none
+        if name.endswith("_thinker"):  # missing in some versions of transformers
             continue
         parts = FAMILIES[name].take(AutoConfig.for_model(**config))
-        cuts = any(part.tiling is not None for part in parts.encoders.values())
-        assert cuts == (name in script["TILED"]), name
+        has_tiles = any(part.tiling is not None for part in parts.encoders.values())
+        assert has_tiles == (name in script["TILED"]), name
         assert parts.text.mrope == (name in script["TIMED"]), name

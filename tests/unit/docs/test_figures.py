@@ -1,8 +1,8 @@
-"""Figures of pages say when they were found, or lead to the rows that they are from.
+"""Tests of measured values on pages: each has a date or a link to the results.
 
-A section whose text has seconds, bytes, shares or factors needs a day, or a link to a page of
-results; and such a page says of which day its rows are. What is no finding (a setting, a limit) is
-in NO_FINDINGS.
+A section with seconds, bytes, fractions or factors requires a date, or a link to a page of results.
+Pages of results state the date of their rows. `NO_FINDINGS` lists values that are not measured,
+such as settings and limits.
 """
 
 import re
@@ -36,18 +36,18 @@ NO_FINDINGS = {
     "concepts/pipelining: Pipelining": "times in a plot that a test computes again",
     "concepts/schedule_search: Segments and sub-microbatches": "settings",
 }
-"""By page and heading: why its figures are none."""
+"""Reason why the values of a section are not measured, by page and heading."""
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
-    """Heading and text of each section, without code."""
+    """Yield the heading and the text of each section, without code."""
     for part in re.split(r"^(?=#+ )", CODE.sub("", text), flags=re.MULTILINE):
         heading, _, rest = part.partition("\n")
         yield heading.lstrip("# "), rest
 
 
 def undated(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Sections with figures of nobody knows when."""
+    """Yield sections that have values without a date, with these values."""
     for heading, rest in sections(text):
         figures = FIGURE.findall(rest)
         if figures and not DAY.search(rest) and RESULTS not in rest:
@@ -58,26 +58,30 @@ PAGES = [page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_figures_say_when_they_were_found(page):
+def test_measured_values_have_a_date(page):
     name = f"{page.parent.name}/{page.stem}"
-    found = {f"{name}: {heading}": figures for heading, figures in undated(page.read_text())}
-    assert {name: of for name, of in found.items() if name not in NO_FINDINGS} == {}
+    values_by_section = {
+        f"{name}: {heading}": figures for heading, figures in undated(page.read_text())
+    }
+    assert {
+        name: values for name, values in values_by_section.items() if name not in NO_FINDINGS
+    } == {}
 
 
-def test_exceptions_are_needed():
-    found = {
+def test_exceptions_are_necessary():
+    undated_sections = {
         f"{page.parent.name}/{page.stem}: {heading}"
         for page in PAGES
         for heading, _ in undated(page.read_text())
     }
-    assert NO_FINDINGS.keys() <= found
+    assert NO_FINDINGS.keys() <= undated_sections
 
 
 RESULT_PAGES = sorted((ROOT / "benchmarks/results").glob("*_*.md"))
 
 
 @pytest.mark.parametrize("page", RESULT_PAGES, ids=str)
-def test_pages_of_results_say_of_which_day_they_are(page):
+def test_result_pages_have_a_date(page):
     assert DAY.search(page.read_text())
 
 
@@ -90,5 +94,5 @@ def test_pages_of_results_say_of_which_day_they_are(page):
         ("# A\n1.4 times as fast", 1),
     ],
 )
-def test_figures_without_a_day_are_found(text, count):
+def test_undated_values_are_detected(text, count):
     assert len(list(undated(text))) == count

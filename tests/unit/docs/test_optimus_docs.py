@@ -1,4 +1,4 @@
-"""Pictures, figures and the recipe of optimus.md are up to date."""
+"""Tests of optimus.md: plot, times and recipe are up to date."""
 
 import re
 import runpy
@@ -18,19 +18,19 @@ def block(language: str) -> str:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)[0]
 
 
-def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
+def test_optimus_plot_and_times_are_up_to_date(tmp_path, capsys):
     arguments = shlex.split(block("sh").replace("\\\n", " "))[2:]
-    place = arguments.index("--out") + 1
-    picture = ROOT / arguments[place]
-    arguments[place] = str(tmp_path / "picture.svg")
+    index = arguments.index("--out") + 1
+    plot = ROOT / arguments[index]
+    arguments[index] = str(tmp_path / "plot.svg")
     assert runpy.run_path(str(ROOT / "scripts/draw.py"))["main"](arguments) == 0
-    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/optimus.md"
-    assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
-    figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
+    stale = f"{plot.relative_to(ROOT)} is stale; run the command in docs/concepts/optimus.md"
+    assert (tmp_path / "plot.svg").read_text() == plot.read_text(), stale
+    times = re.findall(r": (\S+) ms,", capsys.readouterr().out)
     caption = re.sub(r"\s+", " ", TEXT.split("```")[0])
-    assert len(figures) == 3 and all(f"{figure} ms" in caption for figure in figures), figures
+    assert len(times) == 3 and all(f"{time} ms" in caption for time in times), times
 
 
-def test_the_recipe_is_valid():
+def test_optimus_page_recipe_is_valid():
     parallel = ParallelConfig.model_validate(tomli.loads(block("toml"))["parallel"])
     assert parallel.sizes_given("vision") == {"pipeline": 2, "tensor": 1, "replicate": 1}

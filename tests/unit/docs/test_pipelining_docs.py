@@ -1,4 +1,4 @@
-"""Test the example of pipeline_internals.md, and the plot and the times of pipelining.md."""
+"""Tests of the example of pipeline_internals.md, and of the plot and times of pipelining.md."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ def blocks(text, language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_example_runs(capsys):
+def test_pipeline_example_runs(capsys):
     (code,) = blocks(INTERNALS, "python")
     names = {}
     exec(compile(code, "docs/develop/pipeline_internals.md", "exec"), names)
@@ -24,18 +24,18 @@ def test_the_example_runs(capsys):
     assert "warmup" in capsys.readouterr().out
 
 
-def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
+def test_pipelining_plot_and_times_are_up_to_date(tmp_path, capsys):
     command = next(b for b in blocks(TEXT, "sh") if "scripts/draw.py" in b)
     arguments = shlex.split(command.replace("\\\n", " "))[2:]
-    place = arguments.index("--out") + 1
-    picture = ROOT / arguments[place]
-    arguments[place] = str(tmp_path / "picture.svg")
+    index = arguments.index("--out") + 1
+    plot = ROOT / arguments[index]
+    arguments[index] = str(tmp_path / "plot.svg")
     spec = importlib.util.spec_from_file_location("draw_script", ROOT / "scripts" / "draw.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.main(arguments) == 0
-    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/pipelining.md"
-    assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
-    figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
+    stale = f"{plot.relative_to(ROOT)} is stale; run the command in docs/concepts/pipelining.md"
+    assert (tmp_path / "plot.svg").read_text() == plot.read_text(), stale
+    times = re.findall(r": (\S+) ms,", capsys.readouterr().out)
     caption = re.sub(r"\s+", " ", TEXT.split("```")[0])
-    assert len(figures) == 3 and all(f"{figure} ms" in caption for figure in figures), figures
+    assert len(times) == 3 and all(f"{time} ms" in caption for time in times), times

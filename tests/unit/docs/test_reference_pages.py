@@ -1,4 +1,4 @@
-"""Pages of docs/reference that scripts write are what they write today."""
+"""Tests of generated pages of docs/reference, which must be up to date."""
 
 import runpy
 from pathlib import Path
@@ -16,12 +16,12 @@ def script():
 
 
 @pytest.mark.parametrize("name", ["metrics", "exit_codes"])
-def test_the_page_is_up_to_date(script, name):
+def test_generated_reference_page_is_up_to_date(script, name):
     text = (script["REFERENCE"] / f"{name}.md").read_text()
     assert text == script[f"{name}_page"](), "run python scripts/run_reference.py"
 
 
-def test_every_key_of_a_record_has_a_row(script):
+def test_every_metric_has_a_row(script):
     page = script["metrics_page"]()
     rows = [f"| `{name}` | " for name in METRICS]
     assert all(page.count(row) == 1 for row in rows)

@@ -1,4 +1,4 @@
-"""tests/faults/README.md: of the table as it is, of tests there are, of many injections."""
+"""Tests of tests/faults/README.md: up to date, existing tests, and enough injected faults."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ def script():
     return runpy.run_path(str(SCRIPT))
 
 
-def test_the_page_is_that_of_the_table(script):
+def test_reliability_page_is_up_to_date(script):
     text = script["PAGE"].read_text()
     counts, day, kills = script["said"](text)
     assert script["page"](counts, day, kills) == text, "run tests/faults/write_page.py"
@@ -23,22 +23,22 @@ def test_the_page_is_that_of_the_table(script):
     assert len(counts) == len(script["FAULTS"])
 
 
-def test_every_fault_of_the_list_and_finding_of_the_review_is_there(script):
+def test_every_listed_fault_has_a_row(script):
     rows = [*script["FAULTS"], *script["REFUSED"]]
     numbers = {number for row in rows for number in row.number.split(", ")}
-    wanted = {"F": 33, "R": 11, "S": 10}
-    every = {f"{letter}{n}" for letter, last in wanted.items() for n in range(1, last + 1)}
-    assert every - numbers == set()
+    last_numbers = {"F": 33, "R": 11, "S": 10}
+    expected = {f"{letter}{n}" for letter, last in last_numbers.items() for n in range(1, last + 1)}
+    assert expected - numbers == set()
 
 
-def test_every_test_that_shows_a_fault_exists(script):
+def test_every_test_of_a_fault_exists(script):
     for fault in script["FAULTS"]:
-        for shown in fault.shown_by:
-            file, _, name = shown.partition("::")
-            assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), shown
+        for node_id in fault.shown_by:
+            file, _, name = node_id.partition("::")
+            assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), node_id
 
 
-def test_what_did_not_run_or_failed_makes_no_page(script):
+def test_skipped_or_failed_tests_are_not_counted(script):
     fault = script["FAULTS"][0]
     ran, injected = script["ran"], script["injected"]
     cases = [f"tests/{name}[{case}]" for name in fault.shown_by for case in "ab"]

@@ -1,4 +1,4 @@
-"""The site: every page is in its navigation, and it builds without a warning where Zensical is."""
+"""Tests of the documentation site: complete navigation, and a build without warnings."""
 
 import runpy
 import subprocess
@@ -20,29 +20,29 @@ def gather():
 
 def pages(nav):
     for entry in nav:
-        for below in entry.values():
-            yield from [below] if isinstance(below, str) else pages(below)
+        for target in entry.values():
+            yield from [target] if isinstance(target, str) else pages(target)
 
 
 def test_every_page_is_in_the_navigation():
     listed = list(pages(CONFIG["nav"]))
     assert len(listed) == len(set(listed))
     assert all((ROOT / page).is_file() for page in listed)
-    written = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
-    assert written <= set(listed), "add it to zensical.toml"
+    existing = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert existing <= set(listed), "add it to zensical.toml"
 
 
-def test_what_pages_link_to_is_gathered(gather, tmp_path):
-    found = {str(path) for path in gather(tmp_path)}
-    assert {"README.md", "docs/get_started/own_data.md", "recipes/README.md"} <= found
-    assert "docs/images/run_page.png" in found
-    assert all((tmp_path / path).is_file() for path in found)
-    assert set(pages(CONFIG["nav"])) <= found
+def test_linked_files_are_gathered(gather, tmp_path):
+    paths = {str(path) for path in gather(tmp_path)}
+    assert {"README.md", "docs/get_started/own_data.md", "recipes/README.md"} <= paths
+    assert "docs/images/run_page.png" in paths
+    assert all((tmp_path / path).is_file() for path in paths)
+    assert set(pages(CONFIG["nav"])) <= paths
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PROGRAM.exists(), reason="needs the extra docs")
-def test_it_builds_without_a_warning(gather):
+@pytest.mark.skipif(not PROGRAM.exists(), reason="requires the extra docs")
+def test_site_builds_without_a_warning(gather):
     gather()
     command = [str(PROGRAM), "build", "--strict", "--clean", "--config-file", "zensical.toml"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The choice of attention kernels, with a stand-in for those that need a GPU."""
+"""Tests of the choice of attention kernels, with mocked GPU kernels."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
 CUDA = torch.device("cuda")
 
 
-def test_use_kernels_switches_and_describes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_kernels_selects_and_describes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[str] = []
     monkeypatch.setattr(attention, "activate_flash_attention_impl", switched.append)
     cpu = torch.device("cpu")

@@ -1,7 +1,6 @@
-"""Compiled layers: how many graphs there are, whatever lengths come, and what is told of them.
+"""Tests of compiled layers: number of graphs for varying lengths, and log messages.
 
-Traced only (backend "eager"): graphs are counted, and outputs and gradients equal those of what is
-not compiled.
+Layers are only traced (backend "eager"). Outputs and gradients must match uncompiled layers.
 """
 
 import logging
@@ -44,19 +43,19 @@ from torchmm.parallel.compilation import (
 )
 
 LENGTHS = ([5, 9, 9], [4, 10, 9], [23], [3, 4, 2, 2, 7], [1, 20], [30, 2])
-"""Of samples in microbatches: first only the longest changes, then only their number, then all."""
+"""Sample lengths per microbatch. The longest changes first, then the number, then both."""
 FEW_LLMS = ("llama", "gemma3_text", "smollm3", "qwen3_moe", "qwen3_5")
 FEW_ENCODERS = ("clip", "siglip2", "qwen2_5_vl")
 FEW_COMPOSITES = ("qwen3_vl",)
 
 
-def chosen(names: list[str], few: tuple[str, ...]) -> list:
-    """All, of which only a few are always tested."""
+def with_campaigns(names: list[str], few: tuple[str, ...]) -> list:
+    """Return parameters for all names. Names that are not in `few` are campaigns."""
     return [pytest.param(n, marks=() if n in few else pytest.mark.campaign) for n in names]
 
 
 def results(modules: Sequence[LayeredModule], run: Callable[[], Tensor]) -> list[Tensor]:
-    """What `run` returns, and the gradients of its sum, all in a row."""
+    """Return the flattened result of `run`, and the flattened gradients of its sum."""
     for module in modules:
         module.zero_grad()
     output = run()
@@ -67,61 +66,61 @@ def results(modules: Sequence[LayeredModule], run: Callable[[], Tensor]) -> list
 
 
 def compile_layers(modules: Sequence[LayeredModule]) -> Compilation:
-    torch.compiler.reset()  # what other tests have taught the compiler about sizes
-    found = Compilation("eager")
+    torch.compiler.reset()  # dynamic sizes that other tests have compiled
+    compilation_ = Compilation("eager")
     for module in modules:
-        apply_activation_checkpoint(module, "none", found)
-    return found
+        apply_activation_checkpoint(module, "none", compilation_)
+    return compilation_
 
 
 def check(modules: Sequence[LayeredModule], runs: list[Callable[[], Tensor]]) -> list[Graph]:
-    """Compares every run with and without compiled layers; the graphs."""
+    """Compare every run with and without compiled layers. Return the graphs."""
     expected = [results(modules, run) for run in runs]
-    found = compile_layers(modules)
+    compilation_ = compile_layers(modules)
     for run, values in zip(runs, expected, strict=True):
-        for ours, wanted in zip(results(modules, run), values, strict=True):
-            assert relative_error(ours, wanted) < 1e-6
-    graphs = found.new_graphs()
-    assert graphs and not found.new_graphs()
+        for actual, expected_values in zip(results(modules, run), values, strict=True):
+            assert relative_error(actual, expected_values) < 1e-6
+    graphs = compilation_.new_graphs()
+    assert graphs and not compilation_.new_graphs()
     return graphs
 
 
 def runs_of(family: str) -> tuple[list[LayeredModule], list[Callable[[], Tensor]]]:
     model = text_model(family)
-    return [model.llm], [lambda own=own: model(microbatch(own)) for own in LENGTHS]
+    return [model.llm], [lambda lengths=lengths: model(microbatch(lengths)) for lengths in LENGTHS]
 
 
 def skip_if_not_compiled(module: LayeredModule) -> None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < COMPILES_FROM and any(map(has_experts, module.layers)):
-        pytest.skip("experts do not compile with this version of transformers, which is said")
+        pytest.skip("experts do not compile with this version of transformers")
 
 
 @proves("compiled", LLMS)
-@pytest.mark.parametrize("family", chosen(list(LLMS), FEW_LLMS))
-def test_llms_have_few_graphs_whatever_lengths_come(family: str) -> None:
+@pytest.mark.parametrize("family", with_campaigns(list(LLMS), FEW_LLMS))
+def test_llms_have_few_graphs_for_all_lengths(family: str) -> None:
     modules, runs = runs_of(family)
     skip_if_not_compiled(modules[0])
     assert max(graph.number for graph in check(modules, runs)) <= MOST_GRAPHS
 
 
 @proves("compiled", COMPOSITES)
-@pytest.mark.parametrize("name", chosen(list(COMPOSITES), FEW_COMPOSITES))
-def test_composites_have_few_graphs_with_images_and_without(name: str) -> None:
+@pytest.mark.parametrize("name", with_campaigns(list(COMPOSITES), FEW_COMPOSITES))
+def test_composites_have_few_graphs_for_all_batches(name: str) -> None:
     model = build(composite_config(name))
     skip_if_not_compiled(model.llm)
     batches = [example(name, model), microbatch([9, 4])]
     if model.text.mrope:
         batches[1].position_ids = batches[1].position_ids.expand(3, -1)
     modules = [*model.encoder_modules(), model.llm]
-    graphs = check(modules, [lambda own=own: model(own) for own in batches])
+    graphs = check(modules, [lambda batch=batch: model(batch) for batch in batches])
     assert {graph.kind.split()[-1] for graph in graphs} == {module.name for module in modules}
     assert max(graph.number for graph in graphs) <= MOST_GRAPHS
 
 
 @proves("compiled", ENCODERS)
-@pytest.mark.parametrize("family", chosen(list(ENCODERS), FEW_ENCODERS))
-def test_encoders_have_few_graphs_whatever_images_come(family: str) -> None:
+@pytest.mark.parametrize("family", with_campaigns(list(ENCODERS), FEW_ENCODERS))
+def test_encoders_have_few_graphs_for_all_images(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     count = len(inputs.grids_thw)
@@ -130,13 +129,13 @@ def test_encoders_have_few_graphs_whatever_images_come(family: str) -> None:
     assert max(graph.number for graph in graphs) <= MOST_GRAPHS
 
 
-def test_layers_of_one_kind_share_their_graphs() -> None:
+def test_layers_of_one_type_share_graphs() -> None:
     graphs = check(*runs_of("gemma3_text"))
-    kinds = {"layers like 0 of llm", "layers like 1 of llm"}  # with a window, and without
+    kinds = {"layers like 0 of llm", "layers like 1 of llm"}  # with and without a window
     assert {graph.kind for graph in graphs} == kinds and len(graphs) == len(kinds)
 
 
-def test_compiling_says_which_of_how_many_kinds_it_is_at(
+def test_compilation_logs_progress_by_layer_type(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slow(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
@@ -148,11 +147,11 @@ def test_compiling_says_which_of_how_many_kinds_it_is_at(
     monkeypatch.setattr(torch_private, "compiler_named", lambda backend: slow)
     with caplog.at_level(logging.INFO, "torchmm"):
         check(*runs_of("gemma3_text"))
-    told = "compiling layers like {0} of llm: {1} of 2 types of layers, 0 s"
-    assert all(told.format(number, number + 1) in caplog.text for number in range(2))
+    message = "compiling layers like {0} of llm: {1} of 2 types of layers, 0 s"
+    assert all(message.format(number, number + 1) in caplog.text for number in range(2))
 
 
-def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(
+def test_unmarked_sizes_add_graphs_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compilation, "mark_sizes", lambda value, **_: None)
@@ -168,16 +167,16 @@ def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(
     assert "size mismatch at index" in warnings[0]
 
 
-def test_nothing_is_told_of_steps_that_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_compilation_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         caplog.clear()
         tell_graphs([], 3, logging.getLogger())
     assert not caplog.records
 
 
-@pytest.mark.parametrize("before", [None, "torch's", "the user's"])
+@pytest.mark.parametrize("before", [None, "torch default", "user setting"])
 @pytest.mark.parametrize("home", ["HOME", "XDG_CACHE_HOME"])
-def test_compiled_code_is_kept_in_private_directory(
+def test_compiled_code_is_cached_in_private_directory(
     before: str | None, home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
@@ -185,12 +184,12 @@ def test_compiled_code_is_kept_in_private_directory(
     monkeypatch.setenv(home, str(tmp_path))
     if before is not None:
         usual = torch_private.usual_code_cache()
-        monkeypatch.setenv(CACHE_VARIABLE, usual if before == "torch's" else "/elsewhere")
+        monkeypatch.setenv(CACHE_VARIABLE, usual if before == "torch default" else "/elsewhere")
     keep_compiled_code()
     cache = tmp_path / (".cache" if home == "HOME" else "") / "torchmm/compile"
-    kept = compilation.os.environ[CACHE_VARIABLE]
-    assert kept == ("/elsewhere" if before == "the user's" else str(cache))
-    if before != "the user's":
+    variable = compilation.os.environ[CACHE_VARIABLE]
+    assert variable == ("/elsewhere" if before == "user setting" else str(cache))
+    if before != "user setting":
         assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 

@@ -1,4 +1,4 @@
-"""Which layers are compiled, what compiled layers recompute, and which sizes stay static."""
+"""Tests of compiled layers: selection, recomputation, and static sizes."""
 
 import importlib.util
 import logging
@@ -65,7 +65,7 @@ def test_auto_compiles_packed_encoders_with_rotary_positions(family: str) -> Non
     assert not AUTO.concerns(module, "cpu", ALONE)
 
 
-def test_auto_skips_layers_that_the_parallelism_interrupts() -> None:
+def test_auto_skips_layers_interrupted_by_parallelism() -> None:
     llm = text_model("llama").llm.describe()
     interrupted = [
         {"tp_comm_fraction": 0.5},
@@ -89,14 +89,14 @@ def test_enabled_and_modules_override_auto() -> None:
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_cuda_graphs_need_images_of_one_size(family: str) -> None:
+def test_cuda_graphs_require_images_of_one_size(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     config = CompileConfig(cuda_graphs=True)
     reason = config.reason_against_graphs(
         encoder.describe(), "cuda", 1, compiled=False, recompute="none"
     )
     assert bool(reason) == (family not in ONE_SIZE_ENCODERS)
-    if not reason:  # what a graph captures is all that changes
+    if not reason:  # only the captured inputs change
         assert type(encoder.family).context is EncoderFamily.context and not encoder.taps
 
 
@@ -120,10 +120,10 @@ def test_cuda_graphs_reason_names_the_setting(changes: dict, reason: str) -> Non
     assert config.reason_against_graphs(llm, **fits) == "not enabled by compile.cuda_graphs"
 
 
-def test_padded_images_are_few_and_close() -> None:
+def test_padded_image_counts_are_few_and_close() -> None:
     padded = [padded_images(count) for count in range(1, 97)]
     assert sorted(set(padded)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
-    assert all(count <= own < 1.5 * count for count, own in enumerate(padded, 1))
+    assert all(count <= padded_count < 1.5 * count for count, padded_count in enumerate(padded, 1))
 
 
 def test_selective_is_full_for_eager_layers_on_cuda() -> None:
@@ -131,12 +131,12 @@ def test_selective_is_full_for_eager_layers_on_cuda() -> None:
     modules = [model.llm.describe(), model.encoders["eye"].describe()]
     recipe = Recipe(activation_checkpoint=ActivationCheckpointConfig(mode="selective"))
     eager = recipe.model_copy(update={"compile": CompileConfig(enabled=False)})
-    found = {
+    modes = {
         (setting.compile.enabled, device): [recompute_mode(setting, m, device) for m in modules]
         for setting in (recipe, eager)
         for device in ("cuda", "cpu")
     }
-    assert found == {
+    assert modes == {
         ("auto", "cuda"): ["selective", "full"],
         ("auto", "cpu"): ["selective", "selective"],
         (False, "cuda"): ["full", "full"],
@@ -144,7 +144,7 @@ def test_selective_is_full_for_eager_layers_on_cuda() -> None:
     }
 
 
-def test_missing_triton_is_a_problem_for_inductor_on_cuda(monkeypatch) -> None:
+def test_missing_triton_is_reported_for_cuda(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "install the triton package" in compiler_problem(AUTO, "cuda")
     assert not compiler_problem(AUTO, "cpu")
@@ -154,7 +154,7 @@ def test_missing_triton_is_a_problem_for_inductor_on_cuda(monkeypatch) -> None:
 
 
 def compile_llm(mode: str = "none", **settings: bool) -> tuple[Callable, Compilation]:
-    """Return a function that runs an LLM on samples of given lengths, and its compiled layers."""
+    """Return a function that runs an LLM on samples of some lengths, and the compilation."""
     torch.compiler.reset()
     model = text_model("llama")
     compilation = Compilation("eager", **settings)
@@ -163,13 +163,13 @@ def compile_llm(mode: str = "none", **settings: bool) -> tuple[Callable, Compila
 
 
 def row_lengths(number: int) -> list[int]:
-    """Return lengths of samples that fill a sequence of `TOKENS` tokens, different per number."""
+    """Return sample lengths that sum to `TOKENS` tokens, different for each number."""
     lengths = [1 + (number * 7 + i) % 5 for i in range(number % 6)]
     return [*lengths, TOKENS - sum(lengths)]
 
 
-def test_constant_rows_keep_tokens_static_in_one_graph(monkeypatch) -> None:
-    """Counts graphs over 50 microbatches with 50 divisions into samples."""
+def test_constant_sequence_length_uses_one_static_graph(monkeypatch) -> None:
+    """Count graphs over 50 microbatches with 50 divisions into samples."""
     shapes: list[torch.Size] = []
 
     def record(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
@@ -180,22 +180,22 @@ def test_constant_rows_keep_tokens_static_in_one_graph(monkeypatch) -> None:
     plain = text_model("llama")
     run, compilation = compile_llm(has_constant_rows=True)
     for number in range(50):
-        found = run(row_lengths(number))
+        results_ = run(row_lengths(number))
         if number % 10 == 0:
             lengths = row_lengths(number)
-            expected = results([plain.llm], lambda own=lengths: plain(microbatch(own)))
-            for ours, theirs in zip(found, expected, strict=True):
-                assert relative_error(ours, theirs) < 1e-6
+            expected = results([plain.llm], lambda lengths=lengths: plain(microbatch(lengths)))
+            for actual, reference in zip(results_, expected, strict=True):
+                assert relative_error(actual, reference) < 1e-6
     graphs = compilation.new_graphs()
     assert max(graph.number for graph in graphs) <= MOST_GRAPHS
     hidden = [shape for shape in shapes if shape[-1] == plain.llm.text_config.hidden_size]
     assert hidden and all(isinstance(shape[1], int) for shape in hidden)
-    run([TOKENS + 3])  # a negative control: another number of tokens is another graph
+    run([TOKENS + 3])  # negative control: a different number of tokens requires a new graph
     assert compilation.new_graphs()
 
 
 def count_products(monkeypatch, mode: str) -> tuple[Counter, Counter]:
-    """Return the operators of the backward graphs, and those of the forward graphs."""
+    """Return the operator counts of the backward graphs, and of the forward graphs."""
     backward: Counter = Counter()
     forward: Counter = Counter()
 
@@ -219,8 +219,8 @@ def count_products(monkeypatch, mode: str) -> tuple[Counter, Counter]:
     return backward, forward
 
 
-def test_compiled_selective_recomputation_repeats_no_product(monkeypatch) -> None:
-    """Counts the matrix products and attention operators of compiled backward graphs."""
+def test_compiled_selective_recomputation_repeats_no_matmul(monkeypatch) -> None:
+    """Count the matmuls and attention operators of compiled backward graphs."""
     products = {}
     cheap = {}
     for mode in ("none", "selective", "full"):
@@ -232,8 +232,8 @@ def test_compiled_selective_recomputation_repeats_no_product(monkeypatch) -> Non
     assert cheap["selective"] > 0
 
 
-def test_tuned_selective_is_full_for_eager_layers_on_cuda(monkeypatch) -> None:
-    """Counts calls of the function that dispatches every operator in Python."""
+def test_auto_mode_selective_is_full_on_cuda(monkeypatch) -> None:
+    """Count calls of the function that dispatches every operator in Python."""
     calls: list[object] = []
 
     def contexts(policy: object) -> object:
@@ -266,11 +266,11 @@ def test_auto_runs_eagerly_if_compilation_fails(
     run, _ = compile_llm(mode, falls_back=True)
     with caplog.at_level(logging.WARNING):
         for lengths in ([5, 9, 9], [3, 20]):
-            expected = results([plain.llm], lambda own=lengths: plain(microbatch(own)))
-            for ours, theirs in zip(run(lengths), expected, strict=True):
-                assert relative_error(ours, theirs) < 1e-6
-    told = [r.getMessage() for r in caplog.records if "without torch.compile" in r.getMessage()]
-    assert len(told) == 1 and "no C compiler" in told[0]
+            expected = results([plain.llm], lambda lengths=lengths: plain(microbatch(lengths)))
+            for actual, reference in zip(run(lengths), expected, strict=True):
+                assert relative_error(actual, reference) < 1e-6
+    warnings = [r.getMessage() for r in caplog.records if "without torch.compile" in r.getMessage()]
+    assert len(warnings) == 1 and "no C compiler" in warnings[0]
     run, _ = compile_llm(mode)
     with pytest.raises(BackendCompilerFailed, match="no C compiler"):
         run([5, 9, 9])
@@ -289,10 +289,10 @@ def test_compiled_encoder_recomputes_only_with_backward(mode: str, trains: bool)
         set_layer_modes(model, ["full"] * len(model.layers))
     inputs = make_inputs("siglip")
     if trains:
-        for ours, theirs in zip(
+        for actual, reference in zip(
             *(results([m], lambda m=m: m(inputs)) for m in (model, plain)), strict=True
         ):
-            assert relative_error(ours, theirs) < 1e-6
+            assert relative_error(actual, reference) < 1e-6
     with torch.set_grad_enabled(not trains):
         assert relative_error(model(inputs), plain(inputs)) < 1e-6
 
@@ -306,30 +306,30 @@ def compiled_by_inductor(module: LayeredModule, mode: str, *, constant: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_inductor_llm_equals_eager_in_float32(mode: str) -> None:
+def test_inductor_llm_matches_eager_in_float32(mode: str) -> None:
     plain, model = text_model("qwen3"), text_model("qwen3")
     compilation = compiled_by_inductor(model.llm, mode, constant=True)
     for number in (3, 4, 0):
         batch = microbatch(row_lengths(number))
-        expected = results([plain.llm], lambda own=batch: plain(own))
-        found = results([model.llm], lambda own=batch: model(own))
-        for ours, theirs in zip(found, expected, strict=True):
-            assert relative_error(ours, theirs) < 1e-5
+        expected = results([plain.llm], lambda batch=batch: plain(batch))
+        results_ = results([model.llm], lambda batch=batch: model(batch))
+        for actual, reference in zip(results_, expected, strict=True):
+            assert relative_error(actual, reference) < 1e-5
     assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_inductor_qwen_encoder_equals_eager_in_float32(mode: str) -> None:
+def test_inductor_qwen_encoder_matches_eager_in_float32(mode: str) -> None:
     plain, model = (build(pair_config("llama", "qwen3_vl")).encoders["eye"] for _ in range(2))
     model.load_state_dict(plain.state_dict())
     compilation = compiled_by_inductor(model, mode, constant=False)
     inputs = make_inputs("qwen3_vl")
     count = len(inputs.grids_thw)
     for images in (range(count), range(1, count)):
-        own = inputs.select(images)
-        expected = results([plain], lambda own=own: plain(own))
-        found = results([model], lambda own=own: model(own))
-        for ours, theirs in zip(found, expected, strict=True):
-            assert relative_error(ours, theirs) < 1e-5
+        selected = inputs.select(images)
+        expected = results([plain], lambda selected=selected: plain(selected))
+        results_ = results([model], lambda selected=selected: model(selected))
+        for actual, reference in zip(results_, expected, strict=True):
+            assert relative_error(actual, reference) < 1e-5
     assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS

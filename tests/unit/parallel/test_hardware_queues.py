@@ -1,4 +1,4 @@
-"""Ranks that send to each other need a hardware queue for each stream."""
+"""Tests of hardware queues: ranks that communicate require one queue per stream."""
 
 import os
 
@@ -16,7 +16,7 @@ PAIR = [(0, 1), (1, 0)]
 STAR = [(0, peer) for peer in range(1, 60)]
 
 
-def test_all_queues_are_asked_for_unless_the_environment_says_how_many(monkeypatch):
+def test_environment_overrides_number_of_hardware_queues(monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
     reserve_hardware_queues()
     assert os.environ[NAME] == str(HARDWARE_QUEUES)
@@ -26,7 +26,7 @@ def test_all_queues_are_asked_for_unless_the_environment_says_how_many(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("given", "channels", "refused"),
+    ("value", "channels", "is_rejected"),
     [
         ("1", [], False),
         ("1", PAIR, True),
@@ -37,10 +37,10 @@ def test_all_queues_are_asked_for_unless_the_environment_says_how_many(monkeypat
         ("", PAIR, False),
     ],
 )
-def test_fewer_than_the_busiest_rank_needs_are_refused(given, channels, refused, monkeypatch):
-    monkeypatch.setenv(NAME, given)
-    if refused:
-        with pytest.raises(ConfigError, match=f"{NAME} = {given} in the environment.*unset the"):
+def test_too_few_hardware_queues_are_rejected(value, channels, is_rejected, monkeypatch):
+    monkeypatch.setenv(NAME, value)
+    if is_rejected:
+        with pytest.raises(ConfigError, match=f"{NAME} = {value} in the environment.*unset the"):
             check_hardware_queues(channels)
     else:
         check_hardware_queues(channels)

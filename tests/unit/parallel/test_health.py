@@ -18,7 +18,7 @@ from torchmm.parallel.health.peers import Health, SideGroup, check_finite, is_pe
 NAN, INF = math.nan, math.inf
 
 
-def test_finite_values_pass_and_further_columns_are_not_looked_at():
+def test_finite_columns_pass_and_others_are_ignored():
     check_finite(1, ("loss", "grad_norm"), [[1.0, 2.0, NAN], [0.0, 1e300, INF]])
 
 
@@ -30,17 +30,17 @@ def test_finite_values_pass_and_further_columns_are_not_looked_at():
         ([[-INF, 1.0]], "loss = -inf on rank 0"),
     ],
 )
-def test_non_finite_values_are_named_with_step_and_rank(values, message):
+def test_non_finite_values_name_step_and_rank(values, message):
     with pytest.raises(NonFiniteError, match=message):
         check_finite(7, ("loss", "grad_norm"), values)
 
 
-def test_alone_there_is_nothing_to_gather():
+def test_single_rank_gathers_its_own_values():
     assert gather_floats([1.5, 0.0]) == [[1.5, 0.0]]
 
 
 def _caused_by(text: str) -> RuntimeError:
-    """As torch's pipelining says of what a stage's backward met."""
+    """Return an error as torch raises it for an exception in the backward of a stage."""
     error = RuntimeError("Failed to run stage backward")
     error.__cause__ = RuntimeError(text)
     return error
@@ -59,11 +59,11 @@ def _caused_by(text: str) -> RuntimeError:
         (ValueError("bad sample"), False),
     ],
 )
-def test_lost_peers_are_told_from_other_errors(error, expected):
+def test_lost_peers_are_distinguished_from_other_errors(error, expected):
     assert is_peer_trouble(error) == expected
 
 
-def test_phase_turns_lost_peers_into_peer_errors_and_leaves_other_errors(tmp_path):
+def test_phase_converts_lost_peers_to_peer_errors(tmp_path):
     health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01)
     with (
         pytest.raises(
@@ -82,7 +82,7 @@ def test_phase_turns_lost_peers_into_peer_errors_and_leaves_other_errors(tmp_pat
     health.close()
 
 
-def test_heartbeat_tells_step_and_phase(tmp_path):
+def test_heartbeat_contains_step_and_phase(tmp_path):
     health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01)
     with health.phase(12, "forward"):
         deadline = time.monotonic() + 30
@@ -92,33 +92,33 @@ def test_heartbeat_tells_step_and_phase(tmp_path):
     health.close()
 
 
-def test_one_that_is_closed_keeps_no_run_alive(tmp_path):
-    """Nor its data workers: what ends a run knows the run."""
+def test_closed_health_keeps_no_run_alive(tmp_path):
+    """Check that no reference to the run and its data workers remains after `close`."""
 
     class Run:
         def end(self, error: PeerError) -> None:
             raise error
 
     run = Run()
-    known = weakref.ref(run)
+    reference = weakref.ref(run)
     health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01, on_lost=run.end)
     del run
     gc.disable()
     try:
-        assert known() is not None
+        assert reference() is not None
         health.close()
-        assert known() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("clock_s", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_silent_rank_is_named_whatever_its_clock_says(alive, clock_s, tmp_path):
+def test_silent_rank_is_named_despite_clock_offset(alive, clock_s, tmp_path):
     health = Health(tmp_path, timeout_s=1, heartbeat_s=0.1)
     health._group.size = 2
     other = {"rank": 1, "step": 4, "phase": "step", "phase_s": 0.0, "lost_peer": False}
-    other |= {"process": 77, "host": "there"}
+    other |= {"process": 77, "host": "node1"}
     ended = threading.Event()
 
     def beat() -> None:
@@ -136,25 +136,25 @@ def test_a_silent_rank_is_named_whatever_its_clock_says(alive, clock_s, tmp_path
     ended.set()
     thread.join()
     health.close()
-    named = "rank 1 (process 77 on there) did not respond; its last heartbeat was 0 s ago" in str(
+    named = "rank 1 (process 77 on node1) did not respond; its last heartbeat was 0 s ago" in str(
         raised.value
     )
     assert named != alive and ("all ranks still respond" in str(raised.value)) == alive
 
 
-@pytest.mark.parametrize("noticed", [True, False])
-def test_a_rank_0_that_hangs_is_named_by_the_others(noticed, tmp_path, monkeypatch):
-    """It leads the barrier that would tell who is missing."""
+@pytest.mark.parametrize("is_lost_peer", [True, False])
+def test_hanging_rank_0_is_named_by_other_ranks(is_lost_peer, tmp_path, monkeypatch):
+    """Check that other ranks name rank 0, which would lead the barrier that finds missing ranks."""
     health = Health(tmp_path, timeout_s=1, heartbeat_s=0.05)
     health._group.rank = 1
     health._group.size = 2
 
-    def nobody_leads(timeout_s: float) -> None:
+    def time_out(timeout_s: float) -> None:
         raise RuntimeError("timed out waiting for rank 0")
 
-    monkeypatch.setattr(health, "_barrier", nobody_leads)
-    leader = {"rank": 0, "step": 4, "phase": "step", "phase_s": 9.0, "lost_peer": noticed}
-    leader |= {"process": 77, "host": "there"}
+    monkeypatch.setattr(health, "_barrier", time_out)
+    leader = {"rank": 0, "step": 4, "phase": "step", "phase_s": 9.0, "lost_peer": is_lost_peer}
+    leader |= {"process": 77, "host": "node1"}
     ended = threading.Event()
 
     def beat() -> None:
@@ -171,17 +171,17 @@ def test_a_rank_0_that_hangs_is_named_by_the_others(noticed, tmp_path, monkeypat
     ended.set()
     thread.join()
     health.close()
-    assert ("rank 0 (process 77 on there) did not respond" in str(raised.value)) != noticed
+    assert ("rank 0 (process 77 on node1) did not respond" in str(raised.value)) != is_lost_peer
 
 
-def test_an_exception_on_rank_0_reaches_the_caller():
+def test_exception_on_rank_0_reaches_the_caller():
     group = SideGroup.create()
     assert group.on_rank_0(lambda: 3) == 3 and group.gather(4) == [4]
     with pytest.raises(KeyError):
         group.on_rank_0(lambda: {}["missing"])
 
 
-def test_what_a_long_step_waits_for_is_told(tmp_path, monkeypatch, caplog):
+def test_long_steps_log_the_current_operation(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log, "QUIET_S", 0.05)
     monkeypatch.setattr(logging.getLogger("torchmm"), "propagate", True)
     caplog.set_level(logging.INFO, "torchmm")
@@ -192,6 +192,6 @@ def test_what_a_long_step_waits_for_is_told(tmp_path, monkeypatch, caplog):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     health.close()
-    told = len(caplog.records)
+    messages = len(caplog.records)
     time.sleep(0.2)
-    assert len(caplog.records) == told
+    assert len(caplog.records) == messages

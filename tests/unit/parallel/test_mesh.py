@@ -1,4 +1,4 @@
-"""What no mesh may be, with whatever sizes modules have, and which ranks do not even meet."""
+"""Tests of meshes: rank order, communication backends and allocator settings."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wrong"),
+    ("ranks", "axis"),
     [
         ([[[[0], [2], [1], [3]]]], "shard"),
         ([[[[0]], [[3]], [[1]], [[2]]]], "replicate"),
@@ -28,20 +28,20 @@ from torchmm.recipe.parallel_section import ParallelConfig
         ([[[[0], [1]], [[2], [3]]]], None),
     ],
 )
-def test_coordinates_follow_the_order_of_process_groups(ranks: list, wrong: str | None) -> None:
+def test_mesh_coordinates_follow_process_groups(ranks: list, axis: str | None) -> None:
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=AXES, _init_backend=False, _rank=0)
-    if wrong is None:
+    if axis is None:
         assert ModuleMesh(mesh).mesh is mesh
     else:
-        with pytest.raises(AssertionError, match=f"along {wrong} are not in increasing order"):
+        with pytest.raises(AssertionError, match=f"along {axis} are not in increasing order"):
             ModuleMesh(mesh)
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "nccl"), ("cuda", "gloo")])
-def test_a_backend_that_does_not_carry_the_devices_tensors_is_refused(
+def test_backend_must_support_the_device(
     device: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over gloo, a tensor-parallel step on CUDA ends with a segmentation fault."""
+    """Check the error, because a tensor-parallel step with gloo on CUDA causes a crash."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=f'parallel.backend = "{backend}".*{device} devices'):
         start_process_group(ParallelConfig(backend=backend), torch.device(device))

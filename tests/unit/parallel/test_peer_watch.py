@@ -1,4 +1,4 @@
-"""Ranks whose device waits for a peer that is gone."""
+"""Tests of ranks whose device waits for a lost peer."""
 
 import json
 import os
@@ -24,16 +24,16 @@ def beat(directory: Path, rank: int, phase: str) -> None:
     (directory / f"{rank}").write_text(json.dumps(content))
 
 
-def test_a_rank_whose_heartbeat_changes_is_not_missed(tmp_path):
-    own = watch(tmp_path, 0)
+def test_rank_with_changing_heartbeat_is_not_missing(tmp_path):
+    peers = watch(tmp_path, 0)
     for number in range(4):
         beat(tmp_path, 1, str(number))
-        assert own.look(3, "step", 100.0, False) is None
+        assert peers.look(3, "step", 100.0, False) is None
         time.sleep(0.03)
     assert not (tmp_path / WORD).exists()
 
 
-def test_a_silent_rank_is_named_by_the_one_before_it_and_known_to_all(tmp_path):
+def test_silent_rank_is_reported_to_all_ranks(tmp_path):
     for rank in range(3):
         beat(tmp_path, rank, "same")
     before, other = watch(tmp_path, 0), watch(tmp_path, 2, silent_s=60.0)
@@ -49,34 +49,34 @@ def test_a_silent_rank_is_named_by_the_one_before_it_and_known_to_all(tmp_path):
     assert other.look(3, "step", 100.0, False) is None
 
 
-def test_who_has_finished_is_not_missed(tmp_path):
+def test_finished_rank_is_not_missing(tmp_path):
     beat(tmp_path, 1, FINISHED)
-    own = watch(tmp_path, 0)
-    assert own.look(3, "export", 100.0, False) is None
+    peers = watch(tmp_path, 0)
+    assert peers.look(3, "export", 100.0, False) is None
     time.sleep(0.1)
-    assert own.look(3, "export", 100.0, False) is None
+    assert peers.look(3, "export", 100.0, False) is None
 
 
-def test_who_has_only_begun_may_still_fail_by_itself(tmp_path):
+def test_new_phase_has_a_grace_period(tmp_path):
     beat(tmp_path, 1, "same")
-    own = watch(tmp_path, 0, grace_s=10.0)
-    own.look(3, "step", 0.0, False)
+    peers = watch(tmp_path, 0, grace_s=10.0)
+    peers.look(3, "step", 0.0, False)
     time.sleep(0.1)
-    assert own.look(3, "step", 9.0, False) is None
-    assert own.look(3, "step", 11.0, False) is not None
+    assert peers.look(3, "step", 9.0, False) is None
+    assert peers.look(3, "step", 11.0, False) is not None
 
 
-@pytest.mark.parametrize(("of_device", "ends"), [(True, True), (False, False)])
-def test_a_device_that_does_not_come_to_its_end(of_device, ends, tmp_path):
+@pytest.mark.parametrize(("is_device_wait", "is_lost"), [(True, True), (False, False)])
+def test_device_wait_times_out(is_device_wait, is_lost, tmp_path):
     beat(tmp_path, 1, "same")
-    own = watch(tmp_path, 0, silent_s=60.0)
-    assert own.look(3, "waiting for the device", 59.0, of_device) is None
-    assert (own.look(3, "waiting for the device", 61.0, of_device) is not None) == ends
+    peers = watch(tmp_path, 0, silent_s=60.0)
+    assert peers.look(3, "waiting for the device", 59.0, is_device_wait) is None
+    assert (peers.look(3, "waiting for the device", 61.0, is_device_wait) is not None) == is_lost
 
 
-def test_alone_there_is_nobody_to_miss(tmp_path):
-    own = PeerWatch(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
-    assert own.look(3, "step", 100.0, False) is None
+def test_single_rank_misses_no_peer(tmp_path):
+    peers = PeerWatch(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
+    assert peers.look(3, "step", 100.0, False) is None
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_alone_there_is_nobody_to_miss(tmp_path):
         (True, True, "checkpoint"),
     ],
 )
-def test_a_process_whose_main_thread_waits_is_ended(guarded, raises, phase, tmp_path):
-    """As with CUDA, or in a save over gloo, the main thread does not come back to Python."""
+def test_process_with_blocked_main_thread_is_terminated(guarded, raises, phase, tmp_path):
+    """Block the main thread outside of Python, as CUDA, or gloo in a checkpoint, can do."""
     program = f"""
         import ctypes, os, sys
         from pathlib import Path

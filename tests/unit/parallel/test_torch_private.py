@@ -1,4 +1,4 @@
-"""What we rely on in torch's private parts, and how we notice that it is different."""
+"""Tests of private functions of torch, and of the detection of changes."""
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -6,14 +6,14 @@ from torch.autograd.graph import GradientEdge
 from torchmm.parallel import torch_private
 
 
-def test_a_split_backward_is_right_for_a_weight_used_twice():
+def test_weight_split_support_follows_torch_version():
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert torch_private.supports_weight_split() == (version > (2, 12)) or version == (2, 12)
 
 
-def test_a_torch_that_counts_twice_is_noticed(monkeypatch):
+def test_double_counting_in_torch_is_detected(monkeypatch):
     def counting_twice(weights, groups):
-        """As in torch 2.11: what flows from one use of the weight to the other is added."""
+        """Add the gradient from one use of the weight to the other, as torch 2.11 does."""
         (weight,) = weights
         for group in groups:
             pairs = [
@@ -21,8 +21,8 @@ def test_a_torch_that_counts_twice_is_noticed(monkeypatch):
                 for node, grads in zip(group["intermediates"], group["grads"], strict=True)
             ]
             edges, grads = zip(*pairs, strict=True)
-            ways = tuple(GradientEdge(w, 0) for w in group["params"])
-            (weight.grad,) = torch.autograd.grad(edges, ways, grads)
+            weight_edges = tuple(GradientEdge(w, 0) for w in group["params"])
+            (weight.grad,) = torch.autograd.grad(edges, weight_edges, grads)
 
     monkeypatch.setattr(torch_private, "stage_backward_weight", counting_twice)
     assert not torch_private.supports_weight_split.__wrapped__()

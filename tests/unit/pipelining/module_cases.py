@@ -1,4 +1,4 @@
-"""Modules, and steps of them, for tests of layouts and schedules."""
+"""Module descriptions, and steps of these modules, for tests of layouts and schedules."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ MODELS = {
 }
 
 
-def tower_frozen(module: ModuleLayers) -> ModuleLayers:
-    """All but what stands behind the layers: an encoder's connector."""
+def with_frozen_layers(module: ModuleLayers) -> ModuleLayers:
+    """Freeze a module except for its connector after the layers."""
     none = (False,) * len(module.costs)
     return replace(module, trainable=none, pre_trainable=False)
 
 
 def frozen(module: ModuleLayers) -> ModuleLayers:
-    return replace(tower_frozen(module), post_trainable=False)
+    return replace(with_frozen_layers(module), post_trainable=False)
 
 
-def freezing(modules: Sequence[ModuleLayers]) -> dict[str, list[ModuleLayers]]:
-    """The ways recipes freeze."""
+def freeze_cases(modules: Sequence[ModuleLayers]) -> dict[str, list[ModuleLayers]]:
+    """Return the module lists for all freeze settings of recipes."""
     return {
         "nothing": list(modules),
-        "towers": [tower_frozen(m) if m.kind == "encoder" else m for m in modules],
+        "encoder layers": [with_frozen_layers(m) if m.kind == "encoder" else m for m in modules],
         "encoders": [frozen(m) if m.kind == "encoder" else m for m in modules],
         "llm": [frozen(m) if m.kind == "llm" else m for m in modules],
         "all but connectors": [
-            tower_frozen(m) if m.kind == "encoder" else frozen(m) for m in modules
+            with_frozen_layers(m) if m.kind == "encoder" else frozen(m) for m in modules
         ],
     }
 
 
 def steps(layout: StageLayout, microbatches: int, seed: int) -> Iterator[StageGraph]:
-    """A step with 0..3 sub-microbatches per microbatch and module, and one with none at all."""
+    """Yield a step with 0 to 3 sub-microbatches per microbatch and module, and one without."""
     rng = random.Random(seed)
     modules = layout.sub_microbatched
-    for most in (3, 0):
+    for maximum in (3, 0):
         counts = {
-            m: tuple(rng.randint(0, most) for _ in range(microbatches)) for m in sorted(modules)
+            m: tuple(rng.randint(0, maximum) for _ in range(microbatches)) for m in sorted(modules)
         }
         yield StageGraph(layout, microbatches, counts)

@@ -1,12 +1,13 @@
-"""Executes a plan with names instead of tensors: slow, plain, and independent of validation.
+"""Naive execution of plans with names instead of tensors, independent of validation.
 
-Every rank has a box of what is there, and takes from it what an action uses. Channels are two
-lists, posted sends and posted receives, which meet in order; waits block until both are posted.
+Each rank has a set of available tensors. Each action removes its inputs from this set. A channel
+has two lists, posted sends and posted receives, which are matched in order. Waits block until both
+are posted.
 
-A plan alone goes through its reductions in phases: in each, all ranks go as far as they can, and
-only the reductions of one stage may happen, once all its ranks are there. `replicas_failure` runs
-plans of several data-parallel replicas together, without phases: a reduction is where the same
-rank of all of them meets, and so do all ranks of a plan that have the stage.
+A single plan executes reductions in phases. In each phase, all ranks advance as far as possible,
+but only one stage can be reduced, after all its ranks have arrived. `replicas_failure` runs the
+plans of several data-parallel replicas together, without phases. There, a reduction synchronizes
+the same rank of all replicas, and all ranks of a plan that have the stage.
 """
 
 from __future__ import annotations
@@ -33,47 +34,49 @@ def expect(condition, *what):
 
 
 class Execution:
-    """One run of a plan; `run` raises `Failure`, or leaves all boxes empty."""
+    """Execution of a plan. `run` raises `Failure`, or leaves all sets of tensors empty."""
 
     def __init__(self, plan: PipelinePlan):
         self.plan, self.graph = plan, plan.graph
         self.tasks = set(self.graph.tasks())
         shards = (T.UNSHARD, T.RESHARD, T.REDUCE_GRAD)
         self.sharded = any(a.type in shards for program in plan.actions for a in program)
-        self.boxes = [set() for _ in plan.actions]  # ("F" or "B", message): may be used here
-        self.outboxes = [set() for _ in plan.actions]  # made here, to be sent
+        self.boxes = [set() for _ in plan.actions]  # ("F" or "B", message): available on the rank
+        self.outboxes = [set() for _ in plan.actions]  # computed on the rank, to be sent
         self.handles = [{} for _ in plan.actions]  # by wait: (is a send, channel, index)
         self.sends, self.receives = defaultdict(list), defaultdict(list)
         self.steps = [{} for _ in plan.actions]  # by task: types of its actions so far
         self.gathered = [set() for _ in plan.actions]
         self.closed = [set() for _ in plan.actions]  # stages that are reduced or resharded
-        self.met = defaultdict(set)  # by tied pair of (rank, stage)s: who is there
+        self.met = defaultdict(set)  # arrived ranks, by tied pair of (rank, stage)
         self.position = [0] * len(plan.actions)
         self.may_reduce = lambda rank, stage: True
 
     def run(self):
-        for stage in self.stages_by_turn():
-            self.may_reduce = lambda rank, reduced, now=stage: reduced == now and self.are_at(now)
-            self.go_on()
+        for stage in self.stages_in_reduction_order():
+            self.may_reduce = lambda rank, reduced, now=stage: (
+                reduced == now and self.all_at_reduction(now)
+            )
+            self.advance_all()
         self.may_reduce = lambda rank, stage: False
-        self.go_on()
+        self.advance_all()
         self.check_end()
 
-    def go_on(self) -> bool:
+    def advance_all(self) -> bool:
         moved = False
         while any([self.advance(rank) for rank in range(len(self.position))]):
             moved = True
         return moved
 
-    def stages_by_turn(self):
-        """The last stages first, mirrors one after the other."""
+    def stages_in_reduction_order(self):
+        """Return the stages in reduction order: last stages first, mirrors in order."""
         layout = self.graph.layout
         return sorted(
             range(len(layout.stages)), key=lambda s: (-min(layout.mirrored[s]), s)
         )  # fmt: skip
 
-    def are_at(self, stage) -> bool:
-        """Whether no rank of a stage is in front of its reduction any more."""
+    def all_at_reduction(self, stage) -> bool:
+        """Return True if all ranks of a stage have reached or passed its reduction."""
         return all(
             stage in self.closed[rank] or self.waits_to_reduce(rank, stage)
             for rank in self.graph.layout.stages[stage].ranks
@@ -87,8 +90,8 @@ class Execution:
     def check_end(self):
         stuck = [r for r, p in enumerate(self.position) if p < len(self.plan.actions[r])]
         expect(not stuck, "stuck", stuck)
-        for what in (self.boxes, self.outboxes, self.handles):
-            expect(not any(what), "left", what)
+        for remaining in (self.boxes, self.outboxes, self.handles):
+            expect(not any(remaining), "remaining", remaining)
         for task in self.graph.tasks():
             self.check_done(task)
         for rank, program in enumerate(self.plan.actions):
@@ -141,15 +144,15 @@ class Execution:
                 self.make(rank, back)
         done.append(kind)
 
-    def take(self, rank, what):
-        for each in what:
+    def take(self, rank, names):
+        for each in names:
             expect(each in self.boxes[rank], "not available", each)
             self.boxes[rank].remove(each)
 
-    def make(self, rank, what):
-        for kind, message, user in what:
-            here = self.graph.rank(user) == rank
-            (self.boxes if here else self.outboxes)[rank].add((kind, message))
+    def make(self, rank, outputs):
+        for kind, message, user in outputs:
+            is_local = self.graph.rank(user) == rank
+            (self.boxes if is_local else self.outboxes)[rank].add((kind, message))
 
     def post(self, rank, action):
         name = tensor(action)
@@ -197,15 +200,15 @@ class Execution:
 
     def reduce_tied(self, rank, action) -> bool:
         stages = self.graph.layout.stages
-        own, other = stages[action.stage], stages[action.other]
-        expect(action.other in (own.tied_to,) or other.tied_to == action.stage, action)
-        expect(own.trainable and other.trainable and self.plan.training, action)
-        expect(rank in own.ranks and action.peer in other.ranks, action)
-        expect(own.ranks.index(rank) == other.ranks.index(action.peer), action)
+        stage, other = stages[action.stage], stages[action.other]
+        expect(action.other in (stage.tied_to,) or other.tied_to == action.stage, action)
+        expect(stage.trainable and other.trainable and self.plan.training, action)
+        expect(rank in stage.ranks and action.peer in other.ranks, action)
+        expect(stage.ranks.index(rank) == other.ranks.index(action.peer), action)
         expect(not self.sharded or action.stage in self.closed[rank], action)
-        met = self.met[frozenset([(rank, action.stage), (action.peer, action.other)])]
-        met.add(rank)
-        return len(met) == 2
+        arrived = self.met[frozenset([(rank, action.stage), (action.peer, action.other)])]
+        arrived.add(rank)
+        return len(arrived) == 2
 
     def check_done(self, task):
         stage = self.graph.layout.stages[task.stage]
@@ -217,7 +220,7 @@ class Execution:
         expect(done in legal, "incomplete", task, done)
 
     def check_collectives(self, rank, program):
-        """What is there, and where it stands among what it must not come before or after."""
+        """Check that the collectives of a rank are complete and in a valid order."""
         stages = self.graph.layout.stages_of(rank)
         trained = [
             s for s in stages if self.plan.training and self.graph.layout.stages[s].trainable
@@ -229,16 +232,16 @@ class Execution:
             if stage.tied_to >= 0 and self.plan.training and all(trainable):
                 pairs.append(tuple(sorted(pair)))
         tied = [s for pair in sorted(set(pairs)) for s in pair if s in stages]
-        turns = [s for s in self.stages_by_turn() if s in trained]
-        wanted = [(T.UNSHARD, s) for s in stages] + [(T.REDUCE_GRAD, s) for s in turns]
-        wanted = (wanted if self.sharded else []) + [(T.REDUCE_TIED, s) for s in tied]
-        expect([a[:2] for a in program if a.type in COLLECTIVE] == wanted, "collectives", rank)
+        reductions = [s for s in self.stages_in_reduction_order() if s in trained]
+        expected = [(T.UNSHARD, s) for s in stages] + [(T.REDUCE_GRAD, s) for s in reductions]
+        expected = (expected if self.sharded else []) + [(T.REDUCE_TIED, s) for s in tied]
+        expect([a[:2] for a in program if a.type in COLLECTIVE] == expected, "collectives", rank)
         expect(not self.sharded or self.closed[rank] == set(stages), "not closed", rank)
         kinds = [a.type for a in program]
         for position, kind in enumerate(kinds):
-            before, behind = set(kinds[:position]), set(kinds[position:])
+            before, after = set(kinds[:position]), set(kinds[position:])
             expect(kind is not T.UNSHARD or not before & {*COMPUTES, *WAITING}, "late", rank)
-            expect(kind is not T.REDUCE_TIED or not behind & set(COMPUTES), "early", rank)
+            expect(kind is not T.REDUCE_TIED or not after & set(COMPUTES), "early", rank)
 
 
 WAIT_OF = {T.SEND_F: T.WAIT_SEND_F, T.SEND_B: T.WAIT_SEND_B, T.RECV_F: T.WAIT_F, T.RECV_B: T.WAIT_B}
@@ -246,7 +249,7 @@ FORWARD_SENDERS = (T.SEND_F, T.WAIT_SEND_F, T.RECV_B, T.WAIT_B)
 
 
 def tensor(action: Action) -> tuple[str, Message]:
-    """("F", message) or ("B", message whose gradient it is)."""
+    """Return ("F", message), or ("B", message whose gradient is transferred)."""
     ends = action.stage, action.other
     source, destination = ends if action.type in FORWARD_SENDERS else ends[::-1]
     return action.type.value[-1], Message(
@@ -254,8 +257,8 @@ def tensor(action: Action) -> tuple[str, Message]:
     )
 
 
-def failure(plan: PipelinePlan) -> str:
-    """Why a plan cannot be executed; empty if it can."""
+def execution_failure(plan: PipelinePlan) -> str:
+    """Return the reason why a plan cannot be executed, or "" if it can."""
     try:
         Execution(plan).run()
     except Failure as error:
@@ -264,10 +267,10 @@ def failure(plan: PipelinePlan) -> str:
 
 
 def replicas_failure(plans: list[PipelinePlan]) -> str:
-    """Why plans of data-parallel replicas cannot be executed together; empty if they can."""
+    """Return the reason why plans of replicas cannot run together, or "" if they can."""
     runs = [Execution(plan) for plan in plans]
 
-    def met(rank, stage):
+    def can_reduce(rank, stage):
         ranks = plans[0].graph.layout.stages[stage].ranks
         members = ranks if len(ranks) > 1 else (rank,)
         return all(
@@ -275,9 +278,9 @@ def replicas_failure(plans: list[PipelinePlan]) -> str:
         )
 
     for run in runs:
-        run.may_reduce = met
+        run.may_reduce = can_reduce
     try:
-        while any([run.go_on() for run in runs]):
+        while any([run.advance_all() for run in runs]):
             pass
         for run in runs:
             run.check_end()
@@ -286,8 +289,8 @@ def replicas_failure(plans: list[PipelinePlan]) -> str:
     return ""
 
 
-def reach(plan: PipelinePlan, rank: int, position: int) -> Execution:
-    """All ranks no further than needed for one to be in front of an action."""
+def run_until(plan: PipelinePlan, rank: int, position: int) -> Execution:
+    """Run a rank until it is at an action, and the other ranks no further than necessary."""
     run = Execution(plan)
 
     def drive(rank: int, until: int):

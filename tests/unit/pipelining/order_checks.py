@@ -1,4 +1,4 @@
-"""Plays compute orders through, independently of the code under test."""
+"""Naive checks of compute orders, independent of the code under test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F, B, I, W = ActionType.F, ActionType.B, ActionType.I, ActionType.W  # noqa: E74
 
 
 def chain(ranks: int, chunks: int = 1, trainable: Sequence[bool] = ()) -> StageLayout:
-    """One module, one layer per stage; stage s on rank s % ranks."""
+    """Return a layout of one module with one layer per stage. Stage s is on rank s % ranks."""
     count = ranks * chunks
     flags = [*trainable, *[True] * (count - len(trainable))]
     stages = tuple(
@@ -22,8 +22,8 @@ def chain(ranks: int, chunks: int = 1, trainable: Sequence[bool] = ()) -> StageL
     return StageLayout(stages, tuple((s, s + 1) for s in range(count - 1)))
 
 
-def needs(graph: StageGraph, action: Action, done: dict[tuple[str, Task], float]) -> list:
-    """Keys of what must have ended before an action."""
+def dependencies(graph: StageGraph, action: Action, done: dict[tuple[str, Task], float]) -> list:
+    """Return the keys of the results that an action requires."""
     task = Task(*action[1:4])
     if action.type is F:
         return [("F", graph.producer(m)) for m in graph.incoming(task)]
@@ -33,12 +33,12 @@ def needs(graph: StageGraph, action: Action, done: dict[tuple[str, Task], float]
     return [("F", task), *(("gradient", c) for c in consumers)]
 
 
-def play(
+def simulate_order(
     graph: StageGraph, order: ComputeOrder, duration: Callable[[Action], float]
 ) -> list[ActionRecord]:
-    """When every action runs if each starts as early as its rank and its inputs allow.
+    """Return the start and end of every action, if each action starts as early as possible.
 
-    Fails if the order gets stuck.
+    Fail if the order deadlocks.
     """
     ended: dict[tuple[str, Task], float] = {}
     position, free = [0] * len(order), [0.0] * len(order)
@@ -49,10 +49,10 @@ def play(
         for rank, actions in enumerate(order):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                wanted = needs(graph, action, ended)
-                if any(key not in ended for key in wanted):
+                required = dependencies(graph, action, ended)
+                if any(key not in ended for key in required):
                     break
-                start = max([free[rank], *(ended[key] for key in wanted)])
+                start = max([free[rank], *(ended[key] for key in required)])
                 free[rank] = start + duration(action)
                 key = {F: "F", B: "gradient", I: "gradient", W: "W"}[action.type]
                 ended[key, Task(*action[1:4])] = free[rank]
@@ -60,7 +60,7 @@ def play(
                 position[rank] += 1
                 progress = True
     stuck = {r: str(a[position[r]]) for r, a in enumerate(order) if position[r] < len(a)}
-    assert not stuck, f"waits for ever: {stuck}"
+    assert not stuck, f"deadlock: {stuck}"
     return records
 
 
@@ -69,9 +69,9 @@ def makespan(records: Sequence[ActionRecord]) -> float:
 
 
 def peaks(order: ComputeOrder) -> list[int]:
-    """By rank: most tasks between their F and the end of their backward at a time.
+    """Return the maximum number of tasks between F and the end of backward, for each rank.
 
-    Only for steps in which everything is trained. I keeps the activations for W.
+    Only for steps in which all modules are trained. I actions keep the activations for W.
     """
     result = []
     for actions in order:
@@ -84,17 +84,17 @@ def peaks(order: ComputeOrder) -> list[int]:
 
 
 def assert_complete(graph: StageGraph, order: ComputeOrder, *, split: bool = False) -> None:
-    """Every task on its rank: F once, and the backward it needs once."""
-    found = sorted((rank, *action[:4]) for rank, row in enumerate(order) for action in named(row))
-    wanted = []
+    """Check that every task runs once on its rank, with the required backward pass."""
+    actual = sorted((rank, *action[:4]) for rank, row in enumerate(order) for action in named(row))
+    expected = []
     for task in graph.tasks():
         kinds = "F"
         if graph.needs_backward(task.stage, task.microbatch):
             passed_on = any(graph.carries_gradient(message) for message in graph.incoming(task))
             trained = graph.layout.stages[task.stage].trainable
             kinds += ("IW" if trained else "I") if split and passed_on else "B"
-        wanted += [(graph.rank(task), kind, *task) for kind in kinds]
-    assert found == sorted(wanted)
+        expected += [(graph.rank(task), kind, *task) for kind in kinds]
+    assert actual == sorted(expected)
 
 
 def named(row: Sequence[Action]) -> list[tuple]:
@@ -102,10 +102,10 @@ def named(row: Sequence[Action]) -> list[tuple]:
 
 
 def microbatches_in_flight(records: Sequence[ActionRecord]) -> int:
-    """Most microbatches between their first action and their last at a time."""
-    begun: dict[int, float] = {}
+    """Return the maximum number of microbatches between their first and their last action."""
+    started: dict[int, float] = {}
     ended: dict[int, float] = {}
     for _, action, start, end in records:
-        begun[action.microbatch] = min(start, begun.get(action.microbatch, start))
+        started[action.microbatch] = min(start, started.get(action.microbatch, start))
         ended[action.microbatch] = max(end, ended.get(action.microbatch, end))
-    return max(sum(begun[m] <= t < ended[m] for m in begun) for t in begun.values())
+    return max(sum(started[m] <= t < ended[m] for m in started) for t in started.values())

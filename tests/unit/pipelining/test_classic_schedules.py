@@ -1,11 +1,11 @@
-"""Classic schedules: complete, legal, as short and as small in memory as published."""
+"""Tests of classic schedules: completeness, validity, and published time and memory."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from module_cases import MODELS, freezing, steps
+from module_cases import MODELS, freeze_cases, steps
 from order_checks import (
     B,
     F,
@@ -15,7 +15,7 @@ from order_checks import (
     chain,
     makespan,
     peaks,
-    play,
+    simulate_order,
 )
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -48,19 +48,19 @@ def rows(order):
 
 
 def torch_rows(order):
-    """Without idle slots and REDUCE_GRAD."""
+    """Return the text of compute actions, without idle slots and REDUCE_GRAD."""
     return [[str(a) for a in row if a is not None and a.is_compute_op] for row in order]
 
 
 @pytest.mark.parametrize("planner", ALL, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_chains_of_all_sizes_are_complete_and_legal(planner, ranks):
+def test_single_pipelines_are_complete_and_valid(planner, ranks):
     for chunks in (1, 2, 3, 4):
         for microbatches in (0, *MICROBATCHES, 17):
             graph = StageGraph(chain(ranks, chunks), microbatches)
             order = planner(graph)
             assert_complete(graph, order, split=planner is zero_bubble)
-            play(graph, order, unit)
+            simulate_order(graph, order, unit)
 
 
 def layouts(modules, ranks):
@@ -74,28 +74,28 @@ def layouts(modules, ranks):
 
 @pytest.mark.parametrize("planner", ALL, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("model", MODELS)
-def test_multimodal_steps_are_complete_and_legal(planner, model):
-    for case, modules in enumerate(freezing(MODELS[model]).values()):
+def test_multimodal_schedules_are_complete_and_valid(planner, model):
+    for case, modules in enumerate(freeze_cases(MODELS[model]).values()):
         for ranks in (1, 2, 4, 8):
             for layout in layouts(modules, ranks):
                 for graph in steps(layout, MICROBATCHES[(case + ranks) % 7], seed=case):
                     order = planner(graph)
                     assert_complete(graph, order, split=planner is zero_bubble)
-                    play(graph, order, unit)
+                    simulate_order(graph, order, unit)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_validation_runs_forwards_alone(model):
+def test_forward_only_orders_are_complete(model):
     for ranks in (1, 2, 4):
         for layout in layouts(MODELS[model], ranks):
             for graph in steps(layout, 7, seed=ranks):
                 order = forward_only(graph)
                 assert sorted(a[1:4] for row in order for a in row) == sorted(graph.tasks())
                 assert {action.type for row in order for action in row} <= {F}
-                play(graph, order, unit)
+                simulate_order(graph, order, unit)
 
 
-def test_a_virtual_stage_runs_encoder_parts_first_and_backwards_mirrored():
+def test_virtual_stage_runs_encoder_first():
     layout = megatron_layout(MODELS["vision"], 2)  # stages 0 (vision) and 1 (LLM) on rank 0
     order = one_f_one_b(StageGraph(layout, 2, {"vision": (2, 0)}))
     assert rows(order) == [
@@ -104,21 +104,21 @@ def test_a_virtual_stage_runs_encoder_parts_first_and_backwards_mirrored():
     ]
 
 
-def test_splitting_follows_what_needs_gradients():
-    """Stage 0 has no input gradients, 1 is frozen, 2 has both halves."""
+def test_backward_splits_only_if_useful():
+    """Use a stage 0 without input gradients, a frozen stage 1, and a trained stage 2."""
     graph = StageGraph(chain(3, trainable=[True, False, True]), 1)
     assert rows(zero_bubble(graph)) == [["0F0", "0B0"], ["1F0", "1I0"], ["2F0", "2I0", "2W0"]]
-    nothing_before = StageGraph(chain(3, trainable=[False, False, True]), 1)
-    assert rows(zero_bubble(nothing_before)) == [["0F0"], ["1F0"], ["2F0", "2B0"]]
+    frozen_before = StageGraph(chain(3, trainable=[False, False, True]), 1)
+    assert rows(zero_bubble(frozen_before)) == [["0F0"], ["1F0"], ["2F0", "2B0"]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_uniform_stages_take_the_published_time(ranks):
-    """N microbatches, V chunks of F = 1 and B = 2 (I = W = 1) per rank."""
+def test_uniform_stages_match_published_makespan(ranks):
+    """Use N microbatches and V chunks per rank with F = 1 and B = 2 (I = W = 1)."""
     for chunks in (1, 2, 4):
         for count in (ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks - 1, 4 * ranks):
             graph = StageGraph(chain(ranks, chunks), count)
-            times = {p: makespan(play(graph, p(graph), unit)) for p in ALL}
+            times = {p: makespan(simulate_order(graph, p(graph), unit)) for p in ALL}
             assert times[interleaved_1f1b] == 3 * count * chunks + 3 * (ranks - 1)
             assert times[zero_bubble] == 3 * count * chunks + (ranks - 1)  # (P-1)(f + i - w)
             if chunks == 1:
@@ -126,19 +126,19 @@ def test_uniform_stages_take_the_published_time(ranks):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_microbatches_take_the_published_time(count):
+def test_few_microbatches_match_published_makespan(count):
     graph = StageGraph(chain(4), count)
     for planner in (gpipe, one_f_one_b):
-        assert makespan(play(graph, planner(graph), unit)) == 3 * (count + 3)
+        assert makespan(simulate_order(graph, planner(graph), unit)) == 3 * (count + 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("count", [1, 3, 8, 32])
-def test_activations_in_flight_are_the_published_ones(ranks, count):
-    one = StageGraph(chain(ranks), count)
-    assert peaks(gpipe(one)) == [count] * ranks
-    assert peaks(one_f_one_b(one)) == [min(count, ranks - r) for r in range(ranks)]
-    assert peaks(zero_bubble(one)) == [min(count, ranks)] * ranks
+def test_activations_in_flight_match_published_numbers(ranks, count):
+    graph_ = StageGraph(chain(ranks), count)
+    assert peaks(gpipe(graph_)) == [count] * ranks
+    assert peaks(one_f_one_b(graph_)) == [min(count, ranks - r) for r in range(ranks)]
+    assert peaks(zero_bubble(graph_)) == [min(count, ranks)] * ranks
     if count % ranks:
         return
     for chunks in (2, 4):
@@ -151,14 +151,14 @@ def test_activations_in_flight_are_the_published_ones(ranks, count):
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 2), (4, 4), (4, 9), (8, 32)])
-def test_gpipe_and_1f1b_are_torchs(ranks, count):
-    own = SimpleNamespace(_num_stages=ranks, _n_microbatches=count)
+def test_gpipe_and_1f1b_match_torch(ranks, count):
+    config = SimpleNamespace(_num_stages=ranks, _n_microbatches=count)
     graph = StageGraph(chain(ranks), count)
-    order = torch_schedules.ScheduleGPipe._get_pipeline_order(own)
+    order = torch_schedules.ScheduleGPipe._get_pipeline_order(config)
     assert rows(gpipe(graph)) == torch_rows(order[rank] for rank in range(ranks))
-    order = torch_schedules.Schedule1F1B._get_pipeline_order(own)
+    order = torch_schedules.Schedule1F1B._get_pipeline_order(config)
     expected = torch_rows(order[rank] for rank in range(ranks))
-    # torch's table, which it only draws, numbers the last rank's forwards from 1 on.
+    # The table of torch, which is only printed, numbers forward actions of the last rank from 1.
     last = ranks - 1
     expected[last] = [f"{last}F{int(t[2:]) - 1}" if t[1] == "F" else t for t in expected[last]]
     assert rows(one_f_one_b(graph)) == expected
@@ -166,9 +166,9 @@ def test_gpipe_and_1f1b_are_torchs(ranks, count):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("planner", "theirs", "chunks"),
+    ("planner", "torch_schedule", "chunks"),
     [
-        # With one chunk torch's interleaved schedule still warms up for several.
+        # With one chunk, the interleaved schedule of torch still warms up for several chunks.
         (interleaved_1f1b, torch_schedules.ScheduleInterleaved1F1B, 2),
         (interleaved_1f1b, torch_schedules.ScheduleInterleaved1F1B, 4),
         (zero_bubble, torch_schedules.ScheduleInterleavedZeroBubble, 1),
@@ -176,19 +176,21 @@ def test_gpipe_and_1f1b_are_torchs(ranks, count):
         (zero_bubble, torch_schedules.ScheduleInterleavedZeroBubble, 4),
     ],
 )
-def test_interleaved_schedules_are_torchs(planner, theirs, chunks, ranks):
+def test_interleaved_schedules_match_torch(planner, torch_schedule, chunks, ranks):
     for count in (1, ranks - 1, ranks, 2 * ranks, 2 * ranks + 2, 4 * ranks):
         rounds = max(1, count // ranks)
         if count % rounds:
-            continue  # torch refuses
-        own = SimpleNamespace(
+            continue  # not supported by torch
+        config = SimpleNamespace(
             n_local_stages=chunks,
             pp_group_size=ranks,
             microbatches_per_round=count // rounds,
             _n_microbatches=count,
         )
-        order = [theirs._calculate_single_rank_operations(own, rank) for rank in range(ranks)]
-        # torch splits the first stage's backward too, which has no gradient to hand back.
+        order = [
+            torch_schedule._calculate_single_rank_operations(config, rank) for rank in range(ranks)
+        ]
+        # torch also splits the backward of the first stage, which has no input gradient.
         expected = [
             [text.replace("0I", "0B") if text[:2] == "0I" else text for text in row]
             for row in torch_rows(order)
@@ -197,30 +199,30 @@ def test_interleaved_schedules_are_torchs(planner, theirs, chunks, ranks):
         assert rows(planner(StageGraph(chain(ranks, chunks), count))) == expected
 
 
-def test_1f1b_needs_one_virtual_stage_per_rank():
+def test_1f1b_requires_one_virtual_stage_per_rank():
     with pytest.raises(ValueError, match="2 virtual stages per rank; use interleaved_1f1b"):
         one_f_one_b(StageGraph(chain(2, 2), 4))
 
 
-def test_unsuitable_layouts_are_told_from_suitable_ones():
+def test_unsuitable_layouts_are_rejected():
     specs = [StageSpec(i, "llm", i, i + 1, (r,)) for i, r in enumerate((0, 1, 1, 0))]
     edges = ((0, 1), (1, 2), (2, 3))
     v_shape = StageGraph(StageLayout(tuple(specs), edges), 2)
     with pytest.raises(ValueError, match=r"on ranks \[0, 1, 1, 0\]; assign them to the 2 ranks"):
         interleaved_1f1b(v_shape)
-    play(v_shape, gpipe(v_shape), unit)
-    together = [
+    simulate_order(v_shape, gpipe(v_shape), unit)
+    merged = [
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=s.index // 2)
         for s in specs
     ]
     with pytest.raises(ValueError, match=r"stages \[0, 1\] of one virtual stage are on ranks"):
-        zero_bubble(StageGraph(StageLayout(tuple(together), edges), 2))
-    backwards = [
+        zero_bubble(StageGraph(StageLayout(tuple(merged), edges), 2))
+    reversed_stages = [
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=3 - s.index)
         for s in specs
     ]
     with pytest.raises(ValueError, match="number virtual stages along the pipeline"):
-        gpipe(StageGraph(StageLayout(tuple(backwards), edges), 2))
+        gpipe(StageGraph(StageLayout(tuple(reversed_stages), edges), 2))
 
 
 def test_gpipe_runs_replicas():
@@ -234,5 +236,5 @@ def test_gpipe_runs_replicas():
     for planner in (gpipe, ORDERS["separated"]):
         order = planner(graph)
         assert_complete(graph, order)
-        play(graph, order, unit)
+        simulate_order(graph, order, unit)
         assert [len(row) for row in order] == [4, 2, 6]

@@ -1,4 +1,4 @@
-"""Layouts with encoders in pipelines of their own, and the backbone's order in them."""
+"""Tests of layouts with encoders in separate pipelines, and of the LLM order in these layouts."""
 
 import re
 
@@ -20,10 +20,10 @@ def modules(trained: dict[str, bool] | None = None, tied: bool = False) -> list[
     flags = {"vision": True, "audio": True, "llm": True, **(trained or {})}
 
     def module(name: str, kind: str, layers: int, **others) -> ModuleLayers:
-        own = flags[name]
+        is_trained = flags[name]
         return ModuleLayers(
-            name, kind, (1.0,) * layers, trainable=(own,) * layers, pre_trainable=own,
-            post_trainable=own, **others,
+            name, kind, (1.0,) * layers, trainable=(is_trained,) * layers, pre_trainable=is_trained,
+            post_trainable=is_trained, **others,
         )  # fmt: skip
 
     return [
@@ -33,7 +33,7 @@ def modules(trained: dict[str, bool] | None = None, tied: bool = False) -> list[
     ]
 
 
-def test_pipelines_lie_side_by_side_and_slices_on_one_rank():
+def test_encoder_pipelines_span_the_llm_ranks():
     layout = colocated_layout(
         modules(), 4, 2, pipelines={"vision": 2}, slices={"vision": 3, "audio": 2}
     )
@@ -49,7 +49,7 @@ def test_pipelines_lie_side_by_side_and_slices_on_one_rank():
     assert encoder_names(layout) == ["vision", "audio"]
 
 
-def test_any_layout_can_be_validated_and_trained_by_schedules_that_know_replicas():
+def test_colocated_layouts_support_other_schedules():
     layout = colocated_layout(modules(), 4, pipelines={"vision": 2}, slices={"vision": 3})
     replica = {("vision", 1, 0): 1, ("vision", 2, 1): 1, ("audio", 0, 0): 3, ("audio", 2, 0): 2}
     graph = StageGraph(layout, 3, {"vision": (0, 1, 2)}, replica)
@@ -62,19 +62,19 @@ def test_any_layout_can_be_validated_and_trained_by_schedules_that_know_replicas
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble", "gpipe"])
-def test_the_backbone_has_its_own_order_with_the_actions_the_step_needs(schedule):
+def test_backbone_order_is_complete_except_encoders(schedule):
     virtual = 1 if schedule in ("1f1b", "gpipe") else 2
     for frozen in ((), ("vision",), ("llm",), ("vision", "audio"), ("vision", "llm")):
         layout = colocated_layout(modules(dict.fromkeys(frozen, False)), 4, virtual)
         graph = StageGraph(layout, 4, {"vision": (0, 1, 1, 2)})
         order = backbone_order(graph, ORDERS[schedule], [2, 0, 3, 1])
         problems = order_problems(graph, order)
-        about_encoders = [
+        expected = [
             p
             for p in problems
             if re.search(r": [01]F\d.* is missing|: found no backward, expected [01]B", p)
         ]
-        assert problems == about_encoders, frozen
+        assert problems == expected, frozen
         entries = [a.microbatch for a in order[0] if a.type is ActionType.F and a.stage == 2]
         assert entries == [2, 0, 3, 1]
         alone = StageGraph(colocated_layout(modules()[2:], 4, virtual), 4)
@@ -83,7 +83,7 @@ def test_the_backbone_has_its_own_order_with_the_actions_the_step_needs(schedule
             assert [[a.type for a in row] for row in order] == pattern
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_invalid_colocated_layouts_are_rejected():
     with pytest.raises(ValueError, match="pipelines of 3 ranks on the 4 ranks of the LLM; use a"):
         colocated_layout(modules(), 4, pipelines={"vision": 3})
     with pytest.raises(ValueError, match="6 layers for 4 ranks x 2 slices; use fewer"):

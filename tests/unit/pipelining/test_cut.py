@@ -1,4 +1,4 @@
-"""A layout's stages become the model's, rank by rank."""
+"""Tests of splitting a model into the stages of a layout."""
 
 import pytest
 
@@ -51,11 +51,11 @@ def model() -> MultimodalModel:
         megatron_layout(MODULES, 2, 2),
     ],
 )
-def test_all_ranks_together_have_every_stage_and_weight_once(layout: StageLayout) -> None:
+def test_ranks_have_every_stage_and_weight_once(layout: StageLayout) -> None:
     names: list[str] = []
     for rank in range(layout.rank_count):
-        own = model()
-        stages = cut_for_rank(own, layout, rank)
+        rank_model = model()
+        stages = cut_for_rank(rank_model, layout, rank)
         assert tuple(stages) == layout.stages_of(rank)
         for index, stage in stages.items():
             spec = layout.stages[index]
@@ -63,8 +63,8 @@ def test_all_ranks_together_have_every_stage_and_weight_once(layout: StageLayout
             assert [i for i, _ in stage.indexed_layers()] == list(range(spec.start, spec.stop))
             assert stage.is_first == (spec.start == 0)
             assert stage.is_last == (spec.stop == len(stage.layer_sizes()))
-        assert {id(s) for s in own.all_stages()} == {id(s) for s in stages.values()}
-        names += dict(own.named_parameters())
+        assert {id(s) for s in rank_model.all_stages()} == {id(s) for s in stages.values()}
+        names += dict(rank_model.named_parameters())
     assert sorted(names) == sorted(dict(model().named_parameters()))
 
 
@@ -76,7 +76,7 @@ def test_all_ranks_together_have_every_stage_and_weight_once(layout: StageLayout
         ((("eye", 1, 3), ("llm", 0, 5)), "are not consecutive from 0"),
     ],
 )
-def test_a_layout_of_another_model_is_refused(stages: tuple, message: str) -> None:
+def test_layouts_of_different_models_are_rejected(stages: tuple, message: str) -> None:
     specs = (StageSpec(i, *stage, (0,)) for i, stage in enumerate(stages))
     with pytest.raises(ValueError, match=message):
         cut_for_rank(model(), StageLayout(tuple(specs), ()), 0)

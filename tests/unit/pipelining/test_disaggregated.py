@@ -1,4 +1,4 @@
-"""Modules on ranks of their own: layouts, dealt tasks and orders of replica groups."""
+"""Tests of disaggregated modules: layouts, task assignment and orders of replica groups."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, freezing, frozen, steps
-from order_checks import assert_complete, makespan, peaks, play
+from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, freeze_cases, frozen, steps
+from order_checks import assert_complete, makespan, peaks, simulate_order
 
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -42,7 +42,7 @@ UNITS = {
 
 def graphs() -> Iterator[StageGraph]:
     for model, sizes in UNITS.items():
-        kinds = freezing(MODELS[model])
+        kinds = freeze_cases(MODELS[model])
         if model == "generator":
             kinds["all but the generator"] = [frozen(VISION), frozen(LLM), GENERATOR]
             kinds["generator"] = [VISION, LLM, frozen(GENERATOR)]
@@ -54,7 +54,7 @@ def graphs() -> Iterator[StageGraph]:
                     yield deal_tasks(graph)
 
 
-def test_units_share_no_rank() -> None:
+def test_disaggregated_modules_share_no_rank() -> None:
     units = UNITS["generator"][1]
     layout = disaggregated_layout(MODELS["generator"], units)
     owners: dict[int, set[str]] = {}
@@ -67,38 +67,38 @@ def test_units_share_no_rank() -> None:
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "separated"])
-def test_plans_do_the_whole_step_without_deadlock(name: str) -> None:
+def test_disaggregated_plans_are_complete_and_valid(name: str) -> None:
     for graph in graphs():
         if name == "separated":
             order = separated(graph)
         else:
             order = disaggregated_order(graph, SCHEDULES[name])
-        if name == "zero_bubble":  # splits where that helps
+        if name == "zero_bubble":  # splits backward passes if useful
             assert not order_problems(graph, order)
         else:
             assert_complete(graph, order)
-        play(graph, order, lambda action: 1.0)
+        simulate_order(graph, order, lambda action: 1.0)
         validate_plan(lower_plan(order, graph, {}, sharding="step")).raise_for_problems()
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble", "gpipe"])
-def test_plans_of_llms_with_several_stages_per_rank(name: str) -> None:
+def test_virtual_stages_of_disaggregated_llm_are_valid(name: str) -> None:
     schedule = {**SCHEDULES, "interleaved_1f1b": interleaved_1f1b}[name]
     for model, sizes in UNITS.items():
         for units in sizes:
-            for modules in freezing(MODELS[model]).values():
+            for modules in freeze_cases(MODELS[model]).values():
                 layout = disaggregated_layout(modules, units, {"llm": 2})
                 for graph in steps(layout, 6 * units["llm"].replicas, seed=3):
-                    dealt = deal_tasks(graph)
-                    order = disaggregated_order(dealt, schedule)
-                    play(dealt, order, lambda action: 1.0)
-                    plan = lower_plan(order, dealt, {}, sharding="step")
+                    graph_ = deal_tasks(graph)
+                    order = disaggregated_order(graph_, schedule)
+                    simulate_order(graph_, order, lambda action: 1.0)
+                    plan = lower_plan(order, graph_, {}, sharding="step")
                     validate_plan(plan).raise_for_problems()
 
 
 @pytest.mark.parametrize("generator", [0, 1])
-def test_several_stages_per_rank_shorten_the_step(generator: int) -> None:
-    """The bubble of 4 LLM ranks is halved by two stages each."""
+def test_virtual_stages_shorten_disaggregated_step(generator: int) -> None:
+    """Check that two stages per rank halve the bubble of 4 LLM ranks."""
     modules = MODELS["generator"] if generator else MODELS["vision"]
     units = {"vision": UnitSize(1, 1), "llm": UnitSize(4, 1), "generator": UnitSize(1, 1)}
     units = {module.name: units[module.name] for module in modules}
@@ -109,8 +109,9 @@ def test_several_stages_per_rank_shorten_the_step(generator: int) -> None:
         graph = deal_tasks(StageGraph(layout, 16, parts))
         llm = [stage.module == "llm" for stage in layout.stages]
         order = disaggregated_order(graph, schedule)
-        spans.append(makespan(play(graph, order, partial(_duration, llm, stages))))
-    # F takes 1 and B 2, half of it outside of the LLM: its work, its fill and drain, the encoder's.
+        spans.append(makespan(simulate_order(graph, order, partial(_duration, llm, stages))))
+    # F takes 1 and B 2, and half of this outside of the LLM. The terms are the work of the LLM,
+    # its ramp-up and ramp-down, and the encoder.
     assert spans[1] == 3 * (16 + 3 / 2 + 1 / 2) < spans[0]
 
 
@@ -118,8 +119,8 @@ def _duration(llm: list[bool], stages: int, action: Action) -> float:
     return (1.0 if action.type is F else 2.0) / (stages if llm[action.stage] else 2)
 
 
-def test_an_unfit_order_is_told_before_it_runs() -> None:
-    """The LLM waits for an encoder that first wants the gradient of what the LLM has not got."""
+def test_deadlock_of_order_is_reported() -> None:
+    """Use an encoder that waits for a gradient before it computes an input of the LLM."""
     layout = disaggregated_layout(
         MODELS["vision"], {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)}
     )
@@ -130,8 +131,8 @@ def test_an_unfit_order_is_told_before_it_runs() -> None:
     assert {problem.kind for problem in report.problems} == {"deadlock"}
 
 
-def test_a_rank_keeps_no_more_waves_than_positions_behind_it() -> None:
-    """Uniform microbatches: the bound of 1F1B over the whole chain, of 2 + 3 ranks."""
+def test_ranks_limit_microbatches_in_flight() -> None:
+    """Use uniform microbatches: the bound of 1F1B over a pipeline of 2 + 3 ranks applies."""
     layout = disaggregated_layout(
         MODELS["vision"], {"vision": UnitSize(2, 1), "llm": UnitSize(3, 1)}
     )
@@ -139,26 +140,26 @@ def test_a_rank_keeps_no_more_waves_than_positions_behind_it() -> None:
     assert peaks(disaggregated_order(graph, one_f_one_b)) == [5, 4, 3, 2, 1]
 
 
-def test_the_llm_is_never_idle_between_microbatches_of_faster_encoders() -> None:
-    """3 encoder replicas for 2 of the LLM, an encoder task takes less than a third of the LLM's."""
+def test_fast_encoders_keep_the_llm_busy() -> None:
+    """Use 3 encoder replicas for 2 LLM replicas, and encoder tasks of a third of the LLM time."""
     layout = disaggregated_layout(
         MODELS["vision"], {"vision": UnitSize(1, 3), "llm": UnitSize(1, 2)}
     )
     graph = deal_tasks(StageGraph(layout, 12, {"vision": (1,) * 12}))
     module = [stage.module for stage in layout.stages]
-    records = play(
+    records = simulate_order(
         graph,
         disaggregated_order(graph, one_f_one_b),
         lambda action: 3.0 if module[action.stage] == "llm" else 1.0,
     )
     for rank in (3, 4):
-        own = sorted((r.start_ms, r.end_ms) for r in records if r.rank == rank)
-        assert own[-1][1] - own[0][0] == 3.0 * len(own) == 3.0 * 12
+        spans = sorted((r.start_ms, r.end_ms) for r in records if r.rank == rank)
+        assert spans[-1][1] - spans[0][0] == 3.0 * len(spans) == 3.0 * 12
 
 
 @pytest.mark.parametrize(("encoders", "generators"), [(8, 0), (5, 0), (4, 4), (1, 6)])
 def test_many_replicas_keep_one_llm_busy(encoders: int, generators: int) -> None:
-    """Each takes as many times as long for a microbatch as there are replicas of it."""
+    """Use task times that are proportional to the number of replicas of a module."""
     units = {"vision": UnitSize(1, encoders), "llm": UnitSize(1, 1)}
     if generators:
         units["generator"] = UnitSize(1, generators)
@@ -169,16 +170,16 @@ def test_many_replicas_keep_one_llm_busy(encoders: int, generators: int) -> None
     times = [
         {"vision": encoders, "llm": 1, "generator": generators}[s.module] for s in layout.stages
     ]
-    records = play(
+    records = simulate_order(
         graph,
         disaggregated_order(graph, one_f_one_b),
         lambda action: (1.0 if action.type is F else 2.0) * times[action.stage],
     )
-    # The first microbatch's way to the LLM and back, and that of the LLM's last ones.
+    # Ramp-up of the first microbatch to the LLM and back, and ramp-down of the last microbatches.
     assert makespan(records) <= 3 * (48 + encoders + 2 * generators)
 
 
-def test_tasks_are_dealt_evenly_and_in_order() -> None:
+def test_tasks_are_assigned_evenly_in_order() -> None:
     layout = disaggregated_layout(
         MODELS["generator"],
         {"vision": UnitSize(2, 3), "llm": UnitSize(1, 2), "generator": UnitSize(1, 3)},
@@ -190,42 +191,42 @@ def test_tasks_are_dealt_evenly_and_in_order() -> None:
         lambda action: costs[action.sub_microbatch % 3],
     )
     assert [graph.replica["llm", m, 0] for m in range(8)] == [0, 1] * 4
-    drawn = [graph.replica["generator", m, 0] for m in range(8)]
-    assert drawn == [0, 1, 2] * 2 + [0, 1]
+    replicas = [graph.replica["generator", m, 0] for m in range(8)]
+    assert replicas == [0, 1, 2] * 2 + [0, 1]
     loads = [0.0] * 3
-    for (name, _, part), chosen in graph.replica.items():
+    for (name, _, index), chosen in graph.replica.items():
         if name == "vision":
-            loads[chosen] += 2 * costs[part % 3]
+            loads[chosen] += 2 * costs[index % 3]
     assert max(loads) - min(loads) <= 2 * max(costs.values())
 
 
-def test_nothing_frozen_causes_traffic() -> None:
-    """Gradients between units go only where something is trained behind them."""
+def test_frozen_modules_send_no_gradients() -> None:
+    """Check that gradients are sent only to modules with trainable modules before them."""
     units = UNITS["generator"][1]
-    wanted = {  # by what is trained: modules that send gradients to another
+    senders_by_modules = {  # modules that send gradients, by frozen modules
         (VISION, LLM, GENERATOR): {"llm", "generator"},
         (frozen(VISION), LLM, GENERATOR): {"generator"},
         (VISION, frozen(LLM), frozen(GENERATOR)): {"llm", "generator"},
         (frozen(VISION), LLM, frozen(GENERATOR)): {"generator"},
         (frozen(VISION), frozen(LLM), GENERATOR): set(),
     }
-    for modules, senders in wanted.items():
+    for modules, senders in senders_by_modules.items():
         layout = disaggregated_layout(modules, units)
         graph = deal_tasks(StageGraph(layout, 4, {"vision": (1,) * 4, "generator": (2,) * 4}))
         order = disaggregated_order(graph, one_f_one_b)
         plan = lower_plan(order, graph, {})
-        found = {
+        actual = {
             layout.stages[action.stage].module
             for row in plan.actions
             for action in row
             if action.type is ActionType.SEND_B
             and layout.stages[action.stage].module != layout.stages[action.other].module
         }
-        assert found == senders
+        assert actual == senders
         trained = {m.name for m in modules if m.pre_trainable}
         with_backward = {layout.stages[a.stage].module for row in order for a in row if a.type is B}
-        behind = ["vision", "llm", "generator"]
-        assert with_backward == set(behind[min(behind.index(name) for name in trained) :])
+        order_ = ["vision", "llm", "generator"]
+        assert with_backward == set(order_[min(order_.index(name) for name in trained) :])
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,14 @@ def test_nothing_frozen_causes_traffic() -> None:
         ({"vision": UnitSize(1, 0), "llm": UnitSize(1, 1)}, "in 0 replicas"),
     ],
 )
-def test_sizes_that_do_not_fit(units: dict[str, UnitSize], message: str) -> None:
+def test_invalid_disaggregated_degrees_are_rejected(
+    units: dict[str, UnitSize], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         disaggregated_layout(MODELS["vision"], units)
 
 
-def test_several_stages_per_rank() -> None:
+def test_disaggregated_llm_stages_alternate_ranks() -> None:
     layout: StageLayout = disaggregated_layout(
         [VISION, AUDIO, LLM],
         {"vision": UnitSize(2, 1), "audio": UnitSize(1, 1), "llm": UnitSize(2, 2)},

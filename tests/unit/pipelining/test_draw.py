@@ -1,4 +1,4 @@
-"""The picture of a step: valid XML, each task once where it belongs, idle time hatched."""
+"""Tests of plots of a step: valid XML, each task once at its time, hatched idle time."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -16,7 +16,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def step(ranks, microbatches, modules=("vision", "llm")):
-    """Each module over all ranks, all forwards before all backwards, 0..2 sub-microbatches."""
+    """Return a step with all modules on all ranks, with 0 to 2 sub-microbatches.
+
+    All forward passes precede all backward passes.
+    """
     stages = tuple(
         StageSpec(m * ranks + r, module, r, r + 1, (r,))
         for m, module in enumerate(modules)
@@ -38,7 +41,7 @@ def step(ranks, microbatches, modules=("vision", "llm")):
 
 
 def boxes(group):
-    """Tooltip -> box, of one rank's group."""
+    """Return the boxes of a rank by tooltip."""
     return {
         rect.find(f"{SVG}title").text.split()[0]: rect
         for rect in group.iter(f"{SVG}rect")
@@ -46,20 +49,20 @@ def boxes(group):
     }
 
 
-def test_each_task_is_drawn_once_on_its_rank_at_its_time():
+def test_each_task_is_plotted_once_at_its_time():
     graph, records = step(3, 5)
     root = ET.fromstring(timelines_svg("a step", [Panel("plan", records, graph.layout)]))
     rows = root.findall(f"{SVG}g")
     assert len(rows) == 3
     makespan_ms = max(r.end_ms for r in records)
     for rank, row in enumerate(rows):
-        drawn = boxes(row)
-        own = [r for r in records if r.rank == rank]
-        assert sorted(drawn) == sorted(str(r.action) for r in own)
+        plotted = boxes(row)
+        rank_records = [r for r in records if r.rank == rank]
+        assert sorted(plotted) == sorted(str(r.action) for r in rank_records)
         titles = [t.text.split()[0] for t in row.iter(f"{SVG}title")]
         assert Counter(titles).most_common(1)[0][1] == 1
-        for r in own:
-            x, width = (float(drawn[str(r.action)].get(k)) for k in ("x", "width"))
+        for r in rank_records:
+            x, width = (float(plotted[str(r.action)].get(k)) for k in ("x", "width"))
             assert x == pytest.approx(64 + r.start_ms * 1060 / makespan_ms, abs=0.1)
             assert width == pytest.approx((r.end_ms - r.start_ms) * 1060 / makespan_ms, abs=0.7)
 
@@ -82,7 +85,7 @@ def test_idle_time_is_hatched_and_summed():
     assert "idle: DP reduce-scatter" in text and "DP all-gather" not in text
 
 
-def test_labels_are_dropped_where_they_do_not_fit_and_large_steps_stay_small_files():
+def test_large_steps_are_plotted_without_labels():
     graph, records = step(8, 64)
     svg = timelines_svg("large", [Panel("plan", records, graph.layout)], width_px=1200)
     rows = ET.fromstring(svg).findall(f"{SVG}g")
@@ -97,7 +100,7 @@ def test_labels_are_dropped_where_they_do_not_fit_and_large_steps_stay_small_fil
     assert labels == {"0": 2, "1": 4, "2": 4, "2.1": 2}
 
 
-def test_two_steps_share_one_axis_and_the_colours_of_modules():
+def test_panels_share_axis_and_module_colors():
     graph, fast = step(2, 4)
     slow = [ActionRecord(r.rank, r.action, 2 * r.start_ms, 2 * r.end_ms) for r in fast]
     panels = [Panel("predicted", fast, graph.layout), Panel("measured", slow, graph.layout)]
@@ -123,7 +126,7 @@ def test_modules_and_directions_have_different_fills():
     assert len(used) == 8 == len({fills[name] for name in used})
 
 
-def test_names_cannot_break_the_file():
+def test_names_are_escaped_in_svg():
     layout = StageLayout((StageSpec(0, 'a<&">b', 0, 1, (0,)),), ())
     records = [ActionRecord(0, Action(ActionType.F, 0, 0), 0.0, 1.0)]
     root = ET.fromstring(timelines_svg("1 < 2 & 3", [Panel("<x>", records, layout)]))
@@ -131,7 +134,7 @@ def test_names_cannot_break_the_file():
     assert "1 < 2 & 3" in text and "<x>" in text and 'a<&">b: forward' in text
 
 
-def test_the_legend_breaks_into_lines_and_nothing_leaves_the_picture():
+def test_long_legends_break_into_lines():
     names = tuple(f"a_module_with_a_long_name_{i}" for i in range(6))
     graph, records = step(2, 3, names)
     root = ET.fromstring(timelines_svg("many", [Panel("plan", records, graph.layout)]))
@@ -142,7 +145,7 @@ def test_the_legend_breaks_into_lines_and_nothing_leaves_the_picture():
     assert len({t.get("y") for t in legend}) > 1 and len(legend) == 12
 
 
-def test_an_empty_step_has_a_picture_and_no_step_has_none():
+def test_empty_step_is_plotted():
     layout = StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ())
     ET.fromstring(timelines_svg("empty", [Panel("plan", [], layout)]))
     with pytest.raises(ValueError, match="panel"):

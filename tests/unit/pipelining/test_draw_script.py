@@ -1,4 +1,4 @@
-"""scripts/draw.py draws schedules and recorded steps, and says what is wrong with its arguments."""
+"""Tests of `scripts/draw.py`: plots of schedules and recorded steps, and invalid arguments."""
 
 import importlib.util
 import json
@@ -30,10 +30,10 @@ def script():
 
 @pytest.fixture
 def draw(script, tmp_path, capsys):
-    """Runs the script; returns exit code, standard output and error, and the drawn actions."""
+    """Return a function that runs the script. It returns exit code, outputs and plotted actions."""
 
     def run(*arguments):
-        out = tmp_path / "picture.svg"
+        out = tmp_path / "plot.svg"
         code = script.main([*map(str, arguments), "--out", str(out)])
         captured = capsys.readouterr()
         titles = ET.parse(out).getroot().iter(f"{SVG}title") if out.exists() else ()
@@ -42,26 +42,28 @@ def draw(script, tmp_path, capsys):
     return run
 
 
-def test_every_schedule_is_drawn_with_all_tasks_of_every_stage(draw):
+def test_every_schedule_is_plotted_completely(draw):
     for name in ORDERS:
         code, text, _, actions = draw("--schedule", name, "--stages", 2, "--images", "0,3,1,12")
         assert code == 0 and text.startswith(f"{name}: ")
         for kinds in ("F", "BI"):
-            found = Counter(
+            counts = Counter(
                 int(re.split(f"[{kinds}]", a)[0]) for a in actions if set(kinds) & set(a)
             )
-            assert len(found) >= 3 and found[0] == 0 + 1 + 1 + 3 and found[max(found)] == 4
+            assert len(counts) >= 3 and counts[0] == 0 + 1 + 1 + 3 and counts[max(counts)] == 4
 
 
 @needs_extension("balance")
-def test_colocated_encoders_are_drawn_in_bubbles(draw):
+def test_colocated_encoders_are_plotted_in_bubbles(draw):
     step = ("--stages", 4, "--images", "0,3,1,7,0,2,5,1", "--layers", "vision=8,llm=16")
     code, text, _, actions = draw("--schedule", "megatron_balanced", "optimus:coarse", "optimus",
                                   *step, "--encoder-stages", 2)  # fmt: skip
     assert code == 0
     balanced, coarse, fine = (float(line.split()[1]) for line in text.splitlines()[:3])
     assert fine <= coarse < balanced
-    assert {int(a.split("F")[0]) for a in actions if "F" in a} >= set(range(8))  # of one layer
+    assert {int(a.split("F")[0]) for a in actions if "F" in a} >= set(
+        range(8)
+    )  # stages of one layer
     code, _, problem, _ = draw("--schedule", "optimus:finest", *step)
     assert code == 2 and "optimus:finest" in problem
     code, _, problem, _ = draw("--schedule", "optimus", *step, "--encoder-stages", 3)
@@ -69,21 +71,22 @@ def test_colocated_encoders_are_drawn_in_bubbles(draw):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "separated", "interleaved_1f1b"])
-def test_modules_on_ranks_of_their_own_are_drawn_side_by_side(draw, name):
+def test_disaggregated_modules_are_plotted(draw, name):
     stages = "2" if name == "interleaved_1f1b" else "1"
-    given = ["--units", "vision=1x3,llm=2x2", "--images", "1,2,0,4", "--virtual-stages", stages]
-    code, text, _, actions = draw("--schedule", name, *given)
+    options = ["--units", "vision=1x3,llm=2x2", "--images", "1,2,0,4", "--virtual-stages", stages]
+    code, text, _, actions = draw("--schedule", name, *options)
     assert code == 0 and text.startswith(f"{name}: ")
     forwards = [action for action in actions if "F" in action]
     assert len(forwards) == 3 + 4 * 2 * int(stages)  # three microbatches have images
 
 
-def test_the_makespan_follows_from_the_durations(draw):
+def test_plotted_makespan_follows_durations(draw):
     llm = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 3, "--layers", "llm=8")
     assert "1f1b: 48 ms" in draw(*llm)[1]  # (3 + 1) x (4 + 8)
     slower = draw(*llm, "--layer-ms", "llm=0.5", "--transfer-ms", 1)[1]
-    assert "1f1b: 28 ms" in slower  # half of it, and four transfers that nothing hides
-    # Images 5 and 2 in parts of at most 3: forwards of 3, 2 and 2 ms; 2 x 1 ms for the LLM.
+    assert "1f1b: 28 ms" in slower  # half of it, and four exposed transfers
+    # Images 5 and 2 in sub-microbatches of at most 3: forward passes of 3, 2 and 2 ms, LLM 2 x 1
+    # ms.
     both = ("--schedule", "separated", "--stages", 1, "--images", "5,2", "--images-per-part", 3,
             "--layers", "vision=1,llm=1")  # fmt: skip
     _, text, _, actions = draw(*both)
@@ -93,7 +96,7 @@ def test_the_makespan_follows_from_the_durations(draw):
     assert "separated: 9 ms" in text and not [a for a in actions if "B" in a]
 
 
-def test_an_order_survives_csv_and_a_trace_has_its_actions(draw, tmp_path):
+def test_order_survives_csv_and_trace(draw, tmp_path):
     options = ("--stages", 2, "--images", "1,0,6")
     csv, trace = tmp_path / "order.csv", tmp_path / "trace.json"
     _, text, _, actions = draw("--schedule", "separated", *options, "--csv", csv, "--trace", trace)
@@ -104,7 +107,7 @@ def test_an_order_survives_csv_and_a_trace_has_its_actions(draw, tmp_path):
     assert sorted(e["name"] for e in events if e["ph"] == "X") == sorted(actions)
 
 
-def test_recorded_steps_stand_above_schedules(draw, tmp_path):
+def test_recorded_steps_are_plotted_first(draw, tmp_path):
     file = tmp_path / "step-3.json"
     graph = StageGraph(StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ()), 1)
     write_records(file, [ActionRecord(0, Action(ActionType.F, 0, 0), 1.0, 4.0)], graph)
@@ -138,6 +141,6 @@ def test_recorded_steps_stand_above_schedules(draw, tmp_path):
         (["--records", str(ROOT / "pyproject.toml")], "not a recorded step"),
     ],
 )
-def test_wrong_arguments_end_with_a_message(draw, arguments, words):
+def test_invalid_draw_arguments_print_an_error(draw, arguments, words):
     code, _, error, actions = draw(*arguments)
     assert code == 2 and words in error and not actions

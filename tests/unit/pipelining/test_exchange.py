@@ -1,4 +1,4 @@
-"""CSV that torch reads and writes too, errors with file, row and column, and Chrome traces."""
+"""Tests of CSV files that torch can read and write, of their errors, and of Chrome traces."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from module_cases import LLM, MODELS, VISION, freezing, steps
-from order_checks import F, assert_complete, chain, play
+from module_cases import LLM, MODELS, VISION, freeze_cases, steps
+from order_checks import F, assert_complete, chain, simulate_order
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from torchmm.common.errors import PlanError
@@ -32,8 +32,8 @@ def cells(path):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_orders_survive_the_file(name, tmp_path):
-    for case, modules in enumerate(freezing(MODELS["generator"]).values()):
+def test_orders_survive_csv_files(name, tmp_path):
+    for case, modules in enumerate(freeze_cases(MODELS["generator"]).values()):
         layout = schedule_layout(name, modules, 4)
         for graph in steps(layout, 5, seed=case):
             order = ORDERS[name](graph)
@@ -43,7 +43,7 @@ def test_orders_survive_the_file(name, tmp_path):
             assert again == order
 
 
-def test_torch_reads_every_cell_and_chunks_number_a_stages_tasks(tmp_path):
+def test_torch_reads_exported_cells(tmp_path):
     graph = StageGraph(separated_layout([VISION, LLM], 2), 3, {"vision": (2, 0, 3)})
     order = ORDERS["separated"](graph)
     write_order(tmp_path / "order.csv", order, graph)
@@ -57,8 +57,8 @@ def test_torch_reads_every_cell_and_chunks_number_a_stages_tasks(tmp_path):
 
 
 @pytest.mark.parametrize("planner", [interleaved_1f1b, zero_bubble])
-def test_torchs_runtime_loads_an_order(planner, tmp_path):
-    """Including its own check, and the placing of its communication."""
+def test_torch_runtime_loads_exported_order(planner, tmp_path):
+    """Include the checks of torch, and the insertion of communication."""
     graph = StageGraph(chain(4, 2), 8)
     write_order(tmp_path / "order.csv", planner(graph), graph)
     runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
@@ -76,24 +76,24 @@ def test_torchs_runtime_loads_an_order(planner, tmp_path):
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_torchs_own_files_are_read(chunks, tmp_path):
-    """With its idle cells, and its I and W for the first stage, which has no gradient to return."""
-    own = SimpleNamespace(
+def test_files_of_torch_are_read(chunks, tmp_path):
+    """Include idle cells, and I and W actions of the first stage, which has no input gradient."""
+    config = SimpleNamespace(
         n_local_stages=chunks, pp_group_size=4, microbatches_per_round=4, _n_microbatches=8
     )
-    theirs = torch_schedules.ScheduleInterleavedZeroBubble
-    own.pipeline_order = {
-        rank: theirs._calculate_single_rank_operations(own, rank) for rank in range(4)
+    torch_schedule = torch_schedules.ScheduleInterleavedZeroBubble
+    config.pipeline_order = {
+        rank: torch_schedule._calculate_single_rank_operations(config, rank) for rank in range(4)
     }
-    theirs._dump_csv(own, str(tmp_path / "torch.csv"), format="compute_only")
+    torch_schedule._dump_csv(config, str(tmp_path / "torch.csv"), format="compute_only")
     assert [c for c in cells(tmp_path / "torch.csv")[0] if c == "0I0"] == ["0I0"]
     graph = StageGraph(chain(4, chunks), 8)
     order = read_order(tmp_path / "torch.csv", graph)
     assert_complete(graph, order, split=True)
-    play(graph, order, lambda action: 1.0)
+    simulate_order(graph, order, lambda action: 1.0)
 
 
-def test_halves_of_a_backward_that_do_not_exist_are_left_out(tmp_path):
+def test_nonexistent_backward_halves_are_omitted(tmp_path):
     graph = StageGraph(chain(3, trainable=[True, False, True]), 1)
     rows = ["0F0,0I0,0W0", "1F0,1I0,1W0", "2F0,2I0,2W0"]
     (tmp_path / "order.csv").write_text("\n".join(rows))
@@ -137,17 +137,17 @@ def test_halves_of_a_backward_that_do_not_exist_are_left_out(tmp_path):
         (["0F0,0F1,0B0,0B1"], ["1 ranks, the layout has 2"]),
     ],
 )
-def test_wrong_orders_are_listed_with_their_places(rows, problems, tmp_path):
+def test_invalid_orders_are_listed_with_cells(rows, problems, tmp_path):
     path = tmp_path / "order.csv"
     path.write_bytes("\n".join(rows).encode("latin-1"))
     with pytest.raises(PlanError) as caught:
         read_order(path, StageGraph(chain(2), 2))
-    for found, wanted in zip(caught.value.problems, problems, strict=True):
-        assert found.startswith(str(path))
-        assert wanted in found
+    for actual, expected in zip(caught.value.problems, problems, strict=True):
+        assert actual.startswith(str(path))
+        assert expected in actual
 
 
-def test_a_backward_of_what_is_frozen_is_told():
+def test_backward_of_frozen_stage_is_reported():
     graph = StageGraph(chain(1, trainable=[False]), 1)
     order = ((Action(F, 0, 0), Action(ActionType.B, 0, 0), Action(ActionType.SEND_F, 0, 0)),)
     assert order_problems(graph, order) == [
@@ -156,7 +156,7 @@ def test_a_backward_of_what_is_frozen_is_told():
     ]
 
 
-def test_replicas_have_their_own_ranks(tmp_path):
+def test_replicas_have_separate_csv_rows(tmp_path):
     stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (2,)))
     layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
     graph = StageGraph(layout, 2, {"vision": (2, 1)}, {("vision", 0, 1): 1})
@@ -169,7 +169,7 @@ def test_replicas_have_their_own_ranks(tmp_path):
 def test_chrome_traces_name_ranks_and_modules(tmp_path):
     layout = separated_layout([VISION, LLM], 2)
     graph = StageGraph(layout, 2, {"vision": (1, 2)})
-    records = play(graph, ORDERS["separated"](graph), lambda action: 1.5)
+    records = simulate_order(graph, ORDERS["separated"](graph), lambda action: 1.5)
     records.append(ActionRecord(0, Action(ActionType.WAIT_F, 2, 0, 0, 1, 1), 0.0, 0.25))
     write_chrome_trace(tmp_path / "trace.json", records, layout)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -185,6 +185,6 @@ def test_chrome_traces_name_ranks_and_modules(tmp_path):
         assert event["args"]["module"] == layout.stages[record.action.stage].module
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_order_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"order\.csv"):
         read_order(tmp_path / "order.csv", StageGraph(chain(2), 2))

@@ -1,6 +1,6 @@
-"""Inputs of layers in the host's memory: which leave the device, when they return, in which order.
+"""Tests of activation offloading: selection, time and order of copies of layer inputs.
 
-On a CPU, with streams that note what they are asked for and keep copies in the host's stead.
+The tests run on a CPU, with streams that record their calls and copy tensors on the same device.
 """
 
 from dataclasses import replace
@@ -29,67 +29,67 @@ ONE, SEVERAL = 1, 4
 """Seeds of steps with one and with several microbatches."""
 
 
-class Copies:
-    """Streams of a device, as far as anybody asks them."""
+class RecordingStreams:
+    """Copy streams of a device that record their calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
+        self.events: list[tuple[str, Any]] = []
         self.guests: list[Guest] = []
         self.ahead: set[Guest] = set()
-        """Copies on the device that nobody has used yet."""
-        self.most_ahead = 0
+        """Copies on the device that no backward pass has used yet."""
+        self.max_unused = 0
 
     def send(self, tensor: Tensor) -> Guest:
         unused: Any = None
         self.guests.append(Guest(tensor.detach().clone(), tensor.device, unused, unused))
-        self.told.append(("sent", self.guests[-1]))
+        self.events.append(("sent", self.guests[-1]))
         return self.guests[-1]
 
     def let_go(self, guest: Guest) -> None:
-        self.told.append(("let go", guest))
+        self.events.append(("released", guest))
 
     def bring(self, guest: Guest) -> None:
         guest.copy = guest.host.clone()
         self.ahead.add(guest)
-        self.most_ahead = max(self.most_ahead, len(self.ahead))
-        self.told.append(("brought", guest))
+        self.max_unused = max(self.max_unused, len(self.ahead))
+        self.events.append(("brought", guest))
 
     def await_arrival(self, guest: Guest) -> None:
         self.ahead.remove(guest)
-        self.told.append(("used", guest))
+        self.events.append(("used", guest))
 
     def act(self, action: Action) -> None:
-        self.told.append(("begun", action))
+        self.events.append(("begun", action))
 
 
 @pytest.fixture
-def copies(monkeypatch) -> Copies:
-    """Of all modules; with the actions that compute among what they are told."""
-    found: Any = Copies()
-    monkeypatch.setattr(activation, "HostInputs", lambda: HostInputs(lambda device: found))
+def streams(monkeypatch) -> RecordingStreams:
+    """Return the streams of all modules. Their events include computation."""
+    streams_: Any = RecordingStreams()
+    monkeypatch.setattr(activation, "HostInputs", lambda: HostInputs(lambda device: streams_))
     compute = StepState._bringing
 
-    def told(self, handler, action):
-        found.act(action)
+    def record_action(self, handler, action):
+        streams_.act(action)
         compute(self, handler, action)
 
-    monkeypatch.setattr(StepState, "_bringing", told)
-    return found
+    monkeypatch.setattr(StepState, "_bringing", record_action)
+    return streams_
 
 
 def offloading(plan: PipelinePlan) -> PipelinePlan:
-    """All tasks with a backward send all inputs to the host."""
+    """Return the plan with all inputs of tasks with a backward pass offloaded."""
     graph = plan.graph
-    chosen = {
+    modes = {
         task: ("offload",) * (stage.stop - stage.start)
         for task in graph.tasks()
         for stage in [graph.layout.stages[task.stage]]
         if graph.needs_backward(task.stage, task.microbatch)
     }
-    return replace(plan, recompute=chosen)
+    return replace(plan, recompute=modes)
 
 
-def test_only_inputs_of_offloaded_layers_leave_the_device(copies):
+def test_only_offloaded_inputs_are_copied(streams):
     layout = build_layout(CASE.modules(), CUTS)
     model, stages = built(CASE, layout)
     batch, plan = planned(CASE, layout, ONE)
@@ -97,78 +97,80 @@ def test_only_inputs_of_offloaded_layers_leave_the_device(copies):
     gradients = []
     for modes in (("none", "none"), ("offload", "full"), ("offload", "offload")):
         model.zero_grad()
-        copies.guests.clear()
+        streams.guests.clear()
         PipelineRuntime(0, stages, None).step(replace(plan, recompute={Task(2, 0): modes}), batch)
-        assert [g.host.shape for g in copies.guests] == [hidden] * modes.count("offload")
+        assert [g.host.shape for g in streams.guests] == [hidden] * modes.count("offload")
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
     for name, grad in gradients[0].items():
         for other in gradients[1:]:
             torch.testing.assert_close(other[name], grad, rtol=1e-5, atol=1e-6)
 
 
-def test_what_was_sent_is_free_when_its_forward_is_over(copies):
+def test_offloaded_inputs_are_freed_after_forward(streams):
     layout = build_layout(CASE.modules(), CUTS)
     _, stages = built(CASE, layout)
     batch, plan = planned(CASE, layout, ONE)
-    given: list[StorageWeakRef] = []
+    inputs: list[StorageWeakRef] = []
     freed: list[bool] = []
 
     def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        given.append(StorageWeakRef(arguments[0].untyped_storage()))
+        inputs.append(StorageWeakRef(arguments[0].untyped_storage()))
 
     def look(guest: Guest) -> None:
-        freed[:] = freed or [reference.expired() for reference in given]
+        freed[:] = freed or [reference.expired() for reference in inputs]
 
     for index in (2, 3):
         for layer in stages[index].module.layers:
             layer.register_forward_pre_hook(note)
-    copies.await_arrival = look  # type: ignore[method-assign]
-    every = {Task(2, 0): ("full", "offload"), Task(3, 0): ("offload", "offload")}
-    PipelineRuntime(0, stages, None).step(replace(plan, recompute=every), batch)
-    assert freed == [False, True, False, True], "stay: what is not offloaded, what was received"
+    streams.await_arrival = look  # type: ignore[method-assign]
+    recompute = {Task(2, 0): ("full", "offload"), Task(3, 0): ("offload", "offload")}
+    PipelineRuntime(0, stages, None).step(replace(plan, recompute=recompute), batch)
+    assert freed == [False, True, False, True], (
+        "only offloaded inputs of non-first layers are freed"
+    )
 
 
 @pytest.mark.parametrize("split", [0.0, 0.5, 1.0])
-def test_each_comes_back_once_and_no_more_than_one_ahead_of_its_use(copies, split):
+def test_inputs_are_fetched_once_with_one_ahead(streams, split):
     layout = build_layout(CASE.modules(), CUTS)
     _, stages = built(CASE, layout)
     batch, plan = planned(CASE, layout, SEVERAL, split=split)
     assert len(batch) > 1
     PipelineRuntime(0, stages, None).step(offloading(plan), batch)
-    assert len(copies.guests) > 8 and copies.most_ahead == 1
-    for guest in copies.guests:
-        own = [what for what, of in copies.told if of is guest]
-        assert own == ["sent", "let go", "brought", "used"]
+    assert len(streams.guests) > 8 and streams.max_unused == 1
+    for guest in streams.guests:
+        events = [event for event, subject in streams.events if subject is guest]
+        assert events == ["sent", "released", "brought", "used"]
 
 
-def test_what_the_plans_next_backward_needs_first_comes_during_the_action_before(copies):
-    assert backwards_that_wait(copies) == 0
+def test_inputs_are_prefetched_during_previous_action(streams):
+    assert waiting_backwards(streams) == 0
 
 
-def test_without_the_plan_it_comes_when_its_backward_has_begun(copies, monkeypatch):
+def test_without_prefetch_backward_waits_for_inputs(streams, monkeypatch):
     monkeypatch.setattr("torchmm.pipelining.run.step_state._next_offloaded", lambda *_: {})
-    assert backwards_that_wait(copies) > 3
+    assert waiting_backwards(streams) > 3
 
 
-def backwards_that_wait(copies: Copies) -> int:
-    """How many, of those that follow something else than their own forward."""
+def waiting_backwards(streams: RecordingStreams) -> int:
+    """Return the number of waiting backward passes, unless they directly follow their forward."""
     layout = build_layout(CASE.modules(), CUTS)
     _, stages = built(CASE, layout)
     batch, plan = planned(CASE, layout, SEVERAL, split=0.0)
     chosen = offloading(plan)
     PipelineRuntime(0, stages, None).step(chosen, batch)
-    places = {entry: place for place, entry in enumerate(copies.told)}
-    own: dict[Task, list[Guest]] = {}
+    positions = {entry: place for place, entry in enumerate(streams.events)}
+    guests: dict[Task, list[Guest]] = {}
     running = Action(ActionType.F, 0, 0)
-    for what, of in copies.told:
+    for what, of in streams.events:
         running = of if what == "begun" else running
         if what == "sent":
-            own.setdefault(running.task, []).append(of)
+            guests.setdefault(running.task, []).append(of)
     computing = [action for action in plan.actions[0] if action.type in COMPUTE]
     waiting = 0
     for before, action in pairwise(computing):
-        if action.type is ActionType.B and before.task != action.task and action.task in own:
-            last = own[action.task][-1]
-            assert places["brought", last] > places["begun", before]
-            waiting += places["brought", last] > places["begun", action]
+        if action.type is ActionType.B and before.task != action.task and action.task in guests:
+            last = guests[action.task][-1]
+            assert positions["brought", last] > positions["begun", before]
+            waiting += positions["brought", last] > positions["begun", action]
     return waiting

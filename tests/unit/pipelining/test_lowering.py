@@ -1,12 +1,12 @@
-"""Lowering: every legal order becomes a plan that runs, with communication where it belongs."""
+"""Tests of lowering: every valid order becomes an executable plan with correct communication."""
 
 import itertools
 import random
 from dataclasses import replace
 
 import pytest
-from module_cases import MODELS, freezing, steps
-from naive_execution import WAIT_OF, failure, reach, replicas_failure
+from module_cases import MODELS, freeze_cases, steps
+from naive_execution import WAIT_OF, execution_failure, replicas_failure, run_until
 from random_orders import random_graph, random_order, random_specs, random_step
 
 from torchmm.pipelining.checks.validate import validate_plan
@@ -25,7 +25,7 @@ POST_OF = {wait: post for post, wait in WAIT_OF.items()}
 
 
 def chain(stages: int, ranks: int, *, trainable=(), tied=()) -> StageLayout:
-    """One module on ranks in turn; `tied` pairs of stages hold copies of a weight."""
+    """Return a layout of one module with round-robin stages. `tied` pairs share a weight."""
     specs = [StageSpec(s, "llm", s, s + 1, (s % ranks,)) for s in range(stages)]
     for index, flag in enumerate(trainable):
         specs[index] = replace(specs[index], trainable=flag)
@@ -52,14 +52,14 @@ def test_random_orders_become_valid_plans(tenth):
     for seed in range(tenth * 60, tenth * 60 + 60):
         plan = random_plan(seed)
         assert [str(p) for p in validate_plan(plan).problems] == [], seed
-        assert failure(plan) == "", seed
+        assert execution_failure(plan) == "", seed
         compute = [tuple(a for a in p if a.type in COMPUTE) for p in plan.actions]
         assert tuple(compute) == random_order(plan.graph, seed)
         sizes.add(sum(map(len, plan.actions)))
-    assert len(sizes) > 20  # the graphs are not all alike
+    assert len(sizes) > 20  # the graphs have different sizes
 
 
-def test_random_orders_are_reproducible_and_differ():
+def test_random_orders_are_reproducible():
     graph = random_graph(3, ranks=3, microbatches=4)
     orders = [random_order(graph, seed) for seed in range(20)]
     assert orders == [random_order(graph, seed) for seed in range(20)]
@@ -70,7 +70,7 @@ def test_random_orders_are_reproducible_and_differ():
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_schedules_become_valid_plans(schedule, model):
     plans = 0
-    for frozen, modules in freezing(MODELS[model]).items():
+    for frozen, modules in freeze_cases(MODELS[model]).items():
         for ranks, microbatches in ((1, 3), (2, 4), (4, 3), (4, 9)):
             layout = schedule_layout(schedule, modules, ranks, 1 if schedule == "1f1b" else 2)
             for graph in steps(layout, microbatches, seed=ranks):
@@ -82,7 +82,7 @@ def test_schedules_become_valid_plans(schedule, model):
     assert plans == 5 * 4 * 2
 
 
-def test_a_small_plan_is_this():
+def test_small_plans_match_expected_actions():
     graph = StageGraph(chain(2, 2, trainable=(False, True)), 2)
     frozen = lower_plan(one_f_one_b(graph), graph, {}, sharding="step")
     assert texts(frozen) == [
@@ -102,16 +102,16 @@ def test_a_small_plan_is_this():
     ]  # fmt: skip
 
 
-def test_what_went_round_all_ranks_proves_that_all_have_theirs():
-    """Of 3 ranks with 2 stages each, the second pass begins with what the last rank sent."""
+def test_release_follows_proof_around_ranks():
+    """Use 3 ranks with 2 stages each, in which the second pass depends on all ranks."""
     graph = StageGraph(chain(6, 3), 1)
     program = lower_plan(gpipe(graph), graph, {}).actions[0]
     wait = program.index(Action(T.WAIT_F, 3, 0, 0, 2, 2))
     assert program.index(Action(T.WAIT_SEND_F, 0, 0, 0, 1, 1)) == wait + 1
 
 
-def test_releases_never_block_and_come_as_early_as_proven():
-    """Other ranks are driven only as far as this one cannot do without."""
+def test_releases_are_early_and_never_block():
+    """Advance other ranks only as far as necessary."""
     counts = [0, 0]
     for seed in range(100):
         plan = random_plan(seed, sharding="none")
@@ -129,18 +129,18 @@ def test_releases_never_block_and_come_as_early_as_proven():
 
 
 def is_received(plan, rank, release, position) -> bool:
-    """Whether the receiver is certainly past its wait when a rank comes to a position."""
+    """Return True if the receiver has passed its wait when a rank reaches a position."""
     program = plan.actions[rank]
     if program.index(release._replace(type=POST_OF[release.type])) >= position:
         return False
     kind = {T.WAIT_SEND_F: T.WAIT_F, T.WAIT_SEND_B: T.WAIT_B}[release.type]
     mirrored = release._replace(type=kind, stage=release.other, other=release.stage, peer=rank)
-    there = plan.actions[release.peer].index(mirrored)
-    return reach(plan, rank, position).position[release.peer] > there
+    wait_position = plan.actions[release.peer].index(mirrored)
+    return run_until(plan, rank, position).position[release.peer] > wait_position
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
-def test_receives_are_posted_in_order_early_and_boundedly(ahead):
+def test_receives_are_posted_early_within_bounds(ahead):
     forced = channels = 0
     for seed in range(80):
         plan = random_plan(seed, receives_ahead=ahead)
@@ -151,29 +151,29 @@ def test_receives_are_posted_in_order_early_and_boundedly(ahead):
                 forced += check_receives(sent, program, source, ahead)
                 channels += 1
     assert channels > 50
-    assert forced > 5  # some orders consume in another order than the peer sends
+    assert forced > 5  # some orders consume in a different order than the peer sends
 
 
 def check_receives(sent, program, source, ahead) -> int:
-    """Follows the receives of one channel; returns how many exceed the bound."""
-    wanted = [  # the waits, in the order of sending
+    """Check the receives of one channel. Return the number of receives that exceed the bound."""
+    expected = [  # waits in the order of sending
         a._replace(type=WAIT_FOR[a.type], stage=a.other, other=a.stage, peer=source) for a in sent
     ]
-    waits = [a for a in program if a in wanted]
+    waits = [a for a in program if a in expected]
     posted = waited = forced = 0
     for action in program:
         if action.type in COMPUTE + WAITS:
-            assert posted >= min(len(sent), waited + ahead), "could have been posted before"
-            later = [wanted.index(wait) for wait in waits[waited : waited + ahead]]
-            assert posted > max(later, default=-1), "the next waits need it"
+            assert posted >= min(len(sent), waited + ahead), "a receive is posted too late"
+            later = [expected.index(wait) for wait in waits[waited : waited + ahead]]
+            assert posted > max(later, default=-1), "a receive is posted after its wait is due"
         if action.type in RECEIVES and action.peer == source:
-            assert action._replace(type=WAIT_OF[action.type]) == wanted[posted]
+            assert action._replace(type=WAIT_OF[action.type]) == expected[posted]
             if posted - waited >= ahead:
                 forced += 1
-                later = [wanted.index(wait) for wait in waits[waited : waited + max(1, ahead)]]
-                assert max(later) >= posted, "not needed for the next waits"
+                later = [expected.index(wait) for wait in waits[waited : waited + max(1, ahead)]]
+                assert max(later) >= posted, "a receive exceeds the bound without need"
             posted += 1
-        waited += action in wanted
+        waited += action in expected
     assert posted == waited == len(sent)
     return forced
 
@@ -185,16 +185,16 @@ def test_messages_within_a_rank_need_no_actions():
     assert len(program) == 4 * 3 * 2
 
 
-def test_forward_only_plans_send_and_reduce_nothing_back():
+def test_forward_only_plans_have_no_gradients():
     graph = StageGraph(chain(4, 2, tied=[(0, 3)]), 3)
     plan = lower_plan(forward_only(graph), graph, {}, sharding="step", training=False)
-    assert validate_plan(plan).problems == () and failure(plan) == ""
+    assert validate_plan(plan).problems == () and execution_failure(plan) == ""
     kinds = {a.type for program in plan.actions for a in program}
     assert kinds == {T.F, T.SEND_F, T.RECV_F, T.WAIT_F, T.WAIT_SEND_F, T.UNSHARD, T.RESHARD}
 
 
-def test_stages_without_tasks_still_join_the_collectives():
-    """This replica has no images; the encoder's other replicas may have some."""
+def test_stages_without_tasks_join_collectives():
+    """Use a replica without images. Other replicas of the encoder can have images."""
     vision = [StageSpec(s, "vision", s, s + 1, (s,)) for s in range(2)]
     llm = [StageSpec(2 + s, "llm", s, s + 1, (s,), trainable=False) for s in range(2)]
     layout = StageLayout((*vision, *llm), ((0, 1), (1, 2), (2, 3)), frozenset({"vision"}))
@@ -208,27 +208,27 @@ def test_stages_without_tasks_still_join_the_collectives():
         assert not any(a.type in (T.B, T.I, T.W) for a in program)
 
 
-def test_reductions_stand_behind_the_last_backward_of_their_stage():
-    """Two stages per rank, 1F1B: the second's reduction has the first's backwards behind it."""
+def test_reductions_follow_last_backward_of_stage():
+    """Use 1F1B with two stages per rank. The second stage is reduced first."""
     graph = StageGraph(chain(4, 2), 4)
     order = ORDERS["interleaved_1f1b"](graph)
     plan = lower_plan(order, graph, {}, sharding="step")
-    assert validate_plan(plan).problems == () and failure(plan) == ""
+    assert validate_plan(plan).problems == () and execution_failure(plan) == ""
     for rank, program in enumerate(plan.actions):
         for stage in (rank + 2, rank):
             after = program[program.index(Action(T.REDUCE_GRAD, stage)) :]
-            behind = [a for a in after if a.type in COMPUTE]
-            assert not any(a.stage == stage for a in behind)
-            assert bool(behind) == (stage > 1)
+            following = [a for a in after if a.type in COMPUTE]
+            assert not any(a.stage == stage for a in following)
+            assert bool(following) == (stage > 1)
     late = lower_plan(order, graph, {}, sharding="step", reduces_early=False)
-    assert validate_plan(late).problems == () and failure(late) == ""
+    assert validate_plan(late).problems == () and execution_failure(late) == ""
     for program in late.actions:
         kinds = [a.type for a in program]
         assert not set(kinds[kinds.index(T.REDUCE_GRAD) :]) & set(COMPUTE)
 
 
 def replicas(seed, lower):
-    """Plans of three data-parallel replicas: the same stages, other tasks and orders."""
+    """Return plans of three data-parallel replicas with equal stages, but different tasks."""
     layout = random_graph(seed, ranks=2 + seed % 2).layout
     plans = []
     for replica in range(3):
@@ -237,32 +237,35 @@ def replicas(seed, lower):
     return plans
 
 
-def right_behind(order, graph):
-    """The plan with each stage's reduction directly behind its last action, in one order."""
+def reduced_immediately(order, graph):
+    """Return the plan with the reduction of each stage directly after its last action."""
     plan = lower_plan(order, graph, {}, sharding="step")
-    turns = reduction_turns(graph.layout)
+    order_of_stages = reduction_turns(graph.layout)
     programs = []
     for program in plan.actions:
         rest = [a for a in program if a.type is not T.REDUCE_GRAD]
         begin = sum(a.type is T.UNSHARD for a in rest)
-        for stage in sorted({*(a.stage for a in program)}, key=turns.__getitem__):
+        for stage in sorted({*(a.stage for a in program)}, key=order_of_stages.__getitem__):
             if Action(T.REDUCE_GRAD, stage) in program:
-                own = [i for i, a in enumerate(rest) if a.type in COMPUTE and a.stage == stage]
-                begin = max([begin, *(i + 1 for i in own[-1:])])
+                stage_actions = [
+                    i for i, a in enumerate(rest) if a.type in COMPUTE and a.stage == stage
+                ]
+                begin = max([begin, *(i + 1 for i in stage_actions[-1:])])
                 rest.insert(begin, Action(T.REDUCE_GRAD, stage))
                 begin += 1
         programs.append(tuple(rest))
     return replace(plan, actions=tuple(programs))
 
 
-def test_replicas_whatever_their_plans_never_wait_for_each_other_in_a_circle():
+def test_replicas_never_deadlock_in_reductions():
     locked = 0
     for seed in range(80):
         plans = replicas(seed, lambda order, graph: lower_plan(order, graph, {}, sharding="step"))
         assert replicas_failure(plans) == "", seed
         assert not any(validate_plan(plan).problems for plan in plans)
-        # Without turns, some would, and validation finds a plan that takes part in it.
-        plans = replicas(seed, right_behind)
+        # Without a common order, some replicas deadlock, and validation reports a participating
+        # plan.
+        plans = replicas(seed, reduced_immediately)
         if replicas_failure(plans).startswith("('stuck'"):
             locked += 1
             kinds = {p.kind for plan in plans for p in validate_plan(plan).problems}
@@ -271,13 +274,13 @@ def test_replicas_whatever_their_plans_never_wait_for_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("sharding", ["none", "step"])
-def test_tied_copies_meet_at_the_end_in_one_order(sharding):
+def test_tied_reductions_have_one_order(sharding):
     graph = StageGraph(chain(4, 4, tied=[(0, 3), (1, 2)]), 2)
     plan = lower_plan(one_f_one_b(graph), graph, {}, sharding=sharding)
-    assert validate_plan(plan).problems == () and failure(plan) == ""
+    assert validate_plan(plan).problems == () and execution_failure(plan) == ""
     for rank, program in enumerate(plan.actions):
         assert program[-1] == Action(T.REDUCE_TIED, rank, other=3 - rank, peer=3 - rank)
-    # With both pairs on the same two ranks, both must begin with the same pair.
+    # With both pairs on the same two ranks, both ranks must start with the same pair.
     layout = StageLayout(
         tuple(replace(s, ranks=(r,)) for s, r in zip(graph.layout.stages, (0, 1, 0, 1),
                                                      strict=True)),
@@ -289,16 +292,16 @@ def test_tied_copies_meet_at_the_end_in_one_order(sharding):
         ["0REDUCE_TIED>3@1", "2REDUCE_TIED>1@1"],
         ["3REDUCE_TIED>0@0", "1REDUCE_TIED>2@0"],
     ]
-    assert validate_plan(plan).problems == () and failure(plan) == ""
+    assert validate_plan(plan).problems == () and execution_failure(plan) == ""
 
 
-def test_a_frozen_copy_is_not_reduced():
+def test_frozen_tied_weights_are_not_reduced():
     graph = StageGraph(chain(2, 2, trainable=(False, True), tied=[(0, 1)]), 2)
     plan = lower_plan(one_f_one_b(graph), graph, {})
     assert not any(a.type is T.REDUCE_TIED for program in plan.actions for a in program)
 
 
-def test_tied_copies_that_cannot_be_paired_are_refused():
+def test_unpairable_tied_stages_are_rejected():
     layout = chain(3, 2, tied=[(0, 2)])
     graph = StageGraph(layout, 1)
     with pytest.raises(ValueError, match=r"stages 0 and 2 are tied and share rank\(s\) \[0\]"):
@@ -310,7 +313,7 @@ def test_tied_copies_that_cannot_be_paired_are_refused():
         lower_plan(random_order(graph, 0), graph, {})
 
 
-def test_bad_arguments_are_named():
+def test_invalid_lowering_arguments_are_rejected():
     graph = StageGraph(chain(2, 2), 1)
     with pytest.raises(ValueError, match="the order has 1 ranks, but the stages are on 2"):
         lower_plan(one_f_one_b(graph)[:1], graph, {})
@@ -318,8 +321,8 @@ def test_bad_arguments_are_named():
         lower_plan(one_f_one_b(graph), graph, {}, receives_ahead=-1)
 
 
-def test_orders_that_are_not_legal_are_lowered_for_validation_to_judge():
-    """Shuffled, thinned or doubled orders: no exception, and validation agrees with execution."""
+def test_invalid_orders_are_lowered_for_validation():
+    """Check that validation matches execution for shuffled, incomplete and duplicated orders."""
     legal = 0
     for seed in range(300):
         rng, graph = random.Random(seed), random_graph(seed)
@@ -336,6 +339,9 @@ def test_orders_that_are_not_legal_are_lowered_for_validation_to_judge():
             case 3:
                 rng.choice(order).append(program.pop(position))
         plan = lower_plan(tuple(map(tuple, order)), graph, {})
-        assert bool(validate_plan(plan).problems) == bool(failure(plan)), (seed, failure(plan))
-        legal += not failure(plan)
+        assert bool(validate_plan(plan).problems) == bool(execution_failure(plan)), (
+            seed,
+            execution_failure(plan),
+        )
+        legal += not execution_failure(plan)
     assert 5 < legal < 100

@@ -1,4 +1,4 @@
-"""Stages of real models on one rank: messages as foretold, gradients as of the whole model."""
+"""Tests of model stages on one rank: message specifications and gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from torchmm.pipelining.run.stage import PipelineStage, StageOutput, make_stage
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
 
 
-class Checking(PipelineStage):
-    """Compares every message with its specification."""
+class CheckedStage(PipelineStage):
+    """Stage that compares every message with its specification."""
 
     def __init__(self, inner: PipelineStage, plan: PipelinePlan) -> None:
         super().__init__(inner.module)
@@ -46,8 +46,8 @@ class Checking(PipelineStage):
     ) -> StageOutput:
         output = self.inner.forward(task, inputs, microbatch, graph)
         for message, tensors in zip(graph.outgoing(task), output.messages, strict=True):
-            found = [(tuple(t.shape), t.dtype) for t in tensors]
-            assert found == [spec[:2] for spec in self.plan.specs[message]], message
+            actual = [(tuple(t.shape), t.dtype) for t in tensors]
+            assert actual == [spec[:2] for spec in self.plan.specs[message]], message
             self.checked += 1
         return output
 
@@ -55,7 +55,7 @@ class Checking(PipelineStage):
 def built(
     case: Case, layout: StageLayout, dtype: torch.dtype = torch.float32
 ) -> tuple[MultimodalModel, dict[int, PipelineStage]]:
-    """A model cut for a pipeline of one rank, and its stages."""
+    """Return a model that is split for a pipeline of one rank, and its stages."""
     model = case.build(dtype)
     modules = cut_for_rank(model, layout, 0)
     for module in modules.values():
@@ -83,14 +83,14 @@ def planned(case: Case, layout: StageLayout, seed: int, dtype: torch.dtype = tor
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.campaign)]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_have_the_foretold_shapes_and_dtypes(kind, dtype):
+def test_messages_match_predicted_shapes_and_dtypes(kind, dtype):
     case = Case(kind, encoder=kind, tied=False)
     cuts = {name: [Cut(1, (0,))] * LAYERS for name in (*case.kinds, "llm")}
     layout = build_layout(case.modules(), cuts)
     _, stages = built(case, layout, dtype)
     for seed in (1, 2, 4):
         batch, plan = planned(case, layout, seed, dtype)
-        checking = {index: Checking(stage, plan) for index, stage in stages.items()}
+        checking = {index: CheckedStage(stage, plan) for index, stage in stages.items()}
         PipelineRuntime(0, checking, None).step(plan, batch)
         assert sum(stage.checked for stage in checking.values()) == len(plan.specs) > 0
 
@@ -100,37 +100,37 @@ def test_messages_have_the_foretold_shapes_and_dtypes(kind, dtype):
     "kinds",
     [("qwen2_5_vl", None), ("siglip, folded", None), ("clip", "siglip2"), ("qwen3_vl", None)],
 )
-def test_random_cuts_and_orders_equal_the_whole_model(kinds, freeze):
+def test_random_stages_match_complete_model(kinds, freeze):
     case = Case(f"{kinds} {freeze}", encoder=kinds[0], second=kinds[1], freeze=freeze, tied=False)
     layout = case.layout()
     model, stages = built(case, layout)
-    whole = case.build()
-    materialize(whole, "cpu")
-    init_weights(whole, seed=1)
+    reference = case.build()
+    materialize(reference, "cpu")
+    init_weights(reference, seed=1)
     for seed in (0, 1, 9):
         batch, plan = planned(case, layout, seed)
         targets = sum(m.target_count for m in batch)
         model.zero_grad()
         result = PipelineRuntime(0, stages, None).step(plan, batch, loss_scale=1 / targets)
-        (losses,) = reference_losses(whole, [batch], targets)
-        found = [result.losses[i].item() for i in range(len(batch))]
-        assert found == pytest.approx(losses, rel=1e-5)
-        errors = gradient_errors(model, whole)
+        (losses,) = reference_losses(reference, [batch], targets)
+        actual = [result.losses[i].item() for i in range(len(batch))]
+        assert actual == pytest.approx(losses, rel=1e-5)
+        errors = gradient_errors(model, reference)
         assert max(errors.values()) <= 1e-5, errors
 
 
-def test_a_split_backward_of_a_tied_llm_in_one_stage_is_right():
+def test_split_backward_of_tied_llm_is_correct():
     case = Case("tied", encoder="clip")
     cuts = {"vision": [Cut(LAYERS, (0,))], "llm": [Cut(LAYERS, (0,))]}
     layout = build_layout(case.modules(), cuts)
     model, stages = built(case, layout)
-    whole = case.build()
-    materialize(whole, "cpu")
-    init_weights(whole, seed=1)
+    reference = case.build()
+    materialize(reference, "cpu")
+    init_weights(reference, seed=1)
     batch, plan = planned(case, layout, 3, split=1.0)
     PipelineRuntime(0, stages, None).step(plan, batch)
-    reference_losses(whole, [batch], 1)
-    errors = gradient_errors(model, whole)
+    reference_losses(reference, [batch], 1)
+    errors = gradient_errors(model, reference)
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -140,7 +140,7 @@ def drop(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("split", [0.0, 1.0])
-def test_recomputed_layers_drop_what_they_dropped_before(mode, split):
+def test_recomputation_repeats_dropout_masks(mode, split):
     gradients = []
     for recompute in ("none", mode):
         case = Case("dropout", encoder="clip", recompute=recompute, tied=False)
@@ -158,21 +158,21 @@ def test_recomputed_layers_drop_what_they_dropped_before(mode, split):
         torch.testing.assert_close(gradients[1][name], grad, rtol=1e-5, atol=1e-6)
 
 
-def test_an_encoder_without_images_does_not_run(monkeypatch):
+def test_encoder_without_images_does_not_run(monkeypatch):
     case = Case("no images", tied=False)
     layout = case.layout()
     _, stages = built(case, layout)
 
-    def refused(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("the encoder ran")
 
-    monkeypatch.setattr(EncoderModule, "forward", refused)
+    monkeypatch.setattr(EncoderModule, "forward", fail)
     batch, plan = planned(case, layout, 9)
     assert all(not m.encoders for m in batch)
     assert len(PipelineRuntime(0, stages, None).step(plan, batch).losses) == len(batch)
 
 
-def test_metadata_must_fit_the_graph():
+def test_metadata_must_match_the_graph():
     case = Case("misfit", tied=False)
     layout = case.layout()
     modules = {module.name: module for module in case.build().modality_modules()}
@@ -184,6 +184,6 @@ def test_metadata_must_fit_the_graph():
         message_specs(graph, modules, [meta, meta], torch.float32)
 
 
-def test_other_modules_are_no_stages():
+def test_other_modules_are_not_stages():
     with pytest.raises(TypeError, match="Linear is not supported as a pipeline stage"):
         make_stage(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From the rank that decodes an image to the ranks whose tasks read it."""
+"""Tests of pixel routes from the rank that decodes an image to the ranks that read it."""
 
 import pytest
 
@@ -21,31 +21,31 @@ LAYOUT = StageLayout(
     frozenset({"vision", "generator"}),
 )
 IMAGES = (5, 0, 2)
-"""Of each microbatch, of different sizes; so many are drawn, too."""
+"""Number of input images of different sizes per microbatch, and number of generated images."""
 
 
 def metas() -> list[MicrobatchMeta]:
-    found = []
+    metas_ = []
     for number, count in enumerate(IMAGES):
         images = tuple(ImageMeta(8, 8, 4 + 3 * i, 1) for i in range(count))
-        drawn = tuple(GeneratedMeta((1, 2, 2 + i), 3) for i in range(count))
-        sample = SampleMeta("made", number, 16, images, "vision", drawn)
-        found.append(MicrobatchMeta((sample,), 16))
-    return found
+        generated = tuple(GeneratedMeta((1, 2, 2 + i), 3) for i in range(count))
+        sample = SampleMeta("synthetic", number, 16, images, "vision", generated)
+        metas_.append(MicrobatchMeta((sample,), 16))
+    return metas_
 
 
 def graph() -> StageGraph:
-    """Pairs of images are tasks, which replicas have in turn; drawings are in one task."""
+    """Return a graph with up to two images per task, and with generation tasks."""
     replica = {("vision", 0, part): part % 2 for part in range(3)} | {("vision", 2, 0): 1}
     return StageGraph(LAYOUT, 3, {"vision": (3, 0, 1), "generator": (1, 0, 1)}, replica)
 
 
-def test_only_ends_of_the_pipeline_read_pixels():
+def test_only_end_stages_read_pixels():
     assert reading_stages(LAYOUT) == {"vision": [0], "generator": [3, 5]}
 
 
 @pytest.mark.parametrize(
-    ("module", "places", "read"),
+    ("module", "positions", "read"),
     [
         ("vision", [0, 2], {0: [{0, 1, 4}, set(), set()], 2: [{2, 3}, set(), {0, 1}]}),
         ("vision", [0, 0, 2, 2], {0: [{0, 1, 4}, set(), set()], 2: [{2, 3}, set(), {0, 1}]}),
@@ -53,19 +53,19 @@ def test_only_ends_of_the_pipeline_read_pixels():
     ],
     ids=["replicas", "replicas of two tensor-parallel ranks", "both ends of a generator"],
 )
-def test_every_image_comes_from_one_rank(module, places, read):
-    routes = pixel_routes(graph(), module, places, metas())
-    for reader, place in enumerate(places):
-        for microbatch, wanted in enumerate(read[place]):
+def test_every_image_comes_from_one_rank(module, positions, read):
+    routes = pixel_routes(graph(), module, positions, metas())
+    for reader, position in enumerate(positions):
+        for microbatch, expected in enumerate(read[position]):
             arriving = [image for source in routes for image in source[reader][microbatch]]
-            assert arriving == sorted(wanted)
+            assert arriving == sorted(expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 40])
-def test_shares_of_a_step_are_complete_and_even(ranks):
+def test_decoding_shares_are_complete_and_even(ranks):
     shares = step_shares(metas(), "vision", ranks)
     for microbatch, count in enumerate(IMAGES):
-        assert [i for own in shares for i in own[microbatch]] == list(range(count))
-    patches = [sum(4 + 3 * image for images in own for image in images) for own in shares]
+        assert [i for share in shares for i in share[microbatch]] == list(range(count))
+    patches = [sum(4 + 3 * image for images in share for image in images) for share in shares]
     mean = sum(patches) / ranks
     assert max(patches) <= mean + 4 + 3 * max(IMAGES)

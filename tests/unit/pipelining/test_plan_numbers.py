@@ -1,4 +1,4 @@
-"""Plans that were made elsewhere: numbers there, the same plan here."""
+"""Tests of plans that are encoded as integers and decoded on a different rank."""
 
 from dataclasses import replace
 
@@ -29,26 +29,26 @@ def plan_of(case: Case, seed: int) -> PipelinePlan:
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
-def test_a_plan_comes_back_as_it_was(pipeline):
+def test_plans_survive_encoding(pipeline):
     case = Case(f"numbers {pipeline}", pipeline=pipeline, tied=False)
     for seed in range(4):
         plan = plan_of(case, seed)
         assert decode_plan(encode_plan(plan), plan.graph, lambda graph: {}) == plan
 
 
-def test_replicas_come_back():
-    """Of a step whose graph, there, has none yet."""
+def test_replicas_survive_encoding():
+    """Use a graph without assigned replicas for decoding."""
     vision = ModuleLayers("vision", "encoder", (1.0,) * 2, sub_microbatched=True)
     llm = ModuleLayers("llm", "llm", (1.0,) * 4)
     layout = colocated_layout([vision, llm], 2, slices={"vision": 2})
     graph = StageGraph(layout, 4, {"vision": (1, 2, 0, 1)})
-    placed = spread_replicas(graph)
-    plan = lower_plan(random_order(placed, 0, 0.3), placed, {}, sharding="step")
+    assigned = spread_replicas(graph)
+    plan = lower_plan(random_order(assigned, 0, 0.3), assigned, {}, sharding="step")
     assert len(set(plan.graph.replica.values())) > 1
     assert decode_plan(encode_plan(plan), graph, lambda graph: {}) == plan
 
 
-def test_a_plan_of_another_layout_is_refused():
+def test_plans_of_different_layouts_are_rejected():
     one, two = (plan_of(Case(f"of {n}", pipeline=n, tied=False), 0) for n in (1, 2))
     with pytest.raises(ValueError, match="a plan of 2 ranks for stages on 1"):
         decode_plan(encode_plan(two), one.graph, lambda graph: {})

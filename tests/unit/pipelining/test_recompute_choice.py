@@ -1,4 +1,4 @@
-"""Plans that choose, task by task and layer by layer, what backward runs again."""
+"""Tests of plans that choose recomputation per task and layer."""
 
 import random
 from dataclasses import replace
@@ -24,19 +24,19 @@ ONE = 1
 MODES = ("none", "selective", "full", "offload")
 
 
-def choosing(plan: PipelinePlan, seed: int) -> PipelinePlan:
-    """Random modes for most tasks."""
+def with_random_modes(plan: PipelinePlan, seed: int) -> PipelinePlan:
+    """Choose random modes for most tasks."""
     rng = random.Random(seed)
-    chosen = {}
+    modes = {}
     for task in plan.graph.tasks():
         stage = plan.graph.layout.stages[task.stage]
         if plan.graph.needs_backward(task.stage, task.microbatch) and rng.random() < 0.8:
-            chosen[task] = tuple(rng.choice(MODES) for _ in range(stage.start, stage.stop))
-    return replace(plan, recompute=chosen)
+            modes[task] = tuple(rng.choice(MODES) for _ in range(stage.start, stage.stop))
+    return replace(plan, recompute=modes)
 
 
-class Count(nn.Module):
-    """Counts forwards of a layer, those in backward included."""
+class CallCounter(nn.Module):
+    """Counter of forward passes of a layer, including recomputation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Count(nn.Module):
 
 
 @pytest.mark.parametrize("split", [0.0, 0.5, 1.0])
-def test_any_choice_gives_the_same_gradients_and_dropout(split):
+def test_any_choice_keeps_gradients_and_dropout(split):
     case = Case("chosen", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     model, stages = built(case, layout)
@@ -56,32 +56,32 @@ def test_any_choice_gives_the_same_gradients_and_dropout(split):
             layer.mlp.register_forward_hook(drop)
     for seed in (2, 4):
         batch, plan = planned(case, layout, seed, split=split)
-        found = []
-        for choice in (plan, choosing(plan, seed), choosing(plan, seed + 1)):
+        results = []
+        for choice in (plan, with_random_modes(plan, seed), with_random_modes(plan, seed + 1)):
             validate_plan(choice).raise_for_problems()
             model.zero_grad()
             torch.manual_seed(5)
             losses = PipelineRuntime(0, stages, None).step(choice, batch).losses
             state = torch.get_rng_state()
             gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-            found.append((losses, gradients, state))
-        for losses, gradients, state in found[1:]:
-            assert losses == found[0][0]
-            assert torch.equal(state, found[0][2]), "later steps drop the same"
-            for name, grad in found[0][1].items():
+            results.append((losses, gradients, state))
+        for losses, gradients, state in results[1:]:
+            assert losses == results[0][0]
+            assert torch.equal(state, results[0][2]), "the random state of later steps differs"
+            for name, grad in results[0][1].items():
                 torch.testing.assert_close(gradients[name], grad, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_run_again_as_often_as_chosen():
+def test_layers_are_recomputed_as_chosen():
     case = Case("counted", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     _, stages = built(case, layout)
     batch, plan = planned(case, layout, 4)
-    counter = Count()
+    counter = CallCounter()
     for stage in stages.values():
         for layer in stage.module.layers:
             layer.mlp.register_forward_pre_hook(counter)
-    for choice in (plan, choosing(plan, 3)):
+    for choice in (plan, with_random_modes(plan, 3)):
         counter.count = 0
         PipelineRuntime(0, stages, None).step(choice, batch)
         layers = [layout.stages[t.stage].stop - layout.stages[t.stage].start
@@ -91,7 +91,7 @@ def test_layers_run_again_as_often_as_chosen():
     assert again > 0
 
 
-def test_choices_that_do_not_fit_are_refused():
+def test_invalid_recomputation_choices_are_rejected():
     case = Case("misfit", encoder="clip", recompute="auto", freeze=("vision",), tied=False)
     layout = build_layout(case.modules(), CUTS)
     _, stages = built(case, layout)
@@ -111,43 +111,43 @@ def test_choices_that_do_not_fit_are_refused():
         "unknown recomputation modes: ['sometimes']",
         "Task(stage=3, ",
     ):
-        assert any(text in found for found in texts), (text, texts)
+        assert any(text in problem for problem in texts), (text, texts)
     forwards = replace(plan, recompute={Task(2, 0): ("none", "full")}, training=False)
     assert "recompute" in {p.kind for p in validate_plan(forwards).problems}
     with pytest.raises(ValueError, match="1 recomputation modes for 2 layers of llm"):
         set_layer_modes(stages[2].module, ["none"])
     _, fixed = built(replace(case, recompute="none"), layout)
     with pytest.raises(ValueError, match='mode = "auto"'):
-        PipelineRuntime(0, fixed, None).step(choosing(plan, 1), batch)
+        PipelineRuntime(0, fixed, None).step(with_random_modes(plan, 1), batch)
 
 
-def saved_bytes(output: torch.Tensor, given: set[int]) -> int:
-    """Of what an autograd graph holds, in storages that are not given (by address)."""
-    found: dict[int, int] = {}
+def saved_bytes(output: torch.Tensor, excluded: set[int]) -> int:
+    """Return the bytes that an autograd graph saves, without the excluded storage addresses."""
+    sizes: dict[int, int] = {}
     todo = [output.grad_fn]
-    seen = set()
+    visited = set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         todo += [following for following, _ in node.next_functions]
-        held = list(getattr(node, "_tensors_no_vc_check", ()))  # of compiled code
+        tensors = list(getattr(node, "_tensors_no_vc_check", ()))  # of compiled code
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 saved = getattr(node, name)
-                held += [s.data for s in (saved if isinstance(saved, tuple) else (saved,))]
-        for tensor in held:
+                tensors += [s.data for s in (saved if isinstance(saved, tuple) else (saved,))]
+        for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(nbytes for address, nbytes in found.items() if address not in given)
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes for address, nbytes in sizes.items() if address not in excluded)
 
 
 def compiled(case: Case, layout: StageLayout) -> tuple[nn.Module, dict, Compilation]:
-    """Model, stages whose layers are compiled and choose, and what compiles them."""
+    """Return a model, stages with compiled layers that support all modes, and the compilation."""
     model, stages = built(replace(case, recompute="none"), layout)
-    torch.compiler.reset()  # what other tests have taught the compiler about sizes
+    torch.compiler.reset()  # dynamic sizes that other tests have compiled
     compilation = Compilation("aot_eager")
     for stage in stages.values():
         apply_activation_checkpoint(stage.module, "auto", compilation)
@@ -155,7 +155,7 @@ def compiled(case: Case, layout: StageLayout) -> tuple[nn.Module, dict, Compilat
 
 
 @pytest.mark.slow
-def test_compiled_layers_choose_too_with_one_graph_for_three_modes():
+def test_compiled_layers_support_modes_with_few_graphs():
     case = Case("compiled", encoder="siglip2", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     plain, plain_stages = built(case, layout)
@@ -166,22 +166,24 @@ def test_compiled_layers_choose_too_with_one_graph_for_three_modes():
         plain.zero_grad()
         model.zero_grad()
         expected = PipelineRuntime(0, plain_stages, None).step(plan, batch).losses
-        losses = PipelineRuntime(0, stages, None).step(choosing(plan, seed), batch).losses
+        losses = PipelineRuntime(0, stages, None).step(with_random_modes(plan, seed), batch).losses
         for task, loss in expected.items():
             torch.testing.assert_close(losses[task], loss, rtol=1e-6, atol=0)
-        wanted = dict(plain.named_parameters())
+        expected_parameters = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                parameter.grad, expected_parameters[name].grad, rtol=1e-5, atol=1e-6
+            )
         graphs += compilation.new_graphs()
     kinds = {f"layers like 0 of {name}" for name in ("vision", "llm")}
-    found = {g.kind for g in graphs}
-    assert kinds < found <= kinds | {f"{kind}, selective" for kind in kinds}
+    graph_kinds = {g.kind for g in graphs}
+    assert kinds < graph_kinds <= kinds | {f"{kind}, selective" for kind in kinds}
     assert max(g.number for g in graphs) <= MOST_GRAPHS
 
 
 @pytest.mark.slow
-def test_what_a_compiled_layer_keeps_is_freed_where_it_is_run_again():
-    """Compiled code saves tensors in ways of its own, some of them past the hooks of autograd."""
+def test_recomputed_compiled_layers_save_no_tensors():
+    """Inspect the graph, because some tensors of compiled code bypass saved-tensor hooks."""
     case = Case("compiled", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     model, stages, _ = compiled(case, layout)
@@ -190,12 +192,12 @@ def test_what_a_compiled_layer_keeps_is_freed_where_it_is_run_again():
     rotary = model.llm.text_model.rotary_emb(hidden, torch.arange(8)[None])
     segments = Segments.from_starts([0, 3, 8], hidden.device)
     tensors = (hidden, *rotary, segments.cu_seqlens, segments.cu_seqlens_host, *model.parameters())
-    given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     kept = {}
     for mode in MODES:
         set_layer_modes(stages[2].module, [mode, "none"])
         output = layer(hidden, position_embeddings=rotary, cu_seq_lens_q=segments)
-        kept[mode] = saved_bytes(output, given)
+        kept[mode] = saved_bytes(output, excluded)
         output.sum().backward()
     assert kept["none"] > kept["selective"] > 0
     assert kept["full"] == kept["offload"] == 0

@@ -1,4 +1,4 @@
-"""Recorded steps survive a file; damaged files are named."""
+"""Tests of recorded steps: saving and loading, and messages about damaged files."""
 
 import json
 
@@ -27,14 +27,14 @@ def graph():
     return StageGraph(layout, 2, {"vision": (2, 0)}, {("vision", 0, 1): 1})
 
 
-def test_every_kind_of_action_and_the_graph_come_back(tmp_path):
+def test_all_actions_and_graph_survive_saving(tmp_path):
     file = tmp_path / "step-7.json"
     records = [
         ActionRecord(i % 4, Action(kind, i % 3, i, i % 2, i - 1, 2), i / 3, i / 3 + 1 / 7)
         for i, kind in enumerate(ActionType)
     ]
     write_records(file, records, graph())
-    write_records(file, records, graph())  # replaces
+    write_records(file, records, graph())  # replaces the file
     read, read_graph = read_records(file)
     assert read == records
     assert all(type(r.action) is Action and type(r.action.type) is ActionType for r in read)
@@ -42,12 +42,12 @@ def test_every_kind_of_action_and_the_graph_come_back(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-7.json"]
 
 
-def test_what_was_processed_comes_back(tmp_path):
+def test_step_content_survives_saving(tmp_path):
     images = (ImageMeta(640, 480, 96, 24), ImageMeta(64, 64, 32, 8, frames=2))
-    drawn = (GeneratedMeta((1, 4, 4), 12),)
+    generated = (GeneratedMeta((1, 4, 4), 12),)
     metas = (
         MicrobatchMeta((SampleMeta("a", 3, 50, images, "vision"), SampleMeta("b", 4, 9)), 64),
-        MicrobatchMeta((SampleMeta("c", 0, 12, generated=drawn),), 12),
+        MicrobatchMeta((SampleMeta("c", 0, 12, generated=generated),), 12),
     )
     content = StepContent(metas, (17, 11))
     file = tmp_path / "step-7.json"
@@ -61,13 +61,13 @@ def test_what_was_processed_comes_back(tmp_path):
         read_content(file)
 
 
-def test_an_empty_step_comes_back(tmp_path):
+def test_empty_step_survives_saving(tmp_path):
     empty = StageGraph(StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ()), 0)
     write_records(tmp_path / "x.json", [], empty)
     assert read_records(tmp_path / "x.json") == ([], empty)
 
 
-def test_times_that_are_no_numbers_are_not_written(tmp_path):
+def test_non_finite_times_are_not_written(tmp_path):
     record = ActionRecord(0, Action(ActionType.F, 0, 0), 0.0, float("nan"))
     with pytest.raises(ValueError, match=r"0F0.*nan"):
         write_records(tmp_path / "x.json", [record], graph())
@@ -93,7 +93,7 @@ def change(content, key, value):
         (lambda c: json.dumps({k: v for k, v in c.items() if k != "stages"}), "no key 'stages'"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, damage, words):
+def test_damaged_records_name_the_file(tmp_path, damage, words):
     file = tmp_path / "step-7.json"
     write_records(file, [ActionRecord(0, Action(ActionType.F, 0, 0), 0, 1)], graph())
     file.write_text(damage(json.loads(file.read_text())))

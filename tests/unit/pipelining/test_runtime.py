@@ -1,4 +1,4 @@
-"""The runtime on one rank: gradients, what is kept and let go, records, and errors."""
+"""Tests of the runtime on one rank: gradients, freed memory, records and errors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,16 +37,16 @@ def plan_of(graph: StageGraph, seed: int, split: float | None = None) -> Pipelin
 
 
 def chain(count: int, microbatches: int = 1, ranks: Sequence[int] | None = None) -> StageGraph:
-    """An LLM of `count` stages."""
-    places = ranks or [0] * count
-    stages = tuple(StageSpec(i, "llm", i, i + 1, (r,)) for i, r in enumerate(places))
+    """Return the step graph of an LLM with `count` stages."""
+    ranks_ = ranks or [0] * count
+    stages = tuple(StageSpec(i, "llm", i, i + 1, (r,)) for i, r in enumerate(ranks_))
     return StageGraph(
         StageLayout(stages, tuple((i, i + 1) for i in range(count - 1))), microbatches
     )
 
 
 def errors_of(graph: StageGraph, plan: PipelinePlan) -> dict[str, float]:
-    """Runs a plan of one rank and compares it with autograd over all stages at once."""
+    """Execute a plan of one rank and compare it with autograd over all stages."""
     data = list(range(7, 7 + graph.microbatches))
     stages = toy_stages(graph)
     result = PipelineRuntime(0, stages, None).step(plan, data, loss_scale=0.3)
@@ -59,32 +59,32 @@ def errors_of(graph: StageGraph, plan: PipelinePlan) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_order_of_any_graph_gives_the_gradients_of_one_graph(seed):
+def test_random_orders_match_autograd_gradients(seed):
     graph = random_graph(seed, ranks=1)
     assert errors_of(graph, plan_of(graph, seed)) == {}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_where_torch_cannot_split_backwards_i_does_all_of_it(seed, monkeypatch):
+def test_unsupported_weight_split_runs_full_backward(seed, monkeypatch):
     graph = random_graph(seed, ranks=1)
     plan = plan_of(graph, seed, split=1.0)
 
-    def refused(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("split although it is not supported")
 
     monkeypatch.setattr(step_state, "supports_weight_split", lambda: False)
-    monkeypatch.setattr(step_state, "stage_backward_input", refused)
+    monkeypatch.setattr(step_state, "stage_backward_input", fail)
     assert errors_of(graph, plan) == {}
 
 
-def test_i_and_w_of_a_first_stage_are_one_backward():
+def test_split_backward_of_first_stage_is_complete():
     graph = chain(2)
     order = [Action(KIND.F, 0, 0), Action(KIND.F, 1, 0)]
     order += [Action(kind, stage, 0) for stage in (1, 0) for kind in (KIND.I, KIND.W)]
     assert errors_of(graph, lower_plan((tuple(order),), graph, toy_specs(graph))) == {}
 
 
-def test_gradients_add_up_over_steps():
+def test_gradients_accumulate_over_steps():
     graph = random_graph(3, ranks=1)
     plan, stages = plan_of(graph, 0), toy_stages(graph)
     runtime = PipelineRuntime(0, stages, None)
@@ -97,18 +97,18 @@ def test_gradients_add_up_over_steps():
         torch.testing.assert_close(grad, 2 * once[name])
 
 
-def test_what_no_microbatch_reaches_gets_zeros():
+def test_unused_parameters_get_zero_gradients():
     stages = (StageSpec(0, "vision", 0, 1, (0,)), StageSpec(1, "llm", 0, 1, (0,)))
     layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
     graph = StageGraph(layout, 2, {"vision": (0, 0)})
-    own = toy_stages(graph)
-    PipelineRuntime(0, own, None).step(plan_of(graph, 0), [1, 2])
-    assert [p.grad.abs().sum().item() for p in own[0].module.parameters()] == [0.0, 0.0]
-    assert all(p.grad.abs().sum() > 0 for p in own[1].module.parameters())
+    stages_ = toy_stages(graph)
+    PipelineRuntime(0, stages_, None).step(plan_of(graph, 0), [1, 2])
+    assert [p.grad.abs().sum().item() for p in stages_[0].module.parameters()] == [0.0, 0.0]
+    assert all(p.grad.abs().sum() > 0 for p in stages_[1].module.parameters())
 
 
 class PassThrough(PipelineStage):
-    """Adds its weight: gradients of input, weight and output are one tensor, if nobody copies."""
+    """Stage that adds its weight, so gradients of input, weight and output can share storage."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
@@ -119,14 +119,15 @@ class PassThrough(PipelineStage):
         return StageOutput((), (x * microbatch).sum())
 
 
-def test_a_gradient_that_was_passed_on_does_not_change_afterwards():
+def test_sent_gradients_do_not_change_afterwards():
     graph = chain(3, microbatches=2)
     modules = [nn.Module() for _ in range(3)]
     for module in modules:
         module.weight = nn.Parameter(torch.zeros(WIDTH))
     specs = {m: (TensorSpec((WIDTH,), torch.float32),) for t in graph.tasks()
              for m in graph.outgoing(t)}  # fmt: skip
-    # All W of the middle stage before any backward of the first, which uses what the I gave.
+    # All W actions of the middle stage precede the backward of the first stage, which uses the I
+    # results.
     order = [Action(KIND.F, s, m) for m in (0, 1) for s in range(3)]
     order += [Action(KIND.B, 2, m) for m in (0, 1)]
     order += [Action(kind, 1, m) for m in (0, 1) for kind in (KIND.I, KIND.W)]
@@ -139,8 +140,8 @@ def test_a_gradient_that_was_passed_on_does_not_change_afterwards():
         assert module.weight.grad.tolist() == [11.0] * WIDTH
 
 
-class _Held:
-    """What a transfer is to the runtime."""
+class _CompletedTransfer:
+    """Transfer that is complete."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -150,19 +151,21 @@ class _Held:
 
 
 class _Loopback:
-    """Channels whose other end takes everything and sends ones."""
+    """Channels whose peer accepts all tensors and sends ones."""
 
     device = torch.device("cpu")
 
-    def send(self, tensors: Any, specs: Any, peer: int, action: object, cuts: Any) -> _Held:
-        return _Held(tuple(tensors))
+    def send(
+        self, tensors: Any, specs: Any, peer: int, action: object, cuts: Any
+    ) -> _CompletedTransfer:
+        return _CompletedTransfer(tuple(tensors))
 
-    def receive(self, specs: Any, peer: int, action: object, cuts: Any) -> _Held:
-        return _Held(tuple(torch.ones(s.shape, dtype=s.dtype) for s in specs))
+    def receive(self, specs: Any, peer: int, action: object, cuts: Any) -> _CompletedTransfer:
+        return _CompletedTransfer(tuple(torch.ones(s.shape, dtype=s.dtype) for s in specs))
 
 
-class _Watching(ToyStage):
-    """Notes the memory of its activations and outputs."""
+class _WatchedStage(ToyStage):
+    """Stage that records the storages of its activations and outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -182,10 +185,10 @@ class _Watching(ToyStage):
         return output
 
 
-def watched_step() -> tuple[PipelinePlan, _Watching, dict[Any, Any]]:
-    """The first of two ranks, whose actions are to be run one by one."""
+def watched_step() -> tuple[PipelinePlan, _WatchedStage, dict[Any, Any]]:
+    """Return the plan, stage and handlers of the first of two ranks, for single actions."""
     graph = chain(2, microbatches=2, ranks=[0, 1])
-    stage = _Watching(ToyModule(0, trainable=True, dropout=0.1))
+    stage = _WatchedStage(ToyModule(0, trainable=True, dropout=0.1))
     forwards = tuple(Action(KIND.F, 0, m) for m in (0, 1))
     backwards = tuple(Action(KIND.B, 0, m) for m in (0, 1))
     other = tuple(Action(kind, 1, m) for m in (0, 1) for kind in (KIND.F, KIND.B))
@@ -194,25 +197,25 @@ def watched_step() -> tuple[PipelinePlan, _Watching, dict[Any, Any]]:
     return plan, stage, state.handlers()
 
 
-def test_a_sent_output_is_freed_when_the_send_is_complete_and_activations_after_backward():
+def test_sent_outputs_and_activations_are_freed():
     plan, stage, handlers = watched_step()
-    seen = set()
+    executed = set()
     for action in plan.actions[0]:
         handlers[action.type](action)
-        seen.add((action.type, action.microbatch))
+        executed.add((action.type, action.microbatch))
         for index, (output, inside) in enumerate(zip(stage.outputs, stage.inside, strict=True)):
-            assert output.expired() == ((KIND.WAIT_SEND_F, index) in seen), (action, index)
-            assert inside.expired() == ((KIND.B, index) in seen), (action, index)
-    assert {(KIND.WAIT_SEND_F, 0), (KIND.B, 1)} <= seen
+            assert output.expired() == ((KIND.WAIT_SEND_F, index) in executed), (action, index)
+            assert inside.expired() == ((KIND.B, index) in executed), (action, index)
+    assert {(KIND.WAIT_SEND_F, 0), (KIND.B, 1)} <= executed
 
 
-def test_inputs_are_freed_after_a_forward_without_backward():
+def test_frozen_inputs_are_freed_after_forward():
     graph = chain(2)
     frozen = tuple(replace(s, trainable=False) for s in graph.layout.stages)
     graph = StageGraph(StageLayout(frozen, graph.layout.edges), 1)
     order = ((Action(KIND.F, 0, 0), Action(KIND.F, 1, 0)),)
     plan = lower_plan(order, graph, toy_specs(graph))
-    stages = {i: _Watching(ToyModule(i, trainable=False)) for i in (0, 1)}
+    stages = {i: _WatchedStage(ToyModule(i, trainable=False)) for i in (0, 1)}
     state = StepState(0, stages, None, plan, [3], 1.0)
     for action in plan.actions[0]:
         state.handlers()[action.type](action)
@@ -220,7 +223,7 @@ def test_inputs_are_freed_after_a_forward_without_backward():
     assert stages[0].inside[0].expired()
 
 
-def test_a_plan_of_forwards_leaves_losses_and_no_gradients():
+def test_forward_only_plan_returns_losses():
     graph = random_graph(5, ranks=1)
     order = tuple(a for a in random_order(graph, 0)[0] if a.type is KIND.F)
     plan = lower_plan((order,), graph, toy_specs(graph), training=False)
@@ -244,7 +247,7 @@ def test_every_action_is_recorded_in_order():
     assert {r.rank for r in result.records} == {0}
 
 
-def test_actions_are_named_in_profiles_only_if_asked():
+def test_profiles_name_actions_only_if_enabled():
     graph = chain(2)
     plan = plan_of(graph, 0, split=0.0)
     runtime = PipelineRuntime(0, toy_stages(graph), None)
@@ -255,7 +258,7 @@ def test_actions_are_named_in_profiles_only_if_asked():
         assert ({"0F0", "1F0", "1B0", "0B0"} <= names) == annotate
 
 
-def test_channels_in_use_follow_from_edges_ties_and_replicas():
+def test_channels_follow_edges_ties_and_replicas():
     stages = (
         StageSpec(0, "vision", 0, 1, (2, 3)),
         StageSpec(1, "llm", 0, 1, (0,), tied_to=3),
@@ -266,7 +269,7 @@ def test_channels_in_use_follow_from_edges_ties_and_replicas():
     assert channel_pairs(layout) == [(0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0)]
 
 
-def test_stages_microbatches_and_channels_must_fit_the_plan():
+def test_stages_and_microbatches_must_match_plan():
     graph = chain(2, microbatches=2)
     plan, stages = plan_of(graph, 0), toy_stages(graph)
     with pytest.raises(ValueError, match=r"has stages \[1\] on rank 0, but the rank has \[0\]"):
@@ -291,7 +294,7 @@ def without(plan: PipelinePlan, action: Action) -> PipelinePlan:
         (Action(KIND.B, 0, 0), r"rank 0 is incomplete: Task\(stage=0.* has no backward"),
     ],
 )
-def test_a_plan_with_a_hole_is_an_error_that_names_it(missing, message):
+def test_missing_action_is_named_at_runtime(missing, message):
     graph = chain(2)
     plan = without(plan_of(graph, 0, split=0.0), missing)
     with pytest.raises(ValueError, match=message):

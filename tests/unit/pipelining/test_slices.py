@@ -1,4 +1,4 @@
-"""Which part of a message tensor-parallel ranks send, by layout."""
+"""Tests of the token slices that tensor-parallel ranks send and receive."""
 
 from dataclasses import replace
 from math import prod
@@ -21,7 +21,7 @@ from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_l
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.schedules.separated import separated
 
-WHOLE = MessageSlices(None, None)
+UNSLICED = MessageSlices(None, None)
 MODULES = [
     ModuleLayers("vision", "encoder", (1.0,) * 4, sub_microbatched=True),
     ModuleLayers("llm", "llm", (1.0,) * 4),
@@ -29,29 +29,29 @@ MODULES = [
 
 
 def layout(vision: TensorRanks, llm: TensorRanks) -> StageLayout:
-    """Two stages of each module, on ranks 0 and 1 in turn."""
-    found = separated_layout(MODULES, 2, {"llm": 1})
-    assert [s.module for s in found.stages] == ["vision"] * 2 + ["llm"] * 2
-    return replace(found, tensor={"vision": vision, "llm": llm})
+    """Return a layout with two stages per module on two ranks."""
+    layout_ = separated_layout(MODULES, 2, {"llm": 1})
+    assert [s.module for s in layout_.stages] == ["vision"] * 2 + ["llm"] * 2
+    return replace(layout_, tensor={"vision": vision, "llm": llm})
 
 
-def test_stages_of_a_module_hand_on_the_slices_their_layers_work_on():
-    kept = TensorRanks(4, sends_slices=True, keeps_slices=True)
-    found = layout(kept, kept).slices(2, 3, stays=False)
-    assert found.hidden == Slices(4, 4, gathered=False)
-    assert found.others == Slices(4, 4), "features of later layers are needed whole"
-    assert layout(kept, kept).slices(2, 3, stays=True) == (Slices(4, 4, gathered=False), None)
+def test_stages_of_a_module_send_local_slices():
+    local = TensorRanks(4, sends_slices=True, keeps_slices=True)
+    slices = layout(local, local).slices(2, 3, stays=False)
+    assert slices.hidden == Slices(4, 4, gathered=False)
+    assert slices.others == Slices(4, 4), "later layers need complete features"
+    assert layout(local, local).slices(2, 3, stays=True) == (Slices(4, 4, gathered=False), None)
 
 
-def test_what_is_needed_whole_is_gathered_where_it_has_travelled():
-    kept = TensorRanks(4, sends_slices=True, keeps_slices=True)
-    whole = TensorRanks(4, sends_slices=True)
-    assert layout(kept, kept).slices(1, 2, stays=False) == (Slices(4, 4), Slices(4, 4))
-    assert layout(kept, kept).slices(1, 2, stays=True) == WHOLE
-    assert layout(whole, kept).slices(0, 1, stays=False) == (Slices(4, 4), Slices(4, 4))
+def test_sent_slices_are_gathered_if_needed():
+    local = TensorRanks(4, sends_slices=True, keeps_slices=True)
+    complete = TensorRanks(4, sends_slices=True)
+    assert layout(local, local).slices(1, 2, stays=False) == (Slices(4, 4), Slices(4, 4))
+    assert layout(local, local).slices(1, 2, stays=True) == UNSLICED
+    assert layout(complete, local).slices(0, 1, stays=False) == (Slices(4, 4), Slices(4, 4))
 
 
-def test_groups_of_other_sizes_have_other_slices():
+def test_slices_follow_group_sizes():
     small, large = (TensorRanks(size, True, True) for size in (2, 8))
     assert layout(small, large).slices(1, 2, stays=False).others == Slices(2, 8)
     spec = TensorSpec((13, 6), torch.float32, slices=Slices(2, 8))
@@ -60,77 +60,81 @@ def test_groups_of_other_sizes_have_other_slices():
     assert spec.on_rank(source=True) == spec._replace(shape=(8, 6), slices=None)
 
 
-def test_without_sequence_parallelism_everything_is_whole():
+def test_messages_are_unsliced_without_sequence_parallelism():
     split = TensorRanks(4)
-    found = layout(split, split)
-    assert {found.slices(*edge, stays=stays) for edge in found.edges for stays in (0, 1)} == {WHOLE}
+    layout_ = layout(split, split)
+    assert {layout_.slices(*edge, stays=stays) for edge in layout_.edges for stays in (0, 1)} == {
+        UNSLICED
+    }
     single = TensorRanks(1, sends_slices=True, keeps_slices=True)
-    assert layout(single, single).slices(2, 3, stays=False) == WHOLE
+    assert layout(single, single).slices(2, 3, stays=False) == UNSLICED
 
 
-def test_channels_between_groups_of_other_sizes_have_several_peers():
-    alike = layout(TensorRanks(4), TensorRanks(4))
-    assert channel_streams(alike) == channel_pairs(alike)
-    apart = replace(
+def test_channels_between_different_groups_have_several_streams():
+    equal_groups = layout(TensorRanks(4), TensorRanks(4))
+    assert channel_streams(equal_groups) == channel_pairs(equal_groups)
+    disaggregated = replace(
         disaggregated_layout(MODULES, {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)}, {}),
         tensor={"vision": TensorRanks(1), "llm": TensorRanks(4)},
     )
-    assert channel_streams(apart) == [(0, 1)] * 4 + [(1, 0)] * 4
+    assert channel_streams(disaggregated) == [(0, 1)] * 4 + [(1, 0)] * 4
 
 
 def mirrored(ranks: TensorRanks) -> StageGraph:
-    """Encoders over one rank each, the LLM over two."""
-    found = replace(colocated_layout(MODULES, 2, mirrors=2), tensor={
+    """Return a step with encoders on one rank each and an LLM on two ranks."""
+    layout_ = replace(colocated_layout(MODULES, 2, mirrors=2), tensor={
         "vision": ranks._replace(size=1), "llm": ranks._replace(size=2),
     })  # fmt: skip
-    return StageGraph(found, 1, {"vision": (1,)})
+    return StageGraph(layout_, 1, {"vision": (1,)})
 
 
-def test_mirrors_divide_the_rows_and_each_returns_its_gradient():
+def test_mirrors_receive_slices_and_return_gradients():
     graph = mirrored(TensorRanks(2, True, True))
     first, *_ = [s.index for s in graph.layout.stages if s.module == "llm"]
     entries = graph.layout.mirrored[first]
     assert len(entries) == 2
     for entry in entries:
         message = Message(0, entry, 0)
-        assert graph.slices(message) == (Slices(2, 2), Slices(2, 2)), "also on the rank itself"
+        assert graph.slices(message) == (Slices(2, 2), Slices(2, 2)), (
+            "messages within a rank are not sliced"
+        )
         assert graph.carries_gradient(message)
     assert {graph.layout.group_size(stage.index) for stage in graph.layout.stages} == {1}
     assert channel_streams(graph.layout) == channel_pairs(graph.layout)
-    whole = mirrored(TensorRanks(2))
-    assert [whole.carries_gradient(Message(0, entry, 0)) for entry in entries] == [True, False]
-    assert {whole.slices(Message(0, entry, 0)) for entry in entries} == {WHOLE}
+    unsliced = mirrored(TensorRanks(2))
+    assert [unsliced.carries_gradient(Message(0, entry, 0)) for entry in entries] == [True, False]
+    assert {unsliced.slices(Message(0, entry, 0)) for entry in entries} == {UNSLICED}
 
 
 @pytest.mark.parametrize("encoder", [n for n, kind in KINDS.items() if not kind.composite])
-def test_ranks_together_send_every_row_once(encoder):
-    """And padding, of less than a row for each rank and image."""
+def test_ranks_send_every_row_once(encoder):
+    """Allow padding of less than a row per rank and image."""
     case = Case("sliced", 2, tensor=2, sequence_parallel=True, encoder=encoder)
     plain = replace(case, sequence_parallel=False)
     batch, parts = step_of(case, 1)
     metas = [m.meta for m in batch]
     by_name = {m.name: m for m in case.build().modality_modules()}
-    sliced, whole = (
+    sliced, complete = (
         message_specs(StageGraph(c.layout(), len(batch), parts), by_name, metas, torch.float32)
         for c in (case, plain)
     )
-    assert sliced.keys() == whole.keys()
-    cut = 0
+    assert sliced.keys() == complete.keys()
+    sliced_count = 0
     for message, specs in sliced.items():
-        for spec, all_of_it in zip(specs, whole[message], strict=True):
-            assert spec.shape == all_of_it.shape
+        for spec, expected in zip(specs, complete[message], strict=True):
+            assert spec.shape == expected.shape
             if spec.slices is None:
-                assert spec == all_of_it
+                assert spec == expected
                 continue
-            cut += 1
+            sliced_count += 1
             total = 2 * prod(spec.on_rank(source=True).shape)
             padding = prod(spec.shape[:-2]) * spec.shape[-1]
             assert prod(spec.shape) <= total <= prod(spec.shape) + padding
-    assert cut
+    assert sliced_count
 
 
-def test_memory_of_a_plan_counts_slices():
-    """The rules of validation and simulation, of sends and receives alike."""
+def test_memory_of_plan_uses_slices():
+    """Check the rules of validation and simulation for sends and receives."""
     case = Case("sliced", 2, tensor=2, sequence_parallel=True)
     batch, parts = step_of(case, 1)
     graph = StageGraph(case.layout(), len(batch), parts)
@@ -145,9 +149,9 @@ def test_memory_of_a_plan_counts_slices():
             continue
         send, _, receive, _ = transfer.actions()
         moved = [s for s in specs[transfer.message] if s.requires_grad or not transfer.backward]
-        wanted = sum(spec.on_rank(source=not transfer.backward).nbytes for spec in moved)
-        assert book.rules[transfer.source][send].allocates == wanted
-        assert book.rules[transfer.destination][receive].allocates == wanted
-        assert wanted < 0.6 * sum(spec.nbytes for spec in moved)
+        expected = sum(spec.on_rank(source=not transfer.backward).nbytes for spec in moved)
+        assert book.rules[transfer.source][send].allocates == expected
+        assert book.rules[transfer.destination][receive].allocates == expected
+        assert expected < 0.6 * sum(spec.nbytes for spec in moved)
         counted += 1
     assert counted

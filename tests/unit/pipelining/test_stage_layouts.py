@@ -1,4 +1,4 @@
-"""Cutting modules into stages: optimal where it claims to be, and refused where it cannot work."""
+"""Tests of splitting modules into stages: optimality, and errors for invalid splits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, frozen, tower_frozen
+from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, frozen, with_frozen_layers
 
 from torchmm.pipelining.schedules.layouts import (
     Cut,
@@ -36,8 +36,8 @@ def sizes(layout, module):
     return [stop - start for start, stop in ranges(layout, module)]
 
 
-def test_the_papers_vit_and_llm_in_16_stages():
-    """PipeWeaver, section 2.2: layers of 6.75 and 10.5 ms give stages that vary by 16.7 %."""
+def test_split_of_published_model_matches_paper():
+    """Compare with PipeWeaver, section 2.2: 6.75 ms and 10.5 ms layers give a spread of 16.7 %."""
     costs = [6.75] * 64 + [10.5] * 64
     stages = sums(costs, balanced_cuts(costs, 16))
     assert (min(stages), max(stages)) == (63.0, 73.5)
@@ -45,8 +45,8 @@ def test_the_papers_vit_and_llm_in_16_stages():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_cuts_are_optimal(seed):
-    """Least maximum, then least squares of what ranks carry: against all possibilities."""
+def test_balanced_splits_are_optimal(seed):
+    """Check the minimum of the maximum, then of the squared loads of ranks, against all splits."""
     rng = random.Random(seed)
     layers = rng.randint(1, 9)
     costs = [float(rng.choice((0, 1, 2, 3, 7, rng.random()))) for _ in range(layers)]
@@ -54,23 +54,26 @@ def test_cuts_are_optimal(seed):
     for parts in range(1, layers + 1):
         loads = [rng.choice((0.0, 2.0, rng.random())) for _ in range(parts)]
         best = min(
-            (max(cut), sum((c + load) ** 2 for c, load in zip(cut, loads, strict=True)))
+            (
+                max(stage_costs),
+                sum((c + load) ** 2 for c, load in zip(stage_costs, loads, strict=True)),
+            )
             for inner in combinations(range(1, layers), parts - 1)
-            for cut in [sums(costs, [b - a for a, b in pairwise((0, *inner, layers))])]
+            for stage_costs in [sums(costs, [b - a for a, b in pairwise((0, *inner, layers))])]
         )
-        found = balanced_cuts(costs, parts, loads)
-        assert min(found) >= 1
-        assert sum(found) == layers
-        cut = sums(costs, found)
-        squares = sum((c + load) ** 2 for c, load in zip(cut, loads, strict=True))
-        assert (max(cut), squares) == pytest.approx(best)
+        split = balanced_cuts(costs, parts, loads)
+        assert min(split) >= 1
+        assert sum(split) == layers
+        stage_costs = sums(costs, split)
+        squares = sum((c + load) ** 2 for c, load in zip(stage_costs, loads, strict=True))
+        assert (max(stage_costs), squares) == pytest.approx(best)
 
 
-def test_layers_that_cost_nothing_are_spread_evenly():
+def test_layers_without_cost_are_distributed_evenly():
     assert sorted(balanced_cuts([0.0] * 10, 4, [5e12, 1.0, 0.0, 0.0])) == [2, 2, 3, 3]
 
 
-def test_more_parts_never_have_a_larger_maximum():
+def test_more_parts_never_increase_the_maximum():
     costs = [float(i % 7 + i % 3) for i in range(40)]
     largest = [max(sums(costs, balanced_cuts(costs, parts))) for parts in range(1, 41)]
     assert largest == sorted(largest, reverse=True)
@@ -85,12 +88,12 @@ def test_more_parts_never_have_a_larger_maximum():
         ([1.0, -2.0], 1, "negative cost -2.0"),
     ],
 )
-def test_impossible_cuts_are_refused(costs, parts, match):
+def test_invalid_splits_are_rejected(costs, parts, match):
     with pytest.raises(ValueError, match=match):
         balanced_cuts(costs, parts)
 
 
-def test_separated_segments_lie_on_all_ranks():
+def test_separated_segments_use_all_ranks():
     layout = separated_layout([VISION, LLM], 4, {"llm": 2})
     assert sizes(layout, "vision") == [2] * 4
     assert sizes(layout, "llm") == [2] * 8
@@ -100,7 +103,7 @@ def test_separated_segments_lie_on_all_ranks():
     assert layout.sub_microbatched == {"vision"}
 
 
-def test_remainders_go_to_the_ranks_that_carry_least():
+def test_remaining_layers_go_to_least_loaded_ranks():
     encoder = ModuleLayers("vision", "encoder", (1.0,) * 63)
     layout = separated_layout([encoder, ModuleLayers("llm", "llm", (1.0,) * 30)], 4)
     assert sizes(layout, "vision") == [15, 16, 16, 16]
@@ -111,8 +114,8 @@ def test_remainders_go_to_the_ranks_that_carry_least():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_modules_are_joined_in_a_tree(model):
-    """Encoders feed the LLM's first stage, its last feeds the generator."""
+def test_stages_form_a_tree(model):
+    """Check that encoders feed the first LLM stage, and the last LLM stage feeds the generator."""
     modules = MODELS[model]
     for layout in (
         separated_layout(modules, 2),
@@ -120,21 +123,21 @@ def test_modules_are_joined_in_a_tree(model):
         megatron_balanced_layout(modules, 2, 3),
     ):
         by_module = {m.name: [s for s in layout.stages if s.module == m.name] for m in modules}
-        wanted = set()
+        expected = set()
         for module in modules:
             stages = by_module[module.name]
             assert [s.start for s in stages] == [0, *(s.stop for s in stages[:-1])]
             assert stages[-1].stop == len(module.costs)
-            wanted |= {(a.index, b.index) for a, b in pairwise(stages)}
+            expected |= {(a.index, b.index) for a, b in pairwise(stages)}
             if module.kind == "encoder":
-                wanted.add((stages[-1].index, by_module["llm"][0].index))
+                expected.add((stages[-1].index, by_module["llm"][0].index))
             if module.kind == "generator":
-                wanted.add((by_module["llm"][-1].index, stages[0].index))
-        assert set(layout.edges) == wanted
-        assert len(layout.edges) == len(wanted)
+                expected.add((by_module["llm"][-1].index, stages[0].index))
+        assert set(layout.edges) == expected
+        assert len(layout.edges) == len(expected)
 
 
-def test_megatron_puts_encoders_before_the_first_llm_stage_and_generators_behind_the_last():
+def test_megatron_attaches_modules_to_llm_ends():
     llm = ModuleLayers("llm", "llm", (1.0,) * 18)
     layout = megatron_layout([VISION, AUDIO, llm, GENERATOR], 2, 2)
     assert sizes(layout, "llm") == [4, 5, 5, 4]
@@ -143,7 +146,7 @@ def test_megatron_puts_encoders_before_the_first_llm_stage_and_generators_behind
     assert [s.segment for s in layout.stages] == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_megatron_balanced_cuts_the_whole_chain():
+def test_megatron_balanced_splits_the_single_pipeline():
     layout = megatron_balanced_layout([VISION, AUDIO, replace(LLM, post_cost=0.0)], 4)
     costs = {m.name: m.costs[0] for m in (VISION, AUDIO, LLM)}
     loads = [
@@ -153,7 +156,7 @@ def test_megatron_balanced_cuts_the_whole_chain():
         )
         for unit in layout.virtual_stages
     ]
-    assert loads == [11.0, 11.0, 10.0, 12.0]  # of 8 x 1 + 8 x 0.5 + 16 x 2
+    assert loads == [11.0, 11.0, 10.0, 12.0]  # of 8 x 1 + 8 x 0.5 + 16 x 2 in total
     assert [[layout.stages[s].module for s in unit] for unit in layout.virtual_stages] == [
         ["vision", "audio"],
         ["audio", "llm"],
@@ -162,29 +165,29 @@ def test_megatron_balanced_cuts_the_whole_chain():
     ]
 
 
-def test_what_is_trained_is_told_by_stage():
+def test_stages_are_trainable_by_layer():
     partly = replace(LLM, trainable=(False,) * 12 + (True,) * 4, pre_trainable=False)
-    layout = separated_layout([tower_frozen(VISION), partly], 4)
+    layout = separated_layout([with_frozen_layers(VISION), partly], 4)
     assert [s.trainable for s in layout.stages] == [False] * 3 + [True] + [False] * 3 + [True]
     layout = separated_layout([frozen(VISION), replace(partly, pre_trainable=True)], 4)
     assert [s.trainable for s in layout.stages] == [False] * 4 + [True, False, False, True]
 
 
-def test_tied_embeddings_name_each_other():
+def test_tied_stages_refer_to_each_other():
     layout = separated_layout([VISION, TIED], 4, {"llm": 2})
     assert [s.tied_to for s in layout.stages] == [-1] * 4 + [11] + [-1] * 6 + [4]
     assert {s.tied_to for s in megatron_layout([TIED], 1).stages} == {-1}
     assert {s.tied_to for s in separated_layout([frozen(TIED)], 2).stages} == {-1}
 
 
-def test_ends_of_a_tied_module_cannot_be_different_stages_of_a_rank():
+def test_tied_ends_must_be_on_different_ranks():
     with pytest.raises(ValueError, match=r"stages 0 and 1, which contain them, .* on rank 0"):
         separated_layout([TIED], 1, {"llm": 2})
     with pytest.raises(ValueError, match="stages 0 and 3"):
         build_layout([TIED], {"llm": [Cut(2, (rank,)) for rank in (0, 1, 1, 0)]})
 
 
-def test_cuts_given_by_the_user():
+def test_explicit_splits_are_used():
     layout = build_layout(
         [VISION, LLM],
         {"vision": [Cut(3, (2, 3)), Cut(5, (2, 3))], "llm": [Cut(9, (0,)), Cut(7, (1,))]},
@@ -206,7 +209,7 @@ def test_cuts_given_by_the_user():
         ({"vision": [(8, 0)]}, r"splits are set for \['vision'\], but the modules are \['llm'\]"),
     ],
 )
-def test_cuts_that_do_not_fit_are_refused(cuts, match):
+def test_mismatched_splits_are_rejected(cuts, match):
     with pytest.raises(ValueError, match=match):
         build_layout([LLM], {m: [Cut(n, (rank,)) for n, rank in c] for m, c in cuts.items()})
 
@@ -230,7 +233,7 @@ def test_cuts_that_do_not_fit_are_refused(cuts, match):
             "all modules: 24 layers are fewer than 5 pipeline ranks x 5",
         ),
         (lambda: separated_layout([LLM], 0), "0 pipeline ranks and 1 segments must be at least 1"),
-        (lambda: separated_layout([LLM], 2, {"sound": 2}), r"segments of \['sound'\]"),
+        (lambda: separated_layout([LLM], 2, {"audio": 2}), r"segments of \['audio'\]"),
         (lambda: separated_layout([LLM, VISION], 2), r"modules are llm \(llm\), vision \(encoder"),
         (lambda: separated_layout([VISION], 2), "list encoders, one LLM and generators"),
         (lambda: separated_layout([VISION, VISION, LLM], 2), "with different names"),
@@ -249,12 +252,12 @@ def test_cuts_that_do_not_fit_are_refused(cuts, match):
         ),
     ],
 )
-def test_layouts_that_cannot_work_are_refused_with_a_remedy(make, match):
+def test_invalid_layouts_name_a_fix(make, match):
     with pytest.raises(ValueError, match=match):
         make()
 
 
-def test_schedules_come_with_their_layouts():
+def test_schedules_select_their_layouts():
     for name in (*ORDERS, "csv:order.csv"):
         count = 1 if name == "1f1b" else 2
         layout = schedule_layout(name, [VISION, LLM], 2, count, {"vision": 2})

@@ -1,4 +1,4 @@
-"""Bubbles, module times, the list simulator: known schedules and a count cell by cell."""
+"""Tests of timelines: bubbles, module times, and the list simulator, against counted cells."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ def chain(ranks, module="llm", trainable=True):
 
 
 def encoder_and_llm(trainable=True):
-    """An encoder with sub-microbatches on rank 0, two LLM stages on ranks 0 and 1."""
+    """Return a layout of a sub-microbatched encoder on rank 0, and an LLM on ranks 0 and 1."""
     stages = (
         StageSpec(0, "vision", 0, 2, (0,), trainable=trainable),
         StageSpec(1, "llm", 0, 2, (0,)),
@@ -50,7 +50,7 @@ def record(rank, kind, start_ms, end_ms, stage=None, microbatch=0):
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (4, 2), (4, 4), (4, 9)])
-def test_1f1b_has_the_known_makespan_and_bubbles(ranks, microbatches):
+def test_1f1b_has_known_makespan_and_bubbles(ranks, microbatches):
     graph = StageGraph(chain(ranks), microbatches)
     records = uniform_timeline(one_f_one_b(ranks, microbatches), graph, forward_2_backward_3)
     timeline = analyze_timeline(records, graph.layout)
@@ -61,7 +61,7 @@ def test_1f1b_has_the_known_makespan_and_bubbles(ranks, microbatches):
     assert sum(timeline.busy_ms) + sum(timeline.bubble_ms.values()) == ranks * timeline.makespan_ms
 
 
-def test_a_transfer_delays_only_what_another_rank_needs():
+def test_transfers_delay_only_dependent_ranks():
     graph = StageGraph(encoder_and_llm(), 1, {"vision": (1,)})
     order = [
         [Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)],
@@ -79,7 +79,7 @@ def test_a_transfer_delays_only_what_another_rank_needs():
     }
 
 
-def test_the_llm_waits_for_all_parts_and_for_none_if_there_are_none():
+def test_llm_waits_for_all_sub_microbatches():
     graph = StageGraph(encoder_and_llm(trainable=False), 2, {"vision": (3, 0)})
     parts = [Action(F, 0, 0, part) for part in range(3)]
     llm = [Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)]
@@ -93,7 +93,7 @@ def test_the_llm_waits_for_all_parts_and_for_none_if_there_are_none():
     assert next(r for r in first if r.action == llm[1]).start_ms == 0
 
 
-def test_weights_backward_delays_no_other_rank():
+def test_weight_backward_delays_no_other_rank():
     graph = StageGraph(chain(2), 1)
     order = [
         [Action(F, 0, 0), Action(B, 0, 0)],
@@ -113,12 +113,12 @@ def test_weights_backward_delays_no_other_rank():
         ([[Action(F, 0, 0)], [Action(F, 1, 0), Action(W, 1, 0)]], "rank 1: 1W0"),
     ],
 )
-def test_an_order_that_cannot_go_on_is_refused(order, waiting):
+def test_deadlocked_orders_are_rejected(order, waiting):
     with pytest.raises(ValueError, match=waiting):
         uniform_timeline(order, StageGraph(chain(2), 1), lambda action: 1.0)
 
 
-def test_collectives_are_bubbles_of_their_own_unless_compute_hides_them():
+def test_exposed_collectives_are_separate_bubbles():
     records = [
         record(0, ActionType.UNSHARD, 0, 4),
         record(0, F, 3, 6),
@@ -142,19 +142,21 @@ def test_collectives_are_bubbles_of_their_own_unless_compute_hides_them():
 
 
 def naive_classes(records, ranks):
-    """Cell by cell, for whole milliseconds."""
+    """Count bubbles per cell of one millisecond."""
     end = max(r.end_ms for r in records)
     counts = Counter()
     for rank in range(ranks):
-        own = [r for r in records if r.rank == rank]
-        compute = [r for r in own if r.action.type in (F, B, I, W) and r.end_ms > r.start_ms]
+        rank_records = [r for r in records if r.rank == rank]
+        compute = [
+            r for r in rank_records if r.action.type in (F, B, I, W) and r.end_ms > r.start_ms
+        ]
         for cell in range(end):
-            there = {r.action.type for r in own if r.start_ms <= cell < r.end_ms}
-            if there & {F, B, I, W}:
+            active = {r.action.type for r in rank_records if r.start_ms <= cell < r.end_ms}
+            if active & {F, B, I, W}:
                 counts["compute"] += 1
-            elif ActionType.UNSHARD in there:
+            elif ActionType.UNSHARD in active:
                 counts["dp_all_gather"] += 1
-            elif ActionType.REDUCE_GRAD in there:
+            elif ActionType.REDUCE_GRAD in active:
                 counts["dp_reduce_scatter"] += 1
             elif compute and cell < min(r.start_ms for r in compute):
                 counts["warmup"] += 1
@@ -166,16 +168,16 @@ def naive_classes(records, ranks):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_classes_equal_a_count_of_cells(seed):
-    draw = random.Random(seed)
-    ranks = draw.randint(1, 4)
+def test_bubble_classes_match_counted_cells(seed):
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
     records = []
-    for _ in range(draw.randint(1, 20)):
-        start_ms = draw.randint(0, 30)
-        kind = draw.choice([F, B, I, W, ActionType.UNSHARD, ActionType.REDUCE_GRAD,
+    for _ in range(rng.randint(1, 20)):
+        start_ms = rng.randint(0, 30)
+        kind = rng.choice([F, B, I, W, ActionType.UNSHARD, ActionType.REDUCE_GRAD,
                             ActionType.WAIT_F])  # fmt: skip
-        end_ms = start_ms + draw.randint(0, 6)
-        records.append(record(draw.randrange(ranks), kind, start_ms, end_ms, stage=0))
+        end_ms = start_ms + rng.randint(0, 6)
+        records.append(record(rng.randrange(ranks), kind, start_ms, end_ms, stage=0))
     timeline = analyze_timeline(records, chain(ranks))
     expected = naive_classes(records, ranks)
     assert sum(timeline.busy_ms) == expected.pop("compute", 0)
@@ -183,7 +185,7 @@ def test_classes_equal_a_count_of_cells(seed):
     assert sum(timeline.busy_ms) + sum(timeline.bubble_ms.values()) == ranks * timeline.makespan_ms
 
 
-def test_module_times_on_the_critical_rank_and_on_average():
+def test_mean_module_times_average_over_ranks():
     records = [
         record(0, F, 0, 5, stage=0),
         record(0, F, 5, 6, stage=1),
@@ -204,11 +206,11 @@ def test_module_times_on_the_critical_rank_and_on_average():
         (record(0, F, 0, float("nan")), "nan"),
     ],
 )
-def test_impossible_records_are_refused(bad, words):
+def test_invalid_records_are_rejected(bad, words):
     with pytest.raises(ValueError, match=words):
         analyze_timeline([bad], chain(2))
 
 
-def test_a_step_without_records_is_empty():
+def test_step_without_records_is_empty():
     timeline = analyze_timeline([], chain(2))
     assert timeline.makespan_ms == timeline.bubble_fraction == 0

@@ -1,11 +1,11 @@
-"""Validation: what is wrong is found, named and placed; what is right passes; memory adds up."""
+"""Tests of plan validation: problems are reported with their position, and memory is computed."""
 
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from naive_execution import failure
+from naive_execution import execution_failure
 from naive_memory import naive_memory
 from random_orders import random_graph, random_order, random_specs
 
@@ -22,7 +22,7 @@ T = ActionType
 
 
 def small_plan(seed=5):
-    """Two ranks, an encoder with sub-microbatches, frozen stages, tied weights, all actions."""
+    """Return a plan of two ranks with all action types, frozen stages and tied weights."""
     trained = (False, True, True, False, True, True)
     modules = ("vision", "vision", "llm", "llm", "llm", "llm")
     stages = [
@@ -37,7 +37,7 @@ def small_plan(seed=5):
 
 
 PLAN = small_plan()
-PLACES = [(rank, i) for rank, program in enumerate(PLAN.actions) for i in range(len(program))]
+POSITIONS = [(rank, i) for rank, program in enumerate(PLAN.actions) for i in range(len(program))]
 
 
 def changed(plan, rank, program):
@@ -48,18 +48,18 @@ def program_of(rank):
     return list(PLAN.actions[rank])
 
 
-def found(plan):
+def problems_of(plan):
     return [(p.kind, p.rank, p.position) for p in validate_plan(plan).problems]
 
 
-def test_the_small_plan_has_all_actions_and_is_valid():
+def test_small_plan_has_all_actions_and_is_valid():
     assert {a.type for program in PLAN.actions for a in program} == set(T)
-    assert found(PLAN) == [] and failure(PLAN) == ""
+    assert problems_of(PLAN) == [] and execution_failure(PLAN) == ""
 
 
-@pytest.mark.parametrize(("rank", "position"), PLACES)
-def test_every_missing_action_is_found(rank, position):
-    """None is harmless: every action is there to be used, or to end or free something."""
+@pytest.mark.parametrize(("rank", "position"), POSITIONS)
+def test_every_missing_action_is_reported(rank, position):
+    """Check that no action is redundant: each is used later, or completes or frees something."""
     program = program_of(rank)
     action = program.pop(position)
     plan = changed(PLAN, rank, program)
@@ -67,27 +67,27 @@ def test_every_missing_action_is_found(rank, position):
     problems = validate_plan(plan).problems
     assert ("missing", rank, named) in [(p.kind, p.rank, p.action) for p in problems]
     assert str(action) in " ".join(p.text for p in problems if p.kind == "missing")
-    assert failure(plan)
+    assert execution_failure(plan)
 
 
-@pytest.mark.parametrize(("rank", "position"), PLACES)
-def test_every_doubled_action_is_found(rank, position):
+@pytest.mark.parametrize(("rank", "position"), POSITIONS)
+def test_every_duplicate_action_is_reported(rank, position):
     program = program_of(rank)
     program.insert(position, program[position])
     plan = changed(PLAN, rank, program)
-    assert ("duplicate", rank, position + 1) in found(plan)
-    assert failure(plan)
+    assert ("duplicate", rank, position + 1) in problems_of(plan)
+    assert execution_failure(plan)
 
 
-@pytest.mark.parametrize(("rank", "position"), PLACES)
-def test_every_changed_field_is_found(rank, position):
-    """Another end, another rank, another task."""
+@pytest.mark.parametrize(("rank", "position"), POSITIONS)
+def test_every_changed_field_is_reported(rank, position):
+    """Change the peer, the rank and the task."""
     program = program_of(rank)
     action = program[position]
 
     def problems(**fields):
         altered = [*program[:position], action._replace(**fields), *program[position + 1 :]]
-        return found(changed(PLAN, rank, altered))
+        return problems_of(changed(PLAN, rank, altered))
 
     if action.peer >= 0:
         assert ("wrong_peer", rank, position) in problems(peer=rank)
@@ -97,55 +97,59 @@ def test_every_changed_field_is_found(rank, position):
         assert ("unknown", rank, position) in problems(peer=1 - rank)
     for fields in ({"stage": 99}, {"stage": -2}, {"microbatch": 99}, {"sub_microbatch": 7}):
         assert ("unknown", rank, position) in problems(**fields)
-    there = program_of(1 - rank)
-    there.insert(20, program.pop(position))
-    plan = changed(changed(PLAN, rank, program), 1 - rank, there)
-    assert ("wrong_rank", 1 - rank, 20) in found(plan)
-    assert ("missing", rank, -1) in found(plan)
+    other_program = program_of(1 - rank)
+    other_program.insert(20, program.pop(position))
+    plan = changed(changed(PLAN, rank, program), 1 - rank, other_program)
+    assert ("wrong_rank", 1 - rank, 20) in problems_of(plan)
+    assert ("missing", rank, -1) in problems_of(plan)
 
 
-def test_moved_and_renamed_actions_are_judged_as_their_execution_goes():
-    """All neighbours exchanged, all types replaced, and many far moves; some are harmless."""
+def test_changed_actions_are_validated_as_executed():
+    """Swap neighbors, replace types and move actions. Some changes are harmless."""
     verdicts = {"bad": 0, "harmless": 0}
 
-    def judge(rank, program, what):
+    def check(rank, program, change):
         plan = changed(PLAN, rank, program)
         problems = validate_plan(plan).problems
-        assert bool(problems) == bool(failure(plan)), (what, failure(plan), *map(str, problems))
+        assert bool(problems) == bool(execution_failure(plan)), (
+            change,
+            execution_failure(plan),
+            *map(str, problems),
+        )
         verdicts["bad" if problems else "harmless"] += 1
 
     rng = random.Random(0)
-    for rank, position in PLACES:
+    for rank, position in POSITIONS:
         program = program_of(rank)
         for kind in T:
             if kind is not program[position].type:
                 renamed = program[position]._replace(type=kind)
-                judge(rank, [*program[:position], renamed, *program[position + 1 :]], renamed)
+                check(rank, [*program[:position], renamed, *program[position + 1 :]], renamed)
         for target in [position + 1, *(rng.randrange(len(program)) for _ in range(8))]:
             if target < len(program):
                 moved = program_of(rank)
                 moved.insert(target, moved.pop(position))
-                judge(rank, moved, (rank, position, target))
+                check(rank, moved, (rank, position, target))
     assert verdicts["bad"] > 1000 and verdicts["harmless"] > 200
 
 
 def exchange(rank, first, second):
-    """The plan in which a rank does two actions in each other's place."""
+    """Return the plan in which a rank swaps two actions."""
     program = program_of(rank)
     program[first], program[second] = program[second], program[first]
     return changed(PLAN, rank, program)
 
 
-def place(rank, *types, after=0):
+def position_of(rank, *types, after=0):
     return next(i for i, a in enumerate(PLAN.actions[rank]) if a.type in types and i >= after)
 
 
-def test_an_action_before_what_it_needs_is_named():
+def test_actions_before_their_inputs_are_reported():
     for kinds in [(T.WAIT_F, T.F), (T.RECV_B, T.WAIT_B), (T.SEND_F, T.WAIT_SEND_F), (T.I, T.W),
                   (T.WAIT_B, T.I, T.B)]:  # fmt: skip
         first, *then = kinds
         for rank in range(2):
-            position = place(rank, first)
+            position = position_of(rank, first)
             action = PLAN.actions[rank][position]
             user = next(
                 i for i, a in enumerate(PLAN.actions[rank])
@@ -160,44 +164,49 @@ def test_an_action_before_what_it_needs_is_named():
             )
 
 
-def test_receives_in_another_order_than_the_sends_are_named():
+def test_receives_in_wrong_order_are_reported():
     for rank in range(2):
-        first = place(rank, T.RECV_F, T.RECV_B)
-        second = place(rank, T.RECV_F, T.RECV_B, after=first + 1)
+        first = position_of(rank, T.RECV_F, T.RECV_B)
+        second = position_of(rank, T.RECV_F, T.RECV_B, after=first + 1)
         plan = exchange(rank, first, second)
-        assert found(plan)[0] == ("channel", rank, first)
+        assert problems_of(plan)[0] == ("channel", rank, first)
         (problem, *_) = validate_plan(plan).problems
         assert f"receive 0 from rank {1 - rank}" in problem.text
 
 
 @pytest.mark.parametrize("kind", [T.UNSHARD, T.REDUCE_GRAD])
-def test_collectives_in_another_order_are_named(kind):
+def test_collectives_in_wrong_order_are_reported(kind):
     for rank in range(2):
-        first = place(rank, kind)
-        second = place(rank, kind, after=first + 1)
-        problems = found(exchange(rank, first, second))
+        first = position_of(rank, kind)
+        second = position_of(rank, kind, after=first + 1)
+        problems = problems_of(exchange(rank, first, second))
         assert ("collective", rank, second) in problems or kind is T.REDUCE_GRAD
-        # A reduction in front of its stage's last backward lacks that first of all.
+        # A reduction before the last backward of its stage is first reported as a dependency
+        # problem.
         assert problems[0][0] in ("collective", "dependency")
     program = program_of(0)
     late, early = program_of(0), program_of(0)
-    late.insert(place(0, T.F) + 1, late.pop(2))
-    assert ("collective", 0, place(0, T.F) + 1) in found(changed(PLAN, 0, late))
-    tied = place(0, T.REDUCE_TIED)
+    late.insert(position_of(0, T.F) + 1, late.pop(2))
+    assert ("collective", 0, position_of(0, T.F) + 1) in problems_of(changed(PLAN, 0, late))
+    tied = position_of(0, T.REDUCE_TIED)
     last = max(i for i, a in enumerate(program) if a.type in COMPUTE)
     early.insert(last, early.pop(tied))
-    assert ("collective", 0, last) in found(changed(PLAN, 0, early))
+    assert ("collective", 0, last) in problems_of(changed(PLAN, 0, early))
 
 
-def test_a_reduction_before_the_last_backward_of_its_stage_is_named():
+def test_early_reductions_are_reported():
     for rank, program in enumerate(PLAN.actions):
         for stage in {a.stage for a in program if a.type is T.REDUCE_GRAD}:
-            own = [i for i, a in enumerate(program) if a.type in COMPUTE and a.stage == stage]
+            stage_actions = [
+                i for i, a in enumerate(program) if a.type in COMPUTE and a.stage == stage
+            ]
             early = program_of(rank)
             early.remove(Action(T.REDUCE_GRAD, stage))
-            early.insert(own[-1], Action(T.REDUCE_GRAD, stage))
+            early.insert(stage_actions[-1], Action(T.REDUCE_GRAD, stage))
             plan = changed(PLAN, rank, early)
-            assert ("dependency", rank, own[-1]) in found(plan) and failure(plan)
+            assert ("dependency", rank, stage_actions[-1]) in problems_of(
+                plan
+            ) and execution_failure(plan)
 
 
 def chain(stages, ranks):
@@ -207,13 +216,13 @@ def chain(stages, ranks):
     )
 
 
-def test_a_deadlock_names_who_waits_for_whom():
-    """Rank 0 wants to run the second pass first."""
+def test_deadlock_names_the_waiting_ranks():
+    """Run the second pass of rank 0 first."""
     graph = StageGraph(chain(4, 2), 1)
     order = [list(program) for program in gpipe(graph)]
     order[0][0], order[0][1] = order[0][1], order[0][0]
     plan = lower_plan(tuple(map(tuple, order)), graph, {})
-    assert failure(plan).startswith("('stuck'")
+    assert execution_failure(plan).startswith("('stuck'")
     first, second = validate_plan(plan).problems
     waits = [plan.actions[p.rank][p.position] for p in (first, second)]
     assert [str(a) for a in waits] == ["2WAIT_F0>1@1", "1WAIT_F0>0@0"]
@@ -224,7 +233,7 @@ def test_a_deadlock_names_who_waits_for_whom():
     assert "because rank 0 does not reach action" in second.text
 
 
-def test_a_rank_that_waits_for_one_at_its_end_is_named():
+def test_wait_for_finished_rank_is_reported():
     graph = StageGraph(chain(2, 2), 1)
     plan = lower_plan(forward_only(graph), graph, {}, training=False)
     program = [a for a in plan.actions[0] if a.type is T.F]
@@ -236,22 +245,22 @@ def test_a_rank_that_waits_for_one_at_its_end_is_named():
     )  # fmt: skip
 
 
-def test_tied_copies_in_another_order_deadlock():
+def test_tied_reductions_in_wrong_order_deadlock():
     layout = chain(4, 2)
     pairs = {0: 3, 3: 0, 1: 2, 2: 1}
     stages = tuple(replace(s, tied_to=pairs[s.index]) for s in layout.stages)
     graph = StageGraph(StageLayout(stages, layout.edges), 1)
     plan = lower_plan(gpipe(graph), graph, {})
-    assert found(plan) == []
+    assert problems_of(plan) == []
     program = plan.actions[1]
     plan = changed(plan, 1, (*program[:-2], program[-1], program[-2]))
     kinds = [p.kind for p in validate_plan(plan).problems]
     assert kinds == ["collective", "deadlock", "deadlock"]
-    assert failure(plan).startswith("('stuck'")
+    assert execution_failure(plan).startswith("('stuck'")
 
 
-def test_blocking_sends_are_judged_by_rendezvous():
-    """Every send is waited for at once, every receive posted when it is needed: many deadlock."""
+def test_blocking_sends_are_validated_by_execution():
+    """Wait for every send immediately and post every receive late, so that many plans deadlock."""
     stuck = 0
     for seed in range(150):
         graph = random_graph(seed)
@@ -268,12 +277,12 @@ def test_blocking_sends_are_judged_by_rendezvous():
             blocking.append(tuple(actions))
         plan = replace(plan, actions=tuple(blocking))
         kinds = {p.kind for p in validate_plan(plan).problems}
-        assert kinds == ({"deadlock"} if failure(plan) else set()), seed
+        assert kinds == ({"deadlock"} if execution_failure(plan) else set()), seed
         stuck += bool(kinds)
     assert 20 < stuck < 130
 
 
-def test_forward_only_plans_must_say_so():
+def test_forward_only_plans_require_training_false():
     graph = StageGraph(chain(2, 2), 2)
     plan = lower_plan(forward_only(graph), graph, {})
     problem = validate_plan(plan).problems[0]
@@ -283,12 +292,12 @@ def test_forward_only_plans_must_say_so():
     assert problem.kind == "unknown" and "only forward passes" in problem.text
 
 
-def test_programs_for_more_or_fewer_ranks_are_found():
+def test_wrong_number_of_programs_is_reported():
     graph = StageGraph(chain(2, 2), 1)
     plan = lower_plan(gpipe(graph), graph, {})
-    assert ("missing", 1, -1) in found(replace(plan, actions=plan.actions[:1]))
+    assert ("missing", 1, -1) in problems_of(replace(plan, actions=plan.actions[:1]))
     more = replace(plan, actions=(*plan.actions, (Action(T.F, 0, 0),)))
-    assert found(more) == [("wrong_rank", 2, 0)]
+    assert problems_of(more) == [("wrong_rank", 2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -306,21 +315,21 @@ def test_programs_for_more_or_fewer_ranks_are_found():
         (Action(T.SEND_B, 1, 0, 0, 0, 0), "no gradient is sent"),
     ],
 )
-def test_why_an_action_has_no_place_is_told(action, text):
+def test_invalid_actions_explain_why(action, text):
     rank = action.stage % 2
     plan = changed(PLAN, rank, [*PLAN.actions[rank], action])
     (problem,) = [p for p in validate_plan(plan).problems if p.kind == "unknown"]
     assert text in problem.text and problem.remedy and problem.action == action
 
 
-def test_a_transfer_within_a_rank_is_told():
+def test_transfers_within_a_rank_are_reported():
     graph = StageGraph(chain(2, 1), 1)
     plan = lower_plan(gpipe(graph), graph, {})
     plan = changed(plan, 0, [*plan.actions[0], Action(T.SEND_F, 0, 0, 0, 1, 0)])
     assert "both stages are on one rank" in validate_plan(plan).problems[0].text
 
 
-def test_wrong_specs_are_named():
+def test_invalid_specs_are_reported():
     def problem(message, specs):
         altered = {m: s for m, s in PLAN.specs.items() if m != message}
         altered |= {} if specs is None else {message: specs}
@@ -337,15 +346,15 @@ def test_wrong_specs_are_named():
         ((TensorSpec((3,), torch.int64),), "torch.int64 cannot have a gradient"),
         ((TensorSpec((3,), torch.float32, False),), "no tensor that requires a gradient"),
     ]:
-        found = problem(message, specs)
-        assert text in found.text and "to stage 2" in found.text
-        assert (found.rank, found.position) == (1, position)
-    frozen = Message(0, 1, 0, 1)  # no gradient comes back for it
+        problems_of = problem(message, specs)
+        assert text in problems_of.text and "to stage 2" in problems_of.text
+        assert (problems_of.rank, problems_of.position) == (1, position)
+    frozen = Message(0, 1, 0, 1)  # no gradient is sent back
     altered = {**PLAN.specs, frozen: (TensorSpec((3,), torch.float32, False),)}
     assert found_nothing(replace(PLAN, specs=altered))
     foreign = problem(Message(0, 5, 0), (TensorSpec((3,), torch.float32),))
     assert "destination=5" in foreign.text
-    assert found_nothing(replace(PLAN, specs={}))  # a plan to be simulated
+    assert found_nothing(replace(PLAN, specs={}))  # a plan for simulation
 
 
 def found_nothing(plan) -> bool:
@@ -353,21 +362,21 @@ def found_nothing(plan) -> bool:
 
 
 def peaks(plan, model):
-    """By rank: the most that its rules allocate, with the position of the action that does."""
+    """Return the peak of allocated bytes per rank, with the position of the action."""
     book = RuleBook(plan)
-    found = []
+    problems_of = []
     for rank, program in enumerate(plan.actions):
         used, usage = 0, []
         for action in program:
             allocates, frees = book.bytes_of(rank, action, model)
             usage.append(used + allocates)
             used = usage[-1] - frees
-        most = max(usage, default=0)
-        found.append((most, usage.index(most) if most else 0))
-    return found
+        maximum = max(usage, default=0)
+        problems_of.append((maximum, usage.index(maximum) if maximum else 0))
+    return problems_of
 
 
-def test_memory_peaks_are_those_of_a_plain_recount():
+def test_memory_peaks_match_naive_recount():
     for seed in range(150):
         graph = random_graph(seed)
         order = random_order(graph, seed)
@@ -388,7 +397,7 @@ def test_memory_peaks_are_those_of_a_plain_recount():
         assert peaks(plan, model) == recounted, seed
 
 
-def test_all_is_freed_at_the_end_and_i_alone_frees_as_much_as_b():
+def test_memory_is_freed_at_the_end():
     graph = StageGraph(chain(1, 1), 3)
     model = MemoryModel(lambda task: 10 + task.microbatch)
     actions = [(T.F, 0), (T.F, 1), (T.I, 0), (T.F, 2), (T.W, 0), (T.B, 1), (T.B, 2)]
@@ -399,9 +408,9 @@ def test_all_is_freed_at_the_end_and_i_alone_frees_as_much_as_b():
     assert peaks(plan, split)[0][0] == 27
 
 
-def test_problems_become_one_error():
+def test_problems_raise_one_error():
     validate_plan(PLAN).raise_for_problems()
-    plan = changed(PLAN, 0, program_of(0)[: place(0, T.F)])
+    plan = changed(PLAN, 0, program_of(0)[: position_of(0, T.F)])
     with pytest.raises(PlanError) as caught:
         validate_plan(plan).raise_for_problems()
     error = caught.value
@@ -413,13 +422,13 @@ def test_problems_become_one_error():
     assert str(PlanError(["x"])) == "1 problem in the pipeline plan:\n  - x"
 
 
-def test_replicas_of_an_encoder_belong_to_different_ranks():
+def test_encoder_replicas_have_separate_programs():
     stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (2,)))
     layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
     graph = StageGraph(layout, 1, {"vision": (2,)}, {("vision", 0, 1): 1})
     plan = lower_plan(random_order(graph, 0), graph, {}, sharding="step")
-    assert found(plan) == [] and failure(plan) == ""
+    assert problems_of(plan) == [] and execution_failure(plan) == ""
     assert [graph.rank(Task(0, 0, part)) for part in range(2)] == [0, 1]
     program = list(plan.actions[1])
     program.remove(Action(T.REDUCE_GRAD, 0))
-    assert found(changed(plan, 1, program)) == [("missing", 1, -1)]
+    assert problems_of(changed(plan, 1, program)) == [("missing", 1, -1)]

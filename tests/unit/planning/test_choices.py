@@ -1,4 +1,4 @@
-"""Values that recipes leave open, without extensions that choose them."""
+"""Tests of open recipe values without extensions that choose them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Steps of epochs, and warnings about runs that lose results or repeat their data."""
+"""Tests of steps per epoch, and of warnings about lost results and repeated data."""
 
 from itertools import islice
 from pathlib import Path
@@ -53,22 +53,22 @@ def data(tmp_path_factory) -> Path:
 
 
 def read(files: Path, run_dir: Path, **sections: Table) -> Recipe:
-    """A tiny recipe with these sections."""
+    """Write and load a tiny recipe with the specified sections."""
     model = {
         "llm": {"config": LLM},
         "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
     }
-    table = complete({"model": model}, "images", files, run_dir, steps=1)
-    table["training"] = {"sequence_length": 64, "device": "cpu", "global_batch_size": 4}
+    content = complete({"model": model}, "images", files, run_dir, steps=1)
+    content["training"] = {"sequence_length": 64, "device": "cpu", "global_batch_size": 4}
     if find_entry("sections", "Recipe.simulation") is not None:
-        table["simulation"] = {"device": "cpu"}
-    (run_dir / "recipe.toml").write_text(tomli_w.dumps(merged(table, sections)))
+        content["simulation"] = {"device": "cpu"}
+    (run_dir / "recipe.toml").write_text(tomli_w.dumps(merged(content, sections)))
     return load_recipe(run_dir / "recipe.toml", [], 1).recipe
 
 
 @needs_extension("extensions.reports")
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0])
-def test_epochs_end_with_the_step_that_completes_them(data, tmp_path, monkeypatch, epochs):
+def test_epochs_are_converted_to_steps(data, tmp_path, monkeypatch, epochs):
     recipe = read(data, tmp_path, training={"epochs": epochs}, metrics={"profile_step": 1})
     model, tokenizer = build_unfilled_model(resolve(recipe, 1))
     counted = with_steps_of_epochs(recipe, model, tokenizer).training
@@ -82,7 +82,7 @@ def test_epochs_end_with_the_step_that_completes_them(data, tmp_path, monkeypatc
     )
     passes = [batch.epoch for batch in islice(loader, counted.steps)]
     assert counted.epochs is None and passes[-1] >= epochs > max([0.0, *passes[:-1]])
-    # Longer counts are extrapolated from the first steps.
+    # Longer runs are extrapolated from the first steps.
     monkeypatch.setattr("torchmm.planning.run_length.EXACT_STEPS", max(1, counted.steps // 2))
     estimated = with_steps_of_epochs(recipe, model, tokenizer).training.steps
     assert abs(estimated - counted.steps) <= max(1, 0.2 * counted.steps)
@@ -103,7 +103,7 @@ def test_long_run_without_checkpoints_warns() -> None:
     assert not lost_steps_warning(recipe.model_copy(update={"checkpoint": saved}), 2.0)
 
 
-def test_disk_space_counts_states_of_trained_parameters(data, tmp_path):
+def test_checkpoint_size_includes_trained_states(data, tmp_path):
     recipe = read(data, tmp_path, training={"steps": 10}, freeze={"modules": ["vision"]})
     model, tokenizer = build_unfilled_model(resolve(recipe, 1))
     counts = model.parameter_counts().values()

@@ -1,4 +1,4 @@
-"""The start table: weights, gradients and optimizer states per rank."""
+"""Tests of the memory table at the start: weights, gradients and optimizer states per rank."""
 
 from pathlib import Path
 
@@ -28,22 +28,22 @@ def states(model: MultimodalModel, **parallel: object) -> StateBytes:
 @pytest.mark.parametrize(
     ("parallel", "gathered", "gradients"),
     [
-        # Two layers are gathered, and gradients stay unsharded until the last microbatch.
+        # Two layers are unsharded at once. Gradients are unsharded until the last microbatch.
         ({"shard": 8}, None, 1.0),
         ({"shard": 8, "gradient_reduction": "microbatch"}, None, 1 / 8),
-        # A pipeline gathers its weights once per step.
+        # A pipeline all-gathers its weights once per step.
         ({"pipeline": 2, "shard": 4}, 1 / 2, 1 / 2),
         ({"pipeline": 2, "shard": 4, "gradient_reduction": "microbatch"}, 1 / 2, 1 / 2),
     ],
 )
-def test_states_are_shards_and_gathered_weights(
+def test_states_include_shards_and_gathered_weights(
     model: MultimodalModel, parallel: dict, gathered: float | None, gradients: float
 ) -> None:
     parameters = sum(module.describe().parameters for module in model.modality_modules())
     layers = [module.describe() for module in model.modality_modules()]
     if gathered is None:
         gathered = sum(2 * m.parameters / len(m.layers) for m in layers) / parameters
-    found = states(model, **parallel)
-    assert found.optimizer == pytest.approx(8 * parameters / 8, rel=1e-3)
-    assert found.gradients == pytest.approx(4 * parameters * gradients, rel=1e-3)
-    assert found.weights == pytest.approx(parameters * (4 / 8 + 2 * gathered), rel=1e-3)
+    states_ = states(model, **parallel)
+    assert states_.optimizer == pytest.approx(8 * parameters / 8, rel=1e-3)
+    assert states_.gradients == pytest.approx(4 * parameters * gradients, rel=1e-3)
+    assert states_.weights == pytest.approx(parameters * (4 / 8 + 2 * gathered), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Recipes: inheritance, overrides, and all mistakes reported at once with file and key."""
+"""Tests of recipes: inheritance, overrides, and reports of all mistakes with file and key."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def one_problem(path: Path, *overrides: str, world_size: int | None = None) -> s
     return problems[0]
 
 
-def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
+def test_all_mistakes_are_reported_at_once(write, tmp_path):
     base = write("base.toml", '[optimizer]\nlr_schedule = "cosin"\n[trainin]\nsteps = 5\n')
     child = write(
         "child.toml",
         'base = "base.toml"\n' + MODEL + "[training]\nsteps = 'ten'\nglobal_batch_sise = 4\n"
         '[freeze]\nmodules = ["visoin"]\n[[data.sources]]\npath = "absent/x.parquet"\n',
     )
-    found = problems_of(child, "--parallel.tensor", "0", world_size=1)
+    problems = problems_of(child, "--parallel.tensor", "0", world_size=1)
     expected = [
         (base, "optimizer.lr_schedule", "cosine"),
         (base, "trainin", "training"),
@@ -65,18 +65,18 @@ def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
         (child, "data.sources[0].path", "prepare-data"),
         ("command line", "parallel.tensor", ">= 1"),
     ]
-    assert len(found) == len(expected), found
-    for origin, key, remedy in expected:
-        line = next(p for p in found if p.startswith(f"{origin}: {key}") and remedy in p)
+    assert len(problems) == len(expected), problems
+    for origin, key, fix in expected:
+        line = next(p for p in problems if p.startswith(f"{origin}: {key}") and fix in p)
         assert line.count("\n") == 0
 
 
-def test_a_consequence_of_a_faulty_key_is_not_reported(write):
+def test_consequences_of_a_mistake_are_not_reported(write):
     path = write("r.toml", '[model.lm]\nsource = "x/y"\n[[data.sources]]\npath = "."\n')
     assert "did you mean model.llm?" in one_problem(path, world_size=1)
 
 
-def test_tables_merge_and_lists_replace_along_a_chain_of_bases(write, tmp_path):
+def test_bases_merge_tables_and_replace_lists(write, tmp_path):
     (tmp_path / "bases").mkdir()
     write("bases/a.toml", "[training]\nsteps = 1\nseed = 1\n[optimizer]\nbetas = [0.1, 0.2]\n")
     write("bases/b.toml", 'base = "a.toml"\n[training]\nsteps = 2\n')
@@ -89,19 +89,19 @@ def test_tables_merge_and_lists_replace_along_a_chain_of_bases(write, tmp_path):
     assert loaded.origins["optimizer.betas"] == str(child)
 
 
-def test_bases_in_a_circle_are_refused(write):
+def test_circular_bases_are_rejected(write):
     write("a.toml", 'base = "b.toml"\n')
     assert "circle" in one_problem(write("b.toml", 'base = "a.toml"\n'))
 
 
-def test_a_missing_base_names_the_file_that_wants_it(write, tmp_path):
+def test_missing_base_names_the_recipe(write, tmp_path):
     path = write("a.toml", 'base = "gone.toml"\n')
     problem = one_problem(path)
     assert str(tmp_path / "gone.toml") in problem
     assert f"base of {path}" in problem
 
 
-def test_a_duplicate_key_is_told_with_its_line(write):
+def test_duplicate_key_is_reported_with_line(write):
     problem = one_problem(write("a.toml", "[training]\nsteps = 1\nsteps = 2\n"))
     assert "a.toml" in problem
     assert "line 3" in problem
@@ -137,7 +137,7 @@ def test_a_duplicate_key_is_told_with_its_line(write):
         (["--freeze", '{modules = ["llm"]}'], lambda r: r.freeze.modules, ["llm"]),
     ],
 )
-def test_overrides(valid, arguments, read, expected):
+def test_overrides_change_values(valid, arguments, read, expected):
     assert read(load_recipe(valid, arguments).recipe) == expected
 
 
@@ -155,7 +155,7 @@ def test_overrides(valid, arguments, read, expected):
         (["--optimizer.betas", "0.9"], "optimizer.betas = 0.9: must be a list such as [1, 2]"),
     ],
 )
-def test_wrong_overrides_are_named_as_command_line(valid, arguments, expected):
+def test_invalid_overrides_name_the_command_line(valid, arguments, expected):
     assert expected in one_problem(valid, *arguments)
 
 
@@ -165,18 +165,18 @@ def test_resolved_recipe_loads_back_equal(valid, write):
     assert load_recipe(again).recipe == recipe
 
 
-def test_the_default_recipe_loads_back_equal(write):
+def test_default_recipe_loads_back_equal(write):
     assert load_recipe(write("default.toml", dump_recipe(Recipe()))).recipe == Recipe()
 
 
-@pytest.mark.parametrize("place", ["{}", "file://{}", "file://localhost{}"])
-def test_resume_accepts_directory_as_address(valid, tmp_path, place):
-    load_recipe(valid, ["--checkpoint.resume", place.format(tmp_path)], 1)
-    missing = place.format(tmp_path / "missing")
+@pytest.mark.parametrize("address", ["{}", "file://{}", "file://localhost{}"])
+def test_resume_accepts_directory_as_address(valid, tmp_path, address):
+    load_recipe(valid, ["--checkpoint.resume", address.format(tmp_path)], 1)
+    missing = address.format(tmp_path / "missing")
     assert "is not a directory" in one_problem(valid, "--checkpoint.resume", missing, world_size=1)
 
 
-def test_a_valid_recipe_has_no_problems(valid):
+def test_valid_recipe_has_no_problems(valid):
     assert check_recipe(load_recipe(valid, [], 2).recipe, 2) == []
 
 
@@ -295,7 +295,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         ),
     ],
 )
-def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):
+def test_value_checks_name_key_and_fix(valid, arguments, key, text):
     problem = one_problem(valid, *arguments.split(), world_size=4)
     assert f": {key}" in problem
     assert text in problem
@@ -376,13 +376,13 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
         ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
     ],
 )
-def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
+def test_source_weights_are_checked(valid, sources, stages, key, text):
     overrides = [f"--data.sources=[{', '.join(sources)}]", f"--data.mixture_schedule=[{stages}]"]
     problems = problems_of(valid, *overrides, world_size=1)
     assert any(f": {key}" in p and text in p for p in problems), problems
 
 
-def test_a_composite_has_llm_vision_and_its_connector(write):
+def test_composite_has_modules_for_freezing(write):
     names = '["vision", "vision.connector"]'
     path = write(
         "r.toml",
@@ -391,18 +391,18 @@ def test_a_composite_has_llm_vision_and_its_connector(write):
     load_recipe(path, [], 1)
 
 
-def test_ranks_may_share_a_key_value_head(valid):
+def test_ranks_can_share_a_key_value_head(valid):
     arguments = ["--parallel.tensor", "6", "--model.llm.config.num_key_value_heads"]
     load_recipe(valid, [*arguments, "2"], 6)
     assert "num_key_value_heads = 4" in one_problem(valid, *arguments, "4", world_size=6)
 
 
-def test_a_model_without_source_needs_a_tokenizer(write):
+def test_model_without_source_requires_tokenizer(write):
     text = '[model.llm.config]\nmodel_type = "llama"\n[[data.sources]]\npath = "."\n'
     assert "model.tokenizer" in one_problem(write("r.toml", text), world_size=1)
 
 
-def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
+def test_unquoted_name_with_dot_gets_a_hint(valid):
     valid.write_text(valid.read_text() + "[optimizer.module_lr]\nvision.connector = 1e-4\n")
     assert "needs quotes" in one_problem(valid)
 
@@ -417,7 +417,7 @@ def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
         ({"pipeline": 2, "tensor": 2}, 8, (2, 1, 2, 2)),
     ],
 )
-def test_layout_fills_in_what_is_left(sizes, world_size, expected):
+def test_open_parallelism_degrees_are_resolved(sizes, world_size, expected):
     assert resolve_sizes(ParallelConfig(**sizes), world_size) == expected
 
 
@@ -431,7 +431,7 @@ images = [0, 3]
 
 
 @needs_extension("balance")
-def test_statistics_stand_in_for_data_and_tokenizer(write):
+def test_simulation_replaces_data_and_tokenizer(write):
     path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
     recipe = load_recipe(path, [], 1).recipe
     with pytest.raises(ConfigError, match="only describes a simulation") as error:
@@ -449,7 +449,7 @@ def test_statistics_stand_in_for_data_and_tokenizer(write):
         ("[[sim", "[simulation.generated]\nrows = 2\ncolumns = 2\n[[sim", "generated", "no gene"),
     ],
 )
-def test_statistics_that_do_not_fit_are_told(write, before, after, key, text):
+def test_invalid_simulation_statistics_are_reported(write, before, after, key, text):
     problem = one_problem(write("r.toml", MODEL + SIMULATION.replace(before, after)), world_size=1)
     assert key in problem and text in problem
 
@@ -466,8 +466,8 @@ def test_statistics_that_do_not_fit_are_told(write, before, after, key, text):
 def test_name_that_no_file_can_have_is_rejected(tmp_path, line, key):
     file = tmp_path / "r.toml"
     file.write_text(line)
-    found = problems_of(file, world_size=1)
-    assert any(f"{key} = " in p and "255 bytes or a null character" in p for p in found)
+    problems = problems_of(file, world_size=1)
+    assert any(f"{key} = " in p and "255 bytes or a null character" in p for p in problems)
 
 
 @pytest.mark.parametrize("value", ["[]", "7", '"x"'])
@@ -477,13 +477,13 @@ def test_encoder_that_is_no_table_is_rejected(tmp_path, value):
     assert any("model.encoders.vision" in p and "must be a table" in p for p in problems_of(file))
 
 
-def test_epochs_replace_steps_of_a_base(write, valid):
+def test_epochs_replace_steps_of_base(write, valid):
     base = write("base.toml", "[training]\nsteps = 500\n")
     child = write("child.toml", 'base = "base.toml"\n[training]\nepochs = 2.5\n')
     recipe = load_recipe(child).recipe
     assert recipe.training.epochs == 2.5
     dumped = write("dumped.toml", dump_recipe(recipe))
-    assert load_recipe(dumped).recipe == recipe, "dumps have no steps"
+    assert load_recipe(dumped).recipe == recipe, "the dumped recipe has steps"
     again = load_recipe(child, ["--training.steps", "7"]).recipe.training
     assert (again.steps, again.epochs) == (7, None)
     problem = one_problem(base, "--training.epochs", "1", "--training.steps", "7")

@@ -1,4 +1,4 @@
-"""What `train.py --list-recipes` shows."""
+"""Tests of the recipes that `train.py --list-recipes` shows."""
 
 import subprocess
 from pathlib import Path
@@ -12,16 +12,23 @@ from torchmm.recipe.read import find_recipe, list_recipes, load_recipe, recipes_
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def test_every_recipe_says_what_it_is_for():
+def test_every_recipe_has_a_description():
     command = ["git", "ls-files", RECIPES]
     tracked = subprocess.run(
         command, capture_output=True, text=True, cwd=RECIPES.parent, check=False
     ).stdout  # empty outside of a Git repository
     files = {RECIPES.parent / name for name in tracked.splitlines()}
-    found = {file: told for file, told in list_recipes(RECIPES) if file in files or not files}
-    assert RECIPES / "quickstart.toml" in found and RECIPES / "zoo/base.toml" not in found
-    assert {file for file, told in found.items() if len(told) < 40} == set()
-    assert all(load_recipe(file, [], None).recipe.name for file in list(found)[:5])
+    descriptions = {
+        file: description
+        for file, description in list_recipes(RECIPES)
+        if file in files or not files
+    }
+    assert (
+        RECIPES / "quickstart.toml" in descriptions
+        and RECIPES / "zoo/base.toml" not in descriptions
+    )
+    assert {file for file, text in descriptions.items() if len(text) < 40} == set()
+    assert all(load_recipe(file, [], None).recipe.name for file in list(descriptions)[:5])
 
 
 def test_list_recipes_shows_first_paragraphs_of_described_recipes(tmp_path):

@@ -1,4 +1,4 @@
-"""Recipe keys of the pipeline: tables by module name, and mistakes reported with a remedy."""
+"""Tests of pipeline keys of recipes: tables by module name, and mistakes with a fix."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ path = "."
 """
 
 
-def test_settings_of_a_module(recipe: Path) -> None:
+def test_module_tables_override_pipeline_settings(recipe: Path) -> None:
     recipe.write_text(MODEL + "[parallel]\npipeline = 2\n[parallel.vision]\nsegments = 2\n")
     arguments = ["--parallel.vision.sub_microbatch_images", "3", "--parallel.virtual_stages=3"]
     loaded = load_recipe(recipe, arguments, 4).recipe
@@ -60,7 +60,7 @@ def test_defaults_follow_the_schedule() -> None:
         "--parallel.pipeline 2 --parallel.llm.segments 3 --parallel.vision.segments 2",
     ],
 )
-def test_valid_pipelines(recipe: Path, arguments: str) -> None:
+def test_valid_pipeline_recipes_are_accepted(recipe: Path, arguments: str) -> None:
     load_recipe(recipe, arguments.split(), 4)
 
 
@@ -148,16 +148,16 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
         ),
     ],
 )
-def test_mistakes_name_the_key_and_a_remedy(
+def test_pipeline_mistakes_name_key_and_fix(
     recipe: Path, arguments: str, key: str, text: str
 ) -> None:
-    found = problems_of(recipe, *arguments.split(), world_size=4)
-    assert len(found) == 1, found
-    assert f": {key}" in found[0]
-    assert text in found[0]
+    problems = problems_of(recipe, *arguments.split(), world_size=4)
+    assert len(problems) == 1, problems
+    assert f": {key}" in problems[0]
+    assert text in problems[0]
 
 
-def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
+def test_encoder_names_must_not_match_keys(recipe: Path) -> None:
     recipe.write_text(MODEL.replace("encoders.vision", "encoders.tensor"))
     (problem,) = problems_of(recipe, world_size=4)
     assert 'model.encoders = "tensor": conflicts with a key of [parallel]' in problem
@@ -178,17 +178,17 @@ def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 4}}, 4),
     ],
 )
-def test_layers_of_composites(config: dict, vision: int | None) -> None:
-    table = {"model": {"config": {**config, "text_config": {"num_hidden_layers": 9}}}}
-    table["parallel"] = {"pipeline": 9}
-    found = [str(problem) for problem in check_pipeline(Recipe.model_validate(table))]
-    assert found == ([] if vision is None else found)
-    assert not any("llm" in problem for problem in found)
-    assert any(f"vision has {vision} layers" in problem for problem in found) == bool(vision)
+def test_pipeline_checks_layers_of_composites(config: dict, vision: int | None) -> None:
+    content = {"model": {"config": {**config, "text_config": {"num_hidden_layers": 9}}}}
+    content["parallel"] = {"pipeline": 9}
+    problems = [str(problem) for problem in check_pipeline(Recipe.model_validate(content))]
+    assert problems == ([] if vision is None else problems)
+    assert not any("llm" in problem for problem in problems)
+    assert any(f"vision has {vision} layers" in problem for problem in problems) == bool(vision)
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "named"),
+    ("keys", "ranks", "message"),
     [
         ("shard = 2\nexpert = 3", 2, "must divide the 2 ranks of parallel.shard"),
         ("shard = 2\nexpert = 2\ntensor = 2", 4, "is not supported with tensor parallelism"),
@@ -202,10 +202,10 @@ def test_layers_of_composites(config: dict, vision: int | None) -> None:
         ),
     ],
 )
-def test_experts_over_ranks_need_ranks_in_step(recipe, keys, ranks, named) -> None:
+def test_invalid_expert_parallelism_is_rejected(recipe, keys, ranks, message) -> None:
     recipe.write_text(f"{MODEL}\n[parallel]\n{keys}\n")
     assert any(
-        "expert" in problem and named in problem
+        "expert" in problem and message in problem
         for problem in problems_of(recipe, world_size=ranks)
     )
 
@@ -214,7 +214,7 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "named"),
+    ("keys", "ranks", "message"),
     [
         (
             "shard = 2\n[parallel.llm]\ncontext = 3",
@@ -243,13 +243,13 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
         ),
     ],
 )
-def test_rows_shared_by_ranks_are_refused_where_they_cannot_be(recipe, keys, ranks, named) -> None:
+def test_invalid_context_parallelism_is_rejected(recipe, keys, ranks, message) -> None:
     recipe.write_text(f"{MODEL}\n[parallel]\n{keys}\n")
-    found = problems_of(recipe, world_size=ranks)
-    assert any("context" in problem and named in problem for problem in found), found
+    problems = problems_of(recipe, world_size=ranks)
+    assert any("context" in problem and message in problem for problem in problems), problems
 
 
-def test_ranks_that_share_rows_count_once_in_the_batch(recipe: Path) -> None:
+def test_context_ranks_count_once_in_batch(recipe: Path) -> None:
     recipe.write_text(f"{MODEL}\n[parallel.llm]\ncontext = 2\n")
     odd = ["--training.global_batch_size=2", "--training.microbatch_size=1"]
     assert resolve(load_recipe(recipe, odd, 4).recipe, 4).shares == 2
@@ -257,6 +257,6 @@ def test_ranks_that_share_rows_count_once_in_the_batch(recipe: Path) -> None:
     assert "data-parallel ranks / parallel.llm.context x microbatch_size = 2 x 1" in problem
 
 
-def test_experts_over_ranks_are_possible_in_a_chain(recipe: Path) -> None:
+def test_expert_parallelism_supports_1f1b_pipelines(recipe: Path) -> None:
     recipe.write_text(f'{MODEL}\n[parallel]\nexpert = 2\npipeline = 2\nschedule = "1f1b"\n')
     assert load_recipe(recipe, [], 4).recipe.parallel.expert == 2

@@ -1,4 +1,4 @@
-"""Recipe keys of disaggregated modules: sizes that add up to the world, and mistakes."""
+"""Tests of recipe keys of disaggregated modules: degrees for the world size, and mistakes."""
 
 import pytest
 from recipe_problems import UNITS_MODEL, problems_of
@@ -35,11 +35,11 @@ NAMES = ["vision", "llm", "generator"]
         ),
     ],
 )
-def test_sizes_make_the_world(sizes, world_size, units) -> None:
+def test_disaggregated_degrees_match_world_size(sizes, world_size, units) -> None:
     parallel = ParallelConfig.model_validate({"placement": "disaggregated", **sizes})
-    found = resolve_units(parallel, NAMES, world_size)
-    assert found == {name: MeshSizes(*unit) for name, unit in zip(NAMES, units, strict=True)}
-    assert sum(layout.ranks for layout in found.values()) == world_size
+    degrees = resolve_units(parallel, NAMES, world_size)
+    assert degrees == {name: MeshSizes(*unit) for name, unit in zip(NAMES, units, strict=True)}
+    assert sum(layout.ranks for layout in degrees.values()) == world_size
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_sizes_make_the_world(sizes, world_size, units) -> None:
         ({"llm": {"replicate": 0}}, 4, "a parallelism degree is 0"),
     ],
 )
-def test_sizes_that_do_not_make_the_world(sizes, world_size, message) -> None:
+def test_mismatched_disaggregated_degrees_are_rejected(sizes, world_size, message) -> None:
     parallel = ParallelConfig.model_validate({"placement": "disaggregated", **sizes})
     with pytest.raises(ConfigError) as error:
         resolve_units(parallel, NAMES, world_size)
     assert message in str(error.value)
 
 
-def test_replicas_that_do_not_divide_form_one_group() -> None:
+def test_replica_groups_use_common_divisor() -> None:
     def units(*sizes: int) -> dict[str, MeshSizes]:
         return {str(size): MeshSizes(1, 1, size, 1) for size in sizes}
 
@@ -99,6 +99,6 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
         ("--parallel.visoin.shard 2", "parallel", "visoin"),
     ],
 )
-def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, message) -> None:
-    found = problems_of(recipe, *arguments.split(), world_size=4)
-    assert any(f": {key}" in problem and message in problem for problem in found), found
+def test_disaggregated_mistakes_name_key_and_fix(recipe, arguments, key, message) -> None:
+    problems = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(f": {key}" in problem and message in problem for problem in problems), problems

@@ -1,4 +1,4 @@
-"""Keys of earlier versions: errors name the replacement, recipes of old runs stay readable."""
+"""Tests of removed keys: errors name the replacement, and recipes of old runs can be read."""
 
 import copy
 from pathlib import Path
@@ -59,15 +59,15 @@ def test_stored_recipe_with_removed_keys_loads_equal(tmp_path: Path) -> None:
 @needs_extension("balance")
 def test_checkpoint_with_removed_keys_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = old_tables(dict.fromkeys(KEYS, "other"))
-    kept = copy.deepcopy(tables)
+    expected = copy.deepcopy(tables)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda path: {"recipe": tables})
     assert checkpoint.recipe_of(Path("step-1")) == load_recipe(RECIPE).recipe
-    assert tables == kept
+    assert tables == expected
 
 
 @needs_extension("balance")
-def test_run_page_hides_removed_keys() -> None:
+def test_run_report_hides_removed_keys() -> None:
     tables = old_tables(DEFAULTS)
-    shown = changed_values(tables)
-    assert shown and not REMOVED_KEYS.keys() & shown.keys()
-    assert shown == changed_values(old_tables({}))
+    changes = changed_values(tables)
+    assert changes and not REMOVED_KEYS.keys() & changes.keys()
+    assert changes == changed_values(old_tables({}))

@@ -1,4 +1,4 @@
-"""Names of earlier versions: errors give the new name, old runs and checkpoints stay readable."""
+"""Tests of former names: errors name the new name, and old runs and checkpoints can be read."""
 
 import argparse
 import json
@@ -62,18 +62,18 @@ modules.vision = "tuned"
 [metrics]
 log_interval = 2
 """
-"""A recipe of an earlier version."""
-OF_EXTENSIONS = {
+"""Recipe of an earlier version."""
+EXTENSIONS_OF_KEYS = {
     "parallel.search.time_share": "balance",
     "data.storage.give_up_s": "extensions.remote",
     "float8.recipe": "extensions.low_precision",
     "metrics.page": "extensions.reports",
 }
-"""Extensions whose sections have the key."""
+"""Extensions that define the section of a key."""
 
 
 def loc_of(key: str) -> list[str | int]:
-    """Return the path of a key, with a name or an index where the schema has any."""
+    """Return the path of a key, with a name or an index at positions for any name."""
     parts: list[str | int] = []
     for part in key.replace("*", "vision").split("."):
         parts.append(part)
@@ -94,7 +94,8 @@ def tables_with(key: str, value: Any) -> dict[str, Any]:
     "key",
     [
         pytest.param(
-            key, marks=[needs_extension(OF_EXTENSIONS[key])] if key in OF_EXTENSIONS else []
+            key,
+            marks=[needs_extension(EXTENSIONS_OF_KEYS[key])] if key in EXTENSIONS_OF_KEYS else [],
         )
         for key in RENAMED_KEYS
     ],
@@ -104,19 +105,19 @@ def test_former_key_raises_error_with_new_key(key: str, tmp_path: Path) -> None:
     file.write_text(tomli_w.dumps({"base": str(RECIPE), **tables_with(key, 7)}))
     with pytest.raises(ConfigError) as caught:
         load_recipe(file)
-    now = RENAMED_KEYS[key].replace("*", "vision")
-    assert any(p.endswith(f"= 7: was renamed to {now}") for p in caught.value.problems)
+    current = RENAMED_KEYS[key].replace("*", "vision")
+    assert any(p.endswith(f"= 7: was renamed to {current}") for p in caught.value.problems)
     assert type_at(loc_of(RENAMED_KEYS[key])) is not None
 
 
 @pytest.mark.parametrize("key", RENAMED_VALUES)
 def test_former_value_raises_error_with_new_value(key: str) -> None:
     plain = key.replace("*", "llm")
-    for former, now in RENAMED_VALUES[key].items():
+    for former, current in RENAMED_VALUES[key].items():
         with pytest.raises(ConfigError) as caught:
             load_recipe(RECIPE, [f"--{plain}={former}"])
         assert caught.value.problems == [
-            f'command line: {plain} = "{former}": was renamed to "{now}"'
+            f'command line: {plain} = "{former}": was renamed to "{current}"'
         ]
 
 
@@ -128,9 +129,9 @@ def test_new_names_stay() -> None:
 
 def test_former_names_become_new_names() -> None:
     tables = tomli.loads(SET)
-    kept = tomli.loads(SET)
+    expected = tomli.loads(SET)
     recipe = Recipe.model_validate(with_current_names(tables))
-    assert tables == kept
+    assert tables == expected
     assert recipe.parallel.auto_sizes and recipe.parallel.slow_rank_threshold == 3.0
     assert recipe.data.packing_buffer_size == 5
     assert recipe.data.mixture_schedule[0].weights == {"a": 1.0}
@@ -150,14 +151,14 @@ def test_former_names_become_new_names() -> None:
 
 
 def former_tables() -> dict[str, Any]:
-    """Return what an earlier version stored of the quickstart: every key, by its former name."""
+    """Return all keys of the quickstart recipe with their former names."""
     tables = tomli.loads(dump_recipe(load_recipe(RECIPE).recipe))
     for key in RENAMED_KEYS:
         *sections, name = RENAMED_KEYS[key].split(".")
-        found: Any = tables
+        section_: Any = tables
         for section in sections:
-            found = found.get(section, {}) if isinstance(found, dict) else {}
-        for entry in found if isinstance(found, list) else [found]:
+            section_ = section_.get(section, {}) if isinstance(section_, dict) else {}
+        for entry in section_ if isinstance(section_, list) else [section_]:
             if name in entry:
                 entry[key.rpartition(".")[2]] = entry.pop(name)
     return tables
@@ -203,8 +204,8 @@ def test_former_option_raises_error_with_new_option(
     parser.add_argument("model")
     reject_renamed_options(parser, command)
     assert parser.parse_args(["a"]) == argparse.Namespace(model="a")
-    for former, now in RENAMED_OPTIONS[command].items():
+    for former, current in RENAMED_OPTIONS[command].items():
         assert former not in parser.format_help()
         with pytest.raises(SystemExit):
             parser.parse_args(["a", former, "b"])
-        assert f"{former} was renamed to {now}" in capsys.readouterr().err
+        assert f"{former} was renamed to {current}" in capsys.readouterr().err

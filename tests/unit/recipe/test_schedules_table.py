@@ -1,4 +1,4 @@
-"""The table of schedules: what recipes ask of it, and that functions are registered against it."""
+"""Tests of the table of schedules: complete registration, and properties for recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for
 
 
-def test_every_name_has_a_function_and_a_placement() -> None:
+def test_every_schedule_has_function_and_placement() -> None:
     planned = {name for name, schedule in SCHEDULES.items() if schedule.planned}
     assert {*ORDERS, *planned} == set(SCHEDULES)
     assert set(get_args(LlmSchedule)) <= {*ORDERS, "searched"}
@@ -19,7 +19,7 @@ def test_every_name_has_a_function_and_a_placement() -> None:
     assert set(placed) == set(SCHEDULES)
 
 
-def test_a_missing_or_unknown_name_is_refused() -> None:
+def test_incomplete_registration_is_rejected() -> None:
     orders = dict.fromkeys(ORDERS, 0)
     assert list(registered(orders)) == list(ORDERS)
     for wrong in ({**orders, "eager": 0}, {**orders, "searched": 0}, {"gpipe": 0}):
@@ -27,7 +27,7 @@ def test_a_missing_or_unknown_name_is_refused() -> None:
             registered(wrong)
 
 
-def test_modules_are_separated_by_some() -> None:
+def test_some_schedules_separate_modules() -> None:
     separating = [name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules]
     assert separating == ["separated", "searched"]
     assert ParallelConfig(schedule="csv:order.csv").separates_modules

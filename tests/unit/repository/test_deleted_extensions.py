@@ -1,4 +1,4 @@
-"""Extensions are optional: the core and the other extensions work after an extension is deleted."""
+"""Tests of deleted extensions: the core and the remaining extensions still work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from test_structure import (
     PROGRAMS,
     ROOT,
     extension_of,
-    own_imports,
     short,
+    torchmm_imports,
 )
 from tiny_recipe import QUICKSTART, arguments
 
@@ -44,26 +44,26 @@ for name in sys.argv[1:]:
         if (error.name or "").startswith("torchmm"):
             print(f"{name}: {error}")
 """
-"""Program that imports modules and prints those that need a deleted module."""
+"""Program that imports modules and prints the modules that require a deleted module."""
 
 COPY_ONLY = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
 """
-"""`sitecustomize.py` of a copy: an editable installation would find deleted modules elsewhere."""
+"""`sitecustomize.py` of a copy, because an editable installation would find deleted modules."""
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
 def dependents(deleted: set[str]) -> set[str]:
-    """Return the extensions that import deleted extensions, directly or through another one."""
-    found: set[str] = set()
+    """Return the extensions that import deleted extensions, directly or indirectly."""
+    dependent: set[str] = set()
     remaining = deleted
     while remaining:
         remaining = {name for name, needed in EXTENSION_IMPORTS.items() if needed & remaining}
-        remaining -= found
-        found |= remaining
-    return found
+        remaining -= dependent
+        dependent |= remaining
+    return dependent
 
 
 def test_dependents_follow_declared_imports():
@@ -111,25 +111,25 @@ def train_losses(copy: Path, run_dir: Path, data: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory, real_data) -> list[float]:
-    """Losses with all extensions installed."""
-    found = train_losses(ROOT, tmp_path_factory.mktemp("complete") / "run", real_data)
-    assert len(found) == 2
-    return found
+    """Return the losses with all extensions installed."""
+    losses_ = train_losses(ROOT, tmp_path_factory.mktemp("complete") / "run", real_data)
+    assert len(losses_) == 2
+    return losses_
 
 
 def independent_modules(copy: Path, deleted: set[str]) -> list[str]:
-    """Return all modules other than dependents, and than commands that import deleted ones."""
-    found = []
+    """Return all modules except dependents and commands that import deleted extensions."""
+    names = []
     for file in sorted((copy / "torchmm").rglob("*.py")):
         original = ROOT / file.relative_to(copy)
         name = ".".join(file.relative_to(copy).with_suffix("").parts).removesuffix(".__init__")
         is_program = name.startswith("torchmm.commands.") or short(original) in PROGRAMS
-        needs = deleted & {extension_of(each) for each in own_imports(original)}
+        needs = deleted & {extension_of(each) for each in torchmm_imports(original)}
         if name.endswith("__main__") or (is_program and needs):
             continue
         if extension_of(name) not in dependents(deleted):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_core_works_without_extension(deleted, tmp_path, losses, real_data):
 
 
 def test_deleted_module_fails_imports(tmp_path):
-    """Negative control: modules of the core are not optional."""
+    """Check as a negative control that modules of the core are required."""
     copy = copy_repository(tmp_path / "copy", "reports")
     (copy / "torchmm/recipe/section.py").unlink()
     result = run_python(

@@ -1,4 +1,4 @@
-"""Kubernetes files run pods without privileges, from a fixed image, in a network of their own."""
+"""Tests of Kubernetes files: unprivileged pods, pinned images and network policies."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ FILES = sorted((Path(__file__).parents[3] / "scripts/launch").glob("kubernetes_*
 
 
 def pod_specs(value):
-    """Every object with containers, wherever it is."""
+    """Yield every object with containers, at any depth."""
     if isinstance(value, dict):
         if "containers" in value:
             yield value

@@ -1,4 +1,4 @@
-"""Language of the repository: words of the style guide, docstrings, test names and spelling."""
+"""Tests of the language of the repository: word list, docstrings, test names and spelling."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ def hits() -> dict[str, list[Hit]]:
 
 
 def test_language_counts_stay_below_limits(hits):
-    """The message shows the words with their replacements."""
+    """Print the words above the limits with their replacements."""
     limits = Counter(json.loads(LIMITS.read_text()))
     exceeded = {name: found for name, found in hits.items() if len(found) > limits[name]}
     message = [
@@ -31,7 +31,7 @@ def test_language_counts_stay_below_limits(hits):
 
 
 def test_limits_follow_lower_counts(hits):
-    """A limit that is far above the count would allow the words to return."""
+    """Check that limits are close to the counts, so that words cannot return."""
     limits = json.loads(LIMITS.read_text())
     loose = {n: limit for n, limit in limits.items() if limit > 1.1 * len(hits.get(n, [])) + 5}
     assert not loose, "run python tests/helpers/language.py --write"

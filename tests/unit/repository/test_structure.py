@@ -1,4 +1,4 @@
-"""The shape of the code: who may import whom, sizes within sight, constructs that are banned."""
+"""Tests of the structure of the code: allowed imports, sizes, and banned constructs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ ALL_CODE = [
     *sorted(ROOT.glob("*.py")),
 ]
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve"}
-OWN_PROCESSES = {ROOT / "tests" / "distributed" / "launch.py"}  # hands functions to its children
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 100  # a longer one needs a simpler idea
+PICKLING_EXCEPTIONS = {
+    ROOT / "tests" / "distributed" / "launch.py"
+}  # passes functions to its processes
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 100  # split longer functions
 MAX_FOLDER_FILES, MAX_TOP_LEVEL = 15, 12
 
-NEVER_TOGETHER = {  # folders that also do not import some folders below them
+FORBIDDEN_IMPORTS = {  # folders that also must not import some lower folders
     "data": {"models"},
     "costs": {"data", "models", "parallel"},
     "balance/costs": {"data", "models", "parallel"},
@@ -36,20 +38,20 @@ NEVER_TOGETHER = {  # folders that also do not import some folders below them
     "balance/disttrain/orchestration": {"data", "models", "parallel"},
     "balance/disttrain/reordering": {"data", "models", "parallel"},
 }
-NO_DISTRIBUTED = ("common", "recipe", "data", "models", *NEVER_TOGETHER)
+NO_DISTRIBUTED = ("common", "recipe", "data", "models", *FORBIDDEN_IMPORTS)
 EXTENSIONS = ("balance", "extensions")
 EXTENSION_IMPORTS = {
     "generation": {"evaluation"},
     "reports": {"balance"},
 }
 """Extensions that an extension imports."""
-MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
-PROGRAMS = {  # like train.py: they see everything, and nobody imports them
+DISTRIBUTED_EXCEPTIONS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
+PROGRAMS = {  # programs, such as train.py, can import all folders and are not imported
     "torchmm/data/serve.py",
     "torchmm/data/registry.py",
     "torchmm/extensions/evaluation/lmms_tasks.py",
 }
-SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
+MAX_SQUEEZED_LINES = {  # maximum number of lines with several ideas, by folder; only lower these
     "torchmm/balance/costs": 3,
     "torchmm/balance/measure": 1,
     "torchmm/balance/pipeweaver/order_search": 1,
@@ -77,7 +79,7 @@ SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only
 }
 LAZY_IMPORTS = {
     "torchmm/extensions/remote/producers/engine.py": "Ray is installed only for producers",
-    "torchmm/extensions/remote/serve.py": "a bad address is reported before torch is loaded",
+    "torchmm/extensions/remote/serve.py": "an invalid address is reported before torch is loaded",
     "torchmm/planning/first_step.py": "simulated sequences need no data, and no libraries for them",
     **{
         f"torchmm/commands/{name}.py": "arguments and recipe are checked before torch is loaded"
@@ -96,10 +98,10 @@ LAZY_IMPORTS = {
 }
 
 
-RECIPE_READERS = {  # outside of recipe/ and planning/: where a recipe comes in
-    "torchmm/training/run.py": "from here on a run is resolved",
-    "torchmm/training/export/checkpoint.py": "a checkpoint's recipe, without a run",
-    "torchmm/training/export/model_files.py": "the card of an export describes the recipe",
+RECIPE_READERS = {  # allowed readers of a recipe outside of recipe/ and planning/
+    "torchmm/training/run.py": "resolves the recipe of a run",
+    "torchmm/training/export/checkpoint.py": "reads the recipe of a checkpoint",
+    "torchmm/training/export/model_files.py": "describes the recipe in the model card",
     **{
         f"torchmm/commands/{name}.py": "reads the recipe of a command line"
         for name in ("arguments", "plan", "recipes", "train")
@@ -129,26 +131,26 @@ def parse(file: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(file: Path) -> tuple[str, ...]:
-    """Return the dotted names of all imports, also of TYPE_CHECKING and inside functions."""
-    found: list[str] = []
+    """Return the dotted names of all imports, including TYPE_CHECKING blocks and functions."""
+    names: list[str] = []
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-    return tuple(found)
+            names += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(names)
 
 
 def folder_of(dotted: str) -> str:
-    """torchmm.data.loader -> data."""
+    """Return the top-level folder of a module: data for torchmm.data.loader."""
     return [*dotted.split("."), "__init__"][1]
 
 
-def own_folder(file: Path) -> str:
+def top_folder(file: Path) -> str:
     return file.relative_to(ROOT / "torchmm").parts[0].removesuffix(".py")
 
 
-def own_imports(file: Path) -> list[str]:
+def torchmm_imports(file: Path) -> list[str]:
     return [name for name in imports_of(file) if name.split(".")[0] == "torchmm"]
 
 
@@ -156,20 +158,20 @@ IN_FOLDERS = [f for f in MODULES if f.parent != ROOT / "torchmm"]
 
 
 def wrong_imports(file: Path) -> Iterator[str]:
-    """Yield the imports of a file that point upwards, to programs or to folders beside its own."""
-    own = own_folder(file)
-    for name in own_imports(file):
-        other = folder_of(name)
-        if other in EXTENSIONS and own != "commands":
-            continue  # see the two tests below
+    """Yield imports of higher folders, of programs, and of forbidden folders."""
+    folder_ = top_folder(file)
+    for name in torchmm_imports(file):
+        imported = folder_of(name)
+        if imported in EXTENSIONS and folder_ != "commands":
+            continue  # see test_core_does_not_import_extensions
         if name.replace(".", "/") + ".py" in PROGRAMS:
             yield f"{short(file)} imports a program"
         if short(file) in PROGRAMS or name in ("torchmm", "torchmm.__version__"):
             continue
-        if FOLDERS.index(other) > FOLDERS.index(own):
-            yield f"{short(file)} must not import {name}: {other} is above {own}"
-        for folder, others in NEVER_TOGETHER.items():
-            if short(file).startswith(f"torchmm/{folder}/") and other in others:
+        if FOLDERS.index(imported) > FOLDERS.index(folder_):
+            yield f"{short(file)} must not import {name}: {imported} is above {folder_}"
+        for folder, forbidden in FORBIDDEN_IMPORTS.items():
+            if short(file).startswith(f"torchmm/{folder}/") and imported in forbidden:
                 yield f"{short(file)} must not import {name}"
 
 
@@ -178,42 +180,42 @@ def test_imports_point_downwards():
 
 
 def test_core_does_not_import_extensions():
-    found = {
+    violations = {
         f"{short(file)} imports {name}"
         for file in IN_FOLDERS
-        if own_folder(file) not in (*EXTENSIONS, "commands") and short(file) not in PROGRAMS
-        for name in own_imports(file)
+        if top_folder(file) not in (*EXTENSIONS, "commands") and short(file) not in PROGRAMS
+        for name in torchmm_imports(file)
         if folder_of(name) in EXTENSIONS
     }
-    assert found == set(), "the core must not import extensions; add an entry to a table"
+    assert violations == set(), "the core must not import extensions; add an entry to a table"
 
 
 def extension_of(dotted: str) -> str | None:
-    """Return "balance" or the name of a folder in extensions/; None for the core."""
+    """Return "balance" or the name of a folder in extensions/, or None for the core."""
     parts = [*dotted.split("."), "", ""]
     return {"balance": "balance", "extensions": parts[2]}.get(parts[1])
 
 
 def test_extensions_import_declared_extensions_only():
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for file in IN_FOLDERS:
-        own = extension_of(".".join(file.relative_to(ROOT).parts))
-        others = {extension_of(name) for name in own_imports(file)} - {own, None, ""}
-        if own not in (None, "") and others:
-            found.setdefault(own, set()).update(others)
-    assert found == EXTENSION_IMPORTS
+        extension = extension_of(".".join(file.relative_to(ROOT).parts))
+        others = {extension_of(name) for name in torchmm_imports(file)} - {extension, None, ""}
+        if extension not in (None, "") and others:
+            imports.setdefault(extension, set()).update(others)
+    assert imports == EXTENSION_IMPORTS
 
 
-def test_folders_are_small_enough_to_read():
-    found = {f.name for f in (ROOT / "torchmm").iterdir() if f.name != "__pycache__"}
-    assert found - {"__init__.py", "__main__.py"} == set(FOLDERS)
+def test_folders_have_few_files():
+    names = {f.name for f in (ROOT / "torchmm").iterdir() if f.name != "__pycache__"}
+    assert names - {"__init__.py", "__main__.py"} == set(FOLDERS)
     assert len(FOLDERS) <= MAX_TOP_LEVEL
     sizes = {f.parent: len([*f.parent.glob("*.py")]) - 1 for f in IN_FOLDERS}
     assert {short(d): n for d, n in sizes.items() if n > MAX_FOLDER_FILES} == {}
 
 
-def test_imports_inside_functions_have_a_reason():
-    found = {
+def test_imports_inside_functions_are_declared():
+    files = {
         short(file)
         for file in MODULES
         for node in ast.walk(parse(file))
@@ -221,18 +223,18 @@ def test_imports_inside_functions_have_a_reason():
         for inner in ast.walk(node)
         if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("torchmm.")
     }
-    assert found == set(LAZY_IMPORTS)
+    assert files == set(LAZY_IMPORTS)
 
 
 PURE = [
     f
     for f in IN_FOLDERS
     if short(f).startswith(tuple(f"torchmm/{folder}/" for folder in NO_DISTRIBUTED))
-    and short(f) not in MEETS_SHARDS
+    and short(f) not in DISTRIBUTED_EXCEPTIONS
 ]
 
 
-def test_pure_parts_know_no_process_group():
+def test_pure_folders_do_not_import_torch_distributed():
     used = [
         f"{short(file)} imports {name}"
         for file in PURE
@@ -242,20 +244,20 @@ def test_pure_parts_know_no_process_group():
     assert used == []
 
 
-def test_modules_do_not_import_each_other_in_a_circle():
+def test_modules_have_no_circular_imports():
     names = {
         ".".join(f.relative_to(ROOT).with_suffix("").parts): f
         for f in MODULES
         if f.name != "__init__.py"
     }
-    graph = {n: {i for i in own_imports(f) if i in names and i != n} for n, f in names.items()}
+    graph = {n: {i for i in torchmm_imports(f) if i in names and i != n} for n, f in names.items()}
     while leaves := {n for n, targets in graph.items() if not targets & graph.keys()}:
         graph = {n: targets for n, targets in graph.items() if n not in leaves}
-    assert not graph, f"circle among {sorted(graph)}"
+    assert not graph, f"circular imports of {sorted(graph)}"
 
 
 def test_folder_file_is_one_docstring():
-    """Names are imported from the modules that define them: folders import nothing."""
+    """Check that folders import nothing: names are imported from the modules that define them."""
     for file in IN_FOLDERS:
         if file.name == "__init__.py":
             tree = parse(file)
@@ -280,7 +282,7 @@ def test_importing_is_light(module, heavy):
 
 
 def missized(file: Path) -> Iterator[str]:
-    """Yield a missing docstring and what is too long in a file."""
+    """Yield missing docstrings, and the length of files and functions that are too long."""
     tree = parse(file)
     if not ast.get_docstring(tree):
         yield f"{short(file)} has no docstring"
@@ -294,15 +296,15 @@ def missized(file: Path) -> Iterator[str]:
                 yield f"{short(file)}: {node.name} has {length} lines"
 
 
-def test_files_and_functions_are_within_sight():
+def test_files_and_functions_are_short():
     assert [problem for file in MODULES for problem in missized(file)] == []
 
 
 def banned(file: Path) -> Iterator[str]:
     source = file.read_text().splitlines()
     for name in imports_of(file):
-        if name.split(".")[0] in PICKLING and file not in OWN_PROCESSES:
-            yield f"imports {name}: pickled data runs code; use JSON or safetensors"
+        if name.split(".")[0] in PICKLING and file not in PICKLING_EXCEPTIONS:
+            yield f"imports {name}: unpickling runs code; use JSON or safetensors"
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Call):
             yield from banned_call(node)
@@ -311,7 +313,7 @@ def banned(file: Path) -> Iterator[str]:
 
 
 def banned_handler(handler: ast.ExceptHandler, line: str) -> Iterator[str]:
-    """Catching everything is for handlers that raise, or say who counts or raises later."""
+    """Yield handlers of all exceptions that neither raise nor have a comment with the limit."""
     caught = "" if handler.type is None else ast.unparse(handler.type)
     raises = any(isinstance(node, ast.Raise) for node in ast.walk(handler))
     explained = re.search(r"#.*\b(counted|raised|raises)\b", line)
@@ -320,7 +322,7 @@ def banned_handler(handler: ast.ExceptHandler, line: str) -> Iterator[str]:
 
 
 def banned_call(call: ast.Call) -> Iterator[str]:
-    """Yield why a call is banned. Only calls that may be are written as text, which is slow."""
+    """Yield why a call is banned. Only candidates are converted to text, which is slow."""
     named = {k.arg: k.value for k in call.keywords}
     if isinstance(call.func, ast.Attribute) and call.func.attr == "load":
         safe = "weights_only" in named and ast.unparse(named["weights_only"]) == "True"
@@ -331,7 +333,7 @@ def banned_call(call: ast.Call) -> Iterator[str]:
             yield f"line {call.lineno}: {key} = {value}"
 
 
-def test_nothing_banned_is_used():
+def test_no_banned_construct_is_used():
     assert [f"{short(file)}: {problem}" for file in ALL_CODE for problem in banned(file)] == []
 
 
@@ -348,13 +350,13 @@ def test_nothing_banned_is_used():
         "try:\n    f()\nexcept:\n    pass",
     ],
 )
-def test_the_ban_finds(tmp_path, code):
+def test_banned_constructs_are_detected(tmp_path, code):
     (tmp_path / "code.py").write_text(code)
     assert list(banned(tmp_path / "code.py"))
 
 
 def literal(node: ast.expr) -> bool:
-    """Names, constants, and displays of those."""
+    """Return True for names, constants, and lists, tuples, sets and dicts of them."""
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return all(literal(element) for element in node.elts)
     if isinstance(node, ast.Dict):
@@ -367,9 +369,9 @@ def literal(node: ast.expr) -> bool:
 
 
 def squeezed(tree: ast.AST) -> Iterator[int]:
-    """Lines of tuples that only save lines: `a, b = x.c, y.d` and `f(*local_tuple)`.
+    """Yield lines of tuples that only save lines: `a, b = x.c, y.d` and `f(*local_tuple)`.
 
-    Swaps and other updates at the same time, in which a value reads a target, need the tuple.
+    Swaps and other simultaneous updates need the tuple, because a value reads a target.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
@@ -388,17 +390,17 @@ def squeezed(tree: ast.AST) -> Iterator[int]:
                         yield call.lineno
 
 
-def test_lines_hold_one_idea():
-    found: dict[str, list[str]] = {}
+def test_lines_contain_one_idea():
+    lines_by_folder: dict[str, list[str]] = {}
     for file in MODULES:
         lines = [f"{file.name}:{line}" for line in squeezed(parse(file))]
-        found.setdefault(short(file.parent), []).extend(lines)
+        lines_by_folder.setdefault(short(file.parent), []).extend(lines)
     excess = {
-        folder: f"{len(lines)} squeezed lines, at most {SQUEEZED.get(folder, 0)}: {lines}"
-        for folder, lines in found.items()
-        if len(lines) > SQUEEZED.get(folder, 0)
+        folder: f"{len(lines)} squeezed lines, at most {MAX_SQUEEZED_LINES.get(folder, 0)}: {lines}"
+        for folder, lines in lines_by_folder.items()
+        if len(lines) > MAX_SQUEEZED_LINES.get(folder, 0)
     }
-    assert excess == {}, "give each value a line, or a name"
+    assert excess == {}, "assign each value on a separate line"
 
 
 @pytest.mark.parametrize(
@@ -416,11 +418,11 @@ def test_lines_hold_one_idea():
         ("def f(*how):\n    g(*how)", 0),
     ],
 )
-def test_squeezed_lines_are_found(code, count):
+def test_squeezed_lines_are_detected(code, count):
     assert len(list(squeezed(ast.parse(code)))) == count
 
 
-def test_products_do_not_import_benchmarks_or_tests():
+def test_package_does_not_import_benchmarks_or_tests():
     outside = {"benchmarks", "support", "tests", "scripts"}
     outside |= {f.stem for d in ("tests", "benchmarks") for f in (ROOT / d).rglob("*.py")}
     outside -= {"__init__", "types"} | set(sys.stdlib_module_names)
@@ -430,7 +432,7 @@ def test_products_do_not_import_benchmarks_or_tests():
         assert not used & outside, f"{short(file)} imports {sorted(used & outside)}"
 
 
-def test_whole_recipes_stay_where_they_are_resolved():
+def test_recipes_are_read_in_declared_files():
     named = {
         short(file)
         for file in MODULES
@@ -447,6 +449,6 @@ def test_recipe_reference_is_up_to_date():
     )
 
 
-def test_the_map_is_up_to_date():
+def test_folder_map_is_up_to_date():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert page == MAP.with_map(page), "the map is stale: run python scripts/folder_map.py"
+    assert page == MAP.with_map(page), "the folder map is stale: run python scripts/folder_map.py"

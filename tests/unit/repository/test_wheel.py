@@ -1,7 +1,7 @@
-"""A wheel is built, installed into a new environment and used from another directory.
+"""Tests of a wheel that is installed into a new environment and used from another directory.
 
-The environment is empty but for a path to the packages of the interpreter that runs the tests: no
-network is needed. It therefore does not prove that the dependencies can be downloaded.
+The environment has no packages except a path to the packages of this interpreter, because tests
+require no network. The tests therefore do not check the download of dependencies.
 """
 
 import os
@@ -58,8 +58,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(directory, symlinks=True)
     programs = directory / "bin"
     where = [programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    found = subprocess.run(where, check=True, capture_output=True, text=True)
-    (Path(found.stdout.strip()) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    printed = subprocess.run(where, check=True, capture_output=True, text=True)
+    (Path(printed.stdout.strip()) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     command = [*pip, "--python", programs / "python", "install", *offline, "--force-reinstall"]
     subprocess.run([*command, wheel], check=True, env=plain_environment())
     return programs
@@ -71,7 +71,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def run(environment: Path, directory: Path, *words: object) -> str:
-    """Return the output of a program of the environment, which must end with 0."""
+    """Return the output of a program of the environment. Fail if its exit code is not 0."""
     command = [environment / str(words[0]), *map(str, words[1:])]
     done = subprocess.run(
         command,
@@ -111,13 +111,13 @@ def test_wheel_simulates_and_inspects(environment, tmp_path, real_data):
     dry = run(environment, tmp_path, "torchmm", "dry-run", "zoo/llava_1_5_7b", "--world-size", 16)
     assert "-m torchmm train zoo/llava_1_5_7b" in dry and "train.py" not in dry
     write_recipe(tmp_path, real_data)
-    seen = run(environment, tmp_path, "torchmm", "inspect", "mine.toml", "--limit", 20)
-    assert "wrote outputs/mine/data/index.html" in seen
+    output = run(environment, tmp_path, "torchmm", "inspect", "mine.toml", "--limit", 20)
+    assert "wrote outputs/mine/data/index.html" in output
 
 
 @pytest.mark.campaign
 def test_wheel_trains_and_exports(environment, tmp_path, real_data):
-    """The first example of the page on the Python API, and the program under torchrun."""
+    """Run the first example of the page on the Python API, and the program under torchrun."""
     write_recipe(tmp_path, real_data)
     torchrun = ("python", "-m", "torch.distributed.run", "--nproc-per-node", 1)
     run(environment, tmp_path, *torchrun, "-m", "torchmm", "train", "mine.toml")

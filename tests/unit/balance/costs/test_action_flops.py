@@ -1,4 +1,4 @@
-"""FLOPs of the cost model: those of the core, which are compared with the counter of torch."""
+"""Tests of FLOPs per action, compared with the FLOP counter of PyTorch."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 
 
 @pytest.mark.parametrize(("encoder", "freeze"), combine(FREEZES))
-def test_cost_model_has_flops_of_core(encoder: str, freeze: tuple[str, ...]) -> None:
+def test_cost_model_flops_match_torch(encoder: str, freeze: tuple[str, ...]) -> None:
     encoder, _, chunks = encoder.partition("; ")
     case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))
     batch = batch_of(case, [3, 0, 2], seed=7)

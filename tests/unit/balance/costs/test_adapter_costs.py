@@ -1,4 +1,4 @@
-"""Costs of adapters against real layers: FLOPs, kept bytes, parameters, no W for the base."""
+"""Tests of adapter costs against real layers: FLOPs, saved bytes and parameters."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def meta_of(lengths: list[int]) -> MicrobatchMeta:
 @pytest.mark.parametrize(
     ("family", "method"), [*((f, "lora") for f in FAMILIES), ("qwen3", "dora")]
 )
-def test_flops_are_those_that_torch_counts(family: str, method: str, targets: list[str]) -> None:
-    """Gradients arrive at the first layer, as from a trained connector."""
+def test_adapter_flops_match_torch(family: str, method: str, targets: list[str]) -> None:
+    """Compare FLOPs when the embedding output requires a gradient, as with a trained connector."""
     model = adapted(family, targets, method)
     microbatch = model_cases.microbatch(LENGTHS)
     model.llm.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
@@ -58,57 +58,57 @@ def test_flops_are_those_that_torch_counts(family: str, method: str, targets: li
     module = model.llm.describe()
     sizes = module_sizes(module, meta_of(LENGTHS), microbatch.target_count)
     assert sizes is not None
-    found = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, True)
-    total = float(found.inputs_N[0] + found.weights_N[0])
-    of_norms = sum(
+    flops = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, True)
+    total = float(flops.inputs_N[0] + flops.weights_N[0])
+    norm_flops = sum(
         2 * RANK * (o.outputs * o.inputs + o.inputs * RANK + o.outputs * RANK)
         for layer in module.layers
         for o in layer.adapters
         if o.magnitudes
     )
-    assert bool(of_norms) == (method == "dora")
-    assert float(found.forward_N[0]) + of_norms == pytest.approx(forward, rel=0.01)
+    assert bool(norm_flops) == (method == "dora")
+    assert float(flops.forward_N[0]) + norm_flops == pytest.approx(forward, rel=0.01)
     assert total == pytest.approx(backward, rel=0.01)
-    of_adapters = sum(
-        p.numel() for n, p in model.named_parameters() if is_adapter_parameter(n) and p.ndim == 2
+    adapter_parameters = sum(
+        p.numel() for n, p in model.named_parameters() if of_adapter(n) and p.ndim == 2
     )
-    assert float(found.weights_N[0]) == 2 * of_adapters * sum(LENGTHS)
-    whole = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]
-    assert whole.backward <= total
+    assert float(flops.weights_N[0]) == 2 * adapter_parameters * sum(LENGTHS)
+    model_flops = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]
+    assert model_flops.backward <= total
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_only_adapters_have_gradients_and_states(method: str) -> None:
+def test_adapter_gradients_and_states(method: str) -> None:
     model = adapted("llama", ["all-linear"], method)
     module = model.llm.describe()
-    counted = {
+    expected = {
         trained: sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
         for trained in (False, True)
     }
-    found = stage_parameters(module, 0, len(module.layers))
-    assert (found.all, found.trained) == (counted[False], counted[True])
+    full = stage_parameters(module, 0, len(module.layers))
+    assert (full.all, full.trained) == (expected[False], expected[True])
     half = stage_parameters(module, 0, len(module.layers), tensor=2)
-    whole_factors = sum(  # A of linears with divided outputs, B of those with divided inputs
-        own.rank * own.inputs
-        if own.divided == "outputs"
-        else (own.rank + own.magnitudes) * own.outputs
+    unsharded_factors = sum(  # A of column-parallel layers, B of row-parallel layers
+        adapter.rank * adapter.inputs
+        if adapter.divided == "outputs"
+        else (adapter.rank + adapter.magnitudes) * adapter.outputs
         for layer in module.layers
-        for own in layer.adapters
+        for adapter in layer.adapters
     )
-    assert half.trained == (found.trained + whole_factors) / 2
+    assert half.trained == (full.trained + unsharded_factors) / 2
     (layers,) = module_layers([module], [meta_of(LENGTHS)])
     assert layers.trainable == (True,) * len(module.layers)
     assert not layers.pre_trainable and not layers.post_trainable
     setting = Setting(Execution(), 4)
     sizes = llm_sizes([meta_of(LENGTHS)], [sum(LENGTHS)], padding=False)
     weights = layer_operators(module.layers[0], sizes, setting).weights
-    each = 3 + (method == "dora")  # two products and their sums; one for magnitudes
+    each = 3 + (method == "dora")  # two matmuls and two gradient sums, one sum for magnitudes
     assert len(weights) == each * len(module.layers[0].adapters)
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip"])
-def test_an_adapter_of_a_connector_is_all_that_is_trained_of_it(family: str) -> None:
-    """Products and parameters against those of the connector itself."""
+def test_connector_adapter_costs_match_torch(family: str) -> None:
+    """Compare FLOPs and parameters with the real connector if only its adapter is trained."""
     adapters = {"a": AdapterConfig(modules=["eye.connector"], rank=RANK)}
     config = model_cases.pair_config("llama", family)
     model = build_model(config, FreezeConfig(modules=["llm", "eye"]), adapters=adapters)
@@ -125,14 +125,14 @@ def test_an_adapter_of_a_connector_is_all_that_is_trained_of_it(family: str) -> 
     forward, out = count_flops(lambda: encoder.connector(torch.randn(rows, first.linear[0])))
     backward, _ = count_flops(out.sum().backward)
     sizes = llm_sizes([meta_of([rows])], [rows], padding=False)
-    own = [block.flops(sizes)[0][0] for block in (first, second)]
-    assert sum(own) == forward
-    learned = sum(float(block.weight_flops(sizes)[0]) for block in (first, second))
-    assert learned == 2 * rows * counted
-    # The first one's input needs no gradient, but its few features do.
-    assert backward == own[1] + learned + 2 * rows * RANK * first.linear[1]
+    flops = [block.flops(sizes)[0][0] for block in (first, second)]
+    assert sum(flops) == forward
+    weight_flops = sum(float(block.weight_flops(sizes)[0]) for block in (first, second))
+    assert weight_flops == 2 * rows * counted
+    # The input of the first block needs no gradient, but its low-rank features do.
+    assert backward == flops[1] + weight_flops + 2 * rows * RANK * first.linear[1]
     setting = Setting(Execution(), 4)
-    assert len(first.operators(sizes, setting).weights) == 3  # two products and their sums
+    assert len(first.operators(sizes, setting).weights) == 3  # two matmuls and two gradient sums
     frozen = replace(first, trained=False, adapter=None)
     kept = [float(b.kept_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
     assert kept[0] - kept[1] == 4 * rows * (first.linear[0] + RANK)
@@ -141,9 +141,14 @@ def test_an_adapter_of_a_connector_is_all_that_is_trained_of_it(family: str) -> 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("llama", "lora"), ("qwen3", "lora"), ("starcoder2", "lora"), ("qwen3", "dora")],
+    [
+        ("llama", "lora"),
+        ("qwen3", "lora"),
+        ("starcoder2", "lora"),
+        ("qwen3", "dora"),
+    ],
 )
-def test_kept_bytes_are_what_stays_alive(family: str, method: str, mode: str) -> None:
+def test_adapter_saved_bytes_match_live_memory(family: str, method: str, mode: str) -> None:
     module = adapted(family, ["all-linear"], method, **WIDE).llm
     tokens = sum(LENGTHS)
     hidden = torch.randn(1, tokens, 128, requires_grad=True)
@@ -160,9 +165,9 @@ def test_kept_bytes_are_what_stays_alive(family: str, method: str, mode: str) ->
             cu_seq_lens_q=segments,
         )
     alive = counter.live_bytes([out, hidden, *tables, *module.parameters()])
-    alive += hidden.numel() * 4  # the layer's input was there before
+    alive += hidden.numel() * 4  # the layer input existed before
     execution = Execution(recompute=mode)  # type: ignore[arg-type]
     sizes = llm_sizes([meta_of(LENGTHS)], [tokens], padding=False)
     layer = module.describe().layers[0]
-    found = layer_kept_bytes(layer, sizes, Setting(execution, 4), weights=True)
-    assert found == pytest.approx([alive], rel=0.03)
+    predicted = layer_kept_bytes(layer, sizes, Setting(execution, 4), weights=True)
+    assert predicted == pytest.approx([alive], rel=0.03)

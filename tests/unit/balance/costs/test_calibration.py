@@ -1,4 +1,4 @@
-"""Calibration: a device whose truth is known is found again from its timings."""
+"""Tests of calibration: fitted profiles reproduce the device that generated the timings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZES = [10.0**e for e in range(4, 10)]
 
 
 def timed(kind: str, size: float) -> Measured:
-    """An operator with the time it truly takes."""
+    """Return an operator with its time on the true device."""
     if kind in ("matmul", "attention", "attention_backward"):
         operator = Operator(kind, flops=size, memory_bytes=size / 1e3)  # type: ignore[arg-type]
     elif kind in ("all_gather", "reduce_scatter", "all_reduce", "p2p"):
@@ -61,13 +61,13 @@ def test_rate_subtracts_at_most_half_of_the_time() -> None:
     assert rates == pytest.approx([1e11, 1.25e11, 2e11])
 
 
-def test_a_fitted_profile_predicts_what_was_measured() -> None:
-    found = measurements()
-    profile = fit_profile(found, CPU, "float32", "here", own_peaks=True)
+def test_fitted_profile_predicts_measured_times() -> None:
+    timings = measurements()
+    profile = fit_profile(timings, CPU, "float32", "here", own_peaks=True)
     assert profile.measured_on == "here"
-    for operator, seconds in found.operators:
+    for operator, seconds in timings.operators:
         predicted_ms = float(operator_ms(operator, profile, "float32"))
-        # Half of what is nearly all overhead counts as work.
+        # For very short operators, half of the time counts as work although it is overhead.
         assert predicted_ms == pytest.approx(seconds * 1e3, rel=0.01 if seconds > 2e-5 else 0.5)
     assert profile.device.peak_flops["float32"] == pytest.approx(2e11, rel=0.01)
     between = Operator("matmul", flops=3e7, memory_bytes=3e4)
@@ -75,52 +75,52 @@ def test_a_fitted_profile_predicts_what_was_measured() -> None:
     assert float(operator_ms(between, profile, "float32")) == pytest.approx(truth_ms, rel=0.05)
 
 
-def test_a_data_sheet_is_kept_and_efficiencies_are_shares_of_it() -> None:
+def test_datasheet_peaks_scale_efficiencies() -> None:
     profile = fit_profile(measurements(), load_profile("a100"), "float32", "", own_peaks=False)
     assert profile.device == load_profile("a100").device
     assert profile.efficiency["matmul"].at(1e9) == pytest.approx(2e11 / 19.5e12, rel=0.01)
 
 
-def test_classes_that_were_not_measured_stay_assumed() -> None:
-    found = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
-    profile = fit_profile(Measurements(found), CPU, "float32", "", own_peaks=True)
+def test_unmeasured_kinds_keep_assumed_efficiency() -> None:
+    timings = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
+    profile = fit_profile(Measurements(timings), CPU, "float32", "", own_peaks=True)
     assert profile.efficiency["p2p"] == CPU.efficiency["p2p"]
     with pytest.raises(ValueError, match="no measurements of copy"):
-        fit_profile(Measurements(found[: len(SIZES)]), CPU, "float32", "", own_peaks=True)
+        fit_profile(Measurements(timings[: len(SIZES)]), CPU, "float32", "", own_peaks=True)
 
 
-def test_overhead_of_calls_is_that_of_calls_in_layers() -> None:
-    found = replace(measurements(), layers=[(100.0, 2e-3), (300.0, 6e-3)])
-    profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
+def test_call_overhead_matches_layer_timings() -> None:
+    timings = replace(measurements(), layers=[(100.0, 2e-3), (300.0, 6e-3)])
+    profile = fit_profile(timings, CPU, "float32", "", own_peaks=True)
     assert profile.call_us["matmul"] == profile.call_us["norm"] == pytest.approx(20.0)
     assert profile.call_us["p2p"] == pytest.approx(5.0)
     assert profile.launch_us == 0
-    queued = fit_profile(found, load_profile("h100"), "float32", "", own_peaks=False)
+    queued = fit_profile(timings, load_profile("h100"), "float32", "", own_peaks=False)
     assert queued.launch_us == pytest.approx(20.0)
     assert queued.host_us["matmul"] == pytest.approx(5.0)
     assert queued.call_us["matmul"] == load_profile("h100").call_us["matmul"]
-    measured = replace(found, tiny_device=dict.fromkeys(KINDS, 3e-6))
+    measured = replace(timings, tiny_device=dict.fromkeys(KINDS, 3e-6))
     queued = fit_profile(measured, load_profile("h100"), "float32", "", own_peaks=False)
     assert (queued.host_us["matmul"], queued.call_us["matmul"]) == pytest.approx((5.0, 3.0))
     assert "all_gather" not in queued.host_us
 
 
-def test_fit_profile_on_gpu_finds_cost_of_compiled_call() -> None:
+def test_compiled_call_cost_is_fitted() -> None:
     operators = [
         Operator("matmul", calls=14.0),
         Operator("elementwise", calls=20.0),
         Operator("elementwise", calls=7.0, in_layer=False),
         Operator("compiled_call", calls=4.0),
     ]
-    # 34 kernels of compiled code, 7 sums of gradients by autograd, and 4 calls of 300 us.
+    # 34 kernels of compiled code, 7 gradient sums by autograd, and 4 calls of 300 us.
     seconds = (34 * 5 + 7 * 20 + 4 * 300) * 1e-6
     compiled = SplitLayers(operators, seconds)
-    found = replace(measurements(), layers=[(100.0, 2e-3)], compiled=compiled)
-    profile = fit_profile(found, load_profile("h100"), "float32", "", own_peaks=False)
+    timings = replace(measurements(), layers=[(100.0, 2e-3)], compiled=compiled)
+    profile = fit_profile(timings, load_profile("h100"), "float32", "", own_peaks=False)
     assert profile.call_us["compiled_call"] == pytest.approx(300.0)
 
 
-def test_layers_that_work_tell_what_calls_cost_among_others() -> None:
+def test_working_layers_determine_call_overhead() -> None:
     operators = [timed("matmul", 1e7).operator, timed("norm", 1e6).operator] * 2
     plain = fit_profile(measurements(), CPU, "float32", "", own_peaks=True)
     work_s = (
@@ -128,20 +128,20 @@ def test_layers_that_work_tell_what_calls_cost_among_others() -> None:
     )
     tiny = replace(measurements(), layers=[(100.0, 2e-3)])
 
-    def found(forward_us: float, backward_us: float) -> Profile:
+    def fit(forward_us: float, backward_us: float) -> Profile:
         times_s = (work_s + 4 * rest_us * 1e-6 for rest_us in (forward_us, backward_us))
         working = [WorkingLayers(operators, operators, *times_s)]
         return fit_profile(replace(tiny, working=working), CPU, "float32", "", own_peaks=True)
 
-    profile = found(70.0, 50.0)
+    profile = fit(70.0, 50.0)
     assert profile.call_us["copy"] == pytest.approx(50)
     assert profile.call_us["forward_call"] == pytest.approx(20)
-    profile = found(3.0, 3.0)  # not less than half of what tiny layers say
+    profile = fit(3.0, 3.0)  # at least half of the cost in tiny layers
     assert profile.call_us["copy"] == pytest.approx(10)
     assert profile.call_us["forward_call"] == 0
 
 
-def test_measurements_of_several_times_count_by_their_mean() -> None:
+def test_repeated_measurements_are_averaged() -> None:
     first = replace(
         measurements(),
         layers=[(100.0, 2e-3)],
@@ -157,20 +157,20 @@ def test_measurements_of_several_times_count_by_their_mean() -> None:
         split={"tensor": SplitLayers([], 2.0)},
     )
     assert mean_measurements(first) == replace(first, operators=list(first.operators))
-    every = mean_measurements(first, second, second, first)
-    for own, mean in zip(first.operators, every.operators, strict=True):
-        assert mean == (own.operator, pytest.approx(2 * own.seconds))
-    assert every.tiny["copy"] == pytest.approx(10e-6)
-    assert every.split == {"tensor": SplitLayers([], 1.5)}
-    assert every.layers == [(100.0, pytest.approx(3e-3))]
-    assert every.working == [WorkingLayers([], [], 2.0, 4.0)]
+    averaged = mean_measurements(first, second, second, first)
+    for timing, mean in zip(first.operators, averaged.operators, strict=True):
+        assert mean == (timing.operator, pytest.approx(2 * timing.seconds))
+    assert averaged.tiny["copy"] == pytest.approx(10e-6)
+    assert averaged.split == {"tensor": SplitLayers([], 1.5)}
+    assert averaged.layers == [(100.0, pytest.approx(3e-3))]
+    assert averaged.working == [WorkingLayers([], [], 2.0, 4.0)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_what_python_takes_is_what_operators_and_collectives_do_not(device: str) -> None:
+def test_python_overhead_of_parallelism_is_fitted(device: str) -> None:
     base = load_profile(device)
-    found = replace(measurements(), layers=[(100.0, 2e-3)])
-    plain = fit_profile(found, base, "float32", "", own_peaks=device == "cpu")
+    timings = replace(measurements(), layers=[(100.0, 2e-3)])
+    plain = fit_profile(timings, base, "float32", "", own_peaks=device == "cpu")
     host_us = {"tensor_linear": 50.0, "sequence_exchange": 30.0, "shard_unit": 400.0}
     truth = replace(plain, call_us={**plain.call_us, **host_us})  # type: ignore[dict-item]
     product = timed("matmul", 1e7).operator
@@ -184,30 +184,30 @@ def test_what_python_takes_is_what_operators_and_collectives_do_not(device: str)
         ],
     }  # fmt: skip
     split = {}
-    for name, own in operators.items():
-        work = Work.of(own, truth, "float32", 1)
+    for name, layer_operators in operators.items():
+        work = Work.of(layer_operators, truth, "float32", 1)
         both_ms = work.compute_ms + work.network_ms
         seconds = float((both_ms if device == "cpu" else work.host_ms)[0]) / 1e3
-        split[name] = SplitLayers(own, seconds)
+        split[name] = SplitLayers(layer_operators, seconds)
     profile = fit_profile(
-        replace(found, split=split), base, "float32", "", own_peaks=device == "cpu"
+        replace(timings, split=split), base, "float32", "", own_peaks=device == "cpu"
     )
     for kind, us in host_us.items():
         assert profile.call_us[kind] == pytest.approx(us)  # type: ignore[index]
-    # Operators that always take twice as long say nothing of splitting.
-    slow = {name: own._replace(seconds=own.seconds * 2) for name, own in split.items()}
+    # Operators that always take twice as long contain no information about sharding.
+    slow = {name: layers._replace(seconds=layers.seconds * 2) for name, layers in split.items()}
     slow["shard"] = split["shard"]
     profile = fit_profile(
-        replace(found, split=slow), base, "float32", "", own_peaks=device == "cpu"
+        replace(timings, split=slow), base, "float32", "", own_peaks=device == "cpu"
     )
     assert profile.call_us["tensor_linear"] > 49 and profile.call_us["shard_unit"] < 400
-    faster = {name: own._replace(seconds=1e-9) for name, own in split.items()}
+    faster = {name: layers._replace(seconds=1e-9) for name, layers in split.items()}
     faster["whole"] = split["whole"]
-    profile = fit_profile(replace(found, split=faster), base, "float32", "", own_peaks=False)
+    profile = fit_profile(replace(timings, split=faster), base, "float32", "", own_peaks=False)
     assert all(profile.call_us[kind] == 0 for kind in host_us)  # type: ignore[index]
 
 
-def test_sizes_near_each_other_count_by_their_median() -> None:
+def test_close_sizes_use_median_time() -> None:
     good = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
     slow = [Measured(m.operator, 9 * m.seconds) for m in good if m.operator.kind == "matmul"]
     steady = fit_profile(Measurements(good * 2 + slow), CPU, "float32", "", own_peaks=True)
@@ -215,22 +215,22 @@ def test_sizes_near_each_other_count_by_their_median() -> None:
     assert steady.efficiency == clean.efficiency
 
 
-def test_factors_make_predictions_add_up() -> None:
+def test_learned_factors_match_observed_sums() -> None:
     observed = [
         *(Observed("llm", "F", 2.0, ms) for ms in (2.0, 3.0, 2.5)),
         Observed("llm", "F", 2.0, 80.0),  # interrupted
-        Observed("llm", "W", 0.0, 0.1),  # nothing to learn
+        Observed("llm", "W", 0.0, 0.1),  # too short to learn from
         Observed("vision", "B", 4.0, 2.0),
     ]
     learned = learn(CPU, observed)
     assert learned.factors == {"llm": {"F": pytest.approx(1.25)}, "vision": {"B": 0.5}}
-    # Predictions of the learned profile have the factor already.
+    # Predictions of the learned profile already include the factor.
     again = learn(learned, [Observed("llm", "F", 2.5, 5.0)])
     assert again.factor("llm", "F") == pytest.approx(2.5)
     assert again.factor("vision", "B") == 0.5
 
 
-def test_learning_from_a_recorded_step_explains_it() -> None:
+def test_learned_profile_reproduces_recorded_step() -> None:
     step = Step(Case("recorded", pipeline=2))
     costs = step.costs()
     slower = {"vision": 1.5, "llm": 0.8}
@@ -245,11 +245,11 @@ def test_learning_from_a_recorded_step_explains_it() -> None:
     learned = learn(CPU, observe(recorded, step.modules, model))
     for module, factor in slower.items():
         assert list(learned.factors[module].values()) == pytest.approx([factor] * 4)
-    found = step.costs(CostModel(learned, "float32"))
-    assert sum(found.compute_ms.values()) == pytest.approx(clock_ms)
+    updated = step.costs(CostModel(learned, "float32"))
+    assert sum(updated.compute_ms.values()) == pytest.approx(clock_ms)
 
 
-def test_a_step_of_another_model_is_refused() -> None:
+def test_steps_of_different_models_are_rejected() -> None:
     step, other = Step(Case("recorded", pipeline=2)), Step(Case("other", freeze=("vision", "llm")))
     action = next(a for a in step.costs().compute_ms if a not in other.costs().compute_ms)
     content = StepContent(tuple(other.metas), tuple(other.targets))

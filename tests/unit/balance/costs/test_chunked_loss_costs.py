@@ -1,4 +1,4 @@
-"""Costs of the loss in chunks."""
+"""Tests of the costs of the chunked loss."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 
-def test_sharded_chunks_are_priced_with_tensor_parallelism() -> None:
-    """The cost model computes chunks if ranks share the vocabulary, and all logits otherwise."""
+def test_tensor_parallel_loss_costs_use_chunks() -> None:
+    """Check that costs use chunks if ranks shard the vocabulary, and all logits otherwise."""
     meta = MicrobatchMeta((SampleMeta("a", 0, 4096),), 4096)
     config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 1 << 17}
@@ -29,9 +29,9 @@ def test_sharded_chunks_are_priced_with_tensor_parallelism() -> None:
     for tensor, same in ((1, "all"), (2, "always")):
         executions = {"llm": Execution(tensor=tensor)}
         model = CostModel(load_profile("h100"), "bfloat16", executions)
-        held = {}
-        for name, own in variants.items():
-            costs = model.stage_costs(own, 0, 1, sizes, np.array([True]))
-            held[name] = costs.kept_bytes[0], costs.workspace_bytes[0], costs.forward.total_ms[0]
-        assert held["default"] == held[same]
-        assert held["all"][1] > 2 * held["always"][1]
+        results = {}
+        for name, variant in variants.items():
+            costs = model.stage_costs(variant, 0, 1, sizes, np.array([True]))
+            results[name] = costs.kept_bytes[0], costs.workspace_bytes[0], costs.forward.total_ms[0]
+        assert results["default"] == results[same]
+        assert results["all"][1] > 2 * results["always"][1]

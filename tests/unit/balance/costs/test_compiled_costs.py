@@ -1,4 +1,4 @@
-"""Costs of compiled layers against the kernels that Inductor plans for real layers."""
+"""Tests of compiled layer costs against the kernels that Inductor generates for real layers."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def test_compiled_layer_traffic_matches_inductor(family: str) -> None:
     torch.compiler.reset()
     real = RealLayer(family, torch.bfloat16)
     layer = real.description.layers[0]
-    found = layer_operators(layer, real.sizes, Setting(Execution(compiled=True), 2))
+    fused = layer_operators(layer, real.sizes, Setting(Execution(compiled=True), 2))
     eager = layer_operators(layer, real.sizes, Setting(Execution(), 2))
     apply_activation_checkpoint(real.module, "none", Compilation("inductor"))
     with CountFused() as count:
         out = real.run()
         out.backward(torch.ones_like(out))
     for operators, uncompiled, kernels in (
-        (found.forward, eager.forward, count.forward),
-        (found.inputs + found.weights, eager.inputs + eager.weights, count.backward),
+        (fused.forward, eager.forward, count.forward),
+        (fused.inputs + fused.weights, eager.inputs + eager.weights, count.backward),
     ):
         assert fused_bytes(operators) == pytest.approx(kernels.nbytes, rel=0.2)
         assert fused_bytes(uncompiled) > 1.05 * kernels.nbytes
@@ -90,22 +90,22 @@ def test_compiled_layer_traffic_matches_inductor(family: str) -> None:
         assert calls == pytest.approx(kernels.calls, rel=0.5, abs=3)
 
 
-def test_compiled_qwen3_layer_moves_a_fifth() -> None:
+def test_compiled_layer_memory_traffic() -> None:
     module = llm(1)
     meta = MicrobatchMeta(tuple(SampleMeta("s", i, 2048) for i in range(4)), 8192)
     sizes = llm_sizes([meta], [8192], padding=True)
     compiled, eager = (
-        layer_operators(module.layers[0], sizes, Setting(Execution(compiled=own), 2))
-        for own in (True, False)
+        layer_operators(module.layers[0], sizes, Setting(Execution(compiled=mode), 2))
+        for mode in (True, False)
     )
-    # Gigabytes counted on the meta device, eager, and from the tensors that fused kernels touch.
+    # Expected GB: eager counted on the meta device, compiled from the tensors of fused kernels.
     assert fused_bytes(compiled.forward) / 1e9 == pytest.approx(0.7, abs=0.1)
     assert fused_bytes(compiled.inputs + compiled.weights) / 1e9 == pytest.approx(1.6, abs=0.2)
     assert fused_bytes(eager.forward) / 1e9 == pytest.approx(3.3, abs=0.4)
     assert fused_bytes(eager.inputs + eager.weights) / 1e9 == pytest.approx(7.8, abs=0.8)
 
 
-def test_compiled_layer_costs_calls_and_launches() -> None:
+def test_compiled_layer_launch_time() -> None:
     profile = assumed_profile(DEVICES["h100"])
     module = llm(1)
     sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 8),), 8)], [8], padding=True)
@@ -120,7 +120,7 @@ def test_compiled_layer_costs_calls_and_launches() -> None:
     )
     kernels = 7 + 1 + 8  # matmuls, attention, fused kernels
     launches = kernels + ASSUMED_LAUNCHES["compiled_call"]
-    head_ms = eager_ms - 54 * profile.launch_us / 1e3  # 54 kernels: counted on the meta device
+    head_ms = eager_ms - 54 * profile.launch_us / 1e3  # 54 kernels, counted on the meta device
     assert compiled_ms - head_ms == pytest.approx(launches * profile.launch_us / 1e3, rel=0.1)
 
 
@@ -141,7 +141,7 @@ def test_fsdp_copies_add_device_and_host_time() -> None:
     units = 3  # two layers, and the root
     per_unit_us = profile.queueing_us("shard_unit") + 3 * profile.launch_us
     assert gathered.host_ms[0] == pytest.approx(units * per_unit_us * 1e-3)
-    # A shard is read in float32 and written in bfloat16; two copies of all parameters.
+    # Each shard is read in float32 and written in bfloat16. All parameters are copied twice.
     moved = 2 * QWEN3_1_7B.parameters * (4 / 2 + 6)
     alone = operator_ms(Operator("copy", memory_bytes=moved, calls=6.0), profile, "bfloat16")
     assert gathered.compute_ms[0] == pytest.approx(float(alone))
@@ -152,12 +152,12 @@ def test_loss_on_gpu_moves_twelve_bytes_per_logit() -> None:
 
     def nbytes(vocabulary: int, on_gpu: bool, rows: int) -> float:
         head = Head(True, linear=(64, vocabulary), norm="rms", rows=rows)
-        found = head.operators(sizes, Setting(Execution(), 2, segment_calls=not on_gpu))
-        every = [o for own in found for o in own if o.in_layer]
-        return float(sum(np.sum(o.memory_bytes) for o in every))
+        operators = head.operators(sizes, Setting(Execution(), 2, segment_calls=not on_gpu))
+        in_layer = [o for group in operators for o in group if o.in_layer]
+        return float(sum(np.sum(o.memory_bytes) for o in in_layer))
 
     for rows in (0, 331):
-        # Without the weight, which is read twice and whose gradient is written once.
+        # Exclude the weight, which is read twice and whose gradient is written once.
         weight = 3 * 2 * 64 * 1000
         gpu = nbytes(2000, True, rows) - nbytes(1000, True, rows) - weight
         cpu = nbytes(2000, False, rows) - nbytes(1000, False, rows) - weight
@@ -171,24 +171,24 @@ def test_update_on_gpu_reads_and_writes_states_once() -> None:
     flat = dict.fromkeys(KINDS, Curve((1.0,), (1.0,)))
     model = CostModel(Profile(device, flat, {}, launch_us=0.0), "bfloat16", {})
     count = 2 * QWEN3_1_7B.parameters
-    # The norm, AdamW with clipping, and copies in bfloat16 which one rank computes with.
+    # The norm, AdamW with clipping, and bfloat16 copies for computation on one rank.
     assert model.update_ms(module, 1, 3) == pytest.approx((4 + 32 + 6) * count / 1e12 * 1e3)
     sharded = replace(model, executions={"llm": Execution(shard=2)})
     assert sharded.update_ms(module, 1, 3) == pytest.approx((4 + 32) * count / 2 / 1e12 * 1e3)
-    # The host queues the norm, and updates of 7 weights and 4 norms a layer, and of the root.
+    # The host launches the norm, and updates of 7 weights and 4 norms per layer, and of the root.
     slow = replace(model, profile=Profile(device, flat, {}, launch_us=1e6))
     launches = UPDATE_CALLS * (2 * (7 + 2 + 2) + 1) + 1
     assert slow.update_ms(module, 1, 3) == pytest.approx(1e3 * launches)
 
 
-def test_selective_recomputation_compiled_repeats_fused_kernels() -> None:
+def test_compiled_selective_recomputation_repeats_fused_kernels() -> None:
     sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 64),), 64)], [8], padding=True)
-    found = layer_operators(
+    operators = layer_operators(
         QWEN3_1_7B, sizes, Setting(Execution(recompute="selective", compiled=True), 2)
     )
-    kinds = {o.kind for o in found.again}
+    kinds = {o.kind for o in operators.again}
     assert not kinds & {"matmul", "attention", "compiled_call"}
-    assert fused_bytes(found.again) == pytest.approx(fused_bytes(found.forward))
+    assert fused_bytes(operators.again) == pytest.approx(fused_bytes(operators.forward))
     kept = [
         layer_kept_bytes(
             QWEN3_1_7B, sizes, Setting(Execution(recompute=mode, compiled=True), 2), weights=True
@@ -205,7 +205,7 @@ def test_fsdp_copies_match_counted_traffic() -> None:
         model = model_cases.build(ModelConfig(llm=LlmConfig(config=config)))
         apply_fsdp(model.llm, init_device_mesh("cpu", (1,)), torch.bfloat16)
         sharding = LayerSharding(model.llm)
-        sharding.begin_step(2)  # the first microbatch reduces nothing
+        sharding.begin_step(2)  # the first microbatch does not reduce gradients
         ids = torch.ones(8, dtype=torch.int64)
         meta = MicrobatchMeta((SampleMeta("s", 0, 8),), 8)
         with CountTraffic() as count:
@@ -213,7 +213,7 @@ def test_fsdp_copies_match_counted_traffic() -> None:
     finally:
         dist.destroy_process_group()
     parameters = sum(p.numel() for p in model.parameters())
-    # The counter adds what `copy_` writes twice, as argument and as result.
+    # The counter counts each write of `copy_` twice, as argument and as result.
     copied = count.nbytes["_to_copy"] + count.nbytes["copy_"] * 2 / 3
     operators = gather_operators(
         model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, ShardLinks(NODE)

@@ -1,4 +1,4 @@
-"""A component of a layer that is added to the table is priced everywhere."""
+"""Tests of layer components: all cost functions include a registered component."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DEVICE = Device("toy", {"float32": 1e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "-")
 METAS = [MicrobatchMeta((SampleMeta("s", 0, 100),), 100)]
 PLAIN = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True)
 MIXED = replace(PLAIN, activation="made up")
-"""The layer that has the component."""
+"""Layer with the additional component."""
 
 
 class MadeUp(Component):
-    """A recurrence with one linear: what a new kind of layer may bring."""
+    """Recurrence with one linear layer, as an example of a new layer type."""
 
     sublayer = True
 
@@ -63,7 +63,7 @@ def costs(layer: LayerDescription, **execution: object) -> tuple[CostModel, Stag
     return model, model.stage_costs(module(layer), 0, 1, sizes, True)
 
 
-def test_a_new_component_is_priced_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_component_adds_all_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     table = [*components.LAYER_COMPONENTS, MadeUp]
     _, before = costs(MIXED)
     flops = microbatch_flops([module(MIXED)], METAS[0])["llm"]
@@ -73,20 +73,20 @@ def test_a_new_component_is_priced_everywhere(monkeypatch: pytest.MonkeyPatch) -
     dense, pairs = 100 * 2 * parameters, 100 * 1000
 
     assert after.flops.forward_N == before.flops.forward_N + dense + pairs
-    found = microbatch_flops([module(MIXED)], METAS[0])["llm"]
-    assert found.forward == flops.forward + dense + pairs
-    assert found.backward == flops.backward + 2 * (dense + pairs)
+    increased = microbatch_flops([module(MIXED)], METAS[0])["llm"]
+    assert increased.forward == flops.forward + dense + pairs
+    assert increased.backward == flops.backward + 2 * (dense + pairs)
 
     copy_ms = 1e9 * 100 / (0.5 * DEVICE.memory_bytes_per_s) * 1e3
     for name in ("forward", "inputs", "backward"):
         longer = getattr(after, name).total_ms - getattr(before, name).total_ms
-        assert copy_ms < longer < copy_ms + 10, name  # and a norm, a product, an addition
+        assert copy_ms < longer < copy_ms + 10, name  # plus a norm, a matmul and an addition
     assert after.weights.total_ms > before.weights.total_ms
 
-    # What it keeps itself, a norm with its two results, and the input of its linear.
+    # Saved bytes of the component, a norm with two results, and the input of the linear layer.
     norm = 4 * 100 * (2 * 64 + 1)
     assert after.kept_bytes - before.kept_bytes == 100 * 10_000 + norm + 4 * 100 * 64
-    # The results of its linear and of the norm.
+    # Results of the linear layer and of the norm.
     waiting = after.kept_for_weights_bytes - before.kept_for_weights_bytes
     assert waiting == after.kept_bytes - before.kept_bytes + 4 * 100 * (STATE + 64)
     assert after.workspace_bytes == 4 * 100 * 64 + 1e6 * 100
@@ -97,10 +97,10 @@ def test_a_new_component_is_priced_everywhere(monkeypatch: pytest.MonkeyPatch) -
         recomputed = costs(MIXED, recompute=mode)[1]
         assert recomputed.backward.total_ms > after.backward.total_ms + copy_ms - 1
         assert recomputed.kept_bytes < after.kept_bytes
-    assert costs(PLAIN)[1].forward.total_ms < copy_ms  # which has no such component
+    assert costs(PLAIN)[1].forward.total_ms < copy_ms  # without the component
 
 
-def test_every_layer_is_made_of_the_known_components() -> None:
+def test_layers_consist_of_registered_components() -> None:
     names = [type(c).__name__ for c in components.components_of(PLAIN)]
     assert names == ["Attention", "Heads", "FeedForward"]
     experts = replace(PLAIN, experts=8, cross_attention=True)

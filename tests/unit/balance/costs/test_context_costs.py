@@ -1,4 +1,4 @@
-"""Costs where ranks share the rows of the LLM and the images of its encoders."""
+"""Tests of costs with context parallelism of the LLM and its encoders."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def costs(context: int, sizes_for: int | None = None) -> StageCosts:
 
 
 @pytest.mark.parametrize("context", [2, 4])
-def test_a_rank_computes_and_keeps_its_share(context: int) -> None:
-    whole, shared = costs(1), costs(1, context)  # without what the ranks exchange
-    assert shared.kept_bytes * context == pytest.approx(whole.kept_bytes)
-    assert shared.flops.forward_N == pytest.approx(whole.flops.forward_N)  # of all ranks
+def test_context_parallel_rank_has_fraction_of_costs(context: int) -> None:
+    full, shared = costs(1), costs(1, context)  # without communication
+    assert shared.kept_bytes * context == pytest.approx(full.kept_bytes)
+    assert shared.flops.forward_N == pytest.approx(full.flops.forward_N)  # of all ranks
     for name in ("forward", "inputs"):
-        times = [getattr(found, name).total_ms for found in (whole, shared)]
-        assert (times[0] / context < times[1]).all()  # weights are read whole
+        times = [getattr(stage, name).total_ms for stage in (full, shared)]
+        assert (times[0] / context < times[1]).all()  # weights are not sharded
         assert (times[1] < times[0]).all()
     products = [
         sum(o.flops for o in layer_operators(LLM.layers[0], sizes, Setting(Execution(), 4)).forward)
@@ -55,16 +55,16 @@ def test_a_rank_computes_and_keeps_its_share(context: int) -> None:
     assert products[1] * context == pytest.approx(products[0])
 
 
-def test_heads_and_tokens_are_exchanged_twice_in_every_pass() -> None:
+def test_context_exchanges_twice_per_pass() -> None:
     sizes = llm_sizes(METAS, TARGETS, padding=True, context=2)
     setting = Setting(Execution(context=2), 4)
     alone = layer_operators(LLM.layers[0], sizes, setting._replace(execution=Execution()))
-    found = layer_operators(LLM.layers[0], sizes, setting)
+    exchanged = layer_operators(LLM.layers[0], sizes, setting)
     assert not any(o.kind == "p2p" for o in (*alone.forward, *alone.inputs))
-    for ours in (found.forward, found.inputs):
-        [messages] = [o for o in ours if o.kind == "p2p"]
+    for operators in (exchanged.forward, exchanged.inputs):
+        [messages] = [o for o in operators if o.kind == "p2p"]
         assert messages.calls == 2
-        # 50 tokens; 4 query heads and as many of the result, 2 of keys and of values; half stays.
+        # 50 tokens with 4 query heads, 4 result heads, 2 key and 2 value heads. Half is not sent.
         assert messages.network_bytes == pytest.approx(
             np.full(2, 4 * 50 * (4 + 4 + 2 + 2) * 16 / 2)
         )
@@ -74,7 +74,7 @@ def test_heads_and_tokens_are_exchanged_twice_in_every_pass() -> None:
 
 
 def exchange_ms(context: int) -> np.ndarray:
-    """By hand, of two layers: messages within a node, and copies."""
+    """Return the expected exchange time of two layers in ms: messages within a node, and copies."""
     tokens = 100 / context
     sent = 4 * tokens * 12 * 16 * (context - 1) / context
     copied = 2 * 4 * tokens * (3 * 8 + 4) * 16
@@ -82,7 +82,7 @@ def exchange_ms(context: int) -> np.ndarray:
     return np.full(2, 2 * (sent / 5e9 + copied / 5e10) * 1e3)
 
 
-def test_an_encoder_takes_as_long_as_the_rank_with_most_patches() -> None:
+def test_encoder_time_follows_rank_with_most_patches() -> None:
     images = tuple(ImageMeta(0, 0, patches, patches // 4) for patches in (8, 4, 12, 4, 4))
     metas = [
         MicrobatchMeta((SampleMeta("s", 0, 40, images, "vision"),), 40),
@@ -93,10 +93,12 @@ def test_an_encoder_takes_as_long_as_the_rank_with_most_patches() -> None:
         ModuleLayers("llm", "llm", (1.0,) * 4),
     ]
     layout = megatron_layout(layers, 1)
-    for parts, most in (((1, 1), [20.0, 4.0]), ((3, 0), [12.0, 4.0, 4.0])):
+    for parts, max_patches in (((1, 1), [20.0, 4.0]), ((3, 0), [12.0, 4.0, 4.0])):
         graph = StageGraph(layout, 2, {"vision": parts}, context=2)
         tasks = module_tasks(graph, TOWER, metas, [10, 10])
-        assert tasks.sizes.inputs_N.tolist() == most  # shares of 8, 4 and of 12, 4, 4 patches
+        assert (
+            tasks.sizes.inputs_N.tolist() == max_patches
+        )  # ranks have 8 and 4, or 12, 4 and 4 patches
         assert tasks.useful.inputs_N.sum() == 32 + 4 * (parts[1] > 0)
     llm = module_tasks(graph, LLM, metas, [10, 10])
     assert llm.sizes.units_N.tolist() == [20, 20]
@@ -104,18 +106,18 @@ def test_an_encoder_takes_as_long_as_the_rank_with_most_patches() -> None:
 
 
 class SharedLayer(RealLayer):
-    """One layer on the first of several ranks that share a row; others send what this one sends."""
+    """Layer on rank 0 of several ranks that share a sequence and send equal amounts."""
 
     def __init__(self, family: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(family, torch.float32)
         self.sent: list[list[int]] = []
-        """By exchange: numbers for each rank."""
-        own = TOKENS // ranks
-        whole, tables = self.hidden, self.tables
-        self.hidden = whole[:, :own].detach().requires_grad_()
-        self.tables = [table[:, :own].clone() for table in tables]
-        heads = ContextHeads(None, 0, [own] * ranks)  # type: ignore[arg-type]
-        segments = Segments.from_starts([0, 40, TOKENS], whole.device, head_exchange=heads)
+        """Number of elements sent to each rank, by exchange."""
+        local = TOKENS // ranks
+        full, tables = self.hidden, self.tables
+        self.hidden = full[:, :local].detach().requires_grad_()
+        self.tables = [table[:, :local].clone() for table in tables]
+        heads = ContextHeads(None, 0, [local] * ranks)  # type: ignore[arg-type]
+        segments = Segments.from_starts([0, 40, TOKENS], full.device, row_heads=heads)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
         metas = [MicrobatchMeta(samples, TOKENS)]
         self.sizes = llm_sizes(metas, [8], padding=True, context=ranks)
@@ -123,7 +125,7 @@ class SharedLayer(RealLayer):
         self._run = lambda: self.layer(
             self.hidden,
             position_embeddings=tuple(self.tables),
-            position_ids=torch.arange(own)[None],
+            position_ids=torch.arange(local)[None],
             attention_mask=None,
             cu_seq_lens_q=segments,
         )
@@ -139,7 +141,7 @@ SHARED = ["llama", "qwen3_5", "qwen3_5, attention", "qwen3_next", "lfm2", "deeps
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", SHARED)
-def test_ranks_send_and_keep_what_real_layers_do(
+def test_context_costs_match_real_layers(
     family: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = SharedLayer(family, ranks, monkeypatch)
@@ -151,6 +153,6 @@ def test_ranks_send_and_keep_what_real_layers_do(
     assert messages.network_bytes == pytest.approx([to_others])
     assert messages.calls == len(real.sent)
     for trained in (True, False):
-        found = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        predicted = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
         kept, _ = real.live_bytes("none", trained)
-        assert found == pytest.approx([kept], rel=0.03)
+        assert predicted == pytest.approx([kept], rel=0.03)

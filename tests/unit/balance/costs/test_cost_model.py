@@ -1,4 +1,4 @@
-"""Costs of stages: what gradients, recomputation, sharding and links change."""
+"""Tests of stage costs: effects of gradients, recomputation, sharding and links."""
 
 from __future__ import annotations
 
@@ -50,78 +50,83 @@ def costs(
     return model.stage_costs(module, *layers, sizes[0], arrives, sizes[1])
 
 
-def test_stages_add_up_to_the_module() -> None:
-    whole, stages = costs(), [costs(layers=(0, 1)), costs(layers=(1, 3)), costs(layers=(3, 4))]
+def test_stage_costs_sum_to_module() -> None:
+    full, stages = costs(), [costs(layers=(0, 1)), costs(layers=(1, 3)), costs(layers=(3, 4))]
     for name in ("forward", "backward", "inputs", "weights"):
         total = sum(getattr(stage, name).total_ms for stage in stages)
-        assert getattr(whole, name).total_ms == pytest.approx(total), name
-    tables = shared_bytes(LLM, llm_sizes(METAS, [80, 99], padding=True), 4)  # of each stage
+        assert getattr(full, name).total_ms == pytest.approx(total), name
+    tables = shared_bytes(
+        LLM, llm_sizes(METAS, [80, 99], padding=True), 4
+    )  # shared by all layers of a stage
     kept = sum(stage.kept_bytes - tables for stage in stages) + tables
-    assert whole.kept_bytes == pytest.approx(kept)
-    assert whole.flops.forward_N == pytest.approx(sum(stage.flops.forward_N for stage in stages))
+    assert full.kept_bytes == pytest.approx(kept)
+    assert full.flops.forward_N == pytest.approx(sum(stage.flops.forward_N for stage in stages))
 
 
-def test_a_backward_is_that_for_inputs_and_that_for_weights() -> None:
-    found = costs(layers=(1, 3))
-    both = found.inputs.total_ms + found.weights.total_ms
-    assert found.backward.total_ms == pytest.approx(both)
+def test_backward_splits_into_inputs_and_weights() -> None:
+    trained = costs(layers=(1, 3))
+    both = trained.inputs.total_ms + trained.weights.total_ms
+    assert trained.backward.total_ms == pytest.approx(both)
     frozen = costs(replace(LLM, trainable=False), layers=(1, 3))
-    assert frozen.backward.total_ms == pytest.approx(found.inputs.total_ms)
+    assert frozen.backward.total_ms == pytest.approx(trained.inputs.total_ms)
     assert frozen.weights.total_ms == pytest.approx([0, 0])
-    assert (frozen.kept_bytes < found.kept_bytes).all()
+    assert (frozen.kept_bytes < trained.kept_bytes).all()
 
 
-def test_nothing_trained_and_nothing_before_needs_no_backward() -> None:
-    found = costs(replace(LLM, trainable=False), layers=(1, 3), arrives=False)
-    assert found.backward.total_ms == pytest.approx([0, 0])
-    assert found.kept_bytes == pytest.approx([0, 0])
-    assert (found.workspace_bytes > 0).all()  # a forward still has temporaries
+def test_frozen_first_stage_has_no_backward() -> None:
+    frozen = costs(replace(LLM, trainable=False), layers=(1, 3), arrives=False)
+    assert frozen.backward.total_ms == pytest.approx([0, 0])
+    assert frozen.kept_bytes == pytest.approx([0, 0])
+    assert (frozen.workspace_bytes > 0).all()  # a forward pass still has temporaries
 
 
-def test_padding_takes_time_but_is_no_model_flop() -> None:
-    found = costs()
-    # Attention within two shorter samples takes less.
-    assert found.forward.total_ms[0] > 0.85 * found.forward.total_ms[1]
-    assert found.flops.forward_N[0] < 0.85 * found.flops.forward_N[1]
+def test_padding_adds_time_without_model_flops() -> None:
+    padded = costs()
+    # Attention within two shorter samples has fewer FLOPs.
+    assert padded.forward.total_ms[0] > 0.85 * padded.forward.total_ms[1]
+    assert padded.flops.forward_N[0] < 0.85 * padded.flops.forward_N[1]
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_costs_time_and_saves_memory_but_is_no_model_flop(mode: str) -> None:
-    plain, found = costs(layers=(1, 3)), costs(layers=(1, 3), recompute=mode)
-    assert (found.kept_bytes < 0.7 * plain.kept_bytes).all()
-    assert found.flops.inputs_N == pytest.approx(plain.flops.inputs_N)
-    extra = found.backward.total_ms - plain.backward.total_ms
-    # All but the last product, which backward does not need; or all but products.
+def test_recomputation_adds_time_and_saves_memory(mode: str) -> None:
+    plain, recomputed = costs(layers=(1, 3)), costs(layers=(1, 3), recompute=mode)
+    assert (recomputed.kept_bytes < 0.7 * plain.kept_bytes).all()
+    assert recomputed.flops.inputs_N == pytest.approx(plain.flops.inputs_N)
+    extra = recomputed.backward.total_ms - plain.backward.total_ms
+    # "full" repeats all but the last matmul, "selective" repeats all but matmuls.
     low, high = (0.75, 0.99) if mode == "full" else (0.1, 0.9)
     assert (extra > low * plain.forward.total_ms).all()
     assert (extra < high * plain.forward.total_ms).all()
-    # A backward that recomputes is not split: all of it is in I.
-    assert found.inputs.total_ms == pytest.approx(found.backward.total_ms)
-    assert found.weights.total_ms == pytest.approx([0, 0])
-    assert (found.workspace_bytes > plain.workspace_bytes).all()
+    # A backward pass with recomputation is not split: the I action has its full time.
+    assert recomputed.inputs.total_ms == pytest.approx(recomputed.backward.total_ms)
+    assert recomputed.weights.total_ms == pytest.approx([0, 0])
+    assert (recomputed.workspace_bytes > plain.workspace_bytes).all()
 
 
-def test_tensor_parallel_ranks_are_faster_by_less_than_their_number() -> None:
+def test_tensor_parallel_speedup_is_sublinear() -> None:
     one, two = costs(layers=(1, 3)), costs(layers=(1, 3), tensor=2)
     assert one.forward.tensor_ms == pytest.approx([0, 0])
     compute = two.forward.total_ms - two.forward.tensor_ms
     assert (compute < one.forward.total_ms).all()
-    assert (compute > one.forward.total_ms / 2).all()  # norms are not divided
-    # Two sums of 100 x 64 float32 values in each of two layers at 5 GB/s.
+    assert (compute > one.forward.total_ms / 2).all()  # norms are not sharded
+    # Two all-reduces of 100 x 64 float32 values in each of two layers at 5 GB/s.
     assert two.forward.tensor_ms == pytest.approx([4 * 100 * 64 * 4 / 5e9 * 1e3] * 2)
     hidden = costs(layers=(1, 3), tensor=2, async_tensor=True)
     assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
 
 
-def test_a_generators_layers_are_divided_and_what_stands_around_them_is_not() -> None:
-    drawing = replace(LLM, kind="generator")
+def test_generator_shards_layers_without_ends() -> None:
+    generator = replace(LLM, kind="generator")
     for execution in ({"tensor": 2}, {"tensor": 4, "sequence_parallel": True}):
-        layers = costs(LLM, layers=(1, 3), **execution), costs(drawing, layers=(1, 3), **execution)
-        for text, drawn in zip(*layers, strict=True):
+        layers = (
+            costs(LLM, layers=(1, 3), **execution),
+            costs(generator, layers=(1, 3), **execution),
+        )
+        for text, generated in zip(*layers, strict=True):
             if isinstance(text, Times):
-                assert drawn.total_ms == pytest.approx(text.total_ms)
-                assert drawn.tensor_ms == pytest.approx(text.tensor_ms)
-    around = replace(drawing, post_linears=((64, 48),), pre_linears=((48, 64),))
+                assert generated.total_ms == pytest.approx(text.total_ms)
+                assert generated.tensor_ms == pytest.approx(text.tensor_ms)
+    around = replace(generator, post_linears=((64, 48),), pre_linears=((48, 64),))
     ends = [
         [
             costs(around, layers=(start, stop), tensor=n).forward.total_ms
@@ -134,35 +139,35 @@ def test_a_generators_layers_are_divided_and_what_stands_around_them_is_not() ->
         assert split == pytest.approx(alone)
 
 
-def test_a_generators_communication_does_not_overlap() -> None:
+def test_generator_communication_does_not_overlap() -> None:
     split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
-    drawing = replace(LLM, kind="generator")
-    plain, overlapped = costs(drawing, **split), costs(drawing, **split, async_tensor=True)
+    generator = replace(LLM, kind="generator")
+    plain, overlapped = costs(generator, **split), costs(generator, **split, async_tensor=True)
     assert overlapped.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
     assert (overlapped.forward.tensor_ms > 0).all()
 
 
-def test_a_context_whose_gradient_is_in_parts_is_summed() -> None:
-    """Keys and values of a rank's heads give a part of it."""
-    drawn = generator_sizes([[GeneratedMeta((1, 4, 4), 8)]])
+def test_cross_attention_context_gradient_is_reduced() -> None:
+    """Check the reduction of context gradients, which the heads of each rank contribute to."""
+    sizes = generator_sizes([[GeneratedMeta((1, 4, 4), 8)]])
     layer = replace(LLM.layers[0], cross_attention=True)
-    drawing = replace(LLM, kind="generator", layers=(layer,) * 3)
+    generator = replace(LLM, kind="generator", layers=(layer,) * 3)
     model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})
-    found = model.stage_costs(drawing, 1, 2, drawn, True)
-    # In forward a sum for each of three sublayers; in backward the same, and that of 8 tokens.
+    times = model.stage_costs(generator, 1, 2, sizes, True)
+    # Forward has an all-reduce for each of three sublayers. Backward also reduces 8 context tokens.
     rate = 5e9
-    assert found.forward.tensor_ms == pytest.approx([3 * 16 * 64 * 4 / rate * 1e3])
-    assert found.inputs.tensor_ms == pytest.approx([(3 * 16 + 8) * 64 * 4 / rate * 1e3])
+    assert times.forward.tensor_ms == pytest.approx([3 * 16 * 64 * 4 / rate * 1e3])
+    assert times.inputs.tensor_ms == pytest.approx([(3 * 16 + 8) * 64 * 4 / rate * 1e3])
 
 
-def test_async_tensor_parallelism_gathers_again_what_it_does_not_keep() -> None:
+def test_async_tensor_parallelism_repeats_all_gathers() -> None:
     split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
     plain, hidden = costs(**split), costs(**split, async_tensor=True)
     assert plain.backward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
-    # Half is hidden; backward gathers inputs a second time: six transfers instead of four.
+    # Half of the time overlaps. Backward repeats all-gathers: six transfers instead of four.
     assert hidden.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms / 2)
     assert hidden.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms * 6 / 4 / 2)
-    # Half of the inputs of two groups of products in two layers: 100 x 64 float32 values each.
+    # Half of the inputs of two matmul groups in two layers: 100 x 64 float32 values each.
     assert plain.kept_bytes - hidden.kept_bytes == pytest.approx([2 * 2 * 100 * 64 * 4 / 2] * 2)
     frozen = costs(replace(LLM, trainable=False), **split, async_tensor=True)
     assert frozen.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms / 2)
@@ -179,17 +184,17 @@ def test_bfloat16_moves_half_the_bytes() -> None:
 def test_learned_factors_scale_actions() -> None:
     learned = CostModel(replace(PROFILE, factors={"llm": {"F": 1.5}}), "float32")
     sizes = llm_sizes(METAS, [80, 99], padding=True)
-    found = learned.stage_costs(LLM, 0, 4, sizes, True)
-    assert found.forward.total_ms == pytest.approx(1.5 * costs().forward.total_ms)
-    assert found.backward.total_ms == pytest.approx(costs().backward.total_ms)
+    scaled = learned.stage_costs(LLM, 0, 4, sizes, True)
+    assert scaled.forward.total_ms == pytest.approx(1.5 * costs().forward.total_ms)
+    assert scaled.backward.total_ms == pytest.approx(costs().backward.total_ms)
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_unsupported_dtype_is_rejected() -> None:
     with pytest.raises(ValueError, match="FLOP/s only for bfloat16, float32"):
         CostModel(PROFILE, "float64")
 
 
-def test_parameters_of_stages_and_ranks() -> None:
+def test_parameters_by_stage_and_rank() -> None:
     assert stage_parameters(LLM, 0, 4).all == LLM.parameters
     stages = [stage_parameters(LLM, a, b).all for a, b in ((0, 1), (1, 3), (3, 4))]
     assert sum(stages) == LLM.parameters
@@ -200,14 +205,14 @@ def test_parameters_of_stages_and_ranks() -> None:
     assert stage_parameters(frozen, 0, 4).trained == 0
     tied = replace(LLM, tied=True, parameters=LLM.parameters - 32_000)
     assert stage_parameters(tied, 0, 4).all == tied.parameters
-    assert stage_parameters(tied, 0, 2).all == 32_000 + 90_000  # both ends have a copy
+    assert stage_parameters(tied, 0, 2).all == 32_000 + 90_000  # both ends have a replica
 
 
-def test_memory_of_a_stage() -> None:
+def test_static_bytes_of_stage() -> None:
     count = 2 * 45_000
     assert CostModel(PROFILE, "float32").static_bytes(LLM, 1, 3) == 16 * count
     sharded = CostModel(PROFILE, "bfloat16", {"llm": Execution(shard=4)})
-    # float32 weights and two moments in four shards, gradients whole, gathered bfloat16 weights.
+    # float32 weights and two moments in four shards, full gradients, and bfloat16 weights.
     assert sharded.static_bytes(LLM, 1, 3) == 12 * count / 4 + 4 * count + 2 * count
     assert sharded.static_bytes(LLM, 0, 4, layerwise=True) < sharded.static_bytes(LLM, 0, 4)
     frozen = sharded.static_bytes(replace(LLM, trainable=False), 1, 3)
@@ -219,8 +224,8 @@ def test_gradients_reduced_per_microbatch_are_sharded() -> None:
     runs = (Execution(shard=4, reduces_each=each) for each in (False, True))
     once, each = (CostModel(PROFILE, "bfloat16", {"llm": run}) for run in runs)
     assert once.gradient_bytes(LLM, 0, 4, layerwise=True) == 4 * (count + outside)
-    # float32 shards; a layer's bfloat16 gradients and the float32 buffer of the one before; those
-    # of the embedding and the head in bfloat16.
+    # float32 shards, bfloat16 gradients of a layer, the float32 buffer of the previous layer, and
+    # the bfloat16 gradients of the embedding and the head.
     expected = (count + outside) + (4 + 2) * 45_000 + 2 * outside
     assert each.gradient_bytes(LLM, 0, 4, layerwise=True) == expected
     saved = 4 * (count + outside) - expected
@@ -230,10 +235,10 @@ def test_gradients_reduced_per_microbatch_are_sharded() -> None:
     assert each.setting(LLM, 4).accumulated == 0 < once.setting(LLM, 4).accumulated
 
 
-def test_gathering_and_reducing_by_hand() -> None:
+def test_gather_and_reduce_times() -> None:
     count = 2 * 45_000
     model = CostModel(PROFILE, "float32", {"llm": Execution(shard=4, replicate=2)})
-    # Four neighbours share a node (5 GB/s reached), eight do not (0.5 GB/s).
+    # Four adjacent ranks share a node (5 GB/s achieved), eight do not (0.5 GB/s).
     copies = count * (4 / 4 + 12) / 5e10
     assert model.gather_ms(LLM, 1, 3) == pytest.approx((4 * count * 3 / 4 / 5e9 + copies) * 1e3)
     reduced = 4 * count * 3 / 4 / 5e9 + 2 * (4 * count / 4) / 2 / 5e8 + 3 * 4 * count / 5e10
@@ -241,7 +246,7 @@ def test_gathering_and_reducing_by_hand() -> None:
     assert model.reduce_ms(replace(LLM, trainable=False), 1, 3) == 0
 
 
-def test_python_takes_its_time_for_linears_slices_and_units_of_several_ranks() -> None:
+def test_python_overhead_of_parallel_execution() -> None:
     def forward_ms(asynchronous: bool, call_us: dict[Kind, float], **execution: object) -> float:
         device = replace(DEVICE, asynchronous=asynchronous)
         profile = replace(PROFILE, device=device, call_us=call_us)
@@ -255,7 +260,7 @@ def test_python_takes_its_time_for_linears_slices_and_units_of_several_ranks() -
     ):
         without_ms = forward_ms(False, {}, **execution)
         assert forward_ms(False, more_us, **execution) == pytest.approx(without_ms + calls)
-        # Where the host only queues work, whoever takes longer sets the time.
+        # On asynchronous devices, the slower of host and device determines the time.
         assert forward_ms(True, more_us, **execution) == pytest.approx(calls)
     assert forward_ms(False, {"tensor_linear": 1000.0}) == forward_ms(False, {})
     waiting = replace(PROFILE, call_us={"shard_unit": 1000.0})
@@ -266,21 +271,23 @@ def test_python_takes_its_time_for_linears_slices_and_units_of_several_ranks() -
     assert gathers_ms[1] - gathers_ms[0] == pytest.approx(3)  # two layers and the root
 
 
-def test_the_update_by_hand() -> None:
+def test_update_time() -> None:
     count = 2 * 45_000
     model = CostModel(PROFILE, "float32", {"llm": Execution(shard=4)})
     assert model.update_ms(LLM, 1, 3) == pytest.approx(48 * count / 4 / 5e10 * 1e3)
     assert model.update_ms(replace(LLM, trainable=False), 1, 3) == 0
 
 
-def test_links_between_pipeline_ranks() -> None:
-    model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})  # two ranks to a node
+def test_pipeline_links() -> None:
+    model = CostModel(
+        PROFILE, "float32", {"llm": Execution(tensor=2)}
+    )  # two pipeline ranks per node
     assert model.pipeline_link(0, 1) == NODE
     assert model.pipeline_link(1, 2) == NETWORK
     assert model.transfers_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
 
 
-def test_embedding_blocks_follow_the_listed_linears() -> None:
+def test_projection_blocks_match_linear_layers() -> None:
     def embedding(flops: int, *linears: tuple[int, int]) -> list[object]:
         encoder = replace(LLM, kind="encoder", pre_flops_per_unit=flops, pre_linears=linears)
         blocks = [b for b in stage_blocks(encoder, 0, 1) if isinstance(b, Inputs | Projection)]
@@ -291,15 +298,15 @@ def test_embedding_blocks_follow_the_listed_linears() -> None:
     assert embedding(0) == [None]
 
 
-def test_kept_bytes_of_the_ends_by_hand() -> None:
+def test_head_saved_bytes() -> None:
     sizes = llm_sizes(METAS[1:], [99], padding=True)
     head = stage_blocks(LLM, 4, 4)[-1]
-    found = head.kept_bytes(sizes, Setting(Execution(), 4), True)
-    # Norm's input and result before the weight, the picked rows, float32 log-probabilities.
-    assert found == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
+    saved = head.kept_bytes(sizes, Setting(Execution(), 4), True)
+    # Norm input, norm result before the weight, selected rows, float32 log-probabilities.
+    assert saved == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
 
 
-def test_states_count_as_they_rest_and_muon_takes_products():
+def test_optimizer_states_use_storage_dtype():
     count = sum(layer_parameters(layer) for layer in LLM.layers[1:3])
 
     def model(**states: object) -> CostModel:
@@ -307,15 +314,15 @@ def test_states_count_as_they_rest_and_muon_takes_products():
 
     narrow = model(weight=2.0, moments=4.0, layer_moments=2.0)
     assert narrow.static_bytes(LLM, 1, 3) == (2 + 4 + 2) * count
-    whole = stage_parameters(LLM, 0, 4)
-    elsewhere = whole.all - sum(layer_parameters(layer) for layer in LLM.layers)
-    assert narrow.static_bytes(LLM, 0, 4) == 8 * whole.all + 2 * elsewhere
+    full = stage_parameters(LLM, 0, 4)
+    outside = full.all - sum(layer_parameters(layer) for layer in LLM.layers)
+    assert narrow.static_bytes(LLM, 0, 4) == 8 * full.all + 2 * outside
     plain_ms = model().update_ms(LLM, 1, 3)
     assert model(orthogonal=True).update_ms(LLM, 1, 3) > plain_ms
     assert model(updated=56.0).update_ms(LLM, 1, 3) > plain_ms
 
 
-def test_states_on_the_host_come_over_its_link_during_the_update():
+def test_offloaded_states_add_transfer_time():
     device = replace(PROFILE.device, host_bytes_per_s=1e6)
     profile = replace(PROFILE, device=device)
 
@@ -325,47 +332,51 @@ def test_states_on_the_host_come_over_its_link_during_the_update():
 
     trained = stage_parameters(LLM, 1, 3).trained
     assert update_ms(8.0) >= 8 * trained / 1e6 * 1e3 > update_ms(0.0)
-    assert update_ms(1e-9) == update_ms(0.0)  # hidden
+    assert update_ms(1e-9) == update_ms(0.0)  # overlapped
 
 
-def test_room_for_the_update_by_hand():
+def test_update_memory():
     count = sum(layer_parameters(layer) for layer in LLM.layers[1:3])
 
-    def found(element_bytes: int = 4, **states: object) -> tuple[int, int]:
+    def update_bytes(element_bytes: int = 4, **states: object) -> tuple[int, int]:
         dtype = "bfloat16" if element_bytes == 2 else "float32"
         execution = Execution(shard=4, states=States(**states))
         return CostModel(PROFILE, dtype, {"llm": execution}).update_bytes(LLM, 1, 3)
 
-    assert found() == (16 * count / 4, 0)  # in place
+    assert update_bytes() == (16 * count / 4, 0)  # in place
     small = {"portion": 1000, "copy": 4.0, "moment_copy": 4.0, "rounding": 8.0}
-    assert found(weight=2.0, moments=4.0, layer_moments=4.0, **small) == (
+    assert update_bytes(weight=2.0, moments=4.0, layer_moments=4.0, **small) == (
         8 * count / 4,
         1000 * (4 + 8 + 8),
     )
-    # Moments that visit have three places.
-    assert found(portion=1000, visiting=8.0) == (16 * count / 4, 3 * 1000 * 8)
-    # The largest round has three matrices of 64 x 160 and the next layer's first one: parts of the
-    # updates, all of them gathered, four of the largest and a square.
+    # Offloaded moments have three buffers.
+    assert update_bytes(portion=1000, visiting=8.0) == (16 * count / 4, 3 * 1000 * 8)
+    # The largest round has three matrices of 64 x 160 and the first matrix of the next layer:
+    # shards of the updates, the gathered updates, four of the largest matrix, and a square.
     together = 3 * 64 * 160 + 64 * 64
-    room = found(orthogonal=True, layer_moments=4.0)[1]
-    assert room == 4 * (together / 4 + together + 4 * 64 * 160 + 64**2)
+    workspace = update_bytes(orthogonal=True, layer_moments=4.0)[1]
+    assert workspace == 4 * (together / 4 + together + 4 * 64 * 160 + 64**2)
 
 
-def test_a_task_needs_no_room_beside_what_blocks_behind_have_let_go_of():
+def test_workspace_excludes_freed_head_activations():
     sizes = llm_sizes(METAS[1:], [99], padding=True)
     layers, head = stage_blocks(LLM, 1, 2)[0], stage_blocks(LLM, 4, 4)[-1]
 
-    def room(recompute: str) -> tuple[float, float]:
-        """(of a stage with the head, of its layers)."""
+    def workspace(recompute: str) -> tuple[float, float]:
+        """Return workspace bytes of a stage with the head, and temporary bytes of a layer."""
         execution = Execution(recompute=recompute)
         model = CostModel(PROFILE, "float32", {"llm": execution})
-        whole = model.stage_costs(LLM, 1, 4, sizes, False).workspace_bytes
-        own = layers.temporary_bytes(sizes, Setting(execution, 4), np.ones(1))
-        return float(whole[0]), float(own[0])
+        stage = model.stage_costs(LLM, 1, 4, sizes, False).workspace_bytes
+        layer_bytes = layers.temporary_bytes(sizes, Setting(execution, 4), np.ones(1))
+        return float(stage[0]), float(layer_bytes[0])
 
-    found, own = room("full")
+    stage_bytes, layer_bytes = workspace("full")
     kept = float(head.kept_bytes(sizes, Setting(Execution(), 4), True)[0])
     of_head = float(head.temporary_bytes(sizes, Setting(Execution(), 4), np.ones(1))[0])
-    assert found == pytest.approx(max(own - kept, of_head)) and found < own
-    found, own = room("none")  # where backwards may be split, W still needs it
-    assert found == pytest.approx(max(own, of_head))
+    assert (
+        stage_bytes == pytest.approx(max(layer_bytes - kept, of_head)) and stage_bytes < layer_bytes
+    )
+    stage_bytes, layer_bytes = workspace(
+        "none"
+    )  # with split backward passes, W needs the workspace
+    assert stage_bytes == pytest.approx(max(layer_bytes, of_head))

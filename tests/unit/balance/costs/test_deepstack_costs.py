@@ -1,4 +1,4 @@
-"""Costs know the wider edges of deepstack: bytes of messages, FLOPs of mergers."""
+"""Tests of DeepStack costs: bytes of messages and FLOPs of mergers."""
 
 from dataclasses import replace
 from math import prod
@@ -34,47 +34,49 @@ def graph_and_batch(seed: int):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])  # with enough images
-def test_bytes_of_messages_are_those_that_travel(seed: int, cost_model: CostModel) -> None:
+def test_deepstack_message_bytes_match_specs(seed: int, cost_model: CostModel) -> None:
     graph, batch = graph_and_batch(seed)
     metas = [m.meta for m in batch]
     modules = {m.name: m for m in CASE.build().modality_modules()}
     specs = message_specs(graph, modules, metas, torch.bfloat16)
-    assert max(len(tensors) for tensors in specs.values()) == 3  # two taps before the last stage
+    assert (
+        max(len(tensors) for tensors in specs.values()) == 3
+    )  # two DeepStack features before the last stage
     counts = [text_tokens(meta) for meta in metas]
     tasks = {n: module_tasks(graph, m.describe(), metas, counts) for n, m in modules.items()}
     compared = 0
     for message, tensors in specs.items():
         edge = message.source, message.destination
-        # Messages between parts of an encoder and a whole module are as large as the parts.
+        # Sub-microbatches determine the size of messages between an encoder and another module.
         has_parts = [graph.layout.has_parts(stage) for stage in edge]
         sized_by = edge[1] if has_parts == [False, True] else edge[0]
-        own = tasks[graph.layout.stages[sized_by].module]
+        module = tasks[graph.layout.stages[sized_by].module]
         key = message.microbatch, message.sub_microbatch
-        found = dict(
-            zip(own.keys, _message_bytes(graph.layout, edge, own, cost_model), strict=True)
+        nbytes = dict(
+            zip(module.keys, _message_bytes(graph.layout, edge, module, cost_model), strict=True)
         )[key]
-        found += 2 * _beside(graph.layout, edge, tasks).get(key, 0.0)
-        assert found == sum(2 * prod(spec.shape) for spec in tensors), message
+        nbytes += 2 * _beside(graph.layout, edge, tasks).get(key, 0.0)
+        assert nbytes == sum(2 * prod(spec.shape) for spec in tensors), message
         compared += len(tensors) > 1
     assert compared
 
 
-def test_plans_know_them(cost_model: CostModel) -> None:
+def test_deepstack_adds_plan_costs(cost_model: CostModel) -> None:
     graph, batch = graph_and_batch(1)
     metas = [m.meta for m in batch]
-    whole = [m.describe() for m in CASE.build().modality_modules()]
-    found = plan_costs(graph, whole, metas, cost_model)
-    without = [replace(m, taps=()) for m in whole]
+    modules = [m.describe() for m in CASE.build().modality_modules()]
+    deep = plan_costs(graph, modules, metas, cost_model)
+    without = [replace(m, taps=()) for m in modules]
     less = plan_costs(graph, without, metas, cost_model)
-    wider = [key for key, time in found.transfer_ms.items() if time > less.transfer_ms[key]]
+    wider = [key for key, time in deep.transfer_ms.items() if time > less.transfer_ms[key]]
     first = graph.layout.stages[0].index
     assert any(message.source == first for message, _ in wider)
     assert any(graph.layout.stages[m.destination].module == "llm" for m, _ in wider)
-    kept = [task for task, size in found.kept_bytes.items() if size > less.kept_bytes[task]]
+    kept = [task for task, size in deep.kept_bytes.items() if size > less.kept_bytes[task]]
     assert {graph.layout.stages[task.stage].module for task in kept} == {"vision", "llm"}
 
 
-def test_flops_and_parameters_of_all_mergers_are_counted() -> None:
+def test_deepstack_merger_flops_and_parameters() -> None:
     model = CASE.build()
     materialize(model, "cpu")
     init_weights(model, 0)
@@ -90,9 +92,9 @@ def test_flops_and_parameters_of_all_mergers_are_counted() -> None:
     assert description.taps == (0, 1, 3) and model.llm.describe().taps == (0, 1, 2)
 
 
-def test_all_mergers_are_the_connector() -> None:
+def test_deepstack_mergers_belong_to_connector() -> None:
     frozen = Case("frozen", encoder="qwen3_vl", tied=False, freeze=("vision",))
     description = frozen.build().encoders["vision"].describe()
     assert not description.trainable and description.connector_trainable
-    behind = stage_blocks(description, LAYERS, LAYERS)
-    assert len(behind) == 8 and all(block.trained for block in behind)
+    blocks = stage_blocks(description, LAYERS, LAYERS)
+    assert len(blocks) == 8 and all(block.trained for block in blocks)

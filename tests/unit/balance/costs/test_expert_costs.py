@@ -1,4 +1,4 @@
-"""What dividing experts among ranks changes of what is gathered, kept and sent."""
+"""Tests of expert parallelism: effects on all-gathers, memory and messages."""
 
 from dataclasses import replace
 
@@ -21,16 +21,16 @@ def llm():
     return build(ModelConfig(llm=LlmConfig(config=wide))).llm
 
 
-def test_weights_of_experts_are_those_of_the_real_layer(llm) -> None:
+def test_expert_parameters_match_real_layer(llm) -> None:
     for description, layer in zip(llm.describe().layers, llm.layers, strict=True):
         real = sum(p.numel() for part in expert_parts([layer]) for p in part.parameters())
         assert expert_parameters(description) == pytest.approx(real, rel=0.01)
-        whole = layer_parameters(description)
-        fewer = whole - layer_parameters(description, expert=4)
+        total = layer_parameters(description)
+        fewer = total - layer_parameters(description, expert=4)
         assert fewer == pytest.approx(real * 3 / 4, rel=0.01)
 
 
-def test_a_rank_gathers_only_its_own_experts(llm) -> None:
+def test_expert_parallel_rank_gathers_local_experts(llm) -> None:
     module = llm.describe()
     count = len(module.layers)
     shared = Execution(shard=4)
@@ -46,7 +46,7 @@ def test_a_rank_gathers_only_its_own_experts(llm) -> None:
         for execution in (shared, divided)
     }
     assert sent[1] == pytest.approx(2 * (dense + experts) * 3 / 4)
-    assert sent[4] == pytest.approx(2 * dense * 3 / 4), "nobody else has the same experts"
+    assert sent[4] == pytest.approx(2 * dense * 3 / 4), "no other rank has the same experts"
     profile = load_profile("h100")
     bytes_of = {
         execution.expert: CostModel(profile, "bfloat16", {"llm": execution}).static_bytes(
@@ -58,7 +58,7 @@ def test_a_rank_gathers_only_its_own_experts(llm) -> None:
     assert bytes_of[1] - bytes_of[4] == pytest.approx(6 * experts * 3 / 4, rel=1e-6)
 
 
-def test_experts_over_nodes_use_one_card(llm) -> None:
+def test_experts_across_nodes_use_one_network_card(llm) -> None:
     module = llm.describe()
     count = len(module.layers)
     experts = sum(expert_parameters(layer) for layer in module.layers)
@@ -71,8 +71,8 @@ def test_experts_over_nodes_use_one_card(llm) -> None:
         work = CostModel(profile, "float32", {"llm": execution}).gather_work(module, 0, count)
         return float(work.network_ms[0])
 
-    # 16 ranks on two nodes gather over eight cards.
+    # 16 ranks on two nodes all-gather over eight network cards.
     assert gather_ms(1) == pytest.approx(4e3 * (dense + experts) * 15 / 16 / 400e9)
-    # Two ranks on different nodes have the same eighth of the experts, and one card each.
+    # Two ranks on different nodes have the same experts, and one network card each.
     dense_ms = 4e3 * dense * 15 / 16 / 400e9
     assert gather_ms(8) == pytest.approx(dense_ms + 4e3 * experts / 8 / 2 / 50e9)

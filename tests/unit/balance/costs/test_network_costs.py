@@ -1,4 +1,4 @@
-"""Times of collectives over several nodes, against arithmetic and published bandwidths."""
+"""Tests of collective times over several nodes, against arithmetic and published bandwidths."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from torchmm.costs.operators import (
 ALL = Curve((1.0,), (1.0,))
 DEVICE = Device("toy", {"float32": 1e12}, 1e11, 1e9, 400e9, 50e9, 8, False, "8 cards of 50 GB/s")
 PROFILE = Profile(DEVICE, dict.fromkeys(KINDS, ALL))
-WHOLE = 16e9
+TOTAL_BYTES = 16e9
 """Bytes of all ranks."""
 
 
@@ -29,32 +29,32 @@ def time_ms(kind: Kind, sent: float, link: Link, profile: Profile = PROFILE) -> 
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_ring_over_nodes_uses_all_cards(kind: Kind) -> None:
-    sent = WHOLE * 15 / 16
-    # 15 GB pass between the nodes over eight cards, and over NVLink as fast.
+def test_multinode_ring_uses_all_network_cards(kind: Kind) -> None:
+    sent = TOTAL_BYTES * 15 / 16
+    # 15 GB are sent between the nodes over eight network cards, as fast as over NVLink.
     assert time_ms(kind, sent, Link(2, 8)) == pytest.approx(sent / 400e9 * 1e3)
     halved = replace(PROFILE, device=replace(DEVICE, network_bytes_per_s=25e9))
     assert time_ms(kind, sent, Link(2, 8), halved) == pytest.approx(sent / 200e9 * 1e3)
-    # One rank per node owns one card.
-    assert time_ms(kind, WHOLE / 2, NETWORK) == pytest.approx(WHOLE / 2 / 50e9 * 1e3)
+    # One rank per node uses one network card.
+    assert time_ms(kind, TOTAL_BYTES / 2, NETWORK) == pytest.approx(TOTAL_BYTES / 2 / 50e9 * 1e3)
 
 
-def test_all_reduce_over_nodes_is_hierarchical() -> None:
-    sent = all_reduce_bytes(WHOLE, 16)
-    inside_s = 2 * WHOLE * 7 / 8 / 400e9  # reduce-scatter and all-gather of eight ranks
-    between_s = 2 * WHOLE / 8 / 2 / 50e9  # each pair of ranks all-reduces an eighth
+def test_multinode_all_reduce_is_hierarchical() -> None:
+    sent = all_reduce_bytes(TOTAL_BYTES, 16)
+    inside_s = 2 * TOTAL_BYTES * 7 / 8 / 400e9  # reduce-scatter and all-gather of eight ranks
+    between_s = 2 * TOTAL_BYTES / 8 / 2 / 50e9  # each pair of ranks all-reduces an eighth
     assert inside_s > between_s
     assert time_ms("all_reduce", sent, Link(2, 8)) == pytest.approx(1e3 * inside_s)
     slow = replace(PROFILE, device=replace(DEVICE, network_bytes_per_s=5e9))
     assert time_ms("all_reduce", sent, Link(2, 8), slow) == pytest.approx(1e4 * between_s)
 
 
-def test_all_to_all_sends_from_own_cards() -> None:
-    sent = WHOLE * 15 / 16  # 7 GB to ranks of the node, 8 GB to those of the other one
+def test_all_to_all_uses_local_network_cards() -> None:
+    sent = TOTAL_BYTES * 15 / 16  # 7 GB to ranks of the node, 8 GB to ranks of the second node
     assert time_ms("p2p", sent, Link(2, 8)) == pytest.approx(8e9 / 50e9 * 1e3)
 
 
-def test_ranks_share_cards_if_cards_are_few() -> None:
+def test_ranks_share_scarce_network_cards() -> None:
     model = CostModel(load_profile("a800_disttrain"))
     assert model.profile.device.network_bytes_per_s == 12.5e9  # four cards of 25 GB/s for 8 ranks
     times_ms = model.transfers_ms([12.5e9], [NETWORK])
@@ -66,16 +66,16 @@ def test_ranks_share_cards_if_cards_are_few() -> None:
     [
         (8, 1, Link(1, 8)),
         (16, 1, Link(2, 8)),
-        (2, 8, Link(2, 1)),  # one of eight groups: a rank per node
+        (2, 8, Link(2, 1)),  # one of eight groups: one rank per node
         (16, 4, Link(8, 2)),
         (4, 2, Link(1, 4)),
     ],
 )
-def test_group_is_placed_by_stride(ranks: int, stride: int, link: Link) -> None:
+def test_group_link_depends_on_stride(ranks: int, stride: int, link: Link) -> None:
     assert CostModel(PROFILE, "float32").group_link(ranks, stride) == link
 
 
-def test_published_bandwidth_is_reached() -> None:
+def test_collectives_reach_published_bandwidth() -> None:
     profile = load_profile("h100")
 
     def bus_gb_s(kind: Kind, ranks: int, link: Link) -> float:

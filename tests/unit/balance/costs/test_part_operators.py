@@ -1,4 +1,4 @@
-"""Operators and kept tensors of layers against real layers of every family."""
+"""Tests of layer operators and saved tensors against real layers of every family."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ LLMS = {
     **model_cases.LLMS,
     "lfm2, attention": {**model_cases.LLMS["lfm2"], "layer_types": ["full_attention"] * 3},
     "qwen3_5, attention": {**model_cases.LLMS["qwen3_5"], "layer_types": ["full_attention"] * 3},
-    # Whose first layers have none otherwise.
+    # The first layers of the published configurations are dense.
     "glm4_moe, experts": {**model_cases.LLMS["glm4_moe"], "first_k_dense_replace": 0},
     "deepseek_v3, experts": {**model_cases.LLMS["deepseek_v3"], "first_k_dense_replace": 0},
 }
 FAMILIES = [*(n for n in LLMS if n != "llama_tied"), *model_cases.BASIC_ENCODERS]
 OWN_TABLES = ("gemma3_text", "olmo3", "gemma4", "gemma4_moe")
 TOKENS = 96
-# Wide enough for what depends on the number of heads or tables alone to be small.
+# Wide enough that costs which depend only on the number of heads or experts are small.
 WIDE = {"hidden_size": 128, "intermediate_size": 320}
 FUSED = (
     "packed_attention",
@@ -59,7 +59,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
 
 
 class RealLayer:
-    """One layer of a family, ready to run."""
+    """Layer of a model family, ready to run."""
 
     def __init__(self, family: str, dtype: torch.dtype) -> None:
         self.tables: list[Tensor] = []
@@ -73,17 +73,20 @@ class RealLayer:
         return self._run()
 
     def backward_flops(self, mode: str) -> int:
-        """FLOPs of a backward, recomputation included."""
+        """Return the FLOPs of the backward pass, including recomputation."""
         forward = self.layer.forward
         apply_activation_checkpoint(self.module, mode)
         out = self.run()
-        found, _ = count_flops(out.sum().backward)
+        flops, _ = count_flops(out.sum().backward)
         self.layer.forward = forward
-        return found
+        return flops
 
     def live_bytes(self, mode: str, trained: bool) -> tuple[int, int]:
-        """Bytes that a forward leaves for backward, beside parameters; with its input, which was
-        there before, only if it is kept; and with it in any case, as where a stage received it."""
+        """Return the bytes that a forward pass saves for backward, without parameters.
+
+        The first number includes the layer input only if it is saved. The second number always
+        includes it, as for an input that a stage received.
+        """
         forward = self.layer.forward
         self.layer.requires_grad_(trained)
         apply_activation_checkpoint(self.module, mode)
@@ -108,12 +111,12 @@ class RealLayer:
         self, family: str, dtype: torch.dtype
     ) -> tuple[LayeredModule, Tensor, TaskSizes, Callable[[], Tensor]]:
         config = {**LLMS[family], **WIDE}
-        if config["model_type"] == "qwen3_5_moe_text":  # all of its layers have experts
+        if config["model_type"] == "qwen3_5_moe_text":  # all layers have experts
             del config["intermediate_size"]
         module = model_cases.build(ModelConfig(llm=LlmConfig(config=config))).llm.to(dtype)
         hidden = torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True)
         positions = torch.arange(TOKENS)[None]
-        # Tables for each kind of layer.
+        # Rotary tables of each layer type.
         kinds = config["layer_types"][:1] if family in OWN_TABLES else ()
         self.tables = list(module.text_model.rotary_emb(hidden, positions, *kinds))
         segments = Segments.from_starts([0, 40, TOKENS], hidden.device)
@@ -167,26 +170,26 @@ def counted(traffic: CountTraffic, matmul: bool) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dtype) -> None:
+def test_memory_traffic_matches_real_layers(family: str, dtype: torch.dtype) -> None:
     real = real_layer(family, dtype)
     layer = real.description.layers[0]
     setting = Setting(Execution(), dtype.itemsize)
-    found = layer_operators(layer, real.sizes, setting)
+    expected = layer_operators(layer, real.sizes, setting)
     with CountTraffic() as forward:
         out = real.run()
     with CountTraffic() as backward:
         out.backward(torch.ones_like(out))
-    accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
-    # Copies of latent attention's parts and groups of experts are not modelled: small, but calls.
+    accumulation = expected.weights.pop()  # the first gradients of a step are not accumulated
+    # Copies of latent attention and of expert groups are not modeled: few bytes, but calls.
     few = 0.3 if layer.router_float32 else 0.25 if layer.key_value_rank else 0.2
     for operators, count in (
-        (found.forward, forward),
-        (found.inputs + found.weights, backward),
+        (expected.forward, forward),
+        (expected.inputs + expected.weights, backward),
     ):
         assert traffic(operators, True) == pytest.approx(counted(count, True), rel=0.02)
-        # Padded windows, scalars of single families, rows of experts that some weigh in float32.
+        # Padded windows, scalars of single families, and expert rows that are weighted in float32.
         assert traffic(operators, False) == pytest.approx(counted(count, False), rel=0.18)
-        fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
+        fused = [o for o in operators if o.kind.startswith("attention")]  # with internal loops
         calls = len(fused) + sum(np.sum(o.calls) for o in operators if o not in fused)
         assert calls == pytest.approx(sum(count.calls.values()), rel=few)
     named = real.layer.named_parameters()
@@ -197,23 +200,23 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> None:
+def test_saved_bytes_match_live_memory(family: str, dtype: torch.dtype) -> None:
     real = real_layer(family, dtype)
     layer, size = real.description.layers[0], dtype.itemsize
     for mode, trained in product(("none", "selective", "full"), (True, False)):
         execution = Execution(recompute=mode)  # type: ignore[arg-type]
         setting = Setting(execution, size)
-        found = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        saved = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
         received = received_bytes(layer, real.sizes, setting, weights=trained)
         alive, held = real.live_bytes(mode, trained)
-        # Qwen's encoder casts its rotary tables, of the size of a head, in every layer.
+        # The Qwen encoder casts its rotary tables, of the size of a head, in every layer.
         allowed = 0.06 if layer.packed_qkv else 0.02
-        assert found == pytest.approx([alive], rel=allowed), (mode, trained)
-        assert found + received == pytest.approx([held], rel=allowed), (mode, trained)
+        assert saved == pytest.approx([alive], rel=allowed), (mode, trained)
+        assert saved + received == pytest.approx([held], rel=allowed), (mode, trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
+def test_full_recomputation_repeats_all_but_last_matmul(family: str) -> None:
     real = real_layer(family, torch.float32)
     layer = real.description.layers[0]
     setting = Setting(Execution(recompute="full"), 4)
@@ -222,11 +225,11 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
     dense, scores = (np.sum(flops_N) for flops_N in layer_flops(layer, real.sizes))
     linears = 2 * np.sum(real.sizes.units_N) * sum(map(prod, layer_linears(layer).values()))
     convolutions = dense - linears
-    found = real.backward_flops("full") - real.backward_flops("none")
-    assert products + scores + convolutions == pytest.approx(found, rel=0.01)
+    extra = real.backward_flops("full") - real.backward_flops("none")
+    assert products + scores + convolutions == pytest.approx(extra, rel=0.01)
 
 
-def test_selective_recomputation_keeps_products_and_attention() -> None:
+def test_selective_recomputation_saves_matmuls_and_attention() -> None:
     real = real_layer("llama", torch.float32)
     layer = real.description.layers[0]
 
@@ -242,38 +245,38 @@ def test_selective_recomputation_keeps_products_and_attention() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) -> None:
+def test_tensor_parallel_ranks_split_matmuls(sequence_parallel: bool) -> None:
     real = real_layer("qwen3", torch.float32)
     layer = real.description.layers[0]
 
-    def of(tensor: int) -> list[Operator]:
+    def operators_of(tensor: int) -> list[Operator]:
         execution = Execution(tensor=tensor, sequence_parallel=sequence_parallel)
-        found = layer_operators(layer, real.sizes, Setting(execution, 4))
-        return [*found.forward, *found.inputs, *found.weights]
+        operators = layer_operators(layer, real.sizes, Setting(execution, 4))
+        return [*operators.forward, *operators.inputs, *operators.weights]
 
     def total(operators: list[Operator], field: str, *kinds: str) -> float:
         return sum(np.sum(getattr(o, field)) for o in operators if o.kind in kinds)
 
-    one, two = of(1), of(2)
+    one, two = operators_of(1), operators_of(2)
     for kind in ("matmul", "attention", "attention_backward"):
         assert total(two, "flops", kind) == pytest.approx(total(one, "flops", kind) / 2)
     norms = total(two, "memory_bytes", "norm") / total(one, "memory_bytes", "norm")
     assert norms < 0.51 if sequence_parallel else norms > 0.6
     network = ("all_reduce", "all_gather", "reduce_scatter")
     assert total(one, "network_bytes", *network) == 0
-    # Two sums of all positions forward and two backward, each sent 2 (t - 1) / t times.
+    # Two all-reduces of all positions in each direction, each of 2 (t - 1) / t times the size.
     assert total(two, "network_bytes", *network) == pytest.approx(4 * TOKENS * 128 * 4)
     used = {o.kind for o in two} & set(network)
     assert used == ({"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"})
 
 
-def test_few_key_heads_are_computed_on_all_ranks() -> None:
+def test_few_key_value_heads_are_replicated() -> None:
     real = real_layer("llama", torch.float32)
     layer = replace(real.description.layers[0], kv_heads=1)
-    found = layer_operators(layer, real.sizes, Setting(Execution(tensor=4), 4))
-    flops = sum(np.sum(o.flops) for o in found.forward if o.kind == "matmul")
+    operators = layer_operators(layer, real.sizes, Setting(Execution(tensor=4), 4))
+    flops = sum(np.sum(o.flops) for o in operators.forward if o.kind == "matmul")
     head = layer.head_dim
     weights = 128 * (2 * 128 // 4 + 2 * head + 3 * 320 // 4)
     assert flops == 2 * TOKENS * weights
-    reduced = [o for o in found.weights if o.kind == "all_reduce"]
+    reduced = [o for o in operators.weights if o.kind == "all_reduce"]
     assert [np.sum(o.network_bytes) for o in reduced] == [2 * 3 / 4 * 4 * 2 * 128 * head]

@@ -1,4 +1,4 @@
-"""Costs of plans: complete, of the sizes the runtime sends, refused where they cannot be."""
+"""Tests of plan costs: completeness, message sizes and invalid arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENCODERS = [("clip", None), ("siglip, folded", "qwen2_5_vl"), ("siglip2", "clip"
 
 
 class Step:
-    """A step of random microbatches of a case."""
+    """Step of random microbatches of a test case."""
 
     def __init__(self, case: Case, seed: int = 3) -> None:
         self.case = case
@@ -51,24 +51,24 @@ class Step:
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=str)
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("llm",)], ids=str)
-def test_flops_of_actions_add_up_to_those_of_microbatches(encoder, freeze) -> None:
+def test_action_flops_sum_to_microbatch_flops(encoder, freeze) -> None:
     case = Case("sum", pipeline=2, encoder=encoder[0], second=encoder[1], freeze=freeze)
     step = Step(case)
     costs = step.costs()
     totals = {ActionType.F: 0.0, ActionType.B: 0.0}
     for action, flops in costs.flops.items():
         totals[action.type] = totals.get(action.type, 0.0) + flops
-    found = [
-        each
+    expected = [
+        module_flops
         for meta, targets in zip(step.metas, step.targets, strict=True)
-        for each in microbatch_flops(step.modules, meta, targets).values()
+        for module_flops in microbatch_flops(step.modules, meta, targets).values()
     ]
-    assert totals[ActionType.F] == pytest.approx(sum(f.forward for f in found))
-    assert totals[ActionType.B] == pytest.approx(sum(f.backward for f in found))
+    assert totals[ActionType.F] == pytest.approx(sum(f.forward for f in expected))
+    assert totals[ActionType.B] == pytest.approx(sum(f.backward for f in expected))
 
 
 @pytest.mark.parametrize("freeze", [(), ("llm",), ("vision",)], ids=str)
-def test_every_action_of_a_plan_has_a_cost(freeze) -> None:
+def test_every_action_has_a_cost(freeze) -> None:
     step = Step(Case("complete", pipeline=2, encoder="siglip2", freeze=freeze))
     costs = step.costs()
     order = random_order(step.graph, 4, split=0.5)
@@ -82,7 +82,7 @@ def test_every_action_of_a_plan_has_a_cost(freeze) -> None:
             assert action.stage in costs.gather_ms
     assert set(costs.kept_bytes) == set(step.graph.tasks())
     for task, kept in costs.kept_bytes.items():
-        # torch keeps the whole graph for W, and gradients of what linears gave beside it.
+        # For W, torch keeps the full graph and the gradients of linear layer outputs.
         waiting = costs.kept_for_weights_bytes[task]
         assert waiting == 0 or waiting > kept > 0, task
     assert len(costs.static_bytes) == 2
@@ -90,7 +90,7 @@ def test_every_action_of_a_plan_has_a_cost(freeze) -> None:
 
 
 @pytest.mark.parametrize("encoder", KINDS)
-def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
+def test_transfer_times_match_message_bytes(encoder) -> None:
     step = Step(Case("messages", pipeline=4, encoder=encoder))
     by_name = {m.name: m for m in step.model.modality_modules()}
     specs = message_specs(step.graph, by_name, step.metas, torch.float32)
@@ -101,31 +101,31 @@ def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
         nbytes = sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
         for backward in (False, True):
             key = message, backward
-            leaves = ranks(producer) != ranks(consumer)
-            assert (key in costs.transfer_ms) == leaves
-            if leaves:
+            crosses_ranks = ranks(producer) != ranks(consumer)
+            assert (key in costs.transfer_ms) == crosses_ranks
+            if crosses_ranks:
                 assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], [NODE])[0]
 
 
 @pytest.mark.parametrize("encoder", KINDS)
-def test_sliced_messages_take_as_long_as_what_the_runtime_sends(encoder) -> None:
-    """But for padding, which the model does not know, and with the consumer's gathers."""
-    whole = Step(Case("messages", pipeline=4, encoder=encoder, tensor=2))
+def test_sliced_transfer_times_match_message_bytes(encoder) -> None:
+    """Compare bytes without padding, and check the all-gathers of the consumer."""
+    full = Step(Case("messages", pipeline=4, encoder=encoder, tensor=2))
     sliced = Step(Case("messages", pipeline=4, encoder=encoder, tensor=2, sequence_parallel=True))
-    split = {m.name: Execution(tensor=2, sequence_parallel=True) for m in whole.modules}
+    split = {m.name: Execution(tensor=2, sequence_parallel=True) for m in full.modules}
     model = CostModel(load_profile("cpu"), "float32", split)
     by_name = {m.name: m for m in sliced.model.modality_modules()}
     specs = message_specs(sliced.graph, by_name, sliced.metas, torch.float32)
-    costs, before = sliced.costs(model), whole.costs(model)
+    costs, before = sliced.costs(model), full.costs(model)
     assert costs.transfer_ms.keys() == before.transfer_ms.keys()
     for message, backward in costs.transfer_ms:
         assert all(spec.slices is not None for spec in specs[message])
         sent = sum(spec.on_rank(source=True).nbytes for spec in specs[message])
         exact = sum(spec.nbytes for spec in specs[message]) / 2
         assert exact <= sent
-        wanted_ms, whole_ms = model.transfers_ms([exact, 2 * exact], [NODE] * 2)
-        assert costs.transfer_ms[message, backward] == pytest.approx(wanted_ms)
-        assert before.transfer_ms[message, backward] == pytest.approx(whole_ms)
+        expected_ms, full_ms = model.transfers_ms([exact, 2 * exact], [NODE] * 2)
+        assert costs.transfer_ms[message, backward] == pytest.approx(expected_ms)
+        assert before.transfer_ms[message, backward] == pytest.approx(full_ms)
     longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}
     gathering = set()
     for message, tensors in specs.items():
@@ -137,8 +137,8 @@ def test_sliced_messages_take_as_long_as_what_the_runtime_sends(encoder) -> None
     assert all(ms >= before.compute_ms[a] for a, ms in costs.compute_ms.items())
 
 
-def test_more_ranks_than_those_that_send_need_copies_or_slices() -> None:
-    """Of whole tensors, each rank of the destination gets all; of slices, each rank once."""
+def test_transfer_costs_to_more_tensor_ranks() -> None:
+    """Check that each destination rank receives a full tensor, or its slice of a sliced tensor."""
     step = Step(Case("messages", pipeline=4))
 
     def costs(vision: TensorRanks, llm: TensorRanks) -> PlanCosts:
@@ -155,46 +155,46 @@ def test_more_ranks_than_those_that_send_need_copies_or_slices() -> None:
     ]  # fmt: skip
     assert between
     for key in between:
-        assert sliced[key] == plain[key]  # through the one rank of the encoder
+        assert sliced[key] == plain[key]  # sent by the only rank of the encoder
         assert copied[key] == plain[key] if key[1] else copied[key] > plain[key]
 
 
-def test_messages_of_replicas_that_are_yet_to_be_chosen_have_a_time() -> None:
-    """Whatever replica runs which part of the encoder, as with the replicas chosen."""
+def test_unassigned_replicas_have_transfer_times() -> None:
+    """Compare with the costs after replicas are assigned."""
     step = Step(Case("replicas"))
     layers = module_layers(step.modules, step.metas)
     layout = colocated_layout(layers, 2, slices={"vision": 2})
     counts = {"vision": tuple(int(meta.images_of("vision") > 0) for meta in step.metas)}
     graph = StageGraph(layout, len(step.metas), counts)
-    found = plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
-    leaving = 0
+    unassigned = plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
+    transfers = 0
     for replica in range(2):
         tasks = [("vision", index, 0) for index, count in enumerate(counts["vision"]) if count]
-        placed = replace(graph, replica=dict.fromkeys(tasks, replica))
-        chosen = plan_costs(placed, step.modules, step.metas, MODEL).transfer_ms
-        assert all(found[key] == ms for key, ms in chosen.items())
-        leaving += sum(layout.stages[key[0].source].module == "vision" for key in chosen)
-    assert leaving == 2 * len(tasks)  # outputs of the second replica, and their gradients
+        assigned = replace(graph, replica=dict.fromkeys(tasks, replica))
+        chosen = plan_costs(assigned, step.modules, step.metas, MODEL).transfer_ms
+        assert all(unassigned[key] == ms for key, ms in chosen.items())
+        transfers += sum(layout.stages[key[0].source].module == "vision" for key in chosen)
+    assert transfers == 2 * len(tasks)  # outputs of the second replica, and their gradients
 
 
 def test_tensor_parallel_stages_have_exposed_communication() -> None:
     step = Step(Case("tensor", pipeline=2))
     both = {name: Execution(tensor=2) for name in ("vision", "llm")}
     costs = step.costs(CostModel(load_profile("cpu"), "float32", both))
-    # Gradients of weights that are split need no communication.
+    # Gradients of sharded weights need no communication.
     assert set(costs.tensor_ms) == {a for a in costs.compute_ms if a.type is not ActionType.W}
     assert all(0 < ms < costs.compute_ms[action] for action, ms in costs.tensor_ms.items())
     assert not step.costs().tensor_ms
 
 
-def test_tied_stages_exchange_their_gradient() -> None:
+def test_tied_stages_exchange_gradients() -> None:
     tied = Step(Case("tied", pipeline=2, tied=True)).costs().tied_ms
     assert len(tied) == 2
     assert min(tied.values()) > 0
     assert not Step(Case("tied", pipeline=2, tied=False)).costs().tied_ms
 
 
-def test_what_does_not_fit_the_graph_is_refused() -> None:
+def test_plan_costs_reject_mismatched_graph() -> None:
     step = Step(Case("refused", pipeline=2))
     with pytest.raises(ValueError, match="one of each per microbatch"):
         plan_costs(step.graph, step.modules, step.metas[1:], MODEL, targets=step.targets)
@@ -207,9 +207,9 @@ def test_what_does_not_fit_the_graph_is_refused() -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_fsdp_by_layer_reduces_in_last_or_every_backward(device, each) -> None:
+def test_layerwise_fsdp_reduces_in_backward(device, each) -> None:
     step = Step(Case("sharded", pipeline=1, freeze=("vision",)))
-    # A host that needs no time, so that the device sets the time of these small actions.
+    # The host needs no time, so that the device determines the time of these small actions.
     profile = replace(load_profile(device), launch_us=0.0)
     dtype = "float32" if device == "cpu" else "bfloat16"
     names = ("vision", "llm")
@@ -217,10 +217,10 @@ def test_fsdp_by_layer_reduces_in_last_or_every_backward(device, each) -> None:
         CostModel(profile, dtype, dict.fromkeys(names, Execution(**sizes, reduces_each=each)))
         for sizes in ({}, {"shard": 2, "replicate": 2})
     )
-    given = step.graph, step.modules, step.metas
-    before = plan_costs(*given, alone, targets=step.targets, layerwise=True).compute_ms
-    after = plan_costs(*given, sharded, targets=step.targets, layerwise=True).compute_ms
-    assert before == plan_costs(*given, alone, targets=step.targets).compute_ms
+    step_arguments = step.graph, step.modules, step.metas
+    before = plan_costs(*step_arguments, alone, targets=step.targets, layerwise=True).compute_ms
+    after = plan_costs(*step_arguments, sharded, targets=step.targets, layerwise=True).compute_ms
+    assert before == plan_costs(*step_arguments, alone, targets=step.targets).compute_ms
     last = len(step.metas) - 1
     for action, ms in before.items():
         stage = step.graph.layout.stages[action.stage]
@@ -232,10 +232,11 @@ def test_fsdp_by_layer_reduces_in_last_or_every_backward(device, each) -> None:
             span = module, stage.start, stage.stop
             work = work.plus(sharded.reduce_work(*span, replicas=action.microbatch == last))
         copied_ms, sent_ms = work.compute_ms[0], work.network_ms[0]
-        # On the GPU one of as many pieces as there are layers, and what is outside, is not hidden.
+        # On GPUs, one chunk does not overlap. Each layer is a chunk, and so are the root
+        # parameters.
         alone_ms = sent_ms if device == "cpu" else sent_ms / (stage.stop - stage.start + 1)
         computed_ms = ms + copied_ms
-        # Collectives take 20 of 132 multiprocessors from the layers that they overlap with.
+        # Collectives use 20 of 132 multiprocessors while they overlap with layers.
         computed_ms += 20 / 132 * min(computed_ms, sent_ms - alone_ms)
         expected_ms = max(computed_ms, sent_ms - alone_ms) + alone_ms
         assert after[action] == pytest.approx(expected_ms), action

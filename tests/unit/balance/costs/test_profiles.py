@@ -1,4 +1,4 @@
-"""Profiles: the table, files of all kinds, and what is said about bad ones."""
+"""Tests of profiles: devices, JSON and TOML files, and messages about invalid files."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ def test_every_device_has_an_assumed_profile(name: str) -> None:
     assert not profile.measured_on
 
 
-def test_a_profile_survives_a_file(tmp_path) -> None:
+def test_saved_profile_loads_unchanged(tmp_path) -> None:
     path = tmp_path / "profile.json"
     save_profile(path, load_profile("a100"))
     assert load_profile(path) == load_profile("a100")
 
 
-def test_a_user_changes_what_differs(tmp_path) -> None:
+def test_toml_profile_overrides_base(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'base = "h100"\nlaunch_us = 3\n[device]\nname = "h100 pcie"\nmemory_bytes = 94e9\n'
@@ -41,7 +41,7 @@ def test_a_user_changes_what_differs(tmp_path) -> None:
     assert (profile.factor("llm", "F"), profile.factor("llm", "B")) == (1.1, 1.0)
 
 
-def test_all_mistakes_are_listed_at_once(tmp_path) -> None:
+def test_all_profile_mistakes_are_listed(tmp_path) -> None:
     path = tmp_path / "bad.json"
     content = {
         "base": "h100",
@@ -74,7 +74,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path) -> None:
         ("empty.json", "{}", "device has no"),
     ],
 )
-def test_what_is_no_profile_is_refused(tmp_path, name, content, message) -> None:
+def test_invalid_profiles_are_rejected(tmp_path, name, content, message) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_text(content)
@@ -82,7 +82,7 @@ def test_what_is_no_profile_is_refused(tmp_path, name, content, message) -> None
         load_profile(path if "." in name else name)
 
 
-def test_profile_keeps_host_time_and_loads_without() -> None:
+def test_profile_host_times_are_optional() -> None:
     assumed = load_profile("h100")
     assert assumed.host_us == {}
     changed = profile_from({"base": "h100", "host_us": {"attention": 120.0}}, "here")

@@ -1,4 +1,4 @@
-"""Orchestration: the optimum against all plans of small clusters, bounds, baselines, messages."""
+"""Tests of orchestration: exhaustive search on small clusters, bounds, baselines, messages."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,9 +16,9 @@ GIB = 2.0**30
 
 
 def unit(name, kind, seconds=1.0, *, layers=4, efficiency=(1.0, 0.9), **options):
-    """A unit whose tensor-parallel sizes 1, 2, 4, ... lose some efficiency.
+    """Return a unit whose tensor-parallel degrees 1, 2, 4, ... have the specified efficiency.
 
-    `seconds` are those of a forward, and a backward takes twice as long.
+    `seconds` is the time of a forward pass. A backward pass takes twice as long.
     """
     kept, temporary = options.pop("kept", 1 * GIB), options.pop("temporary", 0.0)
     surge = options.pop("surge", 0.0)
@@ -73,34 +73,46 @@ def random_problem(seed):
 
 
 def naive_seconds(problem, sizes):
-    """The formula of the paper, with whole layers; infinite if memory is exceeded."""
+    """Return the step time with the formula of the paper and unsplit layers.
+
+    The time is infinite if memory is exceeded.
+    """
     data = sizes[problem.llm].data
     microbatches = problem.global_batch_size // problem.microbatch_size // data
     warmup, slowest, sync = 0.0, 0.0, 0.0
-    for i, (u, own) in enumerate(zip(problem.units, sizes, strict=True)):
-        samples = problem.microbatch_size * data / own.data
-        seconds = u.seconds[own.tensor] * samples
-        share = u.virtual_stages * ceil(u.layers / (own.pipeline * u.virtual_stages)) / u.layers
-        warmup += (seconds + own.pipeline * u.transfer_s * samples) / u.virtual_stages
+    for i, (u, unit_sizes) in enumerate(zip(problem.units, sizes, strict=True)):
+        samples = problem.microbatch_size * data / unit_sizes.data
+        seconds = u.seconds[unit_sizes.tensor] * samples
+        share = (
+            u.virtual_stages * ceil(u.layers / (unit_sizes.pipeline * u.virtual_stages)) / u.layers
+        )
+        warmup += (seconds + unit_sizes.pipeline * u.transfer_s * samples) / u.virtual_stages
         slowest = max(slowest, seconds * share * (1 + u.unevenness / samples**0.5))
-        sync = max(sync, u.sync_s * share / own.tensor * (own.data - 1) / own.data)
+        sync = max(
+            sync, u.sync_s * share / unit_sizes.tensor * (unit_sizes.data - 1) / unit_sizes.data
+        )
         in_flight = sum(other.pipeline for other in sizes[i:])
         if u.virtual_stages > 1:
-            answered = in_flight > own.pipeline
-            in_flight += (1 + answered) * (own.pipeline - 1) / u.virtual_stages
+            feeds_unit = in_flight > unit_sizes.pipeline
+            in_flight += (1 + feeds_unit) * (unit_sizes.pipeline - 1) / u.virtual_stages
         in_flight = min(in_flight, microbatches) if u.has_backward else 1
-        held = (u.replica_bytes + u.sharded_bytes / own.data) * share / own.tensor
-        waiting = samples * in_flight
-        kept = u.activation_bytes[own.tensor] * waiting + u.surge_bytes[own.tensor] * waiting**0.5
-        held += min(kept, u.peak_bytes[own.tensor] * waiting) * share
-        held += u.workspace_bytes[own.tensor] * samples
-        if held > problem.memory_bytes:
+        used_bytes = (
+            (u.replica_bytes + u.sharded_bytes / unit_sizes.data) * share / unit_sizes.tensor
+        )
+        samples_in_flight = samples * in_flight
+        kept = (
+            u.activation_bytes[unit_sizes.tensor] * samples_in_flight
+            + u.surge_bytes[unit_sizes.tensor] * samples_in_flight**0.5
+        )
+        used_bytes += min(kept, u.peak_bytes[unit_sizes.tensor] * samples_in_flight) * share
+        used_bytes += u.workspace_bytes[unit_sizes.tensor] * samples
+        if used_bytes > problem.memory_bytes:
             return inf
     return warmup + slowest * (microbatches - 1) + sync
 
 
 def naive_best_by_layout(problem):
-    """Least time for each layout of the LLM, over all plans."""
+    """Return the minimum time of each LLM layout over all plans, sorted."""
     batch = problem.global_batch_size // problem.microbatch_size
     best = {}
     for data in range(1, batch + 1):
@@ -108,11 +120,11 @@ def naive_best_by_layout(problem):
             continue
         choices = [
             [
-                UnitSizes(tensor, own, pipeline)
+                UnitSizes(tensor, unit_data, pipeline)
                 for tensor in u.seconds
-                for own in ([data] if u.kind == "llm" else range(1, data + 1))
+                for unit_data in ([data] if u.kind == "llm" else range(1, data + 1))
                 for pipeline in range(1, u.layers // u.virtual_stages + 1)
-                if data % own == 0 and tensor * own * pipeline <= problem.devices
+                if data % unit_data == 0 and tensor * unit_data * pipeline <= problem.devices
             ]
             for u in problem.units
         ]
@@ -125,7 +137,7 @@ def naive_best_by_layout(problem):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_the_optimum_and_the_next_best_equal_those_of_all_plans(seed):
+def test_orchestration_finds_optimum_and_alternatives(seed):
     problem = random_problem(seed)
     expected = naive_best_by_layout(problem)
     if not expected:
@@ -133,7 +145,8 @@ def test_the_optimum_and_the_next_best_equal_those_of_all_plans(seed):
             orchestrate(problem)
         return
     plans = orchestrate(problem, alternatives=3)
-    # Stages with one rank more and no layer less are left out, which may drop a layout.
+    # The search skips stages with more ranks but as many layers per rank, so a layout may be
+    # missing.
     assert plans[0].step_s == pytest.approx(expected[0], rel=1e-12)
     for plan in plans:
         sizes = [u.sizes for u in plan.units]
@@ -144,20 +157,20 @@ def test_the_optimum_and_the_next_best_equal_those_of_all_plans(seed):
     assert relaxed_s(problem) <= plans[0].step_s * (1 + 1e-12)
 
 
-def test_random_problems_are_of_all_kinds():
-    found = [naive_best_by_layout(random_problem(seed)) for seed in range(25)]
-    assert 0 < sum(not f for f in found) < 10, "some do not fit"
-    assert sum(len(f) > 3 for f in found) > 8
+def test_random_problems_cover_memory_limits():
+    times = [naive_best_by_layout(random_problem(seed)) for seed in range(25)]
+    assert 0 < sum(not f for f in times) < 10, "some problems exceed memory"
+    assert sum(len(f) > 3 for f in times) > 8
 
 
-def test_all_layouts_of_the_llm_come_in_order():
+def test_alternatives_are_sorted_by_time():
     problem = problem_of(unit("vision", "encoder", 0.3), unit("llm", "llm", layers=3), devices=6)
     times = [plan.step_s for plan in orchestrate(problem, alternatives=100)]
     assert times == pytest.approx(naive_best_by_layout(problem), rel=1e-12)
 
 
-def test_devices_follow_the_work():
-    # 6 : 2 device-seconds, no memory to speak of: the LLM gets three quarters.
+def test_devices_are_proportional_to_work():
+    # The ratio is 6 : 2 device-seconds and memory is ample: the LLM gets three quarters.
     problem = problem_of(
         unit("vision", "encoder", 2.0, layers=8),
         unit("llm", "llm", 6.0, layers=24),
@@ -170,7 +183,7 @@ def test_devices_follow_the_work():
     assert relaxed_s(problem) <= best.step_s < 1.05 * relaxed_s(problem)
 
 
-def test_less_memory_takes_more_ranks():
+def test_less_memory_requires_more_ranks():
     def needed(memory):
         sizes = orchestrate(
             problem_of(unit("llm", "llm", layers=8, efficiency=(1.0, 0.5)), memory=memory)
@@ -182,7 +195,7 @@ def test_less_memory_takes_more_ranks():
         needed(0.2)
 
 
-def test_twice_the_batch_on_twice_the_devices_takes_no_longer():
+def test_weak_scaling_keeps_step_time():
     for seed in range(10):
         one = random_problem(seed)
         two = replace(one, devices=2 * one.devices, global_batch_size=2 * one.global_batch_size)
@@ -193,7 +206,7 @@ def test_twice_the_batch_on_twice_the_devices_takes_no_longer():
         assert orchestrate(two)[0].step_s <= orchestrate(one)[0].step_s * (1 + 1e-12)
 
 
-def test_virtual_stages_shorten_the_warm_up_alone():
+def test_virtual_stages_shorten_warmup():
     plans = [
         plan_with(problem_of(unit("llm", "llm", virtual_stages=v)), [UnitSizes(1, 2, 2)])
         for v in (1, 2)
@@ -203,19 +216,19 @@ def test_virtual_stages_shorten_the_warm_up_alone():
     assert plans[1].units[0].used_bytes > plans[0].units[0].used_bytes
 
 
-def test_memory_is_that_of_the_first_rank():
+def test_memory_is_computed_on_first_rank():
     vision = unit("vision", "encoder", has_backward=False)
     problem = problem_of(vision, unit("llm", "llm", temporary=GIB), unit("image", "generator"))
     problem = replace(problem, devices=11)
     plan = plan_with(problem, [UnitSizes(1, 2, 1), UnitSizes(2, 2, 2), UnitSizes(1, 1, 1)])
     vision, llm, image = (u.used_bytes / GIB for u in plan.units)
-    assert vision == 4 + 6 / 2 + 1  # nothing waits for a backward
-    # Half of the layers, with the activations of as many microbatches as ranks behind; a temporary.
+    assert vision == 4 + 6 / 2 + 1  # no activations are saved for backward
+    # Half of the layers, with the activations of all microbatches in flight, and temporaries.
     assert llm == pytest.approx((4 + 6 / 2) / 4 + 3 * 2**-0.9 / 2 + 0.5)
-    assert image == 4 + 6 + 2  # two samples at a time
+    assert image == 4 + 6 + 2  # two samples per microbatch
 
 
-def test_uneven_units_get_a_reserve():
+def test_uneven_units_get_more_devices():
     def devices(unevenness):
         vision = unit("vision", "encoder", 1.9, layers=12, unevenness=unevenness)
         problem = problem_of(vision, unit("llm", "llm", 6.0, layers=24), devices=16, batch=96)
@@ -224,18 +237,18 @@ def test_uneven_units_get_a_reserve():
     assert devices(0.0) < devices(0.8)
 
 
-def test_rigid_plans_have_one_size_for_all():
+def test_rigid_plan_has_equal_degrees():
     problem = problem_of(
         unit("vision", "encoder", 0.5), unit("llm", "llm", 4.0, layers=4), devices=12, batch=12
     )
     plan = rigid_plan(problem, tensor=2)
     (vision, llm), best = (u.sizes for u in plan.units), orchestrate(problem)[0]
     assert vision.tensor == llm.tensor == 2 and vision.data == llm.data and vision.pipeline == 1
-    every = [
+    times = [
         naive_seconds(problem, [UnitSizes(2, d, 1), UnitSizes(2, d, p)])
         for d in (1, 2, 3) for p in range(1, 5) if 2 * d * (1 + p) <= 12
     ]  # fmt: skip
-    assert plan.step_s == pytest.approx(min(every)) and plan.step_s >= best.step_s
+    assert plan.step_s == pytest.approx(min(times)) and plan.step_s >= best.step_s
     assert rigid_plan(problem, tensor=2, pipeline=1).units[1].sizes.pipeline == 1
     with pytest.raises(ValueError, match=r"tensor = 2 and 4 pipeline ranks.*5 devices"):
         rigid_plan(replace(problem, devices=5), tensor=2, pipeline=4)
@@ -273,7 +286,7 @@ def test_plan_counts_devices_in_use():
         ([(2, 2, 1), (2, 2, 2)], "12 devices, but 8 are available"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes, words):
+def test_invalid_unit_sizes_are_rejected(sizes, words):
     problem = problem_of(unit("vision", "encoder"), unit("llm", "llm"))
     with pytest.raises(ValueError, match=words):
         plan_with(problem, [UnitSizes(*s) for s in sizes])
@@ -288,7 +301,7 @@ def test_sizes_that_cannot_be_are_refused(sizes, words):
         ({"memory_bytes": 0}, "memory_bytes = 0"),
     ],
 )
-def test_problems_that_make_no_sense_are_refused(change, words):
+def test_invalid_problems_are_rejected(change, words):
     problem = problem_of(unit("vision", "encoder"), unit("llm", "llm"))
     with pytest.raises(ValueError, match=words):
         replace(problem, **change)
@@ -303,6 +316,6 @@ def test_problems_that_make_no_sense_are_refused(change, words):
         ({"seconds": {1: 0.0, 2: 1.0}}, "llm: seconds .*> 0"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(change, words):
+def test_invalid_unit_costs_are_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         replace(unit("llm", "llm"), **change)

@@ -1,4 +1,4 @@
-"""Balancing groups: equal counts, brute force on small cases, bounds on large ones."""
+"""Tests of group balancing: equal counts, exhaustive search on small cases, lower bounds."""
 
 from itertools import combinations
 
@@ -21,27 +21,27 @@ def largest(sizes, assignment):
 
 
 def optimum(sizes, groups):
-    """Least largest sum over all partitions into groups of equal count."""
-    room = len(sizes) // groups
+    """Return the minimum of the largest sum over all partitions into groups of equal count."""
+    group_size = len(sizes) // groups
 
-    def least(items):
+    def best_load(items):
         if not items:
             return 0.0
-        first, *others = items
+        first, *remaining = items
         best = np.inf
-        for company in combinations(others, room - 1):
-            load = sizes[first] + sum(sizes[i] for i in company)
+        for group_items in combinations(remaining, group_size - 1):
+            load = sizes[first] + sum(sizes[i] for i in group_items)
             if load < best:
-                rest = [i for i in others if i not in company]
-                best = min(best, max(load, least(rest)))
+                left_items = [i for i in remaining if i not in group_items]
+                best = min(best, max(load, best_load(left_items)))
         return best
 
-    return least(list(range(len(sizes))))
+    return best_load(list(range(len(sizes))))
 
 
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("groups", [30, 60, 120])
-def test_a_global_batch_is_balanced_to_the_bound(kind, groups):
+def test_global_batch_is_balanced_to_bound(kind, groups):
     sizes = SIZES[kind](np.random.default_rng(groups), 1920)
     assignment = balance_groups(sizes, groups)
     assert assignment.shape == (groups, 1920 // groups)
@@ -51,7 +51,7 @@ def test_a_global_batch_is_balanced_to_the_bound(kind, groups):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_small_cases_are_near_the_optimum(kind):
+def test_small_groups_are_near_optimum(kind):
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(40):
@@ -61,11 +61,11 @@ def test_small_cases_are_near_the_optimum(kind):
         assert load_bound(sizes, groups) <= best * (1 + 1e-12)
         ratios.append(largest(sizes, balance_groups(sizes, groups)) / best)
     assert min(ratios) >= 1 - 1e-12
-    assert max(ratios) <= 4 / 3 - 1 / (3 * 4), "what LPT promises without a limit on counts"
+    assert max(ratios) <= 4 / 3 - 1 / (3 * 4), "bound of LPT without equal counts"
     assert np.mean(ratios) < 1.01
 
 
-def test_no_swap_with_the_heaviest_group_would_help():
+def test_no_swap_improves_largest_group():
     for seed in range(30):
         sizes = np.random.default_rng(seed).lognormal(0, 1, 24)
         assignment = balance_groups(sizes, 4)
@@ -79,25 +79,25 @@ def test_no_swap_with_the_heaviest_group_would_help():
             assert worse.min() >= loads[heavy] - 0.001 * (loads[heavy] - loads[light])
 
 
-def test_the_two_large_samples_of_the_paper_part():
+def test_paper_example_separates_large_samples():
     # DistTrain, figure 11: samples 1 and 2 are large; the order becomes 1, 3, 2, 4.
     assert (balance_groups([4.0, 4.0, 1.0, 1.0], 2).ravel() + 1).tolist() == [1, 3, 2, 4]
 
 
-def test_a_giant_gets_the_smallest_company():
+def test_largest_item_is_grouped_with_smallest():
     sizes = np.array([1.0, 2, 3, 4, 5, 6, 7, 100])
     groups = balance_groups(sizes, 2).tolist()
     assert [0, 1, 2, 7] in groups
 
 
-def test_the_result_is_the_same_each_time_and_scales_with_the_unit():
+def test_balancing_is_deterministic_and_scale_invariant():
     sizes = np.random.default_rng(1).lognormal(0, 1, 96)
     first = balance_groups(sizes, 8)
     assert (first == balance_groups(sizes, 8)).all()
     assert (first == balance_groups(sizes * 1024, 8)).all()
 
 
-def test_equal_and_zero_sizes_are_dealt_out():
+def test_equal_and_zero_sizes_are_distributed():
     for sizes in (np.ones(12), np.zeros(12)):
         assert sorted(balance_groups(sizes, 3).ravel()) == list(range(12))
     assert balance_groups([5.0, 3.0], 1).tolist() == [[0, 1]]
@@ -114,7 +114,7 @@ def test_equal_and_zero_sizes_are_dealt_out():
         ([float("nan"), 1.0], 2, "item 0 is nan"),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(sizes, groups, words):
+def test_invalid_group_sizes_are_rejected(sizes, groups, words):
     for function in (balance_groups, load_bound):
         with pytest.raises(ValueError, match=words):
             function(sizes, groups)

@@ -1,4 +1,4 @@
-"""Equal work at the same index, for ranks that synchronize in every layer."""
+"""Tests of slices: equal work at the same index for ranks that synchronize in every layer."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart.toml"
 
 
 def make_costs(count: int, seed: int) -> np.ndarray:
-    """Return the costs of an encoder and an LLM, which are independent of each other."""
+    """Return independent costs of an encoder and an LLM."""
     rng = np.random.default_rng(seed)
     images = np.where(rng.random(count) < 0.3, 0, rng.integers(1, 49, count))
     return np.stack([1000.0 * images, rng.integers(8000, 30000, count).astype(float)])
 
 
-def sum_of_maxima(costs_KN: np.ndarray, places_RM: np.ndarray, ranks: int) -> float:
-    """Return the largest sum over the groups."""
-    by_group = costs_KN[:, places_RM.reshape(-1, ranks, places_RM.shape[1])]
+def sum_of_maxima(costs_KN: np.ndarray, items_RM: np.ndarray, ranks: int) -> float:
+    """Return the maximum over the groups of the sum of slice maxima."""
+    by_group = costs_KN[:, items_RM.reshape(-1, ranks, items_RM.shape[1])]
     return by_group.max(axis=2).sum(axis=(0, 2)).max()
 
 
-def least_sum(costs_KN: np.ndarray, ranks: int) -> float:
+def min_sum(costs_KN: np.ndarray, ranks: int) -> float:
     """Return the minimum over all partitions into slices."""
 
     @cache
     def best(rest: tuple[int, ...]) -> float:
         if not rest:
             return 0.0
-        found = []
-        for others in combinations(rest[1:], ranks - 1):
-            own = costs_KN[:, [rest[0], *others]].max(axis=1).sum()
-            found.append(own + best(tuple(n for n in rest[1:] if n not in others)))
-        return min(found)
+        sums = []
+        for partners in combinations(rest[1:], ranks - 1):
+            slice_cost = costs_KN[:, [rest[0], *partners]].max(axis=1).sum()
+            sums.append(slice_cost + best(tuple(n for n in rest[1:] if n not in partners)))
+        return min(sums)
 
     return best(tuple(range(costs_KN.shape[1])))
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 3), (4, 3), (2, 5)])
-def test_slices_are_near_brute_force(ranks, count):
+def test_slices_are_near_optimum(ranks, count):
     ratios, natural = [], []
     for seed in range(25):
         costs = make_costs(ranks * count, seed)
-        best = least_sum(costs, ranks)
+        best = min_sum(costs, ranks)
         ratios.append(sum_of_maxima(costs, slice_items(costs, 1, ranks), ranks) / best)
         as_loaded = np.arange(ranks * count).reshape(ranks, count)
         natural.append(sum_of_maxima(costs, as_loaded, ranks) / best)
@@ -67,16 +67,16 @@ def test_slices_are_near_brute_force(ranks, count):
 @pytest.mark.parametrize(("groups", "ranks", "count"), [(1, 8, 4), (2, 4, 6), (4, 2, 3), (3, 1, 5)])
 def test_slices_use_every_item_once(groups, ranks, count):
     costs = make_costs(groups * ranks * count, seed=1)
-    places = slice_items(costs, groups, ranks)
-    assert places.shape == (groups * ranks, count)
-    assert sorted(places.ravel().tolist()) == list(range(groups * ranks * count))
-    assert (places == slice_items(costs.copy(), groups, ranks)).all()
+    slices = slice_items(costs, groups, ranks)
+    assert slices.shape == (groups * ranks, count)
+    assert sorted(slices.ravel().tolist()) == list(range(groups * ranks * count))
+    assert (slices == slice_items(costs.copy(), groups, ranks)).all()
 
 
 def test_slices_balance_groups_and_ranks():
     costs = make_costs(4 * 8 * 8, seed=2)
-    places = slice_items(costs, 4, 8)
-    by_group = costs[:, places.reshape(4, 8, 8)]
+    slices = slice_items(costs, 4, 8)
+    by_group = costs[:, slices.reshape(4, 8, 8)]
     sums = by_group.max(axis=2).sum(axis=(0, 2))
     assert sums.max() < 1.02 * sums.mean()
     loads = by_group.sum(axis=(0, 3))
@@ -92,19 +92,19 @@ def test_single_module_has_sorted_slices():
 
 
 def step_reorder(synchronized: int, size: int = 1, layout: str = "one rank") -> StepReorder:
-    cut, schedule = LAYOUTS[layout]
-    runs = ordered_layout(ParallelConfig.model_validate({"schedule": schedule}), cut)
-    modules = [m for m in MODULES if m.name in {s.module for s in cut.stages}]
+    stage_layout, schedule = LAYOUTS[layout]
+    runs = ordered_layout(ParallelConfig.model_validate({"schedule": schedule}), stage_layout)
+    modules = [m for m in MODULES if m.name in {s.module for s in stage_layout.stages}]
     return StepReorder(
         modules, MODEL, runs, 8, size, balance=True, order=True, synchronized=synchronized
     )
 
 
-def step_ns(found: StepReorder, batch: list, places: list, synchronized: int) -> float:
-    """Return the time of a step without a pipeline: the sum over stages of the slowest rank."""
+def step_ns(reorder: StepReorder, batch: list, places: list, synchronized: int) -> float:
+    """Return the step time without a pipeline: the sum over stages of the slowest rank."""
     places_GMB = np.array(places)
     total_G = 0.0
-    for ns_SN in found.stage_times(batch):
+    for ns_SN in reorder.stage_times(batch):
         ns_SGM = ns_SN[:, places_GMB].sum(axis=3)
         by_group = ns_SGM.reshape(len(ns_SN), -1, synchronized, ns_SGM.shape[2])
         total_G = total_G + by_group.max(axis=2).sum(axis=(0, 2))
@@ -114,9 +114,9 @@ def step_ns(found: StepReorder, batch: list, places: list, synchronized: int) ->
 @pytest.mark.parametrize("synchronized", [2, 8])
 @pytest.mark.parametrize("size", [1, 2])
 def test_synchronized_step_is_never_longer(synchronized, size):
-    found = step_reorder(synchronized, size)
+    reorder = step_reorder(synchronized, size)
     balanced = step_reorder(1, size)
-    ours, natural, sums = [], [], []
+    arranged_ns, natural, balanced_ns = [], [], []
     for seed in range(20):
         batch = packs(64, seed=seed)
         if seed % 3 == 0:
@@ -124,38 +124,40 @@ def test_synchronized_step_is_never_longer(synchronized, size):
         if seed == 19:
             batch = [pack(3)] * 64
         as_loaded = np.arange(64).reshape(8, -1, size).tolist()
-        arranged = found(batch)
+        arranged = reorder(batch)
         for values, places in (
-            (ours, arranged.places),
+            (arranged_ns, arranged.places),
             (natural, as_loaded),
-            (sums, balanced(batch).places),
+            (balanced_ns, balanced(batch).places),
         ):
             assert sorted(np.ravel(places).tolist()) == list(range(64))
-            values.append(step_ns(found, batch, places, synchronized))
-        mean_ns = sum(ns_SN.sum() for ns_SN in found.stage_times(batch)) / 8
-        expected = natural[-1] / mean_ns, ours[-1] / mean_ns
+            values.append(step_ns(reorder, batch, places, synchronized))
+        mean_ns = sum(ns_SN.sum() for ns_SN in reorder.stage_times(batch)) / 8
+        expected = natural[-1] / mean_ns, arranged_ns[-1] / mean_ns
         assert arranged.imbalance == pytest.approx(expected)
-    assert (np.array(ours) <= np.array(natural)).all()
-    assert (np.array(ours) <= np.array(sums)).all()
-    assert np.mean(ours[:19]) < 0.97 * np.mean(sums[:19]), "equal sums are as good: no control"
+    assert (np.array(arranged_ns) <= np.array(natural)).all()
+    assert (np.array(arranged_ns) <= np.array(balanced_ns)).all()
+    assert np.mean(arranged_ns[:19]) < 0.97 * np.mean(balanced_ns[:19]), (
+        "equal sums are as fast in these cases"
+    )
 
 
 @pytest.mark.parametrize("layout", ["megatron_balanced", "interleaved_1f1b", "separated"])
 def test_synchronized_pipelines_have_one_order(layout):
-    """Microbatches at the same index are alike, and none is slower than with equal sums."""
-    found, alone = step_reorder(4, layout=layout), step_reorder(1, layout=layout)
+    """Check that microbatches at the same index have similar cost."""
+    synchronized, alone = step_reorder(4, layout=layout), step_reorder(1, layout=layout)
     spread = []
     for seed in range(4):
         batch = packs(64, seed=seed)
-        sizes = sum(found.stage_times(batch)).sum(axis=0)
+        sizes = sum(synchronized.stage_times(batch)).sum(axis=0)
         spread.append(
             [
                 np.ptp(sizes[np.array(places)[:, :, 0].reshape(2, 4, 8)], axis=1).mean()
-                for places in (found(batch).places, alone(batch).places)
+                for places in (synchronized(batch).places, alone(batch).places)
             ]
         )
-    ours, sums = np.mean(spread, axis=0)
-    assert ours < 0.5 * sums
+    sliced, sums = np.mean(spread, axis=0)
+    assert sliced < 0.5 * sums
 
 
 @pytest.mark.parametrize(
@@ -170,14 +172,14 @@ def test_synchronized_pipelines_have_one_order(layout):
         ({"pipeline": 2, "schedule": "1f1b", "expert": 4}, 16, 4),
     ],
 )
-def test_lockstep_shares_follow_layout(changes, world_size, expected):
+def test_lockstep_shares_follow_parallel_config(changes, world_size, expected):
     parallel = ParallelConfig.model_validate({"pipeline": 1, "shard": -1, **changes})
     recipe = load_recipe(RECIPE).recipe.model_copy(update={"parallel": parallel})
     assert resolve(recipe, world_size).lockstep_shares == expected
 
 
-def test_equal_sums_alone_leave_ranks_idle():
-    """Two ranks with equal sums in opposite order take 1.5 times as long as equal slices."""
+def test_equal_sums_leave_ranks_idle():
+    """Compare two ranks with equal sums in opposite order, which take 1.5 times as long."""
     costs = np.array([[2.0, 1.0, 1.0, 2.0]])
     sums = balance_groups(costs[0], 2)
     assert sum_of_maxima(costs, np.array([[0, 1], [2, 3]]), 2) == 4.0

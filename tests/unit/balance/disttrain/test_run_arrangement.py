@@ -1,4 +1,4 @@
-"""Arrangements of a run: those of its forecast, and recipe keys that they do not support."""
+"""Tests of the reordering of a run: equal to simulation, and unsupported recipe keys."""
 
 from pathlib import Path
 
@@ -35,30 +35,30 @@ def data(tmp_path_factory) -> Path:
     return directory
 
 
-def read(data: Path, folder: Path, parallel: dict, own: dict):
-    table = {"model": MODEL, "training": {"sequence_length": 64, "global_batch_size": 12}}
-    table |= {"parallel": parallel, "simulation": {"device": "cpu"}}
-    table = merged(complete(table, "images", data, folder, steps=1), {"data": own})
-    (folder / "recipe.toml").write_text(tomli_w.dumps(table))
+def read(data: Path, folder: Path, parallel: dict, data_options: dict):
+    content = {"model": MODEL, "training": {"sequence_length": 64, "global_batch_size": 12}}
+    content |= {"parallel": parallel, "simulation": {"device": "cpu"}}
+    content = merged(complete(content, "images", data, folder, steps=1), {"data": data_options})
+    (folder / "recipe.toml").write_text(tomli_w.dumps(content))
     return load_recipe(folder / "recipe.toml", [], 4).recipe
 
 
-def test_run_and_forecast_arrange_alike(data, tmp_path):
-    """The segments of the LLM are open, and replicas have different samples."""
+def test_run_and_simulation_reorder_identically(data, tmp_path):
+    """Use a searched LLM partition and replicas with different samples."""
     parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
     recipe = read(data, tmp_path, parallel, {"reorder": "intra"})
     run = resolve(recipe, 4)
     model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, CPU)
+    stage_cut = cut_model(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
-    reorder, balance = build_arrangements(run, modules, cut, CPU)
+    reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
     assert balance is None
 
     forecaster = Forecaster(recipe, 4, simulated_profile(recipe))
-    assert forecaster.forecast().step.plan.graph.layout == cut.layout
+    assert forecaster.forecast().step.plan.graph.layout == stage_cut.layout
     arranged = reordered(reorder, forecaster.sample.packs)
     assert forecaster.workload.microbatches in arranged
-    # Sequences have moved, so that the test is not trivial.
+    # Check that sequences have moved.
     natural = first_microbatches(recipe, forecaster.model, run.shares)
     assert arranged != natural and len(arranged) == 2
 
@@ -67,9 +67,9 @@ def test_run_balances_images_by_recipe(data, tmp_path):
     recipe = read(data, tmp_path, {}, {"reorder": "none", "balance": "images"})
     run = resolve(recipe, 4)
     model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, CPU)
+    stage_cut = cut_model(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
-    reorder, balance = build_arrangements(run, modules, cut, CPU)
+    reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
     assert reorder is None and isinstance(balance, ImageBalance)
     assert balance.names == ["vision"]
 
@@ -89,9 +89,9 @@ def test_run_balances_images_by_recipe(data, tmp_path):
         ),
     ],
 )
-def test_balanced_images_reject_keys(data, tmp_path, arguments, text):
+def test_image_balancing_rejects_recipe_keys(data, tmp_path, arguments, text):
     read(data, tmp_path, {}, {})
     file = tmp_path / "recipe.toml"
-    own = ["--data.balance", "images", *arguments.split()]
-    found = problems_of(file, *own, world_size=4)
-    assert [p for p in found if "data.balance" in p and text in p], found
+    options = ["--data.balance", "images", *arguments.split()]
+    problems = problems_of(file, *options, world_size=4)
+    assert [p for p in problems if "data.balance" in p and text in p], problems

@@ -1,4 +1,4 @@
-"""Compiled schedules: makespans equal the list simulator's, bit by bit."""
+"""Tests of compiled schedules: makespans are bitwise identical to the list simulator."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def random_durations(layout, microbatches, rng):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 13])
-def test_makespans_equal_the_list_simulator(name, microbatches):
+def test_makespans_match_list_simulator(name, microbatches):
     layout, schedule = LAYOUTS[name]
     graph = StageGraph(layout, microbatches)
     order = schedule(graph)
@@ -34,12 +34,12 @@ def test_makespans_equal_the_list_simulator(name, microbatches):
 
         records = uniform_timeline(order, graph, duration)
         expected = max(record.end_ms for record in records)
-        (found,) = makespans_ms(program, forward[None], backward[None], permutation[None])
-        assert found == expected
+        (makespan,) = makespans_ms(program, forward[None], backward[None], permutation[None])
+        assert makespan == expected
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 5), (4, 2), (4, 9), (12, 16)])
-def test_equal_microbatches_take_the_published_time(ranks, microbatches):
+def test_equal_microbatches_match_published_time(ranks, microbatches):
     graph = StageGraph(chain(ranks), microbatches)
     program = compile_order(one_f_one_b(graph), graph)
     forward = np.full((1, ranks, microbatches), 2.0)
@@ -48,13 +48,13 @@ def test_equal_microbatches_take_the_published_time(ranks, microbatches):
     ]
 
 
-def test_what_precedes_a_slot_does_not_depend_on_it():
+def test_slots_depend_on_preceding_slots_only():
     for name, (layout, schedule) in LAYOUTS.items():
         graph = StageGraph(layout, 6)
         tables = compile_order(schedule(graph), graph).tables
         rows = 2 * len(layout.stages) * 6
         slots = np.where(tables.row_N < rows, tables.row_N % 6, 0)
-        count = len(slots)  # stands for no operator
+        count = len(slots)  # index that represents no operator
         for slot in range(6):
             stop = tables.begin_M[slot]
             assert (slots[:stop] < max(slot, 1)).all(), name
@@ -67,13 +67,13 @@ def test_what_precedes_a_slot_does_not_depend_on_it():
     [("five ranks", 5), ("encoder beside the LLM", 3), ("two per rank", 0), ("frozen start", 0),
      ("gpipe", 0)],
 )  # fmt: skip
-def test_1f1b_on_the_first_rank_is_recognised(name, lag):
+def test_first_rank_1f1b_is_detected(name, lag):
     layout, schedule = LAYOUTS[name]
     graph = StageGraph(layout, 8)
     assert compile_order(schedule(graph), graph).lag == lag
 
 
-def test_what_cannot_be_compiled_is_refused():
+def test_unsupported_schedules_are_rejected():
     graph = StageGraph(chain(3), 4)
     with pytest.raises(ValueError, match="type I, W are not supported"):
         compile_order(zero_bubble(graph), graph)
@@ -85,7 +85,7 @@ def test_what_cannot_be_compiled_is_refused():
         compile_order((), StageGraph(parts, 1, {"llm": (2,)}))
 
 
-def test_durations_that_do_not_fit_are_refused():
+def test_invalid_durations_are_rejected():
     graph = StageGraph(chain(2), 3)
     program = compile_order(one_f_one_b(graph), graph)
     ones = np.ones((1, 2, 3))

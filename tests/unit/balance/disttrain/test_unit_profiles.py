@@ -1,4 +1,4 @@
-"""Profiles of units: interpolation is exact where it has to be, costs are those of the model."""
+"""Tests of unit profiles: exact interpolation, and costs of the cost model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def units_of(modules=MODULES, batch=None, run=None, **options) -> tuple[UnitCost
 
 
 def linear(module, tensor, batch) -> Trial:
-    """Two seconds for a pack and one per 1000 units, on each of the tensor-parallel ranks less."""
+    """Return 2 s per sequence plus 1 s per 1000 units, divided by the tensor-parallel degree."""
     units_N = pack_sizes(module, batch)[1].units_N
-    nothing = units_N * 0
-    return Trial((2 + units_N / 1000) / tensor, units_N, 3 * units_N, nothing + 7)
+    zeros_N = units_N * 0
+    return Trial((2 + units_N / 1000) / tensor, units_N, 3 * units_N, zeros_N + 7)
 
 
 def test_linear_costs_are_profiled_exactly() -> None:
@@ -40,12 +40,12 @@ def test_linear_costs_are_profiled_exactly() -> None:
     for unit in units_of(batch=batch, run=linear, tensor_sizes=(1, 2)):
         module = next(m for m in MODULES if m.name == unit.name)
         at, sizes = pack_sizes(module, batch)
-        wanted = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
-        assert unit.seconds == pytest.approx({1: wanted, 2: wanted / 2})
+        expected = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
+        assert unit.seconds == pytest.approx({1: expected, 2: expected / 2})
         assert unit.workspace_bytes == {1: 7, 2: 7}
 
 
-def test_profiles_are_near_the_cost_model_on_all_samples() -> None:
+def test_profiles_match_cost_model() -> None:
     batch = packs(300, seed=5)
     for unit in units_of(batch=batch):
         module = next(m for m in MODULES if m.name == unit.name)
@@ -82,20 +82,20 @@ def frozen(names: str) -> list:
         ("", (1, 1, 1)),
     ],
 )
-def test_frozen_modules_take_no_backward_but_what_passes_through(trained, expected) -> None:
-    """In forwards: a gradient costs about one more, for inputs and for weights each."""
+def test_frozen_modules_skip_backward(trained, expected) -> None:
+    """Check that input and weight gradients cost about one forward pass each."""
     batch = [pack(8, 2)] * 4
     units = units_of(frozen(trained), batch=batch)
     for unit, full, passes in zip(units, units_of(batch=batch), expected, strict=True):
         share = unit.seconds[1] / full.seconds[1]
-        # Attention has no weights: without their gradients less than a third is saved.
-        least, most = {1: (0.25, 0.4), 2: (0.6, 0.85), 3: (0.999, 1.001)}[passes]
-        assert least < share < most, (unit.name, trained)
+        # Attention has no weights, so skipping weight gradients saves less than a third.
+        minimum, maximum = {1: (0.25, 0.4), 2: (0.6, 0.85), 3: (0.999, 1.001)}[passes]
+        assert minimum < share < maximum, (unit.name, trained)
         assert unit.has_backward == (passes > 1 or (unit.name == "vision" and "conn" in trained))
         assert (unit.replica_bytes < 0.5 * full.replica_bytes) == (unit.name not in trained)
 
 
-def test_memory_covers_what_differs_between_samples() -> None:
+def test_memory_bounds_cover_sample_variance() -> None:
     batch = packs(400, seed=7)
     rng = np.random.default_rng(0)
     for unit, module in zip(units_of(batch=batch), MODULES, strict=True):
@@ -104,13 +104,13 @@ def test_memory_covers_what_differs_between_samples() -> None:
         run = cost_model_run(PROFILE, "bfloat16", MODULES)
         kept_N[at] = run(module, 2, [batch[i] for i in at]).kept_bytes_N
         assert unit.activation_bytes[2] == pytest.approx(kept_N.mean(), rel=0.03)
-        for waiting in (1, 4, 16):
-            windows = rng.choice(kept_N, (2000, waiting)).sum(axis=1)
-            bound = waiting * unit.activation_bytes[2] + waiting**0.5 * unit.surge_bytes[2]
-            assert windows.max() <= 1.05 * min(bound, waiting * unit.peak_bytes[2])
+        for in_flight in (1, 4, 16):
+            windows = rng.choice(kept_N, (2000, in_flight)).sum(axis=1)
+            bound = in_flight * unit.activation_bytes[2] + in_flight**0.5 * unit.surge_bytes[2]
+            assert windows.max() <= 1.05 * min(bound, in_flight * unit.peak_bytes[2])
 
 
-def test_sizes_follow_heads_and_samples_are_needed() -> None:
+def test_tensor_sizes_follow_heads() -> None:
     few = replace(LLM.layers[0], heads=12, kv_heads=2)
     assert fitting_tensor_sizes(replace(LLM, layers=(few,)), (1, 2, 4, 8)) == [1, 2, 4]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Encoders in bubbles recompute where a step would not fit into memory, and only there."""
+"""Tests of encoder recomputation in bubbles: only if a step exceeds the memory limit."""
 
 from dataclasses import replace
 from functools import cache
@@ -36,9 +36,9 @@ gpus = 4
 """
 RANKS = 4
 PROFILE = load_profile("a100")
-MUCH = 40 << 30
+UNLIMITED = 40 << 30
 SHARES = (0.7, 0.5, 0.3, 0.1)
-"""Of the way from the leanest step that can be planned to what keeps everything."""
+"""Fractions between the lowest possible peak memory and the peak without recomputation."""
 
 
 def recipe(limit: int, mode: str = "none") -> Recipe:
@@ -52,7 +52,7 @@ def recipe(limit: int, mode: str = "none") -> Recipe:
 
 @cache
 def sample() -> StepSample:
-    return StepSample(recipe(MUCH))
+    return StepSample(recipe(UNLIMITED))
 
 
 def forecaster(limit: int, mode: str = "none") -> Forecaster:
@@ -65,72 +65,76 @@ def forecast(limit: int, mode: str = "none") -> Forecast:
 
 
 def step(limit: int, mode: str = "none") -> SimulatedStep:
-    found = forecast(limit, mode).step
-    assert found is not None, forecast(limit, mode).problem
-    return found
+    simulated = forecast(limit, mode).step
+    assert simulated is not None, forecast(limit, mode).problem
+    return simulated
 
 
 def limits() -> list[int]:
-    most = max(step(MUCH).peak_bytes)
-    least = max(step(1 << 20).peak_bytes)  # nothing can be that lean: everything is recomputed
-    assert least < 0.9 * most
-    return [round(least + share * (most - least)) for share in SHARES]
+    maximum = max(step(UNLIMITED).peak_bytes)
+    minimum = max(step(1 << 20).peak_bytes)  # no step satisfies this limit: all tasks recompute
+    assert minimum < 0.9 * maximum
+    return [round(minimum + share * (maximum - minimum)) for share in SHARES]
 
 
-def vision_tasks(found: SimulatedStep) -> set:
-    stages = found.plan.graph.layout.stages
-    return {task for task in found.plan.graph.tasks() if stages[task.stage].module == "vision"}
+def vision_tasks(simulated: SimulatedStep) -> set:
+    stages = simulated.plan.graph.layout.stages
+    return {task for task in simulated.plan.graph.tasks() if stages[task.stage].module == "vision"}
 
 
-def test_a_step_that_fits_is_planned_as_if_there_were_no_bound(monkeypatch):
-    bounded = [step(MUCH), step(max(step(MUCH).peak_bytes))]
+def test_ample_memory_keeps_plan_unchanged(monkeypatch):
+    bounded = [step(UNLIMITED), step(max(step(UNLIMITED).peak_bytes))]
     with monkeypatch.context() as patch:
         patch.setattr(forecasts, "layer_tuning", lambda *_, **__: None)
         free = forecaster(1).forecast().step
     assert free is not None
-    for found in bounded:
-        assert not found.plan.recompute
-        assert found.plan.actions == free.plan.actions
-        assert found.makespan_ms == free.makespan_ms
+    for simulated in bounded:
+        assert not simulated.plan.recompute
+        assert simulated.plan.actions == free.plan.actions
+        assert simulated.makespan_ms == free.makespan_ms
 
 
-def test_where_memory_is_short_some_encoder_tasks_recompute_and_it_suffices():
-    free, full = step(MUCH), step(MUCH, "full")
+def test_encoder_tasks_recompute_to_satisfy_limit():
+    free, full = step(UNLIMITED), step(UNLIMITED, "full")
     counts = []
     for limit in limits():
-        found = step(limit)
-        assert max(free.peak_bytes) > limit, "or the bound has nothing to do"
-        assert max(found.peak_bytes) <= limit
-        assert set(found.plan.recompute) <= vision_tasks(found)
-        assert free.makespan_ms <= found.makespan_ms + 1e-9
-        assert found.makespan_ms <= full.makespan_ms, "no more than recomputing all of it"
-        counts.append(len(found.plan.recompute))
+        simulated = step(limit)
+        assert max(free.peak_bytes) > limit, "the limit has no effect"
+        assert max(simulated.peak_bytes) <= limit
+        assert set(simulated.plan.recompute) <= vision_tasks(simulated)
+        assert free.makespan_ms <= simulated.makespan_ms + 1e-9
+        assert simulated.makespan_ms <= full.makespan_ms, "slower than full recomputation"
+        counts.append(len(simulated.plan.recompute))
     assert any(0 < count < len(vision_tasks(free)) for count in counts), counts
     assert counts[-1] >= counts[0]
 
 
-def test_no_task_recomputes_in_vain():
+def test_every_recomputed_task_is_necessary():
     for limit in limits():
-        found = step(limit)
-        made = forecaster(limit)
-        model = run_costs(made.run, made.modules, PROFILE)
-        for task in found.plan.recompute:
-            rest = {key: modes for key, modes in found.plan.recompute.items() if key != task}
-            plan = replace(found.plan, recompute=rest)
-            costs = costs_of_plan(plan, made.modules, made.workload.microbatches, model)
+        simulated = step(limit)
+        simulator = forecaster(limit)
+        model = run_costs(simulator.run, simulator.modules, PROFILE)
+        for task in simulated.plan.recompute:
+            others_modes = {
+                key: modes for key, modes in simulated.plan.recompute.items() if key != task
+            }
+            plan = replace(simulated.plan, recompute=others_modes)
+            costs = costs_of_plan(plan, simulator.modules, simulator.workload.microbatches, model)
             assert max(simulate(plan, costs).peak_bytes) > limit, task
 
 
-def test_what_cannot_fit_recomputes_all_and_is_refused_only_if_that_was_asked_for():
-    least = step(1 << 20)
-    trained = [t for t in vision_tasks(least) if least.plan.graph.needs_backward(t.stage, t[1])]
-    assert set(least.plan.recompute) == set(trained)
-    assert {mode for modes in least.plan.recompute.values() for mode in modes} == {"full"}
-    refused = forecast(1 << 20, "auto")
-    assert refused.step is None and "even with full recomputation of all layers" in refused.problem
+def test_unsatisfiable_limit_recomputes_all():
+    minimal = step(1 << 20)
+    trained = [t for t in vision_tasks(minimal) if minimal.plan.graph.needs_backward(t.stage, t[1])]
+    assert set(minimal.plan.recompute) == set(trained)
+    assert {mode for modes in minimal.plan.recompute.values() for mode in modes} == {"full"}
+    rejected = forecast(1 << 20, "auto")
+    assert (
+        rejected.step is None and "even with full recomputation of all layers" in rejected.problem
+    )
 
 
-def test_other_modes_and_schedules_are_as_the_recipe_says():
+def test_explicit_modes_ignore_memory_limit():
     limit = limits()[-1]
     assert not step(limit, "full").plan.recompute
     other = forecaster(limit).forecast("1f1b").step

@@ -1,4 +1,4 @@
-"""A run, its forecast and everything that decides for them price modules as they are executed."""
+"""Tests of executions: runs, simulations and planners use the same execution settings."""
 
 import ast
 from contextlib import suppress
@@ -37,10 +37,10 @@ RECIPES = sorted(
 )
 BUILDERS = {
     "torchmm/balance/run_costs.py",
-    "torchmm/planning/executions.py",  # of the recipe's modules
-    "torchmm/balance/costs/model.py",  # where none is given: whole, on one rank
-    "torchmm/balance/disttrain/orchestration/unit_costs.py",  # of sizes that are only tried
-    "torchmm/balance/measure/layers.py",  # of layers that are timed
+    "torchmm/planning/executions.py",  # of the modules of a recipe
+    "torchmm/balance/costs/model.py",  # default: unsharded, on one rank
+    "torchmm/balance/disttrain/orchestration/unit_costs.py",  # of candidate degrees
+    "torchmm/balance/measure/layers.py",  # of profiled layers
     "torchmm/balance/measure/operators.py",
 }
 
@@ -50,7 +50,7 @@ SIZES = {
     "llm": UnitSizes(2, 8, 4),
     "generator": UnitSizes(1, 8, 1),
 }
-"""Of modules apart whose sizes a recipe leaves to its planner."""
+"""Degrees of disaggregated modules for recipes that leave them to the planner."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def profile() -> Profile:
 
 
 def loaded(path: Path) -> tuple[int, Recipe]:
-    """For the GPUs that it names, or the fewest that its sizes allow."""
+    """Load a recipe for its number of GPUs, or for the smallest number that its degrees allow."""
     named = load_recipe(path).recipe.simulation.gpus
     for gpus in (named, 2, 3, 4, 8):
         with suppress(ConfigError):
@@ -79,15 +79,17 @@ def loaded(path: Path) -> tuple[int, Recipe]:
     ],
     ids=lambda p: f"{p.parent.name}/{p.stem}",
 )
-def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch):
+def test_runs_and_simulations_use_same_executions(path, profile, monkeypatch):
     if any(name in path.read_text() for name in ("[model.generator]", "t2v", "disttrain")):
         pytest.importorskip("diffusers")
-    monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data need not be here
+    monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data is not required
     gpus, recipe = loaded(path)
-    if recipe.parallel.leaves_units_open:  # which takes a minute to plan
+    if recipe.parallel.leaves_units_open:  # planning takes a minute
         recipe = sized_recipe(recipe, SIZES)
         gpus = sum(sizes.devices for sizes in SIZES.values())
-    unordered = recipe.data.model_copy(update={"reorder": "none"})  # sequences are equal
+    unordered = recipe.data.model_copy(
+        update={"reorder": "none"}
+    )  # all sequences have the same length
     recipe = recipe.model_copy(update={"data": unordered})
     sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
     for source in filter(None, sources):
@@ -101,18 +103,18 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
 
     monkeypatch.setattr(forecast, "first_microbatches", empty_microbatches)
     forecaster = Forecaster(recipe, gpus, profile)
-    of_run = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
-    assert set(of_run.executions) == {module.name for module in forecaster.modules}
-    assert forecaster._costs(recipe.parallel).executions == of_run.executions
+    run_model = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
+    assert set(run_model.executions) == {module.name for module in forecaster.modules}
+    assert forecaster._costs(recipe.parallel).executions == run_model.executions
 
 
-def test_cuda_graphs_are_in_the_memory_model(monkeypatch):
+def test_cuda_graphs_are_in_memory_model(monkeypatch):
     monkeypatch.setattr(check, "_check_path", lambda *args: ())
     one_rank = ["--parallel.pipeline=1", "--parallel.schedule=separated"]
     images = (ImageMeta(64, 64, 16, 16),) * 5
     meta = MicrobatchMeta((SampleMeta("a", 0, 200, images, "vision"),), 256)
     monkeypatch.setattr(forecast, "first_microbatches", lambda *_: [[meta]])
-    found = {}
+    plan_costs_by_graphs = {}
     for graphs in (False, True):
         settings = [*one_rank, f"--compile.cuda_graphs={str(graphs).lower()}"]
         recipe = load_recipe(ROOT / "recipes/quickstart.toml", settings, 1).recipe
@@ -124,27 +126,29 @@ def test_cuda_graphs_are_in_the_memory_model(monkeypatch):
         }
         layout = plan_layout(recipe.parallel, forecaster.modules, [meta])
         parts = {name: (1,) for name in layout.sub_microbatched}
-        found[graphs] = plan_costs(StageGraph(layout, 1, parts), forecaster.modules, [meta], model)
+        plan_costs_by_graphs[graphs] = plan_costs(
+            StageGraph(layout, 1, parts), forecaster.modules, [meta], model
+        )
     vision = next(m for m in forecaster.modules if m.name == "vision")
-    of_weights = 2 * 4 * sum(layer.parameters for layer in vision.layers)
-    kept = max(found[False].kept_bytes.values())
+    weight_bytes = 2 * 4 * sum(layer.parameters for layer in vision.layers)
+    kept = max(plan_costs_by_graphs[False].kept_bytes.values())
     static, update = (
-        found[True].static_bytes[0] - found[False].static_bytes[0],
-        found[True].update_bytes[0] - found[False].update_bytes[0],
+        plan_costs_by_graphs[True].static_bytes[0] - plan_costs_by_graphs[False].static_bytes[0],
+        plan_costs_by_graphs[True].update_bytes[0] - plan_costs_by_graphs[False].update_bytes[0],
     )
     states = 4 * 6 * 16 * 128 * 4
-    assert of_weights + states < static < of_weights + states + kept
-    assert 0 < update - static <= kept  # activations of the images themselves
-    assert found[True].kept_bytes == found[False].kept_bytes
+    assert weight_bytes + states < static < weight_bytes + states + kept
+    assert 0 < update - static <= kept  # input activations of the images
+    assert plan_costs_by_graphs[True].kept_bytes == plan_costs_by_graphs[False].kept_bytes
 
 
-def test_executions_are_built_in_one_place():
-    found = set()
+def test_executions_are_built_in_few_modules():
+    builders = set()
     for file in (ROOT / "torchmm").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Execution":
-                found.add(str(file.relative_to(ROOT)))
-    assert found == BUILDERS
+                builders.add(str(file.relative_to(ROOT)))
+    assert builders == BUILDERS
 
 
 @pytest.mark.parametrize(
@@ -156,19 +160,19 @@ def test_executions_are_built_in_one_place():
         ({"name": "muon", "offload": True}, "float32", (4, 0, 0)),
     ],
 )
-def test_states_are_priced_as_the_optimizer_makes_them(optimizer, dtype, bytes_each):
+def test_state_costs_match_optimizer(optimizer, dtype, bytes_each):
     model = nn.Linear(64, 64, bias=False, dtype=DTYPES[dtype])
     recipe = Recipe(
         optimizer=OptimizerConfig(**optimizer), training=TrainingConfig(parameter_dtype=dtype)
     )
-    found = parameter_states(recipe)
-    assert (found.weight, found.moments, found.layer_moments) == bytes_each
+    states = parameter_states(recipe)
+    assert (states.weight, states.moments, states.layer_moments) == bytes_each
     matrices = [model.weight]
-    made = build_optimizer(model, lambda _: "llm", recipe.optimizer, (), matrices)
+    built = build_optimizer(model, lambda _: "llm", recipe.optimizer, (), matrices)
     model.weight.grad = torch.ones_like(model.weight)
-    made.step()
-    held = sum(t.nbytes for k, t in made.state[model.weight].items() if k != "step")
-    on_device = 0 if recipe.optimizer.offload else held
-    assert on_device == found.layer_moments * model.weight.numel()
-    moved = held if recipe.optimizer.offload else 0
-    assert found.visiting * model.weight.numel() == moved
+    built.step()
+    state_bytes = sum(t.nbytes for k, t in built.state[model.weight].items() if k != "step")
+    on_device = 0 if recipe.optimizer.offload else state_bytes
+    assert on_device == states.layer_moments * model.weight.numel()
+    moved = state_bytes if recipe.optimizer.offload else 0
+    assert states.visiting * model.weight.numel() == moved

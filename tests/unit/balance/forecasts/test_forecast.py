@@ -1,4 +1,4 @@
-"""Forecasts of steps: the recipe's own plan, timed by the cost model; tables, files, errors."""
+"""Tests of step simulation: plans of recipes, timed by the cost model; tables, files, errors."""
 
 import json
 import runpy
@@ -66,7 +66,7 @@ images = [0, 12]
 """
 
 ENCODER = "hidden_size = 1024\nintermediate_size = 4096\nnum_hidden_layers = 8"
-"""An encoder whose time does not consist of kernel launches."""
+"""Sizes of an encoder whose time is not dominated by kernel launches."""
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def recipe(recipe_file: Path) -> Recipe:
     return Recipe.model_validate(tomli.loads(recipe_file.read_text()))
 
 
-def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
+def test_mixed_image_sizes_require_native_resolution_encoder(recipe_file):
     text = recipe_file.read_text().replace("patches = 16\ntokens", "patches = [4, 16]\n# tokens")
     with pytest.raises(
         ConfigError, match=r"simulation.images.vision: .* resizes all images to one"
@@ -90,7 +90,7 @@ def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
         Forecaster(Recipe.model_validate(tomli.loads(text)), 8, load_profile("a100"))
 
 
-def test_forecast_of_balanced_images_is_faster(recipe_file, monkeypatch):
+def test_balanced_images_shorten_simulated_step(recipe_file, monkeypatch):
     text = recipe_file.read_text().replace("pipeline = 4", 'schedule = "1f1b"')
     for small, large in (
         ("image_size = 64", "image_size = 448"),
@@ -102,8 +102,8 @@ def test_forecast_of_balanced_images_is_faster(recipe_file, monkeypatch):
 
     def forecast(balance: str) -> tuple[Forecaster, Forecast]:
         data = recipe.data.model_copy(update={"balance": balance})
-        own = recipe.model_copy(update={"data": data})
-        forecaster = Forecaster(own, 8, load_profile("a100"))
+        changed = recipe.model_copy(update={"data": data})
+        forecaster = Forecaster(changed, 8, load_profile("a100"))
         return forecaster, forecaster.forecast()
 
     _, natural = forecast("none")
@@ -118,11 +118,11 @@ def test_forecast_of_balanced_images_is_faster(recipe_file, monkeypatch):
     assert free.iteration_ms < balanced.iteration_ms
 
 
-def test_every_schedule_is_planned_and_rated(recipe):
+def test_every_schedule_is_simulated(recipe):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
-    found = [forecaster.forecast(name) for name in SCHEDULES]
-    assert [f.schedule for f in found] == list(SCHEDULES)
-    for forecast in found:
+    forecasts = [forecaster.forecast(name) for name in SCHEDULES]
+    assert [f.schedule for f in forecasts] == list(SCHEDULES)
+    for forecast in forecasts:
         step = forecast.step
         assert step is not None, forecast.problem
         assert step.fits and 0 < forecast.mfu < 1
@@ -131,16 +131,16 @@ def test_every_schedule_is_planned_and_rated(recipe):
         assert forecast.tokens_per_s == pytest.approx(16 * 512 / seconds)
         share = forecaster.workload.mean_share
         assert forecast.mfu == pytest.approx(step.model_flops * share / seconds / (4 * 312e12))
-    times = {f.schedule: f.iteration_ms for f in found}
+    times = {f.schedule: f.iteration_ms for f in forecasts}
     assert times["separated"] < times["gpipe"]
-    assert fastest(found).iteration_ms == min(times.values())
+    assert fastest(forecasts).iteration_ms == min(times.values())
 
 
 def test_compared_schedules_keep_recipe_sizes(recipe):
-    """The search chooses only what the recipe leaves open, so that no schedule becomes slower."""
+    """Check that the search changes only open choices, and that no schedule becomes slower."""
     sizes = {"vision": {"sub_microbatch_images": 2}, "llm": {"segments": 2}}
-    table = {**recipe.parallel.model_dump(exclude_unset=True), **sizes, "schedule": "separated"}
-    recipe = recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
+    content = {**recipe.parallel.model_dump(exclude_unset=True), **sizes, "schedule": "separated"}
+    recipe = recipe.model_copy(update={"parallel": ParallelConfig.model_validate(content)})
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
     plans = compare_schedules(
         forecaster.recipe, 8, forecaster.profile, forecaster.sample, budget_s=2.0
@@ -148,19 +148,19 @@ def test_compared_schedules_keep_recipe_sizes(recipe):
     assert set(plans) == set(SCHEDULES) - {"megatron_balanced"}
     for name, plan in plans.items():
         assert not isinstance(plan, str), f"{name}: {plan}"
-        own = plan.recipe.parallel
-        assert (own.schedule, own.pipeline, own.tensor) == (name, 4, 1)
+        parallel = plan.recipe.parallel
+        assert (parallel.schedule, parallel.pipeline, parallel.tensor) == (name, 4, 1)
         assert plan.recipe.training.microbatch_size == 1
         assert plan.recipe.activation_checkpoint == recipe.activation_checkpoint
         if name in ("separated", "searched"):
-            assert own.modules["llm"].segments == 2
-            assert own.modules["vision"].sub_microbatch_images == 2
+            assert parallel.modules["llm"].segments == 2
+            assert parallel.modules["vision"].sub_microbatch_images == 2
     expected_ms = forecaster.forecast("separated").iteration_ms
     assert plans["separated"].step_ms <= expected_ms
     assert "vision tensor" not in describe_choices(plans["separated"].plan, recipe)
 
 
-def test_the_pipeline_with_the_most_work_is_simulated(recipe):
+def test_most_loaded_pipeline_is_simulated(recipe):
     one, two = (Forecaster(recipe, n, load_profile("a100")).workload for n in (4, 8))
     assert len(one.microbatches) == 16 and len(two.microbatches) == 8
     assert one.mean_share == 1 and two.mean_share < 1
@@ -169,7 +169,7 @@ def test_the_pipeline_with_the_most_work_is_simulated(recipe):
     assert sum(meta.image_count for meta in two.microbatches) == max(images)
 
 
-def test_a_longer_pipeline_or_faster_device_changes_the_forecast(recipe):
+def test_device_and_recomputation_change_simulated_time(recipe):
     slow = Forecaster(recipe, 8, load_profile("a100")).forecast().step.makespan_ms
     fast = Forecaster(recipe, 8, load_profile("h100")).forecast().step.makespan_ms
     recomputed = recipe.model_copy(deep=True, update={
@@ -179,7 +179,7 @@ def test_a_longer_pipeline_or_faster_device_changes_the_forecast(recipe):
     assert fast < slow < again.makespan_ms
 
 
-def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
+def test_auto_checkpointing_uses_available_memory(recipe):
     def forecast(mode: str, limit: str = "100%") -> Forecast:
         changed = recipe.activation_checkpoint.model_copy(
             update={"mode": mode, "memory_limit": limit}
@@ -188,29 +188,29 @@ def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
         return Forecaster(tuned, 8, load_profile("a100")).forecast()
 
     full, none = forecast("full").step, forecast("none").step
-    least, most = max(full.peak_bytes), max(none.peak_bytes)
-    limit = least + (most - least) // 2
+    minimum, maximum = max(full.peak_bytes), max(none.peak_bytes)
+    limit = minimum + (maximum - minimum) // 2
     tuned = forecast("auto", f"{limit / 2**20:.3f} MiB").step
-    assert least < max(tuned.peak_bytes) <= limit + 2**11
+    assert minimum < max(tuned.peak_bytes) <= limit + 2**11
     assert none.makespan_ms < tuned.makespan_ms < full.makespan_ms
     assert forecast("auto").step.makespan_ms == none.makespan_ms
-    refused = forecast("auto", "1 MiB")
-    assert refused.step is None and "requires" in refused.problem and "rank 0" in refused.problem
+    rejected = forecast("auto", "1 MiB")
+    assert rejected.step is None and "requires" in rejected.problem and "rank 0" in rejected.problem
 
 
-def test_forecast_without_plan_keeps_its_problem():
-    found = Forecast("1f1b", problem="no plan fits")
-    assert found.as_dict() == {"schedule": "1f1b", "problem": "no plan fits"}
-    assert found.iteration_ms == inf
+def test_simulation_without_plan_keeps_its_problem():
+    simulated = Forecast("1f1b", problem="no plan fits")
+    assert simulated.as_dict() == {"schedule": "1f1b", "problem": "no plan fits"}
+    assert simulated.iteration_ms == inf
 
 
-def test_files_hold_what_the_table_says(recipe, tmp_path):
+def test_simulation_files_match_table(recipe, tmp_path):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
-    found = [forecaster.forecast(name) for name in ("megatron", "separated")]
-    files = write_forecasts(tmp_path / "out", forecaster, found)
+    simulated = [forecaster.forecast(name) for name in ("megatron", "separated")]
+    files = write_forecasts(tmp_path / "out", forecaster, simulated)
     content = json.loads(files[0].read_text())
     assert content["layout"] == {"pipeline": 4, "replicate": 1, "shard": 2, "tensor": 1}
-    for forecast, row in zip(found, content["schedules"], strict=True):
+    for forecast, row in zip(simulated, content["schedules"], strict=True):
         records, _ = read_records(tmp_path / "out" / f"{forecast.schedule}.json")
         assert row["step_ms"] == max(r.end_ms for r in records)
         assert row["iteration_ms"] == row["step_ms"] + row["update_ms"]
@@ -218,22 +218,22 @@ def test_files_hold_what_the_table_says(recipe, tmp_path):
         assert (tmp_path / "out" / f"{forecast.schedule}.svg").read_text().startswith("<svg")
         assert json.loads((tmp_path / "out" / f"{forecast.schedule}.trace.json").read_text())
     console = Console(width=200, record=True)
-    console.print(forecast_table(forecaster, found))
+    console.print(forecast_table(forecaster, simulated))
     text = console.export_text()
-    assert f"{found[0].iteration_ms:,.1f}" in text and f"{found[0].update_ms:,.1f}" in text
-    assert f"{fastest(found).schedule} *" in text and "vision" in text and "8 x a100" in text
+    assert f"{simulated[0].iteration_ms:,.1f}" in text and f"{simulated[0].update_ms:,.1f}" in text
+    assert f"{fastest(simulated).schedule} *" in text and "vision" in text and "8 x a100" in text
 
 
-def test_what_cannot_be_cut_says_so(recipe):
+def test_unsplittable_model_reports_layers(recipe):
     recipe.parallel.__dict__["virtual_stages"] = 3
-    found = Forecaster(recipe, 8, load_profile("a100")).forecast("separated")
-    assert found.step is None and "layers" in found.problem
+    simulated = Forecaster(recipe, 8, load_profile("a100")).forecast("separated")
+    assert simulated.step is None and "layers" in simulated.problem
 
 
-def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
-    picture = tmp_path / "run" / "plan.svg"
-    text = describe_run(recipe, 8, picture)
-    assert "ms on a100 (simulation.device), simulated" in text and picture.read_text().startswith(
+def test_dry_run_plots_plan_and_checks_memory(recipe, tmp_path):
+    plot = tmp_path / "run" / "plan.svg"
+    text = describe_run(recipe, 8, plot)
+    assert "ms on a100 (simulation.device), simulated" in text and plot.read_text().startswith(
         "<svg"
     )
     small = tmp_path / "small.toml"
@@ -247,21 +247,21 @@ def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
 
 
 def test_dry_run_recommends_hsdp_if_faster(recipe, tmp_path):
-    """Shards over 2 nodes gather all parameters over a slow network in every layer."""
+    """Use a slow network, over which shards on 2 nodes all-gather all parameters in every layer."""
     slow = tmp_path / "slow.toml"
     slow.write_text('base = "a100"\n[device]\nnetwork_bytes_per_s = 1e8\n')
     recipe.simulation.__dict__["device"] = str(slow)
     parallel = recipe.parallel.model_copy(update={"pipeline": 1})
-    alone = recipe.model_copy(update={"parallel": parallel})
+    unpipelined = recipe.model_copy(update={"parallel": parallel})
     advice = "parallel.replicate = 2 and parallel.shard = 8 (HSDP)"
-    assert advice in describe_run(alone, 16)
-    assert "(HSDP)" not in describe_run(alone, 8), "one node"
+    assert advice in describe_run(unpipelined, 16)
+    assert "(HSDP)" not in describe_run(unpipelined, 8), "one node"
     assert "(HSDP)" not in describe_run(recipe, 16), "a pipeline"
     nodes = parallel.model_copy(update={"replicate": 2, "shard": 8})
     assert "(HSDP)" not in describe_run(recipe.model_copy(update={"parallel": nodes}), 16)
 
 
-def test_dry_run_tells_how_to_start_the_run(recipe):
+def test_dry_run_prints_launch_commands(recipe):
     few = describe_run(recipe, 8, arguments=["--config", "my recipe.toml"])
     assert "torchrun --nproc-per-node 8 train.py --config 'my recipe.toml'" in few
     assert "sbatch" not in few and "--nnodes" not in few
@@ -275,7 +275,7 @@ def test_dry_run_tells_how_to_start_the_run(recipe):
     assert "--nodes 8 --ntasks 62 --ntasks-per-node 8" in uneven["or, with Slurm"]
 
 
-def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, capsys):
+def test_simulate_script_prints_table_and_errors(recipe_file, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--config", str(recipe_file), "--schedule", "all", "--out", str(out)]
     assert SIMULATE(options) == 0
@@ -291,7 +291,7 @@ def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, ca
     assert "6 ranks" in capsys.readouterr().err
 
 
-def test_reordering_shortens_the_step_and_keeps_its_samples(recipe):
+def test_reordering_shortens_simulated_step(recipe):
     profile = load_profile("cpu")
     parallel = recipe.parallel.model_copy(update={"pipeline": 2, "schedule": "1f1b"})
     natural = recipe.model_copy(update={"parallel": parallel})
@@ -304,26 +304,26 @@ def test_reordering_shortens_the_step_and_keeps_its_samples(recipe):
     assert len(better.workload.microbatches) == len(plain.workload.microbatches)
 
 
-def test_dry_run_plans_with_the_data_of_a_recipe(real_data, tmp_path):
-    """Sources come before the assumed samples that a recipe inherits from a base."""
+def test_dry_run_plans_with_recipe_data(real_data, tmp_path):
+    """Check that data sources override the simulated samples of a base recipe."""
     text = RECIPE.replace("vocab_size = 512", "vocab_size = 1024").replace(
         'name = "tiny"',
         f'name = "tiny"\n[model]\ntokenizer = "{real_data / "tokenizer"}"\nimage_token = "<image>"',
     )
     source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
     index = f'[data]\nindex_cache_dir = "{tmp_path}"\n'
-    given, assumed = (
-        Recipe.model_validate(tomli.loads(text + own)) for own in (index + source, index)
+    with_sources, assumed = (
+        Recipe.model_validate(tomli.loads(text + section)) for section in (index + source, index)
     )
-    lines = describe_run(given, 8)
+    lines = describe_run(with_sources, 8)
     assert "first step of [[data.sources]]" in lines
     assert "described in [simulation]" in describe_run(assumed, 8)
-    microbatches = first_microbatches(given, recipe_model(given), 2)
+    microbatches = first_microbatches(with_sources, recipe_model(with_sources), 2)
     sources = {s.source for share in microbatches for meta in share for s in meta.samples}
     assert sources == {"tuxpaint_stamps/train"}
 
 
-def test_inline_model_with_data_needs_a_tokenizer(tmp_path, real_data):
+def test_inline_model_with_data_requires_tokenizer(tmp_path, real_data):
     source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
     (tmp_path / "recipe.toml").write_text(RECIPE + source)
     with pytest.raises(ConfigError, match=r"model\.tokenizer: is required"):

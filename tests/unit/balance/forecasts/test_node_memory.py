@@ -1,4 +1,4 @@
-"""Host memory in dry runs: a lower bound from optimizer states and prefetched batches."""
+"""Tests of host memory in dry runs: a lower bound from optimizer states and prefetched batches."""
 
 from itertools import islice
 
@@ -24,7 +24,7 @@ def terms_of(recipe, ranks: int = 1, device: str = "h100") -> dict[str, float]:
 @pytest.mark.parametrize(
     "parallel", [{}, {"pipeline": 2, "shard": 1}, {"replicate": 2, "shard": 1}]
 )
-def test_offloaded_states_take_8_bytes_per_parameter(data, tmp_path, parallel):  # noqa: F811
+def test_offloaded_states_use_8_bytes_per_parameter(data, tmp_path, parallel):  # noqa: F811
     ranks = 2 if parallel else 1
     update = {"parallel": ParallelConfig.model_validate(parallel)}
     plain = read(data, tmp_path).model_copy(update=update)
@@ -37,7 +37,7 @@ def test_offloaded_states_take_8_bytes_per_parameter(data, tmp_path, parallel): 
     assert "optimizer states" not in terms_of(plain, ranks)
 
 
-def test_batches_are_a_lower_bound_of_loaded_batches(data, tmp_path):  # noqa: F811
+def test_batch_memory_is_a_lower_bound(data, tmp_path):  # noqa: F811
     recipe = read(data, tmp_path)
     forecaster = Forecaster(recipe, 1, load_profile("cpu"))
     loader = build_loader(

@@ -1,4 +1,4 @@
-"""Simulated steps whose samples are packed as the loader packs them."""
+"""Tests of simulated steps with the sample packing of the data loader."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def test_simulated_sequences_do_not_depend_on_count(packing):
 
 
 def test_balanced_packing_evens_simulated_images():
-    as_drawn, balanced = (microbatches(256, packing) for packing in ("best_fit", "balanced"))
+    best_fit, balanced = (microbatches(256, packing) for packing in ("best_fit", "balanced"))
     names = [sample.index for meta in balanced for sample in meta.samples]
     assert len(names) == len(set(names))
-    used = [sum(meta.used_tokens for meta in metas) for metas in (as_drawn, balanced)]
+    used = [sum(meta.used_tokens for meta in metas) for metas in (best_fit, balanced)]
     assert used[1] > 0.985 * used[0]
     assert max(meta.used_tokens for meta in balanced) <= balanced[0].tokens == 8192
     excess = [
         (images.max(1) / images.mean(1)).mean() - 1
         for images in (
             np.array([meta.image_count for meta in metas]).reshape(8, 32)
-            for metas in (as_drawn, balanced)
+            for metas in (best_fit, balanced)
         )
     ]
     assert excess[0] > 2 and excess[1] < 0.15

@@ -1,4 +1,4 @@
-"""Forecasts of disaggregated modules."""
+"""Tests of step simulation with disaggregated modules."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
+def test_dry_run_shows_ranks_and_simulated_step(recipe) -> None:
     loaded = load_recipe(recipe, ["--parallel.vision.shard", "2", "--parallel.pipeline", "2"], 10)
     text = " ".join(describe_run(loaded.recipe, 10).split())
     assert "10 = 2 for vision + 8 for llm" in text
@@ -45,13 +45,13 @@ def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
     assert "first step" in text
 
 
-def test_forecasts_of_all_schedules(recipe) -> None:
+def test_all_disaggregated_schedules_are_simulated(recipe) -> None:
     loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
     forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
     plans = compare_schedules(loaded.recipe, 5, forecaster.profile, forecaster.sample, budget_s=1.0)
-    found = [plan.forecast for plan in plans.values()]
-    assert [forecast.schedule for forecast in found] == list(schedules_for("disaggregated"))
-    for forecast in found:
+    forecasts = [plan.forecast for plan in plans.values()]
+    assert [forecast.schedule for forecast in forecasts] == list(schedules_for("disaggregated"))
+    for forecast in forecasts:
         assert forecast.step is not None, forecast.problem
         assert len(forecast.step.peak_bytes) == 5
         assert 0 < forecast.mfu < 1

@@ -1,4 +1,4 @@
-"""scripts/calibrate.py: measures, learns from recorded steps, refuses what it cannot use."""
+"""Tests of `scripts/calibrate.py`: measurement, learning from timelines, invalid arguments."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def script() -> ModuleType:
     return module
 
 
-def test_it_measures_this_device(script, tmp_path, capsys) -> None:
+def test_calibrate_measures_this_device(script, tmp_path, capsys) -> None:
     out = tmp_path / "profile.json"
     assert script.main(["--out", str(out), "--device", "cpu", "--quick", "--seconds", "0.2"]) == 0
     profile, assumed = load_profile(out), load_profile("cpu")
     assert "torch" in profile.measured_on
     for kind in KINDS:
         same = profile.efficiency[kind] == assumed.efficiency[kind]
-        assert same == (kind in NETWORK_KINDS), kind  # one rank has nobody to talk to
+        assert same == (kind in NETWORK_KINDS), kind  # one rank has no network
     assert profile.device.peak_flops["float32"] != assumed.device.peak_flops["float32"]
     assert 0.1 < profile.call_us["matmul"] < 1e4
     assert "GFLOP/s" in capsys.readouterr().out
 
 
 def recorded(directory: Path, content: bool) -> Path:
-    """A step in which everything took twice as long as assumed."""
+    """Write a timeline in which every action took twice as long as assumed."""
     model = build_model(ModelConfig(llm=LlmConfig(config=LLM)), FreezeConfig())
     modules = [m.describe() for m in model.modality_modules()]
     metas = (MicrobatchMeta((SampleMeta("s", 0, 20),), 24),)
@@ -73,7 +73,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_learns_from_recorded_steps(script, tmp_path, recipe, capsys) -> None:
+def test_calibrate_learns_from_timelines(script, tmp_path, recipe, capsys) -> None:
     step, base, out = recorded(tmp_path, True), tmp_path / "base.json", tmp_path / "out.json"
     save_profile(base, load_profile("cpu"))
     arguments = ["--out", out, "--profile", base, "--config", recipe, "--fit-from-timeline", step]
@@ -85,13 +85,13 @@ def test_it_learns_from_recorded_steps(script, tmp_path, recipe, capsys) -> None
     assert "llm: measured / predicted: F 2.000, B 2.000" in capsys.readouterr().out
 
 
-def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
+def test_calibrate_reports_missing_inputs(script, tmp_path, recipe, capsys) -> None:
     base, out = tmp_path / "base.json", str(tmp_path / "out.json")
     save_profile(base, load_profile("cpu"))
     step = str(recorded(tmp_path, False))
     assert script.main(["--out", out, "--fit-from-timeline", step]) == 2
     assert "--fit-from-timeline requires --profile" in capsys.readouterr().err
-    given = [
+    arguments = [
         "--out",
         out,
         "--profile",
@@ -101,8 +101,8 @@ def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
         "--fit-from-timeline",
         step,
     ]
-    assert script.main(given) == 2
+    assert script.main(arguments) == 2
     assert "does not describe its microbatches" in capsys.readouterr().err
-    assert script.main([*given[:3], str(tmp_path / "gone.json"), *given[4:]]) == 2
+    assert script.main([*arguments[:3], str(tmp_path / "gone.json"), *arguments[4:]]) == 2
     assert "unknown device or profile" in capsys.readouterr().err
     assert not Path(out).exists()

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.py`: how programs are started, time limits, and the choice of families."""
+"""Tests of `scripts/gpu_check.py`: environment, time limits and the choice of model families."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def machine(folder: Path, seconds: float):
     return gpu_check.Machine(gpus=1, ends_at=time.monotonic() + seconds, folder=folder)
 
 
-def test_programs_keep_the_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_inherit_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     script = tmp_path / "shown.py"
     script.write_text("import os; print(os.environ['PYTHONPATH'])")
@@ -34,17 +34,19 @@ def test_programs_keep_the_users_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert paths == [str(ROOT), str(ROOT / "benchmarks"), str(tmp_path)]
 
 
-def test_lines_arrive_before_the_time_limit(tmp_path: Path) -> None:
+def test_lines_arrive_before_time_limit(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text("import time; print('first', flush=True); time.sleep(60)")
-    found = []
+    timed_lines = []
     with pytest.raises(gpu_check.OutOfTimeError):
-        found.extend((line, time.monotonic()) for line in machine(tmp_path, 5).lines(script, []))
-    assert [line for line, _ in found] == ["first\n"]
-    assert time.monotonic() - found[0][1] < 45
+        timed_lines.extend(
+            (line, time.monotonic()) for line in machine(tmp_path, 5).lines(script, [])
+        )
+    assert [line for line, _ in timed_lines] == ["first\n"]
+    assert time.monotonic() - timed_lines[0][1] < 45
 
 
-def test_failing_program_shows_its_last_lines(tmp_path: Path) -> None:
+def test_failing_program_shows_last_lines(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('no such thing')")
     with pytest.raises(gpu_check.FailedError, match="no such thing"):
@@ -52,7 +54,7 @@ def test_failing_program_shows_its_last_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same_code", [True, False])
-def test_changed_families_follow_code_and_verdict(tmp_path: Path, same_code: bool) -> None:
+def test_unchanged_families_depend_on_code_and_verdict(tmp_path: Path, same_code: bool) -> None:
     file = tmp_path / "earlier.jsonl"
     digest = gpu_check.family_digest() if same_code else "other"
     records = [

@@ -1,4 +1,4 @@
-"""Device and host times of operators on a device that executes a queue."""
+"""Tests of device and host times of operators on a device that executes a queue."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torchmm.balance.measure.operators import queued_times
 
 
 class Queue:
-    """A device that executes a queue, and the clock of the host that fills it."""
+    """Device that executes a queue, and the clock of the host that fills it."""
 
     def __init__(self) -> None:
         self.host_s = 0.0
         self.free_s = 0.0
-        """When the device has executed everything."""
+        """Time when the device has executed the queue."""
 
     def call(self, host_s: float, device_s: float) -> None:
         self.host_s += host_s
@@ -24,7 +24,7 @@ class Queue:
 
 
 class Event:
-    """A time at which the device arrives."""
+    """Time when the device reaches this point of the queue."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -40,7 +40,7 @@ class Event:
 @pytest.mark.parametrize("busy", [True, False])
 def test_slow_host_is_not_slow_device(host_s: float, device_s: float, busy: bool) -> None:
     queue = Queue()
-    found = queued_times(
+    times = queued_times(
         lambda: queue.call(host_s, device_s),
         lambda: queue.call(5e-6, 20e-3 if busy else 0.0),
         0.1,
@@ -48,6 +48,6 @@ def test_slow_host_is_not_slow_device(host_s: float, device_s: float, busy: bool
         synchronize=queue.synchronize,
         clock=lambda: queue.host_s,
     )
-    assert found.host_s == pytest.approx(host_s)
-    # Without work ahead, the device waits for the host.
-    assert found.device_s == pytest.approx(device_s if busy else max(host_s, device_s), rel=0.02)
+    assert times.host_s == pytest.approx(host_s)
+    # With an empty queue, the device waits for the host.
+    assert times.device_s == pytest.approx(device_s if busy else max(host_s, device_s), rel=0.02)

@@ -1,4 +1,4 @@
-"""Optimus' candidates are played through: what is chosen is never longer than its siblings."""
+"""Tests of the choice among Optimus plans, each of which is simulated."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def makespan_ms(step, costs, sharding) -> float:
     return simulate(plan, costs).makespan_ms
 
 
-def test_choice_is_not_longer_than_siblings():
+def test_chosen_plan_is_the_shortest():
     kinds = set()
     for seed in range(CASES):
         graph, costs, schedule = random_step(seed, wires=True)
@@ -36,18 +36,20 @@ def test_choice_is_not_longer_than_siblings():
         ends = [choice.simulated.makespan_ms for choice in choices]
         assert ends == sorted(ends, reverse=True)
         assert best.played == len(choices) and best.simulated.makespan_ms <= best.coarse_ms
-        own = best.simulated.costs
-        found_ms = makespan_ms(best.step, own, sharding)
-        assert found_ms == best.simulated.makespan_ms
-        played_ms = {
-            kind: makespan_ms(optimus(graph, costs, granularity=kind, **options), own, sharding)
+        chosen_costs = best.simulated.costs
+        chosen_ms = makespan_ms(best.step, chosen_costs, sharding)
+        assert chosen_ms == best.simulated.makespan_ms
+        simulated_ms = {
+            kind: makespan_ms(
+                optimus(graph, costs, granularity=kind, **options), chosen_costs, sharding
+            )
             for kind in ("coarse", "fine")
         }
-        assert found_ms <= min(played_ms.values()) + 1e-9, seed
+        assert chosen_ms <= min(simulated_ms.values()) + 1e-9, seed
     assert "fine" in kinds
 
 
-def test_a_recipe_that_wants_coarse_plans_gets_no_others():
+def test_coarse_recipes_get_coarse_plans():
     graph, costs, schedule = random_step(3)
     choices = bubble_choices(
         graph, costs, llm_schedule=schedule, granularity="coarse", sharding="none", evaluations=5
@@ -55,12 +57,12 @@ def test_a_recipe_that_wants_coarse_plans_gets_no_others():
     assert {choice.bubbles for choice in choices} == {"coarse"}
 
 
-def test_without_time_it_is_the_first_coarse_order():
+def test_budget_of_one_returns_first_plan():
     graph, costs, schedule = random_step(4, wires=True)
     config = ParallelConfig(placement="colocated", schedule="optimus", llm_schedule=schedule)
     first = plan_by_costs(config, graph, costs, "step", Budget(1))
-    found = first.statistics
-    assert (found["planner"], found["planner_evaluations"]) == ("optimus coarse", 1)
+    statistics = first.statistics
+    assert (statistics["planner"], statistics["planner_evaluations"]) == ("optimus coarse", 1)
     orders = list(optimus_orders(config, graph, costs, "step", 5))
     assert first.predicted_ms >= orders[-1].predicted_ms
     assert plan_by_costs(config, graph, costs, "step", Budget(5)) == orders[-1]
@@ -70,9 +72,12 @@ def test_without_time_it_is_the_first_coarse_order():
     assert gain == pytest.approx(coarse_ms / orders[-1].predicted_ms - 1)
 
 
-def test_transfers_gathers_and_reductions_are_costs_of_the_plan():
-    """On average, as candidates are few: what is planned by durations alone takes longer."""
-    planned_ms = by_work_ms = 0.0
+def test_plans_consider_communication_costs():
+    """Compare sums over cases, because each case has few candidates.
+
+    Plans that ignore communication take longer.
+    """
+    planned_ms = without_ms = 0.0
     for seed in range(12):
         graph, costs, schedule = random_step(seed, wires=True)
         costs = replace(
@@ -84,6 +89,6 @@ def test_transfers_gathers_and_reductions_are_costs_of_the_plan():
         config = ParallelConfig(placement="colocated", schedule="optimus", llm_schedule=schedule)
         planned_ms += plan_by_costs(config, graph, costs, "step", Budget(10)).predicted_ms
         bare = relative_costs(graph, costs.compute_ms.__getitem__).costs
-        by_work = plan_by_costs(config, graph, bare, "none", Budget(10))
-        by_work_ms += makespan_ms(by_work.step, costs, "step")
-    assert planned_ms < by_work_ms
+        without = plan_by_costs(config, graph, bare, "none", Budget(10))
+        without_ms += makespan_ms(without.step, costs, "step")
+    assert planned_ms < without_ms

@@ -1,4 +1,4 @@
-"""Bubble filling: what no schedule may do, and how good schedules are."""
+"""Tests of bubble filling: invariants of schedules, and their quality."""
 
 import random
 from collections.abc import Iterator
@@ -35,23 +35,25 @@ def random_case(seed: int):
     rng = random.Random(seed)
     ranks, microbatches = rng.choice((2, 4)), rng.choice((4, 6))
     timeline = random_timeline(rng, ranks, microbatches)
-    alike, groups = rng.random() < 0.4, rng.choice((1, 1, 2))
-    works = [random_work(rng, ranks, microbatches, alike=alike, tensor_groups=groups)]
+    uniform, groups = rng.random() < 0.4, rng.choice((1, 1, 2))
+    works = [random_work(rng, ranks, microbatches, uniform=uniform, tensor_groups=groups)]
     if rng.random() < 0.3:
         works.append(
-            random_work(rng, ranks, microbatches, alike=False, name="audio", tensor_groups=groups)
+            random_work(rng, ranks, microbatches, uniform=False, name="audio", tensor_groups=groups)
         )
     return timeline, works
 
 
 def unequal_case(seed: int):
-    """Three encoders over as many devices as the LLM, half of them and one."""
+    """Return three encoders with as many devices as the LLM, half as many, and one."""
     rng = random.Random(seed)
     ranks, microbatches = rng.choice((1, 2)), rng.choice((4, 6))
     timeline = random_timeline(rng, ranks, microbatches)
     widths = {"vision": 2, "audio": 1, "video": 4}
     works = [
-        random_work(rng, ranks, microbatches, alike=False, name=name, tensor_groups=4, width=width)
+        random_work(
+            rng, ranks, microbatches, uniform=False, name=name, tensor_groups=4, width=width
+        )
         for name, width in rng.sample(sorted(widths.items()), rng.choice((2, 3)))
     ]
     return timeline, works
@@ -59,7 +61,7 @@ def unequal_case(seed: int):
 
 @pytest.fixture(scope="module")
 def schedules() -> list[tuple[int, str, BubbleSchedule]]:
-    """Of random cases: coarse and fine."""
+    """Return coarse and fine schedules of random cases."""
     return [
         (seed, kind, fill_bubbles(*make(seed), kind, evaluations=20))
         for make, seeds in ((random_case, range(CASES)), (unequal_case, range(100, 120)))
@@ -69,39 +71,41 @@ def schedules() -> list[tuple[int, str, BubbleSchedule]]:
 
 
 def on_every_device(schedule: BubbleSchedule) -> Iterator[Kernel]:
-    """Kernels once for each device that runs them."""
+    """Yield each kernel once for each device that runs it."""
     for (encoder, *_), kernels in kernels_of(schedule).items():
         for first, *rest in kernels:
-            for place in range(schedule.works[encoder].width):
-                yield first + place, *rest
+            for offset in range(schedule.works[encoder].width):
+                yield first + offset, *rest
 
 
 def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
     return bool(((start < spans[1]) & (end > spans[0])).any())
 
 
-def test_encoders_compute_and_communicate_where_the_llm_does_not(schedules):
+def test_encoder_kernels_avoid_busy_llm_spans(schedules):
     for seed, kind, schedule in schedules:
         groups = schedule.works[0].tensor_groups
-        spans = [spans_of(*own, schedule.timeline.pieces) for own in schedule.llm]
+        spans = [
+            spans_of(*rank_schedule, schedule.timeline.pieces) for rank_schedule in schedule.llm
+        ]
         for kernels in kernels_of(schedule).values():
             for device, start, end, on_links in kernels:
-                own = spans[device // groups]
-                busy = own.communication_ps if on_links else own.computation_ps
+                busy_spans = spans[device // groups]
+                busy = busy_spans.communication_ps if on_links else busy_spans.computation_ps
                 assert not overlaps(start, end, busy), (seed, kind)
 
 
 def test_devices_run_one_kernel_at_a_time(schedules):
     for seed, kind, schedule in schedules:
-        found = sorted(kernel[:3] for kernel in on_every_device(schedule))
-        for (device, _, end), (next_device, start, _) in pairwise(found):
+        kernels = sorted(kernel[:3] for kernel in on_every_device(schedule))
+        for (device, _, end), (next_device, start, _) in pairwise(kernels):
             assert device != next_device or end <= start, (seed, kind)
 
 
-def test_kernels_follow_each_other_along_the_pipeline_and_back(schedules):
+def test_kernels_follow_the_pipeline_both_ways(schedules):
     for seed, kind, schedule in schedules:
         groups, entry = schedule.works[0].tensor_groups, schedule.timeline.entry_rank
-        takes = {a.microbatch: (start, back) for a, start, back in llm_entry(schedule)}
+        entry_times = {a.microbatch: (start, back) for a, start, back in llm_entry(schedule)}
         for (encoder, task, back), kernels in kernels_of(schedule).items():
             if not kernels:
                 continue
@@ -109,7 +113,7 @@ def test_kernels_follow_each_other_along_the_pipeline_and_back(schedules):
             hop = to_picoseconds(work.hops_ms_NS.max(initial=0.0))
             for (device, _, end, _), (other, start, _, _) in pairwise(kernels):
                 assert end + hop * (device // groups != other // groups) <= start, (seed, kind)
-            needed, returned = takes[task[0]]
+            needed, returned = entry_times[task[0]]
             if back:
                 far = hop * (kernels[0][0] // groups != entry)
                 assert returned + far <= kernels[0][1], (seed, kind)
@@ -119,38 +123,45 @@ def test_kernels_follow_each_other_along_the_pipeline_and_back(schedules):
 
 
 def llm_entry(schedule: BubbleSchedule):
-    """Forwards of the LLM's first stage: (action, its start, end of the backward)."""
-    own = schedule.llm[schedule.timeline.entry_rank]
-    stage = min(action.stage for action in own.actions)
-    times = list(zip(own.actions, own.start_ps.tolist(), own.end_ps.tolist(), strict=True))
+    """Yield (action, start, end of the backward pass) of forward actions of the first LLM stage."""
+    rank_schedule = schedule.llm[schedule.timeline.entry_rank]
+    stage = min(action.stage for action in rank_schedule.actions)
+    times = list(
+        zip(
+            rank_schedule.actions,
+            rank_schedule.start_ps.tolist(),
+            rank_schedule.end_ps.tolist(),
+            strict=True,
+        )
+    )
     ends = {a.microbatch: end for a, _, end in times if a.stage == stage and a.type.value in "BI"}
     for action, start, _ in times:
         if action.stage == stage and action.type is ActionType.F:
             yield action, start, ends[action.microbatch]
 
 
-def test_nothing_crosses_the_edges_of_the_step(schedules):
+def test_kernels_stay_within_the_step(schedules):
     for seed, kind, schedule in schedules:
         total_ps = to_picoseconds(schedule.total_ms)
         timeline, groups = schedule.timeline, schedule.works[0].tensor_groups
         gathered = timeline.gathered_ps
-        stages = [{a.stage for a in own.actions} for own in schedule.llm]
+        stages = [{a.stage for a in rank.actions} for rank in schedule.llm]
         each = timeline.own_reduce_ps
-        reduce = [sum(each.get(stage, 0) for stage in own) for own in stages]
-        last = [each.get(min(own), 0) for own in stages]
+        reduce = [sum(each.get(stage, 0) for stage in stages_of_rank) for stages_of_rank in stages]
+        last = [each.get(min(stages_of_rank), 0) for stages_of_rank in stages]
         for kernels in kernels_of(schedule).values():
             for device, start, end, _ in kernels:
                 rank = device // groups
                 assert start >= gathered[rank], (seed, kind)
-                behind = 0 if timeline.reduction_hides else reduce[rank]
-                assert end + behind <= total_ps + 2, (seed, kind)
-        behind = last if timeline.reduction_hides else reduce
-        for own, tail in zip(schedule.llm, behind, strict=True):
-            assert own.end_ps[-1] + tail <= total_ps + 2
+                remaining = 0 if timeline.reduction_hides else reduce[rank]
+                assert end + remaining <= total_ps + 2, (seed, kind)
+        remaining = last if timeline.reduction_hides else reduce
+        for rank_schedule, tail in zip(schedule.llm, remaining, strict=True):
+            assert rank_schedule.end_ps[-1] + tail <= total_ps + 2
 
 
-def test_the_llms_gradients_are_reduced_below_encoders_backwards():
-    """Two ranks of two stages, one microbatch; the encoder's backward takes 4 ms on either."""
+def test_llm_reductions_overlap_encoder_backward():
+    """Use two ranks of two stages, one microbatch, and encoder backward passes of 4 ms."""
     costs = PlanCosts(
         {Action(k, s, 0): 1.0 for k in (ActionType.F, ActionType.B) for s in range(4)},
         reduce_ms=dict.fromkeys(range(4), 3.0),
@@ -165,19 +176,19 @@ def test_the_llms_gradients_are_reduced_below_encoders_backwards():
     ends = {}
     for hides in (False, True):
         timeline = llm_step(2, 2, 1, "gpipe", costs=costs, sharding="step", reduction_hides=hides)
-        # Backwards of stages 3 to 0 end at 5, 6, 7 and 8.
+        # Backward passes of stages 3 to 0 end at 5, 6, 7 and 8 ms.
         reduced = [6 + 8, 6 + 7] if not hides else [6 + 3 + 3, 5 + 3 + 3]
         assert timeline.reduced_ps == [to_picoseconds(ms) for ms in reduced]
         ends[hides] = fill_bubbles(timeline, [work]).total_ms
     assert ends == {False: 8 + 4 + 4 + 6, True: 8 + 4 + 4}
 
 
-def test_all_work_is_done_and_bounds_the_step(schedules):
+def test_all_encoder_work_is_scheduled(schedules):
     for seed, kind, schedule in schedules:
         busy: dict[int, int] = {}
         for device, start, end, on_links in on_every_device(schedule):
             busy[device] = busy.get(device, 0) + (end - start) * (not on_links)
-        wanted = sum(
+        expected = sum(
             work.width * to_picoseconds(ms)
             for work in schedule.works
             for durations, links in zip(
@@ -185,7 +196,7 @@ def test_all_work_is_done_and_bounds_the_step(schedules):
             )
             for ms in durations[:, :, ~links].flatten()
         )
-        assert sum(busy.values()) == wanted, (seed, kind)
+        assert sum(busy.values()) == expected, (seed, kind)
         groups = schedule.works[0].tensor_groups
         total_ps = to_picoseconds(schedule.total_ms)
         for device, own_ps in busy.items():
@@ -195,7 +206,7 @@ def test_all_work_is_done_and_bounds_the_step(schedules):
         assert schedule.efficiency <= 1
 
 
-def test_fine_is_no_longer_than_coarse_and_that_than_no_bubbles_at_all(schedules):
+def test_fine_schedules_are_shorter_than_coarse(schedules):
     totals = {(seed, kind): schedule for seed, kind, schedule in schedules}
     shorter = 0
     for seed in range(CASES):
@@ -211,7 +222,7 @@ def test_fine_is_no_longer_than_coarse_and_that_than_no_bubbles_at_all(schedules
 
 
 @pytest.mark.parametrize("make", [random_case, unequal_case])
-def test_the_delay_of_an_assignment_is_the_least_there_is(make):
+def test_delay_of_assignment_is_minimal(make):
     delayed = 0
     for seed in range(40):
         timeline, works = make(seed)
@@ -228,11 +239,11 @@ def test_the_delay_of_an_assignment_is_the_least_there_is(make):
     assert delayed > 20
 
 
-def small_case(seed: int, alike: bool):
+def small_case(seed: int, uniform: bool):
     rng = random.Random(seed)
     microbatches = rng.choice((4, 6, 8))
     timeline = random_timeline(rng, 4, microbatches)
-    work = random_work(rng, 4, microbatches, alike=alike)
+    work = random_work(rng, 4, microbatches, uniform=uniform)
     blocks = np.arange(4, dtype=np.int32).reshape(2, 2)  # two pipelines
     shape = (len(work.tasks), 2, work.forward_ms_NSK.shape[2])
     forward = np.resize(work.forward_ms_NSK, shape)
@@ -244,40 +255,44 @@ def small_case(seed: int, alike: bool):
 
 
 @pytest.mark.parametrize("kind", ["coarse", "fine"])
-def test_alike_microbatches_are_dealt_as_well_as_any_assignment_does(kind):
-    # All assignments, so all compositions of the microbatches over two pipelines.
+def test_uniform_microbatches_are_assigned_optimally(kind):
+    # Try all assignments of the microbatches to two pipelines.
     for seed in range(15):
-        timeline, work = small_case(seed, alike=True)
+        timeline, work = small_case(seed, uniform=True)
         filler = BubbleFiller(timeline, [work])
-        every = product(range(2), repeat=len(work.tasks))
-        placed = [filler.evaluate(kind, np.array(found, np.int32)) for found in every]
+        assignments = product(range(2), repeat=len(work.tasks))
+        placed = [filler.evaluate(kind, np.array(a, np.int32)) for a in assignments]
         greedy = filler.evaluate(kind, filler.forward_first(kind))
         tolerance_ps = 1e-4 * to_picoseconds(work.busy_ms)
         assert greedy.before_ps <= min(p.before_ps for p in placed) + tolerance_ps, seed
         best_ms = min(p.total_ps for p in placed) / PICOSECONDS_PER_MS
-        found = fill_bubbles(timeline, [work], kind, evaluations=40)  # too few to try all
-        assert found.total_ms <= 1.01 * best_ms, seed
+        filled = fill_bubbles(
+            timeline, [work], kind, evaluations=40
+        )  # too few evaluations for an exhaustive search
+        assert filled.total_ms <= 1.01 * best_ms, seed
 
 
-def test_different_microbatches_reach_the_optimum_of_small_steps():
+def test_small_steps_reach_the_optimum():
     gains = []
     for seed in range(20):
-        timeline, work = small_case(100 + seed, alike=False)
+        timeline, work = small_case(100 + seed, uniform=False)
         if len(work.tasks) > 8:
             continue
         filler = BubbleFiller(timeline, [work])
-        every = product(range(2), repeat=len(work.tasks))
-        best = min(filler.evaluate("fine", np.array(a, np.int32)).total_ps for a in every)
-        found = fill_bubbles(timeline, [work])
-        assert found.total_ms <= best / PICOSECONDS_PER_MS + 1e-9, seed
+        assignments = product(range(2), repeat=len(work.tasks))
+        best = min(filler.evaluate("fine", np.array(a, np.int32)).total_ps for a in assignments)
+        filled = fill_bubbles(timeline, [work])
+        assert filled.total_ms <= best / PICOSECONDS_PER_MS + 1e-9, seed
         greedy = filler.evaluate("fine", filler.forward_first("fine")).total_ps
         gains.append(greedy / best - 1)
-    assert len(gains) >= 6 and max(gains) > 0.001, "the search has nothing to find"
+    assert len(gains) >= 6 and max(gains) > 0.001, "greedy assignments are optimal in these cases"
 
 
-def test_an_encoder_over_several_devices_waits_until_all_of_them_are_free():
-    """Vision over both devices of a rank, two tasks of audio on either: never at once, and audio's
-    two run beside each other."""
+def test_wide_encoder_waits_for_all_devices():
+    """Use a vision encoder on both devices of a rank, and two audio tasks, one per device.
+
+    Vision and audio never run at the same time. The audio tasks run concurrently.
+    """
     timeline = llm_step(1, 1, 1)
     tasks, ms = ((0, 0), (0, 1)), np.ones((2, 1, 2))
     both = np.array([[0]], np.int32), np.array([[0], [1]], np.int32)
@@ -286,26 +301,26 @@ def test_an_encoder_over_several_devices_waits_until_all_of_them_are_free():
         for name, devices, width in zip(("vision", "audio"), both, (2, 1), strict=True)
     )
     schedule = fill_bubbles(timeline, [vision, audio])
-    found = sorted(kernel[:3] for kernel in on_every_device(schedule))
-    assert len(found) == 2 * 2 * 4 + 8
-    for (device, _, end), (other, start, _) in pairwise(found):
+    kernels = sorted(kernel[:3] for kernel in on_every_device(schedule))
+    assert len(kernels) == 2 * 2 * 4 + 8
+    for (device, _, end), (other, start, _) in pairwise(kernels):
         assert device != other or end <= start
     assert schedule.before_ms + schedule.after_ms == pytest.approx(8 + 4)
 
 
-def test_an_encoder_that_costs_nothing_adds_nothing():
+def test_encoder_without_cost_adds_no_time():
     timeline = llm_step(4, 2, 8)
     devices = np.arange(4, dtype=np.int32).reshape(4, 1)
-    nothing = np.zeros((8, 1, 3))
-    work = EncoderWork("vision", tuple((m, 0) for m in range(8)), devices, nothing, nothing)
+    zeros = np.zeros((8, 1, 3))
+    work = EncoderWork("vision", tuple((m, 0) for m in range(8)), devices, zeros, zeros)
     for kind in ("coarse", "fine"):
         schedule = fill_bubbles(timeline, [work], kind)
         assert schedule.total_ms == schedule.llm_ms == timeline.llm_ps / PICOSECONDS_PER_MS
         assert schedule.efficiency == 1
 
 
-def test_deferred_forwards_hide_encoders_that_early_ones_do_not():
-    # Figure 12: bubbles of the warm-up lie before forwards that can wait.
+def test_deferred_forwards_hide_more_encoder_work():
+    # Figure 12: warm-up bubbles precede forward actions that can be deferred.
     devices = np.arange(4, dtype=np.int32).reshape(4, 1)
     forward = np.full((8, 1, 4), 0.5)
     work = EncoderWork("vision", tuple((m, 0) for m in range(8)), devices, forward, forward)
@@ -313,7 +328,7 @@ def test_deferred_forwards_hide_encoders_that_early_ones_do_not():
     assert totals[1] < totals[0]
 
 
-def test_bad_works_are_refused():
+def test_invalid_encoder_work_is_rejected():
     timeline = llm_step(4, 1, 4)
     tasks, one = tuple((m, 0) for m in range(4)), np.ones((4, 1, 2))
     devices = np.arange(4, dtype=np.int32).reshape(4, 1)
@@ -337,18 +352,18 @@ def test_bad_works_are_refused():
         replace(work, devices_MS=devices % 2)
 
 
-def test_annealing_finds_what_single_moves_do_not():
-    # Six jobs on two machines: 3+3 | 2+2+2 balances, and no single move from 3+3+2 | 2+2 helps.
+def test_annealing_escapes_local_optima():
+    # Jobs of sizes 3+3 | 2+2+2 on two machines balance. No single move improves 3+3+2 | 2+2.
     sizes = np.array([3, 3, 2, 2, 2])
 
-    def cost(places: np.ndarray) -> int:
-        return int(max(sizes[places == 0].sum(), sizes[places == 1].sum()))
+    def cost(assignment: np.ndarray) -> int:
+        return int(max(sizes[assignment == 0].sum(), sizes[assignment == 1].sum()))
 
     start = np.array([0, 1, 0, 1, 0], np.int32)
     assert cost(start) == 7
     choices = [range(2)] * 5
-    found = search_assignment([start], choices, cost, evaluations=25, enough=6)
-    assert cost(found) == 6
+    best = search_assignment([start], choices, cost, evaluations=25, enough=6)
+    assert cost(best) == 6
     again = search_assignment([start], choices, cost, evaluations=25, enough=6)
-    assert (found == again).all(), "seeded"
+    assert (best == again).all(), "the search is not deterministic"
     assert (search_assignment([start], choices, cost, evaluations=0) == start).all()

@@ -1,4 +1,4 @@
-"""Pieces at the LLM's collectives are taken where a simulated step is shorter with them, only."""
+"""Tests of the choice of launched encoder pieces, only if they shorten the simulated step."""
 
 from dataclasses import replace
 
@@ -35,8 +35,8 @@ def choices_of(seed: int, pieces: LayerPieces, share: float = SHARE):
     return graph, costs, list(choices)
 
 
-def test_launches_are_taken_where_the_step_is_shorter():
-    taken, shorter = 0, 0.0
+def test_launches_are_chosen_if_step_is_shorter():
+    chosen, shorter = 0, 0.0
     for seed in range(CASES):
         graph, costs, choices = choices_of(seed, EVEN)
         best = choices[-1]
@@ -45,22 +45,22 @@ def test_launches_are_taken_where_the_step_is_shorter():
         assert bool(best.step.launches) == (best.bubbles == "launched")
         if best.bubbles != "launched":
             continue
-        taken += 1
+        chosen += 1
         shorter += without.simulated.makespan_ms / best.simulated.makespan_ms - 1
         assert best.simulated.makespan_ms < without.simulated.makespan_ms
-        # What runs is what was played.
+        # The executed plan is the simulated plan.
         plan = lower_plan(best.step.order, best.step.graph, {}, "step", reduces_early=True)
         plan = with_launches(plan, best.step.launches)
         validate_plan(plan).raise_for_problems()
         assert plan == best.simulated.plan
-        played = replace(costs, tensor_ms=tensor_ms(graph, costs, SHARE))
-        assert simulate(plan, played).makespan_ms == best.simulated.makespan_ms
-    assert taken > CASES / 2
-    assert shorter / taken > 0.01
+        simulated_costs = replace(costs, tensor_ms=tensor_ms(graph, costs, SHARE))
+        assert simulate(plan, simulated_costs).makespan_ms == best.simulated.makespan_ms
+    assert chosen > CASES / 2
+    assert shorter / chosen > 0.01
 
 
-def test_launches_that_do_not_pay_are_not_taken():
-    """Of pieces that are longer than bubbles."""
+def test_unprofitable_launches_are_not_chosen():
+    """Use pieces that are longer than bubbles."""
     kinds = {choices_of(seed, EVEN, share=1e-4)[2][-1].bubbles for seed in range(CASES)}
     assert "fine" in kinds and "launched" not in kinds
 
@@ -77,7 +77,7 @@ SIZES = TaskSizes(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
-def test_pieces_of_a_layer(tensor, sequence, recompute):
+def test_pieces_match_layer_structure(tensor, sequence, recompute):
     execution = Execution(tensor=tensor, sequence_parallel=sequence, recompute=recompute)
     forward, backward = layer_pieces(LAYER, SIZES, execution)
     each = 8 if sequence else 6
@@ -86,9 +86,9 @@ def test_pieces_of_a_layer(tensor, sequence, recompute):
         assert sum(piece.share for piece in pieces) == pytest.approx(1)
     sends = sum(piece.sends for piece in forward)
     assert sends == {1: 0, 2: 4 if sequence else 2}[tensor]
-    own = layer_collectives(execution)
-    assert own == (0, 0) if tensor == 1 else own[0] == sends
-    # Four times as much in the feed-forward part's products as in the attention's output.
+    collectives = layer_collectives(execution)
+    assert collectives == (0, 0) if tensor == 1 else collectives[0] == sends
+    # The MLP matmuls have four times as many FLOPs as the attention output projection.
     shares = sorted(piece.share for piece in forward)
     output = next(p.share for p in forward if p.share > 0 and p.share < shares[-1] / 3.9)
     assert shares[-1] == pytest.approx(4 * output)

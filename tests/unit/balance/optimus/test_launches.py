@@ -1,4 +1,4 @@
-"""Encoder actions that LLM actions launch: what may begin where, and what runs then."""
+"""Tests of encoder pieces that LLM actions launch: dependencies, timing and execution."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,14 +39,16 @@ SENDS = LayerPieces(
 
 
 def costs_of(step, pieces: LayerPieces = PIECES, **more) -> PlanCosts:
-    """LLM stages take twelve times as long as encoder layers, and communicate at four places."""
+    """Return costs: LLM stages take 12 times as long as encoder layers and have 4 collectives."""
     encoders = encoder_stages(step)
     compute, tensor = {}, {}
     for task in step.tasks():
         for kind in COMPUTE:
             action = Action(kind, *task)
-            own = 1.0 if task.stage in encoders else 12.0
-            compute[action] = own * (1 if kind is ActionType.F else 2) * (1 + 0.1 * task.microbatch)
+            base_ms = 1.0 if task.stage in encoders else 12.0
+            compute[action] = (
+                base_ms * (1 if kind is ActionType.F else 2) * (1 + 0.1 * task.microbatch)
+            )
             sends = task.stage not in encoders or pieces is SENDS
             tensor[action] = SHARE * compute[action] if sends else 0.0
     return PlanCosts(
@@ -55,31 +57,29 @@ def costs_of(step, pieces: LayerPieces = PIECES, **more) -> PlanCosts:
 
 
 def planned(pipeline: int = 1, mirrors: int = 1, parts=PARTS):
-    """Encoder actions stand where the last of their pieces would be."""
+    """Return a plan with each encoder action at the position of its last piece."""
     step = graph(pipeline, mirrors, parts)
     costs = costs_of(step)
     orders = llm_orders(step, costs, "interleaved_1f1b", 64)
-    found = next(optimus_steps(step, costs, orders, "fine", "step", inside=True))
-    return lower_plan(found.order, found.graph, {}, sharding="step")
+    step_plan = next(optimus_steps(step, costs, orders, "fine", "step", inside=True))
+    return lower_plan(step_plan.order, step_plan.graph, {}, sharding="step")
 
 
 def launched(plan: PipelinePlan, pieces: LayerPieces = PIECES) -> PipelinePlan:
-    found = with_launches(plan, plan_launches(plan, costs_of(plan.graph, pieces)))
-    validate_plan(found).raise_for_problems()
-    return found
+    with_pieces = with_launches(plan, plan_launches(plan, costs_of(plan.graph, pieces)))
+    validate_plan(with_pieces).raise_for_problems()
+    return with_pieces
 
 
 @pytest.mark.parametrize("pieces", [PIECES, SENDS])
 @pytest.mark.parametrize(("pipeline", "mirrors"), [(1, 1), (2, 1), (1, 2)])
-def test_what_is_launched_takes_time_from_its_place_and_none_from_the_llm(
-    pipeline, mirrors, pieces
-):
+def test_launched_pieces_save_time_without_llm_delay(pipeline, mirrors, pieces):
     plan = planned(pipeline, mirrors)
-    found = launched(plan, pieces)
+    with_pieces = launched(plan, pieces)
     costs = costs_of(plan.graph, pieces)
-    assert found.launches
-    assert sum(sum(launch.pieces) for launch in found.launches.values()) > 50
-    times = launch_times(found, costs)
+    assert with_pieces.launches
+    assert sum(sum(launch.pieces) for launch in with_pieces.launches.values()) > 50
+    times = launch_times(with_pieces, costs)
     encoders = encoder_stages(plan.graph)
     for action, shift_ms in times.shift_ms.items():
         if action.stage in encoders:
@@ -87,9 +87,9 @@ def test_what_is_launched_takes_time_from_its_place_and_none_from_the_llm(
         else:
             assert shift_ms == pytest.approx(0, abs=1e-9)
     assert min(times.shift_ms.values()) < 0
-    before, after = simulate(plan, costs), simulate(found, costs)
+    before, after = simulate(plan, costs), simulate(with_pieces, costs)
     assert after.makespan_ms < before.makespan_ms
-    # What fills bubbles is computation, and no bubble any more.
+    # The computation that fills bubbles no longer counts as bubble.
     total_ms = sum(after.timeline.busy_ms) + sum(after.timeline.bubble_ms.values())
     hidden_ms = -sum(ms for a, ms in times.shift_ms.items() if a.stage in encoders)
     assert hidden_ms > 0.1 * sum(costs.compute_ms[a] for a in times.shift_ms if a.stage in encoders)
@@ -97,75 +97,80 @@ def test_what_is_launched_takes_time_from_its_place_and_none_from_the_llm(
         assert total_ms == pytest.approx(len(plan.actions) * after.makespan_ms)
 
 
-def test_launches_keep_every_rank_in_its_order_of_computing():
+def test_launches_keep_compute_order():
     plan = planned(2)
-    found = launched(plan)
-    for program, other in zip(plan.actions, found.actions, strict=True):
+    with_pieces = launched(plan)
+    for program, other in zip(plan.actions, with_pieces.actions, strict=True):
         assert set(program) == set(other) and len(program) == len(other)
         rows = [[a for a in row if not a.type.value.startswith("WAIT")] for row in (program, other)]
         assert rows[0] == rows[1]
-    assert found.actions != plan.actions, "no wait has moved: nothing is tested"
+    assert with_pieces.actions != plan.actions, "no wait has moved, so the test checks nothing"
 
 
-def test_nothing_is_launched_where_nothing_is_gained():
+def test_useless_launches_are_not_planned():
     plan = planned()
     costs = costs_of(plan.graph)
     assert not plan_launches(plan, replace(costs, runs_beside=False))
     assert not plan_launches(plan, replace(costs, tensor_ms={}))
     assert not plan_launches(plan, replace(costs, pieces={}))
     short = {a: ms / 1000 for a, ms in costs.tensor_ms.items()}
-    assert not plan_launches(plan, replace(costs, tensor_ms=short)), "pieces do not fit"
+    assert not plan_launches(plan, replace(costs, tensor_ms=short)), (
+        "pieces do not fit into collectives"
+    )
 
 
-def test_pieces_that_do_not_fit_make_the_llm_late():
+def test_oversized_pieces_delay_the_llm():
     plan = planned()
-    found = launched(plan)
+    with_pieces = launched(plan)
     costs = costs_of(plan.graph)
     shorter = replace(costs, tensor_ms={a: ms / 4 for a, ms in costs.tensor_ms.items()})
-    late = {a: ms for a, ms in launch_times(found, shorter).shift_ms.items() if ms > 0}
+    late = {a: ms for a, ms in launch_times(with_pieces, shorter).shift_ms.items() if ms > 0}
     assert late and not {a.stage for a in late} & encoder_stages(plan.graph)
-    serial = simulate(found, replace(costs, runs_beside=False))
+    serial = simulate(with_pieces, replace(costs, runs_beside=False))
     assert serial.makespan_ms == pytest.approx(
         simulate(plan, replace(costs, runs_beside=False)).makespan_ms, rel=0.3
     )
 
 
-def test_pieces_add_up_to_their_action():
+def test_pieces_sum_to_action_time():
     step = graph(2, 1, (2, 1))
     for pieces in (PIECES, SENDS):
         costs = costs_of(step, pieces)
         for action in (Action(ActionType.F, 0, 0, 1), Action(ActionType.B, 3, 0, 0)):
-            found = timed_pieces(action, step, costs)
-            assert len(found) == 7
-            total_ms = sum(piece.compute_ms + piece.send_ms for piece in found)
+            pieces_ms = timed_pieces(action, step, costs)
+            assert len(pieces_ms) == 7
+            total_ms = sum(piece.compute_ms + piece.send_ms for piece in pieces_ms)
             assert total_ms == pytest.approx(costs.compute_ms[action])
     assert timed_pieces(Action(ActionType.F, 0, 0, 1), step, replace(costs, pieces={})) == []
 
 
-def test_launched_activations_count_from_where_they_begin():
+def test_launched_activations_are_allocated_at_launch():
     plan = planned()
-    found = launched(plan)
+    with_pieces = launched(plan)
     kept = {task: 100 for task in plan.graph.tasks() if task.stage < 4}
     costs = replace(costs_of(plan.graph), kept_bytes=kept)
-    begun = 0
+    launched_forwards = 0
     for program, before, after in zip(
-        found.actions, memory_changes(plan, costs), memory_changes(found, costs), strict=True
+        with_pieces.actions,
+        memory_changes(plan, costs),
+        memory_changes(with_pieces, costs),
+        strict=True,
     ):
-        at = {action: 2 * place for place, action in enumerate(program)}
+        at = {action: 2 * index for index, action in enumerate(program)}
         assert sum(before) == sum(after) == 0
-        for llm in (action for action in program if action in found.launches):
-            forwards = [a for a in found.launches[llm].begins if a.type is ActionType.F]
+        for llm in (action for action in program if action in with_pieces.launches):
+            forwards = [a for a in with_pieces.launches[llm].begins if a.type is ActionType.F]
             assert after[at[llm]] == 100 * len(forwards)
             assert not any(after[at[action]] for action in forwards)
-            begun += len(forwards)
-    assert begun > 4
+            launched_forwards += len(forwards)
+    assert launched_forwards > 4
 
 
-def test_launches_come_back_from_numbers():
+def test_launches_survive_plan_encoding():
     plan = launched(planned(2))
-    found = decode_plan(encode_plan(plan), graph(2, 1, PARTS), lambda _: {})
-    assert found == plan
-    assert found.launches
+    decoded = decode_plan(encode_plan(plan), graph(2, 1, PARTS), lambda _: {})
+    assert decoded == plan
+    assert decoded.launches
 
 
 def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
@@ -176,15 +181,15 @@ def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("mistake", ["skipped", "by an encoder", "negative", "not available"])
-def test_wrong_launches_are_found(mistake):
+@pytest.mark.parametrize("mistake", ["skipped", "by encoder", "negative", "not available"])
+def test_invalid_launches_are_reported(mistake):
     plan = launched(planned(2))
     rank, llm, launch = first_launch(plan)
     encoders = encoder_stages(plan.graph)
     row = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage in encoders]
     changed: Mapping[str, dict[Action, Launch]] = {
         "skipped": {llm: launch._replace(begins=(row[row.index(launch.begins[0]) + 1],))},
-        "by an encoder": {row[0]: launch},
+        "by encoder": {row[0]: launch},
         "negative": {llm: launch._replace(pieces=(-1,))},
         "not available": {llm._replace(microbatch=99): launch},
     }
@@ -193,12 +198,12 @@ def test_wrong_launches_are_found(mistake):
     assert problems and {p.kind for p in problems} == {"dependency"}
 
 
-def test_what_is_not_there_yet_does_not_begin():
-    """Of every encoder action with every LLM action directly before it."""
+def test_launches_wait_for_their_inputs():
+    """Launch every encoder action from every LLM action directly before it."""
     plan = planned(2)
     book = RuleBook(plan)
     encoders = encoder_stages(plan.graph)
-    refused = allowed = 0
+    rejected = allowed = 0
     for rank, program in enumerate(plan.actions):
         rules = book.rules[rank]
         places = [i for i, a in enumerate(program) if a.type in COMPUTE and a.stage in encoders]
@@ -212,15 +217,15 @@ def test_what_is_not_there_yet_does_not_begin():
                 problems = validate_plan(replace(plan, launches=launches)).problems
                 if position <= max(gives):
                     assert ["which requires" in p.text for p in problems] == [True]
-                    refused += 1
+                    rejected += 1
                 else:
                     assert not problems
                     allowed += 1
-    assert refused and allowed
+    assert rejected and allowed
 
 
-class Handled:
-    """Stands for the handlers of a step: encoder actions stop, LLM actions communicate."""
+class StepHandler:
+    """Handler of all actions of a step: encoder actions yield, LLM actions communicate."""
 
     def __init__(self, hooks: LayerHooks, plan: PipelinePlan) -> None:
         self.encoders = encoder_stages(plan.graph)
@@ -241,62 +246,64 @@ class Handled:
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_the_runtime_launches_what_the_plan_says(timed):
+def test_runtime_launches_planned_pieces(timed):
     plan = launched(planned())
     encoders = encoder_stages(plan.graph)
     ticks = iter(range(10**6))
     for rank, program in enumerate(plan.actions):
         hooks = LayerHooks()
-        handled = Handled(hooks, plan)
+        handled = StepHandler(hooks, plan)
         mark = (lambda: next(ticks)) if timed else None
-        ahead = Ahead(plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark)
-        context = ahead.active()
+        overlap = Ahead(plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark)
+        context = overlap.active()
         handlers = context.__enter__()
         row = [action for action in program if action.type in COMPUTE]
         inside: dict[tuple[Action, int], int] = {}
         for action in row:
             begin = len(handled.events)
             handlers[action.type](action)
-            seen = handled.events[begin:]
+            events = handled.events[begin:]
             if action.stage in encoders:
-                assert all(a == action for a, _ in seen), "its own rest, and nothing else"
+                assert all(a == action for a, _ in events), "an encoder action ran other actions"
                 continue
             collective = -1
-            for event in seen:
+            for event in events:
                 if event[0] == action:
                     collective = event[1]
                 else:
                     inside[action, collective] = inside.get((action, collective), 0) + 1
         context.__exit__(None, None, None)
         assert hooks.on_collective is hooks.on_stop is None
-        wanted = {
+        expected = {
             (llm, i): count
             for llm, launch in plan.launches.items() if llm in program
             for i, count in enumerate(launch.pieces) if count
         }  # fmt: skip
-        assert inside == wanted, rank
+        assert inside == expected, rank
         done = [a for a, piece in handled.events if a.stage in encoders and piece == 6]
-        assert done == [a for a in row if a.stage in encoders], "in order, each once"
-        assert bool(ahead.spans) == (timed and bool(wanted))
-        for span in ahead.spans:
+        assert done == [a for a in row if a.stage in encoders], (
+            "encoder actions are not complete and in order"
+        )
+        assert bool(overlap.spans) == (timed and bool(expected))
+        for span in overlap.spans:
             assert span.llm in plan.launches and span.encoder.stage in encoders
             assert span.begin < span.end
 
 
-def test_an_error_in_a_piece_ends_the_step():
+def test_error_in_piece_stops_the_step():
     plan = launched(planned())
     encoders = encoder_stages(plan.graph)
     _, llm, launch = first_launch(plan)
 
     def handler(action: Action) -> None:
         if action == launch.begins[0]:
-            raise ValueError("torn")
+            raise ValueError("failed piece")
         if action.stage not in encoders:
             for _ in range(4):
                 hooks.between("llm")()
 
     hooks = LayerHooks()
-    ahead = Ahead(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
-    with pytest.raises(ValueError, match="torn"), ahead.active() as handlers:
+    overlap = Ahead(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
+    with pytest.raises(ValueError, match="failed piece"), overlap.active() as handlers:
         handlers[llm.type](llm)
-    assert not ahead._thread.is_alive()
+    assert not overlap._thread.is_alive()

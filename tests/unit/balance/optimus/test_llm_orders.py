@@ -1,4 +1,4 @@
-"""Orders of the LLM alone, searched ones among them, into whose bubbles encoders are put."""
+"""Tests of LLM schedules, including searched schedules, whose bubbles encoders fill."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,23 +23,23 @@ def alone_ms(graph: StageGraph, costs, order) -> float:
     return llm_timeline(graph, order, costs, lambda a: (0.0, costs.compute_ms[a])).llm_ps * 1e-9
 
 
-def test_searched_orders_run_all_of_the_llm_and_some_are_faster():
+def test_searched_orders_are_complete_and_faster():
     faster = 0
     for seed in range(12):
         graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
         named = list(llm_orders(graph, costs, "interleaved_1f1b", EVALUATIONS))
-        every = list(llm_orders(graph, costs, "searched", EVALUATIONS))
-        assert every[: len(named)] == named, "a choice is never worse off than without a search"
-        for order in every:
+        all_orders = list(llm_orders(graph, costs, "searched", EVALUATIONS))
+        assert all_orders[: len(named)] == named, "named orders come first"
+        for order in all_orders:
             assert [Counter(row) for row in order] == [Counter(row) for row in named[0]], seed
         published = named[: len(list(sequences(graph, costs)))]
         shortest_ms = min(alone_ms(graph, costs, order) for order in published)
-        faster += min(alone_ms(graph, costs, order) for order in every) < 0.999 * shortest_ms
+        faster += min(alone_ms(graph, costs, order) for order in all_orders) < 0.999 * shortest_ms
     assert faster > 2
 
 
-def test_a_frozen_llm_has_fewer_backwards():
-    """None for microbatches without anything trained before the LLM."""
+def test_frozen_llm_skips_backward_actions():
+    """Check that microbatches without trainable modules before the LLM have no backward actions."""
     graph, costs, _ = random_step(5)
     stages = tuple(
         replace(stage, trainable=stage.module == "vision", tied_to=-1)
@@ -47,18 +47,18 @@ def test_a_frozen_llm_has_fewer_backwards():
     )
     frozen = replace(graph, layout=replace(graph.layout, stages=stages))
     assert not all(frozen.needs_backward(len(stages) - 1, i) for i in range(frozen.microbatches))
-    missing = {
+    compute_ms = {
         action: ms
         for action, ms in costs.compute_ms.items()
         if action.type.value == "F" or frozen.needs_backward(action.stage, action.microbatch)
     }
-    own = replace(costs, compute_ms=missing)
-    named, *_ = llm_orders(frozen, own, "interleaved_1f1b", EVALUATIONS)
-    *_, searched = llm_orders(frozen, own, "searched", EVALUATIONS)
+    frozen_costs = replace(costs, compute_ms=compute_ms)
+    named, *_ = llm_orders(frozen, frozen_costs, "interleaved_1f1b", EVALUATIONS)
+    *_, searched = llm_orders(frozen, frozen_costs, "searched", EVALUATIONS)
     assert [Counter(row) for row in searched] == [Counter(row) for row in named]
 
 
-def test_a_step_with_a_searched_llm_is_never_longer_than_with_1f1b():
+def test_searched_llm_never_lengthens_step():
     shorter = 0
     for seed in range(16):
         graph, costs, _ = random_step(seed, wires=True)
@@ -71,11 +71,11 @@ def test_a_step_with_a_searched_llm_is_never_longer_than_with_1f1b():
             ends[schedule] = best.simulated.makespan_ms
         assert ends["searched"] <= ends["interleaved_1f1b"], seed
         shorter += ends["searched"] < 0.999 * ends["interleaved_1f1b"]
-    assert shorter > 1, "rivals with adjusted warm-ups leave little"
+    assert shorter > 1, "the search shortens too few steps"
 
 
-def test_adjusted_warm_ups_are_tried_and_shorten_some_steps():
-    """The step is never longer than with the published warm-ups alone, coarse or fine."""
+def test_adjusted_warmups_shorten_some_steps():
+    """Check that steps are never longer than with published warm-ups, coarse or fine."""
     shorter = 0
     for seed in range(24):
         graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
@@ -87,11 +87,11 @@ def test_adjusted_warm_ups_are_tried_and_shorten_some_steps():
             backbone_order(graph, interleaved_1f1b, sequence)
             for sequence in sequences(graph, costs)
         ]
-        own_ms = inf
+        published_ms = inf
         for kind in ("coarse", "fine"):
-            for found in optimus_steps(graph, costs, published, kind, "step", evaluations=20):
-                plan = lower_plan(found.order, found.graph, {}, "step")
-                own_ms = min(own_ms, simulate(plan, costs).makespan_ms)
-        assert best.simulated.makespan_ms <= own_ms, seed
-        shorter += best.simulated.makespan_ms < 0.999 * own_ms
+            for step_plan in optimus_steps(graph, costs, published, kind, "step", evaluations=20):
+                plan = lower_plan(step_plan.order, step_plan.graph, {}, "step")
+                published_ms = min(published_ms, simulate(plan, costs).makespan_ms)
+        assert best.simulated.makespan_ms <= published_ms, seed
+        shorter += best.simulated.makespan_ms < 0.999 * published_ms
     assert shorter > 1, shorter

@@ -1,4 +1,4 @@
-"""The LLM's timeline: textbook times, forwards as late as possible, bubbles by class."""
+"""Tests of the LLM timeline: published times, deferred forward actions, bubbles by type."""
 
 import random
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from torchmm.pipelining.schedules.names import ORDERS
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 4), (4, 3, 8), (8, 2, 16)])
-def test_interleaved_1f1b_has_its_textbook_makespan(ranks, virtual, microbatches):
+def test_interleaved_1f1b_has_published_makespan(ranks, virtual, microbatches):
     timeline = llm_step(ranks, virtual, microbatches)
     expected_ms = 3.0 * (microbatches * virtual + ranks - 1)
     assert timeline.llm_ps == expected_ms * PICOSECONDS_PER_MS
@@ -33,12 +33,12 @@ def test_interleaved_1f1b_has_its_textbook_makespan(ranks, virtual, microbatches
 def starts(timeline) -> dict[Action, int]:
     return {
         action: int(start)
-        for own in timeline.ranks
-        for action, start in zip(own.actions, own.start_ps, strict=True)
+        for rank_schedule in timeline.ranks
+        for action, start in zip(rank_schedule.actions, rank_schedule.start_ps, strict=True)
     }
 
 
-def test_forwards_are_deferred_as_far_as_no_backward_moves():
+def test_forwards_are_deferred_without_delaying_backwards():
     for seed in range(40):
         rng = random.Random(seed)
         timeline = random_timeline(rng, rng.choice((2, 3, 4)), rng.choice((4, 6)))
@@ -47,7 +47,7 @@ def test_forwards_are_deferred_as_far_as_no_backward_moves():
         for action, start in late.items():
             if action.type is ActionType.F:
                 assert start >= early[action], seed
-        # They can all wait for their late starts together, and none of them any longer.
+        # All forward actions can wait for their deferred starts together, but not longer.
         together = starts(timeline.waiting(late))
         assert together == late, seed
         for action in rng.sample(sorted(late, key=str), 10):
@@ -57,8 +57,8 @@ def test_forwards_are_deferred_as_far_as_no_backward_moves():
                 assert later, (seed, action)
 
 
-def test_the_warm_up_of_figure_12_is_adjusted():
-    # Four devices with two chunks each, eight microbatches: F5 to F8 can wait, F1 to F4 cannot.
+def test_figure_12_forwards_are_deferred():
+    # Four devices with two chunks each and eight microbatches: F5 to F8 can wait, F1 to F4 cannot.
     early = llm_step(4, 2, 8, defer=False).needed_ps / PICOSECONDS_PER_MS
     late = llm_step(4, 2, 8).needed_ps / PICOSECONDS_PER_MS
     assert early[:4].tolist() == late[:4].tolist() == [0, 1, 2, 3]
@@ -66,8 +66,8 @@ def test_the_warm_up_of_figure_12_is_adjusted():
     assert early[4] == 8
 
 
-def test_fewer_warm_ups_let_forwards_wait_longer_at_no_cost():
-    """Figure 12 in full: the order of each device changes, which deferring forwards does not do."""
+def test_fewer_warmups_defer_forwards_further():
+    """Check Figure 12 with a different action order per device, which deferral does not change."""
     published, adjusted = (
         llm_step(4, 2, 8, partial(interleaved_1f1b, adjusted=each)) for each in (False, True)
     )
@@ -78,23 +78,23 @@ def test_fewer_warm_ups_let_forwards_wait_longer_at_no_cost():
 
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 6, 8, 11])
-def test_adjusted_orders_run_all_of_a_step_and_keep_no_more(virtual, microbatches):
+def test_adjusted_orders_do_not_save_more(virtual, microbatches):
     for ranks in (2, 4):
         layers = [ModuleLayers("llm", "llm", (1.0,) * ranks * virtual)]
         graph = StageGraph(megatron_layout(layers, ranks, virtual), microbatches)
         published, adjusted = (interleaved_1f1b(graph, adjusted=each) for each in (False, True))
         assert order_problems(graph, adjusted) == []
-        kept = [[_most_kept(row) for row in order] for order in (published, adjusted)]
-        assert all(mine <= theirs for theirs, mine in zip(*kept, strict=True))
+        kept = [[_max_in_flight(row) for row in order] for order in (published, adjusted)]
+        assert all(after <= before for before, after in zip(*kept, strict=True))
         assert (adjusted == published) == (virtual == 1 or kept[0] == kept[1])
 
 
-def _most_kept(row: Sequence[Action]) -> int:
+def _max_in_flight(row: Sequence[Action]) -> int:
     changes = [1 if action.type is ActionType.F else -1 for action in row]
     return max(accumulate(changes))
 
 
-def test_bubbles_are_those_of_the_simulated_step():
+def test_timeline_matches_simulated_step():
     layers = ModuleLayers("llm", "llm", (1.0,) * 12)
     for seed, schedule in enumerate(("gpipe", "interleaved_1f1b", "zero_bubble")):
         graph = StageGraph(megatron_layout([layers], 3, 1 + seed % 2), 6)
@@ -109,26 +109,26 @@ def test_bubbles_are_those_of_the_simulated_step():
             reduce_ms={s: 1.5 for s in stages},
         )
         pieces = layer_pieces(graph, costs)
-        own = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
+        timeline = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
         simulated = simulate(lower_plan(order, graph, {}, sharding="step"), costs).timeline
-        assert own.llm_ps / PICOSECONDS_PER_MS == pytest.approx(simulated.makespan_ms)
+        assert timeline.llm_ps / PICOSECONDS_PER_MS == pytest.approx(simulated.makespan_ms)
 
 
-def test_free_time_is_what_spans_leave():
+def test_free_time_complements_busy_spans():
     timeline = random_timeline(random.Random(3), 2, 4)
     for free, kind in ((timeline.free_compute(), 1), (timeline.free_links(), 0)):
-        for rank, own in enumerate(timeline.spans):
-            part = slice(free.pointers[rank], free.pointers[rank + 1])
-            start, end = free.start_ps[part], free.end_ps[part]
+        for rank, busy_spans in enumerate(timeline.spans):
+            rank_slice = slice(free.pointers[rank], free.pointers[rank + 1])
+            start, end = free.start_ps[rank_slice], free.end_ps[rank_slice]
             assert start[0] == -ALWAYS_PS and end[-1] == ALWAYS_PS
             assert (start < end).all() and (end[:-1] < start[1:]).all()
-            for begin, stop in own[kind].T:
+            for begin, stop in busy_spans[kind].T:
                 assert not ((start < stop) & (end > begin)).any()
-            busy_ps = int((own[kind][1] - own[kind][0]).sum())
+            busy_ps = int((busy_spans[kind][1] - busy_spans[kind][0]).sum())
             assert int((end - start).sum()) + busy_ps == 2 * ALWAYS_PS
 
 
-def test_what_cannot_be_timed_is_refused():
+def test_invalid_orders_are_rejected():
     layers = ModuleLayers("llm", "llm", (1.0,) * 4)
     graph = StageGraph(megatron_layout([layers], 2), 2)
     order = ORDERS["gpipe"](graph)

@@ -1,4 +1,4 @@
-"""Encoders split over fewer tensor-parallel ranks than the LLM: its mirrors in layout and plan."""
+"""Tests of encoders with smaller tensor parallelism than the LLM: mirrors in layouts and plans."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ UNEQUAL = [
     (1, 6, {"vision": 3, "audio": 2}, {}),
     (2, 4, {"vision": 4, "audio": 2}, {"audio": 2}),
 ]
-"""Pipeline ranks and mirrors of the LLM, mirrors and pipeline ranks of encoders."""
+"""Pipeline ranks and mirrors of the LLM, then mirrors and pipeline ranks of encoders."""
 
 
 def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2, 0, 1, 3)):
@@ -32,7 +32,7 @@ def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2
         ModuleLayers("llm", "llm", (1.0,) * 4, tied=True),
         ModuleLayers("generator", "generator", (1.0,) * 2),
     ]
-    # The encoder has stages 0 to 3, one for each layer.
+    # The encoder has stages 0 to 3, one per layer.
     sizes = {"pipelines": {"vision": pipeline}, "slices": {"vision": 4 // pipeline}}
     layout = colocated_layout(modules, RANKS, mirrors=mirrors, **sizes)
     return StageGraph(layout, len(parts), {"vision": parts})
@@ -47,11 +47,11 @@ def durations(step: StageGraph) -> dict[Action, float]:
 
 
 def planned(step: StageGraph, sharding="none"):
-    found = optimus(step, PlanCosts(durations(step)))
-    return lower_plan(found.order, found.graph, {}, sharding)
+    step_plan = optimus(step, PlanCosts(durations(step)))
+    return lower_plan(step_plan.order, step_plan.graph, {}, sharding)
 
 
-def test_every_mirror_has_the_backbone_and_pipelines_lie_on_all_of_them():
+def test_mirrors_have_backbone_and_encoder_pipelines():
     layout = graph(pipeline=2).layout
     assert [s.ranks for s in layout.stages if s.module == "vision"] == [(0, 1)] * 2 + [(2, 3)] * 2
     llm = [(s.ranks, s.mirror) for s in layout.stages if s.module == "llm"]
@@ -62,7 +62,7 @@ def test_every_mirror_has_the_backbone_and_pipelines_lie_on_all_of_them():
     assert layout.destinations[first + 4] == (first + 5,)
 
 
-def test_what_all_mirrors_are_handed_brings_one_gradient_back():
+def test_mirrors_return_one_gradient_of_message():
     step = graph()
     first = next(s.index for s in step.layout.stages if s.module == "llm")
     messages = [Message(first - 1, stage, 0, 0) for stage in step.layout.mirrored[first]]
@@ -73,7 +73,7 @@ def test_what_all_mirrors_are_handed_brings_one_gradient_back():
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_plans_run_and_use_all_ranks(pipeline):
+def test_mirrored_plans_are_valid_on_all_ranks(pipeline):
     plan = planned(graph(pipeline))
     validate_plan(plan).raise_for_problems()
     for row in plan.actions:
@@ -89,36 +89,39 @@ def test_plans_run_and_use_all_ranks(pipeline):
     validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
 
 
-def test_a_mirror_with_another_order_is_found():
+def test_deviating_mirror_order_is_reported():
     plan = planned(graph())
     row = list(plan.actions[1])
     at = [i for i, a in enumerate(row) if a.type in COMPUTE and a.stage >= 4]
     row[at[0]], row[at[-1]] = row[at[-1]], row[at[0]]
     wrong = replace(plan, actions=(plan.actions[0], tuple(row), *plan.actions[2:]))
-    found = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
-    assert ("collective", 1) in found
+    problems = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
+    assert ("collective", 1) in problems
 
 
-def test_mirrors_that_wait_for_each_other_are_found():
-    """Rank 1 wants the gradient of microbatch 0 before it takes part in the backward of 1, behind
-    which rank 0 has that of 0: messages allow it, computing together does not."""
+def test_deadlock_between_mirrors_is_reported():
+    """Build an order that is valid for messages, but not for mirrors.
+
+    Rank 1 needs the gradient of microbatch 0 before its part of the backward pass of microbatch 1.
+    Rank 0 sends this gradient only after the backward pass of microbatch 1.
+    """
     replica = {("vision", 0, 0): 1, ("vision", 1, 0): 0}
     step = replace(graph(parts=(1, 1)), replica=replica)
     forwards = [Action(ActionType.F, *task) for task in step.tasks()]
     backwards = [a._replace(type=ActionType.B) for a in reversed(forwards)]
     order = [list(row) for row in by_rank(step, [*forwards, *backwards])]
     assert validate_plan(lower_plan(tuple(order), step, {})).problems == ()
-    of_encoder = [a for a in order[1] if a.type is ActionType.B and a.stage < 4]
-    others = [a for a in order[1] if a not in of_encoder]
-    at = next(i for i, a in enumerate(others) if a.type is ActionType.B)
-    order[1] = [*others[:at], *of_encoder, *others[at:]]
-    found = validate_plan(lower_plan(tuple(order), step, {})).problems
-    assert {problem.kind for problem in found} == {"deadlock"}
-    assert {problem.rank for problem in found} >= {0, 1}
+    encoder_actions = [a for a in order[1] if a.type is ActionType.B and a.stage < 4]
+    remaining = [a for a in order[1] if a not in encoder_actions]
+    at = next(i for i, a in enumerate(remaining) if a.type is ActionType.B)
+    order[1] = [*remaining[:at], *encoder_actions, *remaining[at:]]
+    problems = validate_plan(lower_plan(tuple(order), step, {})).problems
+    assert {problem.kind for problem in problems} == {"deadlock"}
+    assert {problem.rank for problem in problems} >= {0, 1}
 
 
-def unequal(ranks: int, mirrors: int, of_encoders: dict, pipelines: dict) -> StageGraph:
-    """Two encoders of two stages each."""
+def unequal(ranks: int, mirrors: int, encoder_mirrors: dict, pipelines: dict) -> StageGraph:
+    """Return the step graph of two encoders with two stages each."""
     modules = [
         *(ModuleLayers(name, "encoder", (1.0,) * 4, sub_microbatched=True) for name in BOTH),
         ModuleLayers("llm", "llm", (1.0,) * 4, tied=True),
@@ -128,7 +131,7 @@ def unequal(ranks: int, mirrors: int, of_encoders: dict, pipelines: dict) -> Sta
         modules,
         ranks,
         mirrors=mirrors,
-        encoder_mirrors=of_encoders,
+        encoder_mirrors=encoder_mirrors,
         pipelines=pipelines,
         slices={name: 2 // pipelines.get(name, 1) for name in BOTH},
     )
@@ -138,12 +141,15 @@ def unequal(ranks: int, mirrors: int, of_encoders: dict, pipelines: dict) -> Sta
 BOTH = ("vision", "audio")
 
 
-def test_groups_of_an_encoder_are_mirrors_and_hand_over_in_turns():
-    """Of an encoder over two ranks, an LLM over four: the same rank's mirror is among those that
-    each feeds, and the first of them gives the gradient back."""
+def test_encoder_groups_are_mirrors_of_the_llm():
+    """Use an encoder on two ranks and an LLM on four ranks.
+
+    Each encoder rank feeds two LLM mirrors, including the mirror on the same rank. Only the first
+    of these mirrors returns the gradient.
+    """
     layout = unequal(*UNEQUAL[0]).layout
     vision = [(s.ranks, s.mirror, layout.destinations[s.index]) for s in layout.stages[:4]]
-    assert [own[:2] for own in vision] == [((0, 2), 0)] * 2 + [((1, 3), 1)] * 2
+    assert [stage[:2] for stage in vision] == [((0, 2), 0)] * 2 + [((1, 3), 1)] * 2
     llm = [s.index for s in layout.stages if s.module == "llm"]
     assert vision[1][2] == (llm[0], llm[2]) and vision[3][2] == (llm[1], llm[3])
     step = unequal(*UNEQUAL[0])
@@ -154,39 +160,39 @@ def test_groups_of_an_encoder_are_mirrors_and_hand_over_in_turns():
 
 
 @pytest.mark.parametrize("case", UNEQUAL)
-def test_encoders_of_different_groups_are_planned_and_run_together(case):
+def test_mirrors_run_the_same_actions(case):
     plan = planned(unequal(*case), sharding="step")
     validate_plan(plan).raise_for_problems()
     layout = plan.graph.layout
-    for (stage, rank), alike in layout.together.items():
-        own = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage == stage]
-        for other, twin in zip(alike, layout.mirrored[stage], strict=True):
+    for (stage, rank), ranks in layout.together.items():
+        actions = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage == stage]
+        for other, twin in zip(ranks, layout.mirrored[stage], strict=True):
             row = [a for a in plan.actions[other] if a.type in COMPUTE and a.stage == twin]
-            assert [a._replace(stage=stage) for a in row] == own
+            assert [a._replace(stage=stage) for a in row] == actions
     forwards = spread_replicas(plan.graph)
     order = forward_only(forwards)
     validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
 
 
-def test_an_encoders_mirror_with_another_order_is_found():
+def test_deviating_encoder_mirror_order_is_reported():
     plan = planned(unequal(*UNEQUAL[0]))
     row = list(plan.actions[1])
     at = [i for i, a in enumerate(row) if a.type is ActionType.F and a.stage == 2]
     assert len(at) > 1
     row[at[0]], row[at[-1]] = row[at[-1]], row[at[0]]
     wrong = replace(plan, actions=(plan.actions[0], tuple(row), *plan.actions[2:]))
-    found = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
-    assert ("collective", 1) in found
+    problems = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
+    assert ("collective", 1) in problems
 
 
-def test_simulated_mirrors_begin_together():
-    """Though the ranks of one have other work before."""
+def test_simulated_mirrors_start_together():
+    """Check equal start times although the ranks have different preceding actions."""
     plan = planned(unequal(*UNEQUAL[0]))
     costs = PlanCosts({a: durations(plan.graph)[a] for row in plan.actions for a in row
                        if a.type in COMPUTE})  # fmt: skip
     starts = {r.action: r.start_ms for r in simulate(plan, costs).records}
-    alike = plan.graph.layout.mirrored
+    mirrored = plan.graph.layout.mirrored
     for action, start in starts.items():
         if action.type in COMPUTE:
-            first = action._replace(stage=alike[action.stage][0])
+            first = action._replace(stage=mirrored[action.stage][0])
             assert starts[first] == pytest.approx(start)

@@ -1,4 +1,4 @@
-"""Plans with encoders in bubbles: legal, and as long in the simulation as they promise."""
+"""Tests of plans with encoders in bubbles: validity, and step times as estimated."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SHARES = {T.F: 1.0, T.B: 2.0, T.I: 1.2, T.W: 0.8}
 
 
 def modules(rng: random.Random, stages: int) -> list[ModuleLayers]:
-    """One or two encoders, an LLM, sometimes a generator; any of them may be frozen."""
+    """Return one or two encoders, an LLM and sometimes a generator, with random frozen modules."""
 
     def module(name: str, kind: str, layers: int, parts: bool) -> ModuleLayers:
         trained = rng.random() < 0.7
@@ -34,29 +34,29 @@ def modules(rng: random.Random, stages: int) -> list[ModuleLayers]:
             pre_trainable=trained, post_trainable=connector,
         )  # fmt: skip
 
-    found = [module("vision", "encoder", 8, True)]
+    descriptions = [module("vision", "encoder", 8, True)]
     if rng.random() < 0.4:
-        found.append(module("audio", "encoder", 8, rng.random() < 0.5))
-    found.append(module("llm", "llm", 2 * stages, False))
+        descriptions.append(module("audio", "encoder", 8, rng.random() < 0.5))
+    descriptions.append(module("llm", "llm", 2 * stages, False))
     if rng.random() < 0.2:
-        found.append(module("drawing", "generator", 4, True))
-    return found
+        descriptions.append(module("generator", "generator", 4, True))
+    return descriptions
 
 
 def random_step(seed: int, *, wires: bool = False) -> tuple[StageGraph, PlanCosts, str]:
     rng = random.Random(seed)
     ranks, schedule = rng.choice((2, 4)), rng.choice(("interleaved_1f1b", "gpipe", "zero_bubble"))
     virtual = 1 if schedule == "gpipe" else rng.choice((1, 2))
-    every = modules(rng, ranks * virtual)
-    names = [m.name for m in every if m.kind == "encoder"]
+    descriptions = modules(rng, ranks * virtual)
+    names = [m.name for m in descriptions if m.kind == "encoder"]
     sizes = [n for n in (1, 2, 4) if ranks % n == 0]
     pipelines = {name: rng.choice(sizes) for name in names}
     slices = {name: rng.choice((1, 2)) for name in names}
-    layout = colocated_layout(every, ranks, virtual, pipelines=pipelines, slices=slices)
+    layout = colocated_layout(descriptions, ranks, virtual, pipelines=pipelines, slices=slices)
     microbatches = rng.choice((3, 4, 6))
     counts = {
         m.name: tuple(rng.choice((0, 1, 1, 2)) for _ in range(microbatches))
-        for m in every
+        for m in descriptions
         if m.sub_microbatched
     }
     graph = StageGraph(layout, microbatches, counts)
@@ -92,7 +92,7 @@ def step_costs(graph: StageGraph, rng: random.Random, wires: bool) -> PlanCosts:
 
 
 @pytest.mark.parametrize("granularity", ["coarse", "fine"])
-def test_plans_are_legal_and_take_no_longer_than_promised(granularity):
+def test_optimus_plans_are_valid_within_estimated_time(granularity):
     equal = shorter = 0
     for seed in range(60):
         graph, costs, schedule = random_step(seed)
@@ -108,28 +108,28 @@ def test_plans_are_legal_and_take_no_longer_than_promised(granularity):
         )
         validate_plan(plan).raise_for_problems()
         simulated_ms = simulate(plan, costs).makespan_ms
-        promised_ms = planned.schedule.total_ms
-        assert simulated_ms <= promised_ms + 1e-6, seed
-        # With sharding, encoders are promised for the time when all their parameters are there.
-        same = simulated_ms == pytest.approx(promised_ms, abs=1e-6)
+        estimated_ms = planned.schedule.total_ms
+        assert simulated_ms <= estimated_ms + 1e-6, seed
+        # With sharding, estimates assume that encoders start after all all-gathers.
+        same = simulated_ms == pytest.approx(estimated_ms, abs=1e-6)
         if granularity == "coarse" and sharding == "none":
             assert same, seed
         equal += same
-        shorter += simulated_ms < 0.95 * promised_ms
+        shorter += simulated_ms < 0.95 * estimated_ms
     assert equal > 15 and shorter < 10
 
 
-def test_transfers_are_counted():
+def test_transfer_times_extend_the_plan():
     for seed in range(20):
         graph, costs, schedule = random_step(seed, wires=True)
         planned = optimus(graph, costs, llm_schedule=schedule, evaluations=10)
         plan = lower_plan(planned.order, planned.graph, {})
-        # Messages may wait for each other on a channel, which the schedule leaves out.
+        # Messages can wait for each other on a channel, which the estimate does not include.
         simulated_ms = simulate(plan, costs).makespan_ms
         assert simulated_ms <= 1.05 * planned.schedule.total_ms, seed
 
 
-def test_every_task_stays_in_one_pipeline():
+def test_every_encoder_task_runs_in_one_pipeline():
     graph, costs, _ = random_step(7)
     planned = optimus(graph, costs)
     ranks: dict[tuple, set[int]] = {}
@@ -142,12 +142,12 @@ def test_every_task_stays_in_one_pipeline():
             key = (stage.module, *action[2:4])
             if size[stage.module] > 1:
                 ranks.setdefault(key, set()).add(stage.ranks.index(rank))
-    assert ranks and all(len(found) == 1 for found in ranks.values())
+    assert ranks and all(len(r) == 1 for r in ranks.values())
     assert len(set.union(*ranks.values())) > 1, "several pipelines are used"
 
 
 def uniform(graph: StageGraph, encoder_ms: Callable[[Task], float]) -> PlanCosts:
-    """LLM tasks take 1 ms."""
+    """Return costs with LLM tasks of 1 ms."""
     return PlanCosts(
         {
             Action(kind, *task): share
@@ -167,37 +167,37 @@ def vision_step(microbatches: int, slices: int, pipelines: int = 1) -> StageGrap
     return StageGraph(layout, microbatches, {"vision": (1,) * microbatches})
 
 
-def test_slices_let_encoders_into_bubbles_that_whole_stages_do_not_fit():
+def test_encoder_slices_fit_into_smaller_bubbles():
     totals = []
     for slices in (1, 4):
         graph = vision_step(12, slices)
-        found = optimus(graph, uniform(graph, lambda _: 1.0 / slices))  # noqa: B023
-        totals.append(found.schedule.total_ms)
+        planned = optimus(graph, uniform(graph, lambda _: 1.0 / slices))  # noqa: B023
+        totals.append(planned.schedule.total_ms)
     assert totals[1] < totals[0]
 
 
-def test_bubbles_hide_what_an_encoder_in_front_does_not():
-    # As much encoder work as LLM work per rank: bubbles, and all ranks instead of one.
+def test_encoders_in_bubbles_shorten_the_step():
+    # Encoder and LLM have the same work per rank, which is distributed over all ranks.
     graph = vision_step(8, 4)
     costs = uniform(graph, lambda _: 0.25)
     planned = optimus(graph, costs)
-    bound_ms = 8 * 3.0 + 8 * 3.0 / 4  # what is to be computed on each rank
+    bound_ms = 8 * 3.0 + 8 * 3.0 / 4  # computation per rank
     assert bound_ms <= planned.schedule.total_ms < planned.schedule.llm_ms + 8 * 3.0 / 4
 
 
-def test_small_microbatches_come_first_where_that_is_shorter(monkeypatch):
+def test_small_microbatches_run_first_if_faster(monkeypatch):
     graph = vision_step(8, 1)
     work = [4.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     costs = uniform(graph, lambda task: work[task.microbatch])
     monkeypatch.setattr("torchmm.balance.optimus.llm_orders.sequences", lambda *_: [range(8)])
-    kept = optimus(graph, costs).schedule.total_ms
+    default_ms = optimus(graph, costs).schedule.total_ms
     monkeypatch.undo()
     planned = optimus(graph, costs)
-    assert planned.schedule.total_ms < kept
+    assert planned.schedule.total_ms < default_ms
     entries = [a.microbatch for a in planned.schedule.timeline.entries()]
     assert sorted(entries) == list(range(8)) and entries[0] != 0
-    every = list(sequences(graph, costs))
-    assert every[0] == list(range(8)) and every[1][-1] == 0
+    orders = list(sequences(graph, costs))
+    assert orders[0] == list(range(8)) and orders[1][-1] == 0
     assert len(list(sequences(graph, uniform(graph, lambda _: 1.0)))) == 1
 
 
@@ -205,7 +205,7 @@ def test_frozen_encoders_have_no_backward():
     trained = ModuleLayers("vision", "encoder", (1.0,) * 8, sub_microbatched=True)
     llm = ModuleLayers("llm", "llm", (1.0,) * 4)
     frozen = (False,) * 8
-    found = {}
+    trained_stages = {}
     for name, post in (("all", False), ("but the connector", True)):
         encoder = ModuleLayers(
             "vision", "encoder", (1.0,) * 8, True, frozen, pre_trainable=False, post_trainable=post
@@ -214,16 +214,16 @@ def test_frozen_encoders_have_no_backward():
         graph = StageGraph(layout, 8, {"vision": (1,) * 8})
         planned = optimus(graph, uniform(graph, lambda _: 0.5))
         backwards = {a.stage for row in planned.order for a in row if a.type is T.B}
-        found[name] = backwards & {0, 1}
+        trained_stages[name] = backwards & {0, 1}
         full = StageGraph(
             colocated_layout([trained, llm], 4, slices={"vision": 2}), 8, {"vision": (1,) * 8}
         )
-        whole = optimus(full, uniform(full, lambda _: 0.5))
-        assert planned.schedule.total_ms < whole.schedule.total_ms
-    assert found == {"all": set(), "but the connector": {1}}
+        trained_plan = optimus(full, uniform(full, lambda _: 0.5))
+        assert planned.schedule.total_ms < trained_plan.schedule.total_ms
+    assert trained_stages == {"all": set(), "but the connector": {1}}
 
 
-def test_costs_and_layouts_that_do_not_fit_are_refused():
+def test_incomplete_costs_and_schedules_are_rejected():
     graph, costs, _ = random_step(0)
     missing = {a: ms for a, ms in costs.compute_ms.items() if a.stage or a.type is not T.F}
     with pytest.raises(SimulationError, match="has no duration; compute the costs from the graph"):

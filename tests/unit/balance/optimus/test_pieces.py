@@ -1,4 +1,4 @@
-"""Encoder layers in pieces: the same outputs and gradients, whatever happens in between."""
+"""Tests of encoder layers in pieces: outputs and gradients do not change."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ TOWERS = {
     },
 }
 PIECES = 6
-"""Of a layer, forward and backward each."""
+"""Pieces of a layer, in forward and in backward."""
 
 
 def build(tower: str, recompute: str = "none") -> tuple[MultimodalModel, EncoderModule]:
@@ -91,12 +91,14 @@ def gradients(model: MultimodalModel) -> dict[str, torch.Tensor]:
 def run_in_pieces(
     hooks: LayerHooks, work: Callable[[], object], llm: Callable[[], object], pieces: Sequence[int]
 ) -> None:
-    """Run an encoder action in pieces during the collectives of an LLM action, and then its rest.
+    """Run an encoder action in pieces during the collectives of an LLM action.
+
+    The remaining pieces run at the position of the encoder action.
 
     Args:
-        work: the encoder action.
-        llm: the LLM action, which calls `hooks.between("llm")`.
-        pieces: by collective.
+        work: The encoder action.
+        llm: The LLM action, which calls `hooks.between("llm")`.
+        pieces: Number of pieces per collective.
     """
     step = graph(parts=(1,))
     encoder, backbone = Action(ActionType.F, 0, 0), Action(ActionType.F, 4, 0)
@@ -110,10 +112,10 @@ def run_in_pieces(
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("tower", TOWERS)
-def test_pieces_are_the_layer_stop_by_stop(tower, recompute):
-    whole, encoder = build(tower, recompute)
+def test_pieces_compute_the_same_as_layers(tower, recompute):
+    reference, encoder = build(tower, recompute)
     inputs = inputs_of(encoder)
-    wanted = run(encoder, inputs)
+    expected = run(encoder, inputs)
     model, encoder = build(tower)
     hooks = LayerHooks()
     stop_in_layers(encoder, hooks.between("encoder"), sends=False)
@@ -124,24 +126,25 @@ def test_pieces_are_the_layer_stop_by_stop(tower, recompute):
     def llm() -> None:
         nonlocal launched
         while not outputs:
-            # A step of other modules in between, with a backward that must not run the encoder's.
+            # Run a different backward pass in between, which must not run the backward of the
+            # encoder.
             other = torch.ones(3, requires_grad=True)
             other.register_hook(lambda _: hooks.between("llm")())
             (other * launched).sum().backward()
             launched += 1
             if not outputs:
-                assert len(gradients(model)) < len(gradients(whole)), "negative control"
+                assert len(gradients(model)) < len(gradients(reference)), "negative control"
 
     run_in_pieces(hooks, lambda: outputs.append(run(encoder, inputs)), llm, [1] * 1000)
     both = 2 * PIECES * LAYERS
-    least = both + {"none": 0, "selective": 1, "full": PIECES * LAYERS // 2}[recompute]
-    assert launched >= least + 1
+    minimum = both + {"none": 0, "selective": 1, "full": PIECES * LAYERS // 2}[recompute]
+    assert launched >= minimum + 1
     assert recompute != "none" or launched == both + 1
-    assert torch.equal(outputs[0], wanted)
-    found = gradients(model)
-    assert found.keys() == gradients(whole).keys()
-    for name, gradient in gradients(whole).items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
+    assert torch.equal(outputs[0], expected)
+    actual = gradients(model)
+    assert actual.keys() == gradients(reference).keys()
+    for name, gradient in gradients(reference).items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_encoder_outside_thread_does_not_stop():
@@ -153,7 +156,7 @@ def test_encoder_outside_thread_does_not_stop():
     run_in_pieces(hooks, lambda: run(encoder, inputs), lambda: run(encoder, inputs), [])
 
 
-def test_thread_runs_planned_pieces_and_ends():
+def test_thread_runs_planned_pieces_and_exits():
     done: list[int] = []
 
     def work() -> None:
@@ -162,15 +165,15 @@ def test_thread_runs_planned_pieces_and_ends():
             hooks.between("encoder")()
 
     def llm() -> None:
-        for wanted in (2, 2, 3, 3):  # the fourth collective has no pieces
+        for expected in (2, 2, 3, 3):  # the fourth collective has no pieces
             hooks.between("llm")()
-            assert done == list(range(wanted))
+            assert done == list(range(expected))
 
     hooks = LayerHooks()
     threads = threading.active_count()
     hooks.between("llm")()
     run_in_pieces(hooks, work, llm, [2, 0, 1])
-    assert done == list(range(6)), "the rest runs at the place of the action"
+    assert done == list(range(6)), "the remaining pieces did not run"
     assert threading.active_count() == threads
     hooks.between("llm")()
     assert done == list(range(6))
@@ -179,14 +182,14 @@ def test_thread_runs_planned_pieces_and_ends():
 def test_error_in_piece_reaches_caller():
     def work() -> None:
         hooks.between("encoder")()
-        raise KeyError("torn")
+        raise KeyError("failed piece")
 
     hooks = LayerHooks()
     threads = threading.active_count()
-    with pytest.raises(KeyError, match="torn"):
+    with pytest.raises(KeyError, match="failed piece"):
         run_in_pieces(hooks, work, lambda: [hooks.between("llm")() for _ in range(2)], [1, 1])
     assert threading.active_count() == threads
-    with pytest.raises(KeyError, match="torn"):  # from the rest
+    with pytest.raises(KeyError, match="failed piece"):  # while the remaining pieces run
         run_in_pieces(hooks, work, hooks.between("llm"), [1])
 
 

@@ -1,4 +1,4 @@
-"""Recipe keys of colocated encoders: sizes that follow from others, and mistakes with a remedy."""
+"""Tests of recipe keys of colocated encoders: derived degrees, and messages about mistakes."""
 
 from pathlib import Path
 
@@ -38,14 +38,14 @@ pipeline = 4
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A file with `MODEL`."""
+    """Write a recipe with `MODEL`."""
     file = tmp_path / "recipe.toml"
     file.write_text(MODEL)
     return file
 
 
 @pytest.mark.parametrize(
-    ("own", "layout"),
+    ("degrees", "expected"),
     [
         ({}, (1, 2, 12, 2)),
         ({"pipeline": 2}, (2, 2, 6, 2)),
@@ -56,13 +56,13 @@ def recipe(tmp_path: Path) -> Path:
         ({"pipeline": 2, "replicate": 3, "shard": 4}, (2, 3, 4, 2)),
     ],
 )
-def test_own_sizes(own, layout):
-    parallel = ParallelConfig(vision=own)
-    assert encoder_mesh_sizes(parallel, "vision", MeshSizes(4, 2, 3, 2)) == layout
+def test_encoder_degrees_are_derived(degrees, expected):
+    parallel = ParallelConfig(vision=degrees)
+    assert encoder_mesh_sizes(parallel, "vision", MeshSizes(4, 2, 3, 2)) == expected
 
 
 @pytest.mark.parametrize(
-    ("own", "text"),
+    ("degrees", "text"),
     [
         ({"pipeline": 3}, "use one of 1, 2, 4"),
         ({"tensor": 4}, "use one of 1, 2"),
@@ -72,9 +72,9 @@ def test_own_sizes(own, layout):
         ({"replicate": 4, "shard": 4}, "replicate 4 x shard 4"),
     ],
 )
-def test_own_sizes_that_do_not_fit(own, text):
+def test_mismatched_encoder_degrees_are_rejected(degrees, text):
     with pytest.raises(ConfigError, match=text):
-        encoder_mesh_sizes(ParallelConfig(vision=own), "vision", MeshSizes(4, 2, 3, 2))
+        encoder_mesh_sizes(ParallelConfig(vision=degrees), "vision", MeshSizes(4, 2, 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_own_sizes_that_do_not_fit(own, text):
         "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tp_comm_fraction 0.2",
     ],
 )
-def test_valid_recipes(recipe, arguments):
+def test_valid_colocated_recipes_are_accepted(recipe, arguments):
     load_recipe(recipe, arguments.split(), 8)
 
 
@@ -140,9 +140,9 @@ def test_valid_recipes(recipe, arguments):
         ),
     ],
 )
-def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, text):
-    found = problems_of(recipe, *arguments.split(), world_size=8)
-    assert [p for p in found if key in p and text in p], found
+def test_invalid_colocated_recipes_name_a_fix(recipe, arguments, key, text):
+    problems = problems_of(recipe, *arguments.split(), world_size=8)
+    assert [p for p in problems if key in p and text in p], problems
 
 
 SECOND = """
@@ -158,25 +158,27 @@ def two_encoders(recipe):
     return recipe
 
 
-def test_encoders_of_different_tensor_sizes(two_encoders):
+def test_encoders_with_different_tensor_degrees(two_encoders):
     sizes = "--parallel.pipeline 2 --parallel.tensor 4 --parallel.vision.tensor 2"
     for audio, mirrors in ((1, 4), (2, 2), (4, 2)):
         arguments = [*sizes.split(), f"--parallel.audio.tensor={audio}"]
         parallel = load_recipe(two_encoders, arguments, 8).recipe.parallel
         assert parallel.mirrors == mirrors
-        found = [parallel.encoder_mirrors(name) for name in ("vision", "audio", "llm")]
-        assert found == [2 * mirrors // 4, audio * mirrors // 4, mirrors]
+        degrees = [parallel.encoder_mirrors(name) for name in ("vision", "audio", "llm")]
+        assert degrees == [2 * mirrors // 4, audio * mirrors // 4, mirrors]
     pieces = "--parallel.tp_comm_fraction 0.2"
-    given = f"{sizes} --parallel.audio.tensor 1 {pieces}"
-    found = problems_of(two_encoders, *given.split(), world_size=8)
+    arguments = f"{sizes} --parallel.audio.tensor 1 {pieces}"
+    problems = problems_of(two_encoders, *arguments.split(), world_size=8)
     assert [
-        p for p in found if "parallel.vision.tensor = 2" in p and "run the same encoder action" in p
+        p
+        for p in problems
+        if "parallel.vision.tensor = 2" in p and "run the same encoder action" in p
     ]
-    alike = [*sizes.split(), "--parallel.audio.tensor=2", *pieces.split()]
-    assert load_recipe(two_encoders, alike, 8).recipe.parallel.mirrors == 2
+    uniform = [*sizes.split(), "--parallel.audio.tensor=2", *pieces.split()]
+    assert load_recipe(two_encoders, uniform, 8).recipe.parallel.mirrors == 2
 
 
-def test_sizes_that_divide_the_llms_but_not_each_other():
+def test_encoder_degrees_need_not_divide_each_other():
     parallel = ParallelConfig(
         placement="colocated", tensor=6, vision={"tensor": 3}, audio={"tensor": 2}
     )
@@ -184,14 +186,14 @@ def test_sizes_that_divide_the_llms_but_not_each_other():
     assert [parallel.encoder_mirrors(name) for name in ("vision", "audio")] == [3, 2]
 
 
-def test_a_model_without_encoders_has_nothing_to_colocate(recipe):
+def test_colocated_model_requires_encoders(recipe):
     before, _, after = MODEL.partition("[model.encoders.vision.config]")
     recipe.write_text(before + "[training]" + after.partition("[training]")[2])
     with pytest.raises(ConfigError, match="no encoders"):
         load_recipe(recipe, [], 4)
 
 
-def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
+def test_stages_are_layers_unless_configured():
     modules = [
         ModuleLayers("vision", "encoder", (1.0,) * 6, sub_microbatched=True),
         ModuleLayers("llm", "llm", (1.0,) * 4),
@@ -211,17 +213,17 @@ def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
 
 @pytest.mark.parametrize(("pieces", "share"), [("true", 0.2), ("false", 0.0)])
 def test_stored_recipe_with_removed_key_is_read(recipe, tmp_path, monkeypatch, pieces, share):
-    own = ["--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.tp_comm_fraction=0.2"]
-    stored = dump_recipe(load_recipe(recipe, own).recipe)
+    options = ["--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.tp_comm_fraction=0.2"]
+    stored = dump_recipe(load_recipe(recipe, options).recipe)
     key = f"tp_comm_fraction = 0.2\nbubble_pieces = {pieces}"
     (tmp_path / "recipe.toml").write_text(stored.replace("tp_comm_fraction = 0.2", key))
-    with pytest.raises(ConfigError, match="delete the key"):  # a file of the user
+    with pytest.raises(ConfigError, match="delete the key"):  # a recipe of the user
         load_recipe(tmp_path / "recipe.toml", world_size=8)
-    (tmp_path / "STATUS.json").write_text("{}")  # a run
-    found = load_recipe(tmp_path / "recipe.toml", world_size=8).recipe
-    assert found.parallel.tp_comm_fraction == share
+    (tmp_path / "STATUS.json").write_text("{}")  # a run directory
+    loaded = load_recipe(tmp_path / "recipe.toml", world_size=8).recipe
+    assert loaded.parallel.tp_comm_fraction == share
     tables = tomli.loads((tmp_path / "recipe.toml").read_text())
-    assert changed_values(tables).get("parallel.tp_comm_fraction", 0.0) == share  # page of the run
+    assert changed_values(tables).get("parallel.tp_comm_fraction", 0.0) == share  # run report
     monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"recipe": tables})
     assert checkpoint.recipe_of(tmp_path).parallel.tp_comm_fraction == share  # export
     for broken in ({}, {"parallel": 1}, {"parallel": {"bubble_pieces": []}}):

@@ -1,4 +1,4 @@
-"""What actions and messages take, learned from steps: constants, rates by rank, other clocks."""
+"""Tests of action and message times that are learned from steps."""
 
 import random
 
@@ -20,11 +20,11 @@ KEY = 0, "vision", F
 
 
 def total_of(actions: list[tuple[float, float]]) -> Total:
-    """Of (FLOPs, ms)."""
-    found = Total(0.0, 0.0)
+    """Return the totals of actions with (FLOPs, ms)."""
+    total = Total(0.0, 0.0)
     for flops, ms in actions:
-        found = found.plus(Total(ms, flops, 1.0, flops**2, ms * flops))
-    return found
+        total = total.plus(Total(ms, flops, 1.0, flops**2, ms * flops))
+    return total
 
 
 def learned(*steps: list[tuple[float, float]]) -> ActionTimes:
@@ -34,7 +34,7 @@ def learned(*steps: list[tuple[float, float]]) -> ActionTimes:
     return times
 
 
-def test_a_constant_and_a_rate_are_told_apart_where_work_differs():
+def test_constant_and_rate_are_fitted_separately():
     rng = random.Random(0)
     steps = [
         [(flops, 0.4 + 2e-9 * flops) for flops in rng.choices((1e8, 3e8, 9e8), k=12)]
@@ -45,19 +45,19 @@ def test_a_constant_and_a_rate_are_told_apart_where_work_differs():
     assert fit.ms_per_flop == pytest.approx(2e-9, rel=0.05)
 
 
-def test_without_a_constant_none_is_found():
+def test_fit_without_constant_has_zero_constant():
     fit = learned([(flops, 3e-9 * flops) for flops in (1e8, 3e8, 9e8)]).fits()[KEY]
     assert fit.constant_ms == pytest.approx(0.0, abs=1e-9)
     assert fit.ms_per_flop == pytest.approx(3e-9)
 
 
-def test_where_all_actions_are_alike_noise_is_no_constant():
+def test_noise_of_uniform_actions_adds_no_constant():
     rng = random.Random(1)
     fit = learned([(1e9 * (1 + 0.001 * rng.random()), 2.0 + rng.gauss(0, 0.05)) for _ in range(16)])
     assert fit.fits()[KEY].constant_ms < 0.1
 
 
-def test_a_steps_actions_together_take_what_was_measured():
+def test_fitted_times_sum_to_measured_time():
     rng = random.Random(2)
     for _ in range(20):
         actions = [(rng.uniform(1e8, 1e9), rng.uniform(0.1, 5.0)) for _ in range(rng.randint(1, 9))]
@@ -69,7 +69,7 @@ def test_a_steps_actions_together_take_what_was_measured():
         assert fit.ms_per_flop > 0
 
 
-def test_ranks_have_times_of_their_own_and_forget_old_ones():
+def test_ranks_have_separate_recent_times():
     times = ActionTimes()
     for step in range(12):
         slow = 3.0 if step >= 6 else 1.0
@@ -83,7 +83,7 @@ def test_ranks_have_times_of_their_own_and_forget_old_ones():
     fits = times.fits()
     assert fits[0, "llm", F].ms_per_flop == pytest.approx(1e-9)
     assert fits[1, "llm", F].ms_per_flop == pytest.approx(3e-9, rel=0.05)
-    times.learn({(0, "llm", F): Total(0.0, 0.0)})  # a step without any
+    times.learn({(0, "llm", F): Total(0.0, 0.0)})  # a step without actions
     assert times.fits() == fits
 
 
@@ -91,21 +91,22 @@ CHANNELS = [(0, 1), (1, 0)]
 
 
 def records_of(
-    takes_ms: tuple[float, float], clock_ms: float, waits: bool = True, messages: int = 5
+    transfer_ms: tuple[float, float], clock_ms: float, waits: bool = True, messages: int = 5
 ) -> list[list[ActionRecord]]:
-    """Of two ranks that send to each other, one message after the other.
+    """Return records of two ranks that alternately send messages to each other.
 
     Args:
-        takes_ms: a message from 0 to 1, and from 1 to 0.
-        clock_ms: what the clock of rank 1 is ahead.
-        waits: whether messages are waited for; if not, their WAIT comes long after they have.
+        takes_ms: Time of a message from rank 0 to 1, and from rank 1 to 0.
+        clock_ms: Clock of rank 1 minus clock of rank 0.
+        waits: Whether WAIT actions block. If False, messages arrive long before the WAIT action.
+        messages: Number of messages per direction.
     """
     ranks: list[list[ActionRecord]] = [[], []]
     for number in range(messages):
         for source in (0, 1):
             kind = "FB"[source]
             sent_ms = 100.0 * number + 40.0 * source
-            arrived_ms = sent_ms + takes_ms[source]
+            arrived_ms = sent_ms + transfer_ms[source]
             send = Action(ActionType[f"SEND_{kind}"], source, number, 0, 1 - source, 1 - source)
             receive = Action(ActionType[f"RECV_{kind}"], 1 - source, number, 0, source, source)
             wait = receive._replace(type=ActionType[f"WAIT_{kind}"])
@@ -118,31 +119,31 @@ def records_of(
             ):
                 ahead_ms = clock_ms * rank
                 ranks[rank].append(ActionRecord(rank, action, begin + ahead_ms, end + ahead_ms))
-    return [sorted(own, key=lambda record: record.start_ms) for own in ranks]
+    return [sorted(records, key=lambda record: record.start_ms) for records in ranks]
 
 
 @pytest.mark.parametrize("clock_ms", [0.0, 1e6, -37.5])
-def test_messages_are_timed_whatever_clocks_say(clock_ms):
+def test_message_times_are_independent_of_clocks(clock_ms):
     ranks = records_of((3.0, 5.0), clock_ms)
     stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
     assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
 
 
-def test_messages_that_were_there_say_nothing():
+def test_messages_without_waits_are_not_timed():
     stamps = sum(message_stamps(r, CHANNELS) for r in records_of((3.0, 5.0), 0.0, waits=False))
     assert between_ranks_ms(stamps, CHANNELS) == {}
     one_way, _ = records_of((3.0, 5.0), 0.0)
     assert between_ranks_ms(message_stamps(one_way, CHANNELS), CHANNELS) == {}
 
 
-def test_no_more_messages_than_there_is_room_for():
+def test_number_of_timed_messages_is_limited():
     ranks = records_of((3.0, 5.0), 2.0, messages=MESSAGES + 10)
     stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
     assert stamps.shape == (2, MESSAGES, 4) and stamps[..., 1].sum() == 2 * MESSAGES
     assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
 
 
-def test_times_of_messages_are_smoothed():
+def test_message_times_are_smoothed():
     times = TransferTimes()
     times.learn({(0, 1): 4.0})
     times.learn({(0, 1): 2.0, (1, 2): 1.0})

@@ -1,8 +1,8 @@
-"""Compiled layers keep no more than planners think, so memory limits hold for them too.
+"""Tests of saved bytes of compiled layers, which must not exceed planned bytes.
 
-The compiler decides what backward finds kept and what it computes again: never more bytes than the
-uncompiled layer keeps, which is what plans count. Compared with what the compiler decides with
-Inductor's decompositions, without the code that Inductor makes of it, which would take minutes.
+The compiler decides which tensors it saves for backward and which it recomputes. It must not save
+more bytes than the uncompiled layer, because plans use the bytes of the uncompiled layer. The tests
+use the decompositions and partitioner of Inductor without code generation, which takes minutes.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ OTHERS = [("gemma2", NARROW), ("gpt_oss", WIDE), ("siglip2", WIDE)]
 
 
 def kept_bytes(real: RealLayer, mode: str, compilation: Compilation | None) -> int:
-    """What autograd holds after a forward, beside parameters and tables of positions."""
+    """Return bytes that autograd saves in a forward pass, without parameters and rotary tables."""
     forward = real.layer.forward
     apply_activation_checkpoint(real.module, mode, compilation)
-    given = [*real.module.parameters(), *real.module.buffers(), *real.tables]
-    left_out = {tensor.untyped_storage()._cdata for tensor in given}
-    found: dict[int, int] = {}
+    existing = [*real.module.parameters(), *real.module.buffers(), *real.tables]
+    excluded = {tensor.untyped_storage()._cdata for tensor in existing}
+    saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
+        saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    real.run()  # may compile
+    real.run()  # can compile
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = real.run()
     real.layer.forward = forward
     del out
-    return sum(size for key, size in found.items() if key not in left_out)
+    return sum(size for key, size in saved.items() if key not in excluded)
 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*LAYERS, *(pytest.param(*own, marks=pytest.mark.campaign) for own in OTHERS)],
+    [*LAYERS, *(pytest.param(*o, marks=pytest.mark.campaign) for o in OTHERS)],
 )
-def test_a_compiled_layer_keeps_no_more_than_is_planned(family: str, dtype: torch.dtype) -> None:
-    torch.compiler.reset()  # what other tests have taught the compiler about sizes
+def test_compiled_layer_saves_at_most_planned_bytes(family: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()  # dynamic sizes that other tests have compiled
     real = RealLayer(family, dtype)
     layer = real.description.layers[0]
     setting = Setting(Execution(), dtype.itemsize)
     (planned,) = layer_kept_bytes(layer, real.sizes, setting, weights=True)
     assert kept_bytes(real, "none", None) == pytest.approx(planned, rel=0.03)
-    found = kept_bytes(real, "none", Compilation(BACKEND))
-    assert 0.35 * planned < found <= 1.001 * planned  # with the sizes themselves, a few bytes
+    saved = kept_bytes(real, "none", Compilation(BACKEND))
+    assert 0.35 * planned < saved <= 1.001 * planned  # shape values add a few bytes
 
 
 @pytest.mark.campaign
-def test_a_compiled_step_never_uses_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_step_stays_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     compilation = Compilation(BACKEND)
 
@@ -84,15 +84,15 @@ def test_a_compiled_step_never_uses_more_than_its_limit(monkeypatch: pytest.Monk
 
 
 class CompiledStep(test_tuned_memory.Step):
-    """Whose allocations are not all made by operators that Python sees."""
+    """Step with traced memory, because compiled code allocates without operators."""
 
     def peak_bytes(self, plan: PipelinePlan, batch: list[Microbatch]) -> int:
         def run() -> None:
             PipelineRuntime(0, self.stages, None).step(plan, batch)
 
-        run()  # compiles what this plan is the first to use
+        run()  # compile graphs that this plan uses first
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
-        held = {t.untyped_storage() for t in held_in_a_step(self.model, batch)}
-        sizes = {storage._cdata: storage.nbytes() for storage in held}
+        existing = {t.untyped_storage() for t in held_in_a_step(self.model, batch)}
+        sizes = {storage._cdata: storage.nbytes() for storage in existing}
         return traced_peak_bytes(run) + sum(sizes.values()) + self.optimizer_bytes

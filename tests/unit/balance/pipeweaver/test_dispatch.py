@@ -1,4 +1,4 @@
-"""The dispatcher: equal to a naive one, never idle without need, and its orders are legal plans."""
+"""Tests of the dispatcher: a naive dispatcher, scheduling rules, and validity of its orders."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from torchmm.pipelining.plan.orders import order_problems
 
 
 def shuffled(dispatcher: Dispatcher, seed: int) -> np.ndarray:
-    """A permutation of segments: any, of whole groups, or the natural one."""
+    """Return a permutation of segments: of segments, of complete groups, or the default order."""
     rng = random.Random(seed)
     order = list(range(len(dispatcher.segments)))
     groups = list(range(len(dispatcher.groups)))
@@ -32,21 +32,24 @@ def shuffled(dispatcher: Dispatcher, seed: int) -> np.ndarray:
 
 
 def priorities(dispatcher: Dispatcher, order: np.ndarray) -> dict[Task, int]:
-    """By task: the place of its segment, found by its name."""
-    place = {dispatcher.segments[index][:3]: [] for index in order}
+    """Return the position of the segment of each task, which is found by name."""
+    positions = {dispatcher.segments[index][:3]: [] for index in order}
     for rank, index in enumerate(order):
         segment = dispatcher.segments[index]
-        place[segment[:3]].append((segment.segment, rank))
+        positions[segment[:3]].append((segment.segment, rank))
     stages = dispatcher.graph.layout.stages
     result = {}
     for task in dispatcher.graph.tasks():
         passes = segment_numbers(dispatcher.graph, stages[task.stage].module)
-        result[task] = dict(place[stages[task.stage].module, *task[1:]])[passes[task.stage]]
+        result[task] = dict(positions[stages[task.stage].module, *task[1:]])[passes[task.stage]]
     return result
 
 
 def segment_numbers(graph: StageGraph, module: str) -> dict[int, int]:
-    """By stage of a module: a new pass begins with a rank that is in the present one."""
+    """Return the pass of each stage of a module.
+
+    A new pass starts at a stage on a rank that the current pass contains.
+    """
     passes, number, ranks = {}, 0, set()
     for stage in graph.layout.stages:
         if stage.module == module:
@@ -57,7 +60,7 @@ def segment_numbers(graph: StageGraph, module: str) -> dict[int, int]:
     return passes
 
 
-def test_it_equals_a_naive_dispatcher():
+def test_dispatcher_matches_naive_dispatcher():
     infeasible = 0
     for seed in range(550):
         graph, costs = random_dispatch(seed)
@@ -74,12 +77,12 @@ def test_it_equals_a_naive_dispatcher():
     assert 50 < infeasible < 275
 
 
-def test_its_orders_are_legal_plans_that_take_the_time_it_says():
+def test_dispatched_orders_are_valid_and_timed():
     checked = 0
     for seed in range(400):
         graph, costs = random_dispatch(seed)
         if min(costs.compute_ms.values()) == 0:
-            continue  # what takes no time takes a picosecond here
+            continue  # actions without duration take a picosecond in the dispatcher
         dispatcher = Dispatcher(graph, costs)
         done = dispatcher.dispatch(shuffled(dispatcher, seed))
         if done.blocked:
@@ -95,7 +98,7 @@ def test_its_orders_are_legal_plans_that_take_the_time_it_says():
 
 
 class Audit:
-    """Checks an order against the rules alone: when was what ready, and what was taken?"""
+    """Check of an order against the scheduling rules, with start times from the simulation."""
 
     def __init__(self, dispatcher: Dispatcher, order: np.ndarray):
         self.graph, self.costs = dispatcher.graph, dispatcher.costs
@@ -116,7 +119,7 @@ class Audit:
         return max((self.span[need][1] for need in needs), default=0.0)
 
     def head(self, kind, rank: int, at_ms: float) -> Action | None:
-        """The first of a queue just before `at_ms`, or, of those ready then, at it."""
+        """Return the first action of the queue of a type that is ready at `at_ms`."""
         waiting = [
             a
             for a in self.done.order[rank]
@@ -125,7 +128,7 @@ class Audit:
         return min(waiting, key=lambda a: self.priority[Task(*a[1:4])], default=None)
 
     def check(self) -> int:
-        """Every choice of every rank; returns how many had both kinds to choose from."""
+        """Check every choice of every rank. Return the number of choices between both types."""
         both = 0
         for rank, program in enumerate(self.done.order):
             used, last, free_ms = self.costs.static_bytes[rank], B, 0.0
@@ -166,7 +169,7 @@ class Audit:
         return heads
 
 
-def test_no_rank_idles_while_it_may_work_and_each_takes_what_the_rules_say():
+def test_ranks_follow_rules_without_idling():
     checked = both = 0
     for seed in range(300):
         graph, costs = random_dispatch(seed)
@@ -182,7 +185,7 @@ def test_no_rank_idles_while_it_may_work_and_each_takes_what_the_rules_say():
     assert checked > 100 and both > 500
 
 
-def test_priorities_decide_which_microbatch_goes_first():
+def test_priorities_determine_microbatch_order():
     graph = pipeline(2, [0, 0, 0])
     dispatcher = Dispatcher(graph, even_costs(graph))
     done = dispatcher.dispatch(np.array([2, 0, 1]))
@@ -191,16 +194,17 @@ def test_priorities_decide_which_microbatch_goes_first():
     assert done.makespan_ms == 3 * 6 + 6
 
 
-def test_a_wire_delays_and_is_taken_by_one_message_at_a_time():
+def test_link_sends_one_message_at_once():
     graph = pipeline(2, [0, 0])
     wire = {(Message(2, 3, m), back): 3.0 for m in (0, 1) for back in (False, True)}
     done = Dispatcher(graph, even_costs(graph, llm_ms=1.0, transfer_ms=wire)).dispatch()
-    # Forwards end at 1 and 2, arrive at 4 and 7; backwards end at 7 and 10, arrive at 10 and 13.
+    # Forward actions end at 1 and 2 and arrive at 4 and 7. Backward actions end at 7 and 10 and
+    # arrive at 10 and 13.
     assert done.makespan_ms == 15
 
 
-def test_many_segments_are_dispatched_as_few():
-    # More than 64 * 64 priorities, which need more than one word of the summary.
+def test_many_segments_are_dispatched():
+    # More than 64 * 64 priorities need more than one word of the summary.
     graph = pipeline(1, [1] * 2100)
     dispatcher = Dispatcher(graph, even_costs(graph))
     assert len(dispatcher.segments) == 4200
@@ -210,7 +214,7 @@ def test_many_segments_are_dispatched_as_few():
     assert forwards == list(range(2099, -1, -1))
 
 
-def test_memory_that_cannot_do_is_a_result_with_reasons():
+def test_insufficient_memory_is_reported_with_reasons():
     graph = pipeline(2, [0, 0])
     kept = {task: 7 for task in graph.tasks()}
     costs = even_costs(graph, kept_bytes=kept, static_bytes=(5, 2), memory_limit_bytes=10)
@@ -222,21 +226,21 @@ def test_memory_that_cannot_do_is_a_result_with_reasons():
     assert not Dispatcher(graph, replace(costs, memory_limit_bytes=12)).dispatch().blocked
 
 
-def test_ranks_that_fill_up_with_encoders_block_each_other():
-    # All encoders first: rank 0 has no memory left for the LLM, without which nothing goes back.
+def test_encoder_memory_can_block_the_llm():
+    # All encoders run first. Rank 0 then lacks memory for the LLM, so no backward pass can start.
     graph = pipeline(2, [1, 1, 1])
     kept = {task: 1 for task in graph.tasks()}
     costs = even_costs(graph, kept_bytes=kept, memory_limit_bytes=3)
     dispatcher = Dispatcher(graph, costs)
     encoders = [i for i, s in enumerate(dispatcher.segments) if s.module == "vision"]
-    others = [i for i, s in enumerate(dispatcher.segments) if s.module == "llm"]
-    done = dispatcher.dispatch(np.array(encoders + others))
+    llm_segments = [i for i, s in enumerate(dispatcher.segments) if s.module == "llm"]
+    done = dispatcher.dispatch(np.array(encoders + llm_segments))
     assert [text.split(" requires")[0] for text in done.blocked] == ["rank 0: 2F0"]
     assert [str(a) for a in done.order[0]] == ["0F0", "0F1", "0F2"]
     assert not dispatcher.dispatch().blocked
 
 
-def test_segments_and_groups_are_named_in_natural_order():
+def test_segments_and_groups_have_default_order():
     graph = pipeline(2, [2, 0], segments=2)
     dispatcher = Dispatcher(graph, even_costs(graph))
     assert [tuple(s) for s in dispatcher.segments] == [
@@ -251,7 +255,7 @@ def test_segments_and_groups_are_named_in_natural_order():
     assert dispatcher.order_of_groups([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
 
 
-def test_evaluations_do_not_depend_on_those_before():
+def test_evaluations_are_independent():
     graph, costs = random_dispatch(5)
     dispatcher = Dispatcher(graph, costs)
     orders = [shuffled(dispatcher, seed) for seed in range(20)]
@@ -260,13 +264,13 @@ def test_evaluations_do_not_depend_on_those_before():
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 3], [0, 1, -1]])
-def test_an_order_that_is_no_permutation_is_refused(order):
+def test_orders_must_be_permutations(order):
     graph = pipeline(1, [0, 0, 0])
     with pytest.raises(ValueError, match="each of 0 to 2 once"):
         Dispatcher(graph, even_costs(graph)).evaluate(np.array(order))
 
 
-def test_impossible_costs_are_refused_all_at_once():
+def test_invalid_costs_are_reported_together():
     graph = pipeline(2, [0, 1])
     costs = even_costs(graph)
     compute = {**costs.compute_ms, Action(F, 2, 1): math.nan}
@@ -280,6 +284,6 @@ def test_impossible_costs_are_refused_all_at_once():
     with pytest.raises(SimulationError) as caught:
         Dispatcher(graph, bad)
     assert len(caught.value.problems) == 5
-    for part in ("2F1 has a duration of nan", "3B1 has no duration", "gradient of Message",
+    for text in ("2F1 has a duration of nan", "3B1 has no duration", "gradient of Message",
                  "saves -7 bytes", "static_bytes of 1 ranks for a plan of 2"):  # fmt: skip
-        assert part in str(caught.value)
+        assert text in str(caught.value)

@@ -1,4 +1,4 @@
-"""Lower bounds: never above any order, tight where an optimum is known."""
+"""Tests of lower bounds: never above any order, and tight if the optimum is known."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 
 
-def test_no_order_of_any_step_is_faster():
+def test_no_random_order_beats_the_bound():
     checked = 0
     for seed in range(200):
         graph, costs = random_dispatch(seed)
@@ -28,7 +28,7 @@ def test_no_order_of_any_step_is_faster():
     assert checked > 500
 
 
-def test_no_order_is_faster_where_all_ranks_are_equal():
+def test_bound_holds_for_uniform_ranks():
     reached = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -37,7 +37,7 @@ def test_no_order_is_faster_where_all_ranks_are_equal():
         graph = pipeline(ranks, counts, rng.randint(1, 3))
         kept = {task: 1 for task in graph.tasks()}
         limit = rng.choice((None, 3 * ranks))
-        # Encoder tasks of different lengths, alike on all ranks.
+        # Encoder tasks have different lengths, which are equal on all ranks.
         compute = dict(even_costs(graph, 1.0, llm_ms).compute_ms)
         for action in compute:
             if graph.layout.stages[action.stage].module == "vision":
@@ -55,7 +55,7 @@ def test_no_order_is_faster_where_all_ranks_are_equal():
     assert reached > 100
 
 
-def test_best_of_all_orders_of_a_small_step_is_no_faster():
+def test_bound_holds_for_best_order():
     graph = pipeline(3, [1, 0, 2])
     dispatcher = Dispatcher(graph, even_costs(graph, 1.0, 3.0))
     best_ms = min(
@@ -68,20 +68,20 @@ def test_best_of_all_orders_of_a_small_step_is_no_faster():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 8), (8, 8)])
-def test_an_llm_alone_reaches_it(ranks, microbatches):
+def test_bound_of_llm_pipeline_is_tight(ranks, microbatches):
     graph = pipeline(ranks, [0] * microbatches)
     dispatcher = Dispatcher(graph, even_costs(graph, llm_ms=1.0))
     bound_ms = lower_bound_ms(dispatcher)
     assert dispatcher.evaluate() == bound_ms == (microbatches + ranks - 1) * 3.0
 
 
-def test_the_llms_times_count_although_the_encoder_is_on_the_way_sooner():
+def test_bound_includes_llm_ramp_times():
     graph = pipeline(4, [1] * 8)
     dispatcher = Dispatcher(graph, even_costs(graph, 1.0, 10.0))
     assert lower_bound_ms(dispatcher) == 8 * 33.0 + 3 * 30.0
 
 
-def test_microbatches_without_backward_may_fill_the_end():
+def test_bound_holds_for_frozen_encoder():
     graph = pipeline(2, [0, 1], trainable=(False, False), pre_trainable=False,
                      post_trainable=False)  # fmt: skip
     frozen = graph.layout.stages[0]
@@ -93,7 +93,7 @@ def test_microbatches_without_backward_may_fill_the_end():
 
 
 def slower_last_rank(counts):
-    """Three ranks, of which the last has the head: its LLM takes longer."""
+    """Return a dispatcher of three ranks. The last rank has the LM head and is slower."""
     graph = pipeline(3, counts)
     compute = dict(even_costs(graph, 2.0, 3.0).compute_ms)
     stages = graph.layout.stages
@@ -103,9 +103,11 @@ def slower_last_rank(counts):
     return Dispatcher(graph, PlanCosts(compute))
 
 
-def test_of_unequal_ranks_every_way_counts():
-    """More than the shortest way to the slowest rank, its work and the shortest way from it: only
-    few actions have these."""
+def test_bound_of_unequal_ranks_includes_all_paths():
+    """Check bounds against shortest paths to and from the slowest rank plus its work.
+
+    Only few actions have these shortest paths.
+    """
     tighter = 0
     for counts in ([1, 0, 2], [2, 1], [0, 1, 1], [3, 0]):
         dispatcher = slower_last_rank(counts)
@@ -116,28 +118,28 @@ def test_of_unequal_ranks_every_way_counts():
         compute = dispatcher.costs.compute_ms
         stages = dispatcher.graph.layout.stages
         work_ms = sum(compute[a] for a in dispatcher.actions if stages[a.stage].ranks == (2,))
-        shortest_ms = 2 * 2.0 + 2 * 4.0  # over two ranks, as encoders come and go
+        shortest_ms = 2 * 2.0 + 2 * 4.0  # over two ranks, with encoder stages
         tighter += bound_ms > work_ms + shortest_ms + 1e-9
     assert tighter > 1
 
 
-def test_one_ranks_bound_is_that_of_interrupted_work():
-    # Long ways from what is there late: the rank must not begin with all of the rest.
+def test_rank_bound_allows_interrupted_work():
+    # Work with a long tail is available late, so the rank must not start with all other work.
     assert _one_rank([(0, 5, 0), (3, 2, 10)]) == 15
     assert _one_rank([(0, 5, 0), (3, 2, 0)]) == 7
     assert _one_rank([(4, 1, 2), (0, 1, 0)]) == 7
     for seed in range(200):
         rng = random.Random(seed)
-        own = [
+        jobs = [
             (rng.randint(0, 9), rng.randint(1, 5), rng.randint(0, 9))
             for _ in range(rng.randint(1, 5))
         ]
         ends = []
-        for order in permutations(own):
+        for order in permutations(jobs):
             now = end = 0
             for head, time, tail in order:
                 now = max(now, head) + time
                 end = max(end, now + tail)
             ends.append(end)
-        simple = min(o[0] for o in own) + sum(o[1] for o in own) + min(o[2] for o in own)
-        assert simple <= _one_rank(own) <= min(ends)
+        simple = min(o[0] for o in jobs) + sum(o[1] for o in jobs) + min(o[2] for o in jobs)
+        assert simple <= _one_rank(jobs) <= min(ends)

@@ -1,4 +1,4 @@
-"""When measured times ask for new plans, and that the new plans suit them."""
+"""Tests of drift: when measured times require new plans, and the effect of new plans."""
 
 import random
 
@@ -28,15 +28,15 @@ FLOPS = {("vision", F): 1e9, ("vision", B): 2e9, ("llm", F): 1e10, ("llm", B): 2
 
 
 def step(ms_per_flop: float = 1e-8, **slower: float) -> dict[tuple[str, ActionType], Total]:
-    """Totals of a step in which some modules take longer."""
+    """Return the totals of a step in which some modules are slower."""
     return {
         kind: Total(ms_per_flop * slower.get(kind[0], 1.0) * flops, flops)
         for kind, flops in FLOPS.items()
     }
 
 
-class Watched:
-    """Rates and what watches them, as a run has them."""
+class WatchedRates:
+    """Rates and their drift monitor, as in a run."""
 
     def __init__(self, threshold: float) -> None:
         self.rates = Rates()
@@ -51,32 +51,32 @@ class Watched:
         return self.monitor.factors
 
 
-def test_rates_of_what_never_ran_are_completed():
+def test_missing_rates_are_completed():
     rates = Rates()
     assert rates.complete(["vision", "llm"]) == {}
     rates.learn(
         {("llm", F): Total(1.0, 1e3), ("llm", B): Total(4.0, 1e3), ("vision", F): Total(0.0, 0.0)}
     )
-    found = rates.complete(["vision", "llm"])
-    assert found["llm", ActionType.W] == found["llm", B] == pytest.approx(4e-3)
-    assert found["vision", F] == found["vision", ActionType.I] == pytest.approx(2.5e-3)
+    completed = rates.complete(["vision", "llm"])
+    assert completed["llm", ActionType.W] == completed["llm", B] == pytest.approx(4e-3)
+    assert completed["vision", F] == completed["vision", ActionType.I] == pytest.approx(2.5e-3)
     rates.learn({("llm", F): Total(3.0, 1e3)})
-    assert rates.ms_per_flop["llm", F] == pytest.approx(2e-3), "smoothed by a half"
+    assert rates.ms_per_flop["llm", F] == pytest.approx(2e-3), "the rate is not smoothed"
 
 
-def test_nothing_drifts_while_all_is_as_planned_or_equally_slow():
-    monitor = Watched(0.1)
+def test_uniform_slowdown_is_no_drift():
+    monitor = WatchedRates(0.1)
     assert monitor.observe(step()) == []
     assert monitor.observe(step(5e-8)) == []
     assert monitor.factors == {}
 
 
-def test_a_module_that_gets_slower_is_planned_with_its_new_time_once():
-    monitor, found = Watched(0.1), []
+def test_slower_module_is_replanned_once():
+    monitor, changed = WatchedRates(0.1), []
     for number in range(12):
         changes = monitor.observe(step(vision=3.0 if number >= 2 else 1.0))
-        found.append([change.kind[0] for change in changes])
-    assert found[:2] == [[], []] and "vision" in found[2] and found[-5:] == [[]] * 5
+        changed.append([change.kind[0] for change in changes])
+    assert changed[:2] == [[], []] and "vision" in changed[2] and changed[-5:] == [[]] * 5
     factors = monitor.factors
     assert factors["vision", B] / factors["llm", B] == pytest.approx(3.0, rel=0.1)
 
@@ -88,33 +88,33 @@ def test_kind_without_factor_is_planned_by_flops():
     assert monitor.observe(step()) == []
 
 
-def test_one_interrupted_step_passes():
-    monitor = Watched(0.5)
-    found = [monitor.observe(step(vision=1.6 if n == 3 else 1.0)) for n in range(8)]
-    assert found == [[]] * 8
+def test_single_interrupted_step_is_ignored():
+    monitor = WatchedRates(0.5)
+    changes = [monitor.observe(step(vision=1.6 if n == 3 else 1.0)) for n in range(8)]
+    assert changes == [[]] * 8
 
 
-def test_drift_is_from_the_times_that_were_planned_with_also_where_these_are_a_models():
-    watched = Watched(0.1)
+def test_drift_is_relative_to_planned_times():
+    watched = WatchedRates(0.1)
     watched.monitor.expect(step(5e-8, vision=3.0))
-    assert watched.observe(step(vision=3.0)) == [], "a third of the speed, as planned"
+    assert watched.observe(step(vision=3.0)) == [], "planned times are no drift"
     assert watched.monitor.ms_per_flop == {}
-    found = [watched.observe(step()) for _ in range(12)]
-    assert found[0] and found[0][0].kind[0] == "vision" and found[-5:] == [[]] * 5
+    changes = [watched.observe(step()) for _ in range(12)]
+    assert changes[0] and changes[0][0].kind[0] == "vision" and changes[-5:] == [[]] * 5
     rates = watched.monitor.ms_per_flop
     assert rates["vision", F] / rates["llm", F] == pytest.approx(1.0, rel=0.1)
     watched.monitor.expect(step(vision=3.0))
-    assert watched.observe(step()) == [], "measured times stay"
+    assert watched.observe(step()) == [], "measured times were replaced"
 
 
-def test_what_takes_next_to_no_time_may_drift():
+def test_drift_of_negligible_actions_is_ignored():
     tiny = {("vision", F): Total(1e-4, 1e3), ("llm", F): Total(100.0, 1e10)}
-    assert Watched(0.1).observe(tiny) == []
-    assert Watched(0.1).observe({("vision", F): Total(0.0, 0.0)}) == []
+    assert WatchedRates(0.1).observe(tiny) == []
+    assert WatchedRates(0.1).observe({("vision", F): Total(0.0, 0.0)}) == []
 
 
-def test_the_worst_change_is_told_first():
-    changes = Watched(0.1).observe(step(vision=2.0))
+def test_largest_change_is_first():
+    changes = WatchedRates(0.1).observe(step(vision=2.0))
     assert changes == sorted(changes, key=lambda change: -abs(change.times - 1))
     assert isinstance(changes[0], Change) and changes[0].kind[0] == "vision"
     assert changes[0].times == pytest.approx(2 * 33 / 36)
@@ -127,7 +127,7 @@ LAYERS = [
 
 
 def planned(factor: float, images: list[int]) -> tuple[PipelinePlan, StageGraph]:
-    """Plan of a step whose encoder is taken to be slower or faster by a factor."""
+    """Return the plan of a step with encoder times scaled by a factor."""
     config = ParallelConfig(pipeline=2, schedule="optimus", placement="colocated")
     layout = OPTIMUS_SCHEDULE.layout(config, LAYERS)
     graph = StageGraph(layout, len(images), {"vision": tuple(int(n > 0) for n in images)})
@@ -138,15 +138,15 @@ def planned(factor: float, images: list[int]) -> tuple[PipelinePlan, StageGraph]
 
 
 def durations_of(graph: StageGraph, images: list[int]):
-    def found(action: Action) -> float:
+    def duration(action: Action) -> float:
         encoder = graph.layout.stages[action.stage].module == "vision"
         size = images[action.microbatch] if encoder else 4.0
         return size * (2.0 if action.type is B else 1.0)
 
-    return found
+    return duration
 
 
-def test_plans_with_drifted_times_are_shorter_than_stale_ones():
+def test_plans_with_current_times_are_shorter():
     steps_ms = []
     for seed in range(6):
         rng = random.Random(seed)
@@ -185,7 +185,7 @@ def test_totals_are_sums_by_module_and_type():
     }
 
 
-def test_orders_have_to_promise_more_where_predictions_scatter():
+def test_required_gain_grows_with_prediction_error():
     exact, noisy, biased = Spread(), Spread(), Spread()
     rng = random.Random(0)
     for step in range(30):
@@ -195,16 +195,16 @@ def test_orders_have_to_promise_more_where_predictions_scatter():
         biased.observe(100.0, 2 * (100.0 + rng.gauss(0, 1)))
     assert exact.least_gain == 0.001
     assert 0.015 < noisy.least_gain < 0.05
-    assert 0.005 < biased.least_gain < 0.02  # twice as long, each time
+    assert 0.005 < biased.least_gain < 0.02  # twice the predicted time in each step
     wild = Spread()
     for ms in (10.0, 200.0, 30.0, 400.0, 50.0):
         wild.observe(100.0, ms)
     assert wild.least_gain == 0.05
-    wild.observe(0.0, 100.0)  # nothing was predicted
+    wild.observe(0.0, 100.0)  # no prediction
     assert len(wild.ratios) == 5
 
 
-def test_what_was_long_ago_does_not_count():
+def test_old_prediction_errors_are_forgotten():
     spread = Spread()
     for ms in (50.0, 200.0, *[100.0] * 20):
         spread.observe(100.0, ms)

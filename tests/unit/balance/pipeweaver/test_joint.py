@@ -1,4 +1,4 @@
-"""Orders that are scored by their time after layer tuning."""
+"""Tests of orders that are evaluated by their time after layer tuning."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ BUDGET, SETTINGS = Budget(evaluations=600), Settings()
 
 
 class Step:
-    """Eight microbatches of 0 to 8 images on two ranks."""
+    """Step of eight microbatches with 0 to 8 images on two ranks."""
 
     def __init__(self) -> None:
         case = Case("joint", tied=False)
@@ -60,44 +60,44 @@ def step() -> Step:
 
 @pytest.fixture(scope="module")
 def limits(step) -> list[int]:
-    """From what only leaner and leaner layers fit into, to what everything does."""
+    """Return limits from the strongest recomputation to no recomputation."""
     free = StepSearch(step.graph, replace(step.costs, memory_limit_bytes=None))
-    most = max(free.best().peak_bytes)
+    maximum = max(free.best().peak_bytes)
     static = max(step.costs.static_bytes)
-    return [round(static + share * (most - static)) for share in (0.35, 0.5, 0.7, 1.5)]
+    return [round(static + share * (maximum - static)) for share in (0.35, 0.5, 0.7, 1.5)]
 
 
-def test_what_is_promised_is_what_the_tuned_plan_takes(step, limits):
+def test_predicted_time_matches_tuned_plan(step, limits):
     for limit in limits:
-        found = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
-        simulated = step.tuned(found.order, limit)
-        assert simulated.makespan_ms == pytest.approx(found.predicted_ms, rel=1e-6)
+        result = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
+        simulated = step.tuned(result.order, limit)
+        assert simulated.makespan_ms == pytest.approx(result.predicted_ms, rel=1e-6)
         assert max(simulated.peak_bytes) <= limit
-        assert found.predicted_ms <= min(found.natural_ms, found.static_ms)
+        assert result.predicted_ms <= min(result.natural_ms, result.static_ms)
 
 
-def test_it_beats_tuning_what_was_searched_for_untuned_layers(step, limits):
+def test_joint_search_beats_sequential_tuning(step, limits):
     gains = []
     for limit in limits:
-        found = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
+        result = TunedSearch(step.graph, step.costs, step.tuner(limit)).search(BUDGET, SETTINGS)
         alone = step_search(step.graph, replace(step.costs, memory_limit_bytes=limit))
         before = step.tuned(alone.search(BUDGET, SETTINGS).order, limit)
-        gains.append(before.makespan_ms / found.predicted_ms - 1)
+        gains.append(before.makespan_ms / result.predicted_ms - 1)
     assert min(gains) > -0.01
     assert max(gains) > 0.01
 
 
-def test_where_memory_suffices_there_is_one_level(step):
+def test_sufficient_memory_needs_no_tuning(step):
     plenty = TunedSearch(step.graph, step.costs, step.tuner(1 << 50))
-    found = plenty.search(BUDGET, SETTINGS)
+    result = plenty.search(BUDGET, SETTINGS)
     free = StepSearch(step.graph, replace(step.costs, memory_limit_bytes=1 << 50))
-    assert found.order == free.search(BUDGET.part(0.5), SETTINGS).order or (
-        found.predicted_ms <= free.search(BUDGET.part(0.5), SETTINGS).predicted_ms
+    assert result.order == free.search(BUDGET.part(0.5), SETTINGS).order or (
+        result.predicted_ms <= free.search(BUDGET.part(0.5), SETTINGS).predicted_ms
     )
     assert plenty.dispatcher.costs.kept_bytes == step.costs.kept_bytes
 
 
-def test_the_same_budget_gives_the_same_order(step, limits):
+def test_equal_budgets_find_equal_orders(step, limits):
     orders = [
         TunedSearch(step.graph, step.costs, step.tuner(limits[1])).search(BUDGET, SETTINGS).order
         for _ in range(2)
@@ -105,31 +105,34 @@ def test_the_same_budget_gives_the_same_order(step, limits):
     assert orders[0] == orders[1]
 
 
-def test_measured_backwards_make_recomputing_dearer(step, limits):
-    """Twice as slow a device: the same order, twice the time, transfers aside."""
+def test_measured_times_scale_recomputation(step, limits):
+    """Check that a device of half the speed takes twice as long, without transfers."""
     slow = {action: 2 * ms for action, ms in step.costs.compute_ms.items()}
     costs = replace(step.costs, compute_ms=slow, transfer_ms={})
     same = replace(step.costs, transfer_ms={})
     tuner = step.tuner(limits[1])
-    found = TunedSearch(step.graph, same, tuner).search(BUDGET, SETTINGS)
-    other = TunedSearch(step.graph, costs, tuner).search(BUDGET, SETTINGS)
-    assert other.predicted_ms == pytest.approx(2 * found.predicted_ms, rel=0.01)
+    result = TunedSearch(step.graph, same, tuner).search(BUDGET, SETTINGS)
+    slower = TunedSearch(step.graph, costs, tuner).search(BUDGET, SETTINGS)
+    assert slower.predicted_ms == pytest.approx(2 * result.predicted_ms, rel=0.01)
 
 
-def test_a_step_that_never_fits_is_left_to_the_separated_schedule(step):
+def test_unsatisfiable_limit_uses_plain_search(step):
     tuner = step.tuner(1000)
     assert not TunedSearch(step.graph, step.costs, tuner).fits
     assert isinstance(step_search(step.graph, step.costs, tuner=tuner), StepSearch)
 
 
-def test_who_follows_the_search_can_end_it(step, limits):
-    seen = []
+def test_callback_can_stop_the_search(step, limits):
+    improvements = []
 
     def once(ms, make):
-        seen.append((ms, make()))
+        improvements.append((ms, make()))
         return False
 
     tuned = TunedSearch(step.graph, step.costs, step.tuner(limits[1]))
-    found = tuned.search(BUDGET, SETTINGS, once)
-    assert len(seen) == 1 and seen[0][0] == seen[0][1].predicted_ms == tuned.best().predicted_ms
-    assert found.evaluations < 600
+    result = tuned.search(BUDGET, SETTINGS, once)
+    assert (
+        len(improvements) == 1
+        and improvements[0][0] == improvements[0][1].predicted_ms == tuned.best().predicted_ms
+    )
+    assert result.evaluations < 600

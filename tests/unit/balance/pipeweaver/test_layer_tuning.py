@@ -1,4 +1,4 @@
-"""Layer tuning of plans: costs of recomputing, memory as simulated, limits, what is chosen."""
+"""Tests of layer tuning of plans: costs of recomputation, simulated memory, limits, choices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BOTH = frozenset({"vision", "llm"})
 CASES = [
     Case("tuned", pipeline=2, encoder="clip", tied=False),
     Case("windows", pipeline=2, encoder="qwen2_5_vl", freeze=("llm",), tied=False),
-    Case("frozen tower", pipeline=3, encoder="siglip2", freeze=("vision",), tied=False),
+    Case("frozen encoder", pipeline=3, encoder="siglip2", freeze=("vision",), tied=False),
 ]
 
 
@@ -77,47 +77,49 @@ def pairs_ms(costs: PlanCosts) -> float:
 
 
 def limits(step: Step, plan: PipelinePlan) -> tuple[int, int]:
-    """The least that any choice needs, and what keeping everything takes."""
+    """Return the minimum memory of any choice, and the memory without recomputation."""
     tuning = LayerTuning(MODEL, BOTH, 1)
     needs = memory_needs(plan, step.modules, step.metas, tuning, step.targets)
     with pytest.raises(PlanError) as caught:
         tuned(step, plan, 1)
     needed = [int(re.findall(r"\((\d+) bytes\) even", p)[0]) for p in caught.value.problems]
     assert needed == [need.least_bytes for need in needs]
-    most = max(need.most_bytes for need in needs)
-    assert most == max(tuned(step, plan, 1 << 60).peak_bytes)
-    return max(needed), most
+    maximum = max(need.most_bytes for need in needs)
+    assert maximum == max(tuned(step, plan, 1 << 60).peak_bytes)
+    return max(needed), maximum
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("mode", LAYER_MODES)
-def test_one_mode_for_all_costs_what_modules_with_that_mode_cost(case, mode):
+def test_uniform_mode_matches_module_costs(case, mode):
     step = Step(case)
     plan = planned(step, 0)
     layers = {s.index: s.stop - s.start for s in step.graph.layout.stages}
     choices = stage_choices(
         step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
     )
-    recompute = {t: (mode,) * layers[t.stage] for own in choices.values() for t in own.tasks}
-    found = costs_of_plan(
+    recompute = {t: (mode,) * layers[t.stage] for c in choices.values() for t in c.tasks}
+    charged_costs = costs_of_plan(
         replace(plan, recompute=recompute), step.modules, step.metas, MODEL, targets=step.targets
     )
     uniform = replace(MODEL, executions={n: Execution(recompute=mode) for n in BOTH})
-    wanted = step.costs(uniform)
-    # A module with a mode has its price in forwards without a backward too; plans do not ask there.
-    charged_ms, wanted_ms = (
+    expected = step.costs(uniform)
+    # Modules with a mode also charge forward passes without backward, which plans ignore.
+    charged_ms, expected_ms = (
         {a: ms for a, ms in costs.compute_ms.items() if Task(*a[1:4]) in recompute}
-        for costs in (found, wanted)
+        for costs in (charged_costs, expected)
     )
-    assert charged_ms == pytest.approx(wanted_ms)
-    assert found.kept_bytes == pytest.approx(wanted.kept_bytes, abs=2)
-    assert found.kept_for_weights_bytes == pytest.approx(wanted.kept_for_weights_bytes, abs=2)
+    assert charged_ms == pytest.approx(expected_ms)
+    assert charged_costs.kept_bytes == pytest.approx(expected.kept_bytes, abs=2)
+    assert charged_costs.kept_for_weights_bytes == pytest.approx(
+        expected.kept_for_weights_bytes, abs=2
+    )
     if mode == "none":
-        assert found.kept_bytes == wanted.kept_bytes
+        assert charged_costs.kept_bytes == expected.kept_bytes
 
 
 @pytest.mark.parametrize("split", [0.0, 0.6])
-def test_memory_of_any_choice_is_as_simulated(split):
+def test_memory_of_choices_matches_simulation(split):
     rng = np.random.default_rng(1)
     for seed, case in enumerate(CASES):
         step = Step(case, seed + 2)
@@ -144,32 +146,32 @@ def test_memory_of_any_choice_is_as_simulated(split):
 
 @pytest.mark.parametrize("split", [0.0, 0.6])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_tuned_plans_stay_within_any_limit_that_can_be_met(case, split):
+def test_tuned_plans_stay_within_limits(case, split):
     step = Step(case, 7)
     plan = planned(step, 1, split)
-    least, most = limits(step, plan)
+    minimum, maximum = limits(step, plan)
     extra = []
     for share in (0.0, 0.1, 0.4, 0.7, 1.0):
-        limit = round(least + share * (most - least))
-        found = tuned(step, plan, limit, solver=solve_exactly)
-        validate_plan(found.plan).raise_for_problems()
-        step_ = simulate(found.plan, found.costs)
-        assert step_.fits and max(found.peak_bytes) <= limit
-        for simulated, bound in zip(step_.peak_bytes, found.peak_bytes, strict=True):
+        limit = round(minimum + share * (maximum - minimum))
+        exact = tuned(step, plan, limit, solver=solve_exactly)
+        validate_plan(exact.plan).raise_for_problems()
+        step_ = simulate(exact.plan, exact.costs)
+        assert step_.fits and max(exact.peak_bytes) <= limit
+        for simulated, bound in zip(step_.peak_bytes, exact.peak_bytes, strict=True):
             assert simulated <= bound + 60
         quick = tuned(step, plan, limit)
         assert simulate(quick.plan, quick.costs).fits
-        assert sum(quick.bound_ms) <= sum(found.extra_ms) + 1e-9
-        assert sum(found.extra_ms) <= sum(quick.extra_ms) + 1e-9
-        again_ms = pairs_ms(found.costs) - pairs_ms(step.costs())
-        assert again_ms == pytest.approx(sum(found.extra_ms))
-        extra.append(sum(found.extra_ms))
+        assert sum(quick.bound_ms) <= sum(exact.extra_ms) + 1e-9
+        assert sum(exact.extra_ms) <= sum(quick.extra_ms) + 1e-9
+        again_ms = pairs_ms(exact.costs) - pairs_ms(step.costs())
+        assert again_ms == pytest.approx(sum(exact.extra_ms))
+        extra.append(sum(exact.extra_ms))
     assert extra == sorted(extra, reverse=True) and extra[0] > extra[-1] == 0
-    assert not tuned(step, plan, most).plan.recompute
+    assert not tuned(step, plan, maximum).plan.recompute
 
 
-def test_mirrors_choose_the_same(monkeypatch):
-    """Though encoder tasks leave their ranks different memory; by themselves, they do not."""
+def test_mirrors_choose_the_same_modes(monkeypatch):
+    """Use encoder tasks that leave different amounts of memory on the ranks of mirrors."""
     step = Step(CASES[0], 7)
     layers = module_layers(step.modules, step.metas)
     layout = colocated_layout(layers, 1, slices={"vision": 2}, mirrors=2)
@@ -177,48 +179,48 @@ def test_mirrors_choose_the_same(monkeypatch):
     plan = lower_plan(gpipe(step.graph), step.graph, {})  # the first replica has all encoder tasks
     needs = memory_needs(plan, step.modules, step.metas, LayerTuning(MODEL, BOTH, 1), step.targets)
     assert needs[0] != needs[1]
-    least, most = (max(each) for each in zip(*needs, strict=True))
+    minimum, maximum = (max(each) for each in zip(*needs, strict=True))
 
-    def unlike(share: float) -> int:
-        limit = round(least + share * (most - least))
-        found = tuned(step, plan, limit)
-        assert found.plan.recompute and max(found.peak_bytes) <= limit
-        assert simulate(found.plan, found.costs).fits
-        chosen = [
-            [found.plan.recompute.get(task._replace(stage=s)) for s in layout.mirrored[task.stage]]
+    def differing_tasks(share: float) -> int:
+        limit = round(minimum + share * (maximum - minimum))
+        result = tuned(step, plan, limit)
+        assert result.plan.recompute and max(result.peak_bytes) <= limit
+        assert simulate(result.plan, result.costs).fits
+        modes_of_tasks = [
+            [result.plan.recompute.get(task._replace(stage=s)) for s in layout.mirrored[task.stage]]
             for task in step.graph.tasks()
         ]
-        return sum(len(set(modes)) > 1 for modes in chosen)
+        return sum(len(set(modes)) > 1 for modes in modes_of_tasks)
 
     shares = (0.2, 0.4, 0.6, 0.8)
-    assert not any(map(unlike, shares))
+    assert not any(map(differing_tasks, shares))
     monkeypatch.setattr(tuning_module, "_differing", lambda *_: {})
-    assert any(map(unlike, shares))
+    assert any(map(differing_tasks, shares))
 
 
-def test_limits_that_cannot_be_met_are_told_with_rank_and_bytes():
+def test_unsatisfiable_limits_name_rank_and_bytes():
     step = Step(CASES[0])
     plan = planned(step, 1)
-    least, _ = limits(step, plan)
-    tuned(step, plan, least)
-    with pytest.raises(PlanError, match=rf"rank \d, \d[FB]\d.*{least} bytes.*memory_limit"):
-        tuned(step, plan, least - 1)
+    minimum, _ = limits(step, plan)
+    tuned(step, plan, minimum)
+    with pytest.raises(PlanError, match=rf"rank \d, \d[FB]\d.*{minimum} bytes.*memory_limit"):
+        tuned(step, plan, minimum - 1)
 
 
-def test_modules_that_are_not_named_stay_as_they_are():
+def test_unnamed_modules_keep_their_mode():
     step = Step(CASES[0])
     plan = planned(step, 1)
     fixed = replace(MODEL, executions={"vision": Execution(recompute="full"), "llm": Execution()})
     tuning = LayerTuning(fixed, frozenset({"llm"}), 1 << 40)
     peak = max(tune_layers(plan, step.modules, step.metas, tuning, step.targets).peak_bytes)
     tight = replace(tuning, memory_limit_bytes=peak - 2000)
-    found = tune_layers(plan, step.modules, step.metas, tight, step.targets)
+    result = tune_layers(plan, step.modules, step.metas, tight, step.targets)
     stages = step.graph.layout.stages
-    assert found.plan.recompute
-    assert {stages[task.stage].module for task in found.plan.recompute} == {"llm"}
+    assert result.plan.recompute
+    assert {stages[task.stage].module for task in result.plan.recompute} == {"llm"}
 
 
-def test_candidates_are_the_front_of_all_ways_to_run_the_layers():
+def test_candidates_are_the_pareto_front():
     rng = np.random.default_rng(2)
     for kinds in ((0, 0, 0), (0, 1, 1, 0), (1, 0, 2, 1, 0)):
         count = max(kinds) + 1
@@ -231,9 +233,9 @@ def test_candidates_are_the_front_of_all_ways_to_run_the_layers():
             times, saved = choices.extra_ms_N(modes)[0], choices.saved_bytes_N(modes)[0]
             return round(times, 9), round(-saved, 9)
 
-        every = {point(modes) for modes in product(LAYER_MODES, repeat=len(kinds))}
+        points = {point(modes) for modes in product(LAYER_MODES, repeat=len(kinds))}
         best = {
-            p for p in every if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in every)
+            p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
         }
         assert {point(modes) for modes in stage_candidates(choices, 1000)} == best
         few = stage_candidates(choices, 4)
@@ -243,7 +245,7 @@ def test_candidates_are_the_front_of_all_ways_to_run_the_layers():
         stage_candidates(choices, 1)
 
 
-def test_layers_in_front_recompute_more_and_need_nothing_beyond_what_was_kept():
+def test_first_layers_recompute_most():
     kept = np.array([[[100.0], [40.0], [10.0]]])
     again = np.array([[[0.0], [1.0], [4.0]]])
     choices = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * again, again, 0 * again, kept)
@@ -256,80 +258,82 @@ def test_layers_in_front_recompute_more_and_need_nothing_beyond_what_was_kept():
         assert ranks == sorted(ranks, reverse=True)
 
 
-APART = replace(
+DISCRETE = replace(
     MODEL,
     profile=replace(
         MODEL.profile,
         device=replace(MODEL.profile.device, host_bytes_per_s=16e9, host_memory_bytes=1e12),
     ),
 )
-"""A device with memory of its own, and a way to the host's."""
+"""Device with memory that is separate from host memory."""
 
 
-def test_inputs_are_offloaded_only_where_that_pays():
+def test_inputs_are_offloaded_only_if_faster():
     step = Step(CASES[0], 7)
     plan = planned(step, 1)
-    least, most = limits(step, plan)
-    given = plan, step.modules, step.metas
-    alone = LayerTuning(APART, BOTH, 0)
+    minimum, maximum = limits(step, plan)
+    plan_arguments = plan, step.modules, step.metas
+    alone = LayerTuning(DISCRETE, BOTH, 0)
     both = replace(alone, offloads=BOTH)
-    needs = memory_needs(*given, both, step.targets)
+    needs = memory_needs(*plan_arguments, both, step.targets)
     leaner = max(need.least_bytes for need in needs)
-    assert leaner < least
+    assert leaner < minimum
     for share in (0.0, 0.1, 0.5, 1.0):
-        limit = round(least + share * (most - least))
+        limit = round(minimum + share * (maximum - minimum))
         with_, without = (
-            tune_layers(*given, replace(t, memory_limit_bytes=limit, solver=solve_exactly),
+            tune_layers(*plan_arguments, replace(t, memory_limit_bytes=limit, solver=solve_exactly),
                         step.targets)
             for t in (both, alone)
         )  # fmt: skip
         assert not any(without.host_bytes)
         assert sum(with_.extra_ms) <= sum(without.extra_ms) * (1 + 1e-9)
-    lean = tune_layers(*given, replace(both, memory_limit_bytes=leaner), step.targets)
+    lean = tune_layers(*plan_arguments, replace(both, memory_limit_bytes=leaner), step.targets)
     assert any(lean.host_bytes)
     simulated = simulate(lean.plan, lean.costs)
     assert simulated.fits
-    again = costs_of_plan(lean.plan, step.modules, step.metas, APART, targets=step.targets)
+    again = costs_of_plan(lean.plan, step.modules, step.metas, DISCRETE, targets=step.targets)
     assert pairs_ms(again) == pytest.approx(pairs_ms(lean.costs))
-    slow = replace(APART.profile.device, host_bytes_per_s=1e6)
-    far = replace(both, model=replace(APART, profile=replace(APART.profile, device=slow)))
-    chosen = tune_layers(*given, replace(far, memory_limit_bytes=least), step.targets)
+    slow = replace(DISCRETE.profile.device, host_bytes_per_s=1e6)
+    far = replace(both, model=replace(DISCRETE, profile=replace(DISCRETE.profile, device=slow)))
+    chosen = tune_layers(*plan_arguments, replace(far, memory_limit_bytes=minimum), step.targets)
     assert not any(chosen.host_bytes), "recomputing is faster"
 
 
-def test_nothing_is_offloaded_where_the_host_has_no_other_memory_or_too_little():
+def test_offloading_needs_separate_host_memory():
     step = Step(CASES[0], 7)
     plan = planned(step, 1)
-    least, _ = limits(step, plan)
-    same = tuned(step, plan, least, offloads=BOTH)
-    assert same.plan.recompute == tuned(step, plan, least).plan.recompute
-    device = replace(APART.profile.device, host_memory_bytes=100.0)
-    model = replace(APART, profile=replace(APART.profile, device=device))
-    tuning = LayerTuning(model, BOTH, least - 1, offloads=BOTH)
+    minimum, _ = limits(step, plan)
+    same = tuned(step, plan, minimum, offloads=BOTH)
+    assert same.plan.recompute == tuned(step, plan, minimum).plan.recompute
+    device = replace(DISCRETE.profile.device, host_memory_bytes=100.0)
+    model = replace(DISCRETE, profile=replace(DISCRETE.profile, device=device))
+    tuning = LayerTuning(model, BOTH, minimum - 1, offloads=BOTH)
     with pytest.raises(PlanError, match="memory_limit"):
         tune_layers(plan, step.modules, step.metas, tuning, step.targets)
 
 
-def test_what_a_stage_received_stays_on_the_device():
+def test_received_inputs_are_not_offloaded():
     tables = np.array([[[0.0], [1.0], [4.0], [6.0]]])
     kept = np.array([[[100.0], [40.0], [10.0], [0.0]]])
-    own = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * tables, tables, 0 * tables, kept)
-    later = replace(own, received_bytes_MN=np.array([[0.0], [0.0], [0.0], [10.0]]))
-    every = ("offload",) * 3
-    assert own.saved_bytes_N(every) == [300] and later.saved_bytes_N(every) == [290]
-    assert own.passing_bytes_N(every) == [100] and later.passing_bytes_N(every) == [100]
+    first_stage = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * tables, tables, 0 * tables, kept)
+    later = replace(first_stage, received_bytes_MN=np.array([[0.0], [0.0], [0.0], [10.0]]))
+    offloaded = ("offload",) * 3
+    assert first_stage.saved_bytes_N(offloaded) == [300] and later.saved_bytes_N(offloaded) == [290]
+    assert first_stage.passing_bytes_N(offloaded) == [100] and later.passing_bytes_N(offloaded) == [
+        100
+    ]
     assert later.passing_bytes_N(("offload", "none", "none")) == [0]
-    assert own.host_bytes_N(("full", "offload", "none")) == [16]  # a power of two
-    assert own.host_bytes_N(("full", "selective", "none")) == [0]
+    assert first_stage.host_bytes_N(("full", "offload", "none")) == [16]  # a power of two
+    assert first_stage.host_bytes_N(("full", "selective", "none")) == [0]
     assert ("full", "offload", "offload") in stage_candidates(later, 1000)
-    # A first layer that keeps something else of its input holds it only if it is recomputed.
-    beside = replace(own, received_bytes_MN=np.array([[10.0], [0.0], [0.0], [10.0]]))
+    # A first layer that saves another tensor of its input saves the input only if it is recomputed.
+    partial = replace(first_stage, received_bytes_MN=np.array([[10.0], [0.0], [0.0], [10.0]]))
     full = ("full",) * 3
-    assert own.saved_bytes_N(full) == [270] and beside.saved_bytes_N(full) == [280]
-    assert beside.saved_bytes_N(every) == [300] and beside.saved_bytes_N(("none",) * 3) == [0]
+    assert first_stage.saved_bytes_N(full) == [270] and partial.saved_bytes_N(full) == [280]
+    assert partial.saved_bytes_N(offloaded) == [300] and partial.saved_bytes_N(("none",) * 3) == [0]
 
 
-def test_what_is_no_good_for_a_pair_is_left_out():
+def test_dominated_candidates_are_removed():
     extra_NC = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 2.0], [0.0, 1.0, 2.0]])
     kept_NC = np.array([[9, 5, 1], [9, 5, 1], [9, 10, 1]])
     assert ordered(extra_NC, kept_NC).tolist() == [[0, 1, 2], [0, 2, 2], [0, 2, 2]]
@@ -337,29 +341,31 @@ def test_what_is_no_good_for_a_pair_is_left_out():
 
 @pytest.mark.parametrize("name", ["vlm_s", "t2v_s"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_published_models_cost_what_one_mode_for_all_costs(name, mode):
+def test_published_models_match_uniform_mode_costs(name, mode):
     path = Path(__file__).parents[4] / f"recipes/papers/pipeweaver_{name}.toml"
     overrides = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "none"]
     recipe = load_recipe(path, [*overrides, "--activation_checkpoint.modules", "{}"]).recipe
     recipe.activation_checkpoint.modules.clear()
-    of = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
-    executions = module_executions(of.run, of.modules, of.profile.device.type)
-    metas = of.workload.microbatches
+    simulator = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
+    executions = module_executions(simulator.run, simulator.modules, simulator.profile.device.type)
+    metas = simulator.workload.microbatches
     parallel = recipe.parallel.model_copy(update={"schedule": "separated"})
-    graph = step_graph(plan_layout(parallel, of.modules, metas), parallel, metas)
-    keeping, wanted = (
-        CostModel(of.profile, "bfloat16", {
+    graph = step_graph(plan_layout(parallel, simulator.modules, metas), parallel, metas)
+    keeping, uniform_model = (
+        CostModel(simulator.profile, "bfloat16", {
             n: replace(e, recompute=recompute) for n, e in executions.items()
         })
         for recompute in ("none", mode)
     )  # fmt: skip
-    choices = stage_choices(graph, of.modules, metas, keeping, names=frozenset(executions))
+    choices = stage_choices(graph, simulator.modules, metas, keeping, names=frozenset(executions))
     layers = {s.index: s.stop - s.start for s in graph.layout.stages}
-    recompute = {t: (mode,) * layers[t.stage] for own in choices.values() for t in own.tasks}
-    found = charged(plan_costs(graph, of.modules, metas, keeping), recompute, choices)
-    uniform = plan_costs(graph, of.modules, metas, wanted)
+    recompute = {t: (mode,) * layers[t.stage] for c in choices.values() for t in c.tasks}
+    charged_costs = charged(
+        plan_costs(graph, simulator.modules, metas, keeping), recompute, choices
+    )
+    uniform = plan_costs(graph, simulator.modules, metas, uniform_model)
     for task in recompute:
-        assert found.kept_bytes[task] == pytest.approx(uniform.kept_bytes[task], abs=2)
+        assert charged_costs.kept_bytes[task] == pytest.approx(uniform.kept_bytes[task], abs=2)
         for kind in (ActionType.F, ActionType.B):
             action = Action(kind, *task)
-            assert found.compute_ms[action] == pytest.approx(uniform.compute_ms[action])
+            assert charged_costs.compute_ms[action] == pytest.approx(uniform.compute_ms[action])

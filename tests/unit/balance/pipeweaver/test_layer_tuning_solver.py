@@ -1,4 +1,4 @@
-"""Layer tuning of one rank: both solvers against trying everything, bounds, limits."""
+"""Tests of layer tuning of one rank: both solvers against exhaustive search, bounds, limits."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,7 +12,7 @@ from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem
 
 
 def random_problem(seed: int, pairs: int, candidates: int, room: float, split: bool = False):
-    """Pairs whose spans overlap at random; with a `room` of 1 all fit."""
+    """Return a problem of randomly overlapping pairs. With `room` 1, none needs recomputation."""
     rng = np.random.default_rng(seed)
     positions = 2 * pairs + (pairs if split else 0)
     spans = np.sort(
@@ -34,20 +34,20 @@ def random_problem(seed: int, pairs: int, candidates: int, room: float, split: b
     problem = TuningProblem(
         start_N, middle_N, end_N, extra_NC, kept_NC, passing_NC, later_NC, zeros_T
     )
-    most_T, least_T = (problem.used_bytes_T(c) for c in (problem.fastest_N, problem.leanest_N))
-    peak = round(least_T.max() + room * (most_T.max() - least_T.max()))
+    max_T, min_T = (problem.used_bytes_T(c) for c in (problem.fastest_N, problem.leanest_N))
+    peak = round(min_T.max() + room * (max_T.max() - min_T.max()))
     wobble_T = rng.integers(0, 10, positions)
-    return replace(problem, free_bytes_T=np.maximum(peak + wobble_T, least_T))
+    return replace(problem, free_bytes_T=np.maximum(peak + wobble_T, min_T))
 
 
-def best_by_trying(problem: TuningProblem) -> float:
+def best_by_exhaustive_search(problem: TuningProblem) -> float:
     candidates = range(problem.extra_ms_NC.shape[1])
-    found = float("inf")
+    best_ms = float("inf")
     for choice in product(candidates, repeat=len(problem)):
         choice_N = np.array(choice)
-        if problem.extra_ms(choice_N) < found and problem.fits(choice_N):
-            found = problem.extra_ms(choice_N)
-    return found
+        if problem.extra_ms(choice_N) < best_ms and problem.fits(choice_N):
+            best_ms = problem.extra_ms(choice_N)
+    return best_ms
 
 
 def naive_usage(problem: TuningProblem, choice_N: np.ndarray) -> list[int]:
@@ -62,7 +62,7 @@ def naive_usage(problem: TuningProblem, choice_N: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_usage_equals_a_naive_sum(split):
+def test_usage_matches_naive_sum(split):
     for seed in range(20):
         problem = random_problem(seed, 9, 4, 0.5, split)
         choice_N = np.random.default_rng(seed).integers(0, 4, 9)
@@ -71,22 +71,24 @@ def test_usage_equals_a_naive_sum(split):
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("room", [0.0, 0.2, 0.5, 0.8])
-def test_small_problems_are_solved_as_by_trying_everything(room, split):
-    found, best = 0.0, 0.0
+def test_small_problems_match_exhaustive_search(room, split):
+    quick_ms, best_ms = 0.0, 0.0
     for seed in range(12):
         problem = random_problem(seed, 6, 3, room, split)
-        wanted = best_by_trying(problem)
+        expected_ms = best_by_exhaustive_search(problem)
         exact = solve_exactly(problem)
         assert exact is not None and problem.fits(exact.choice_N)
-        assert exact.extra_ms == pytest.approx(wanted)
+        assert exact.extra_ms == pytest.approx(expected_ms)
         quick = solve_quickly(problem, gap=0.0)
         assert quick is not None and problem.fits(quick.choice_N)
-        assert quick.bound_ms <= wanted + 1e-6 <= quick.extra_ms + 2e-6
+        assert quick.bound_ms <= expected_ms + 1e-6 <= quick.extra_ms + 2e-6
         assert quick.extra_ms == pytest.approx(problem.extra_ms(quick.choice_N))
-        known = solve_exactly(problem, quick, gap=0.05)
-        assert known is not None and known.extra_ms <= min(quick.extra_ms, wanted * 1.05 + 1e-6)
-        found, best = found + quick.extra_ms, best + wanted
-    assert found <= 1.12 * best, "coarse pairs; the larger the step, the closer"
+        warm_started = solve_exactly(problem, quick, gap=0.05)
+        assert warm_started is not None and warm_started.extra_ms <= min(
+            quick.extra_ms, expected_ms * 1.05 + 1e-6
+        )
+        quick_ms, best_ms = quick_ms + quick.extra_ms, best_ms + expected_ms
+    assert quick_ms <= 1.12 * best_ms, "the quick solver is too far from the optimum"
 
 
 def test_large_problems_are_near_the_bound():
@@ -99,27 +101,27 @@ def test_large_problems_are_near_the_bound():
         assert fewer is not None and problem.fits(fewer.choice_N)
 
 
-def test_more_memory_is_never_slower_and_all_of_it_changes_nothing():
+def test_more_memory_is_never_slower():
     problem = random_problem(3, 8, 3, 0.0)
     times = []
     for more in (0, 20, 40, 80, 160, 320, 1000):
-        roomy = replace(problem, free_bytes_T=problem.free_bytes_T + more)
-        exact = solve_exactly(roomy)
+        larger = replace(problem, free_bytes_T=problem.free_bytes_T + more)
+        exact = solve_exactly(larger)
         assert exact is not None
         times.append(exact.extra_ms)
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
-    everything = solve_quickly(replace(problem, free_bytes_T=problem.free_bytes_T + 10**6))
-    assert everything is not None and not everything.choice_N.any() and everything.gap == 0
+    unlimited = solve_quickly(replace(problem, free_bytes_T=problem.free_bytes_T + 10**6))
+    assert unlimited is not None and not unlimited.choice_N.any() and unlimited.gap == 0
 
 
-def test_what_cannot_fit_is_no_solution():
+def test_unsatisfiable_problems_have_no_solution():
     problem = random_problem(1, 6, 3, 0.0)
     short = problem.used_bytes_T(problem.leanest_N) - (np.arange(problem.positions) == 4)
     impossible = replace(problem, free_bytes_T=np.minimum(problem.free_bytes_T, short))
     assert solve_quickly(impossible) is None and solve_exactly(impossible) is None
 
 
-def test_tables_that_do_not_fit_are_refused():
+def test_invalid_problem_arrays_are_rejected():
     problem = random_problem(1, 6, 3, 0.5)
     with pytest.raises(ValueError, match="sort candidates by increasing time"):
         replace(problem, kept_bytes_NC=problem.kept_bytes_NC[:, ::-1])

@@ -1,4 +1,4 @@
-"""Plans whose searched order needs too much memory: others are tried before a run gives up."""
+"""Tests of plans whose searched order exceeds memory: other orders are tried first."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ CONFIG = ParallelConfig.model_validate({"pipeline": 2, "schedule": "searched"})
 MODEL = CostModel(load_profile("cpu"), "float32")
 
 
-def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
+def test_order_exceeding_memory_is_replaced():
     modules = {m.name: m for m in CASE.build().modality_modules()}
     descriptions = [m.describe() for m in modules.values()]
     metas = [varied_microbatch(i, {"vision": 4}, CASE.kinds).meta for i in range(6)]
@@ -43,8 +43,8 @@ def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
         plan = lower_plan(order, graph, specs(graph))
         return max(n.least_bytes for n in memory_needs(plan, descriptions, metas, tuning))
 
-    least, greedy = needs(separated(graph, None, 1)), needs(gpipe(graph))
-    assert least < 0.98 * greedy
+    minimum, greedy = needs(separated(graph, None, 1)), needs(gpipe(graph))
+    assert minimum < 0.98 * greedy
 
     def planned(limit: int, config: ParallelConfig = CONFIG):
         return plan_costed_step(
@@ -54,11 +54,11 @@ def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
             tuning=replace(tuning, memory_limit_bytes=limit),
         )  # fmt: skip
 
-    for limit in (least, (least + greedy) // 2, greedy):
+    for limit in (minimum, (minimum + greedy) // 2, greedy):
         plan = planned(limit)
         costs = costs_of_plan(plan, descriptions, metas, MODEL)
         assert max(simulate(plan, costs).peak_bytes) <= limit
     with pytest.raises(PlanError, match="even with full recomputation"):
-        planned(round(0.9 * least))
+        planned(round(0.9 * minimum))
     with pytest.raises(PlanError, match="even with full recomputation"):
-        planned(least, CONFIG.model_copy(update={"schedule": "separated"}))
+        planned(minimum, CONFIG.model_copy(update={"schedule": "separated"}))

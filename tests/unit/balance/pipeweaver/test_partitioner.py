@@ -1,4 +1,4 @@
-"""The partitioner: tables by hand, and modules whose costs are known."""
+"""Tests of the partitioner: hand-computed sizes, and modules with known costs."""
 
 import pytest
 from generator_cases import generator_config
@@ -38,41 +38,41 @@ def described(name: str = "partitioned"):
         ([10.0, 11.0, 12.0, 16.0], 3),  # 0.1, 0.18, 0.25, 0.25 images per ms
         ([10.0, 11.0, 12.0, 15.3], 3),  # 0.25 is 95.6 % of 0.261
         ([10.0, 11.0, 12.0, 15.1], 4),  # 0.25 is 94.4 % of 0.265
-        ([5.0, 6.0, 12.0], 2),  # larger ones may be slower
+        ([5.0, 6.0, 12.0], 2),  # a larger size can be slower
     ],
 )
-def test_smallest_efficient_size(times_ms, size):
+def test_smallest_efficient_size_is_chosen(times_ms, size):
     assert smallest_efficient(times_ms) == size
 
 
 @pytest.mark.parametrize("times_ms", [[], [1.0, 0.0]])
-def test_times_are_checked(times_ms):
+def test_times_must_be_positive(times_ms):
     with pytest.raises(ValueError, match="must be positive times"):
         smallest_efficient(times_ms)
 
 
-def test_segments_are_in_proportion_to_latency():
-    most = {"vision": 4, "llm": 6, "generator": 2}
+def test_segments_are_proportional_to_latency():
+    max_segments = {"vision": 4, "llm": 6, "generator": 2}
     latency_ms = {"vision": 10.0, "llm": 49.0, "generator": 90.0}
-    assert segment_counts(latency_ms, most) == {"vision": 1, "llm": 4, "generator": 2}
-    assert segment_counts({"llm": 5.0}, most) == {"llm": 1}
-    assert segment_counts({"vision": 30.0, "llm": 10.0}, most) == {"vision": 3, "llm": 1}
+    assert segment_counts(latency_ms, max_segments) == {"vision": 1, "llm": 4, "generator": 2}
+    assert segment_counts({"llm": 5.0}, max_segments) == {"llm": 1}
+    assert segment_counts({"vision": 30.0, "llm": 10.0}, max_segments) == {"vision": 3, "llm": 1}
 
 
-def test_modules_are_divided_by_what_the_cost_model_says():
+def test_segments_follow_cost_model_latency():
     modules, metas = described()
-    found = partition(modules, metas, CPU_MODEL, 1)
-    fastest = min(found.latency_ms.values())
+    result = partition(modules, metas, CPU_MODEL, 1)
+    fastest = min(result.latency_ms.values())
     for module in modules:
-        most = min(len(module.layers), MOST_SEGMENTS)
-        assert found.segments[module.name] == min(
-            int(found.latency_ms[module.name] / fastest + 1e-9), most
+        max_segments = min(len(module.layers), MOST_SEGMENTS)
+        assert result.segments[module.name] == min(
+            int(result.latency_ms[module.name] / fastest + 1e-9), max_segments
         )
-    assert set(found.sub_microbatch_images) == {"vision"}
+    assert set(result.sub_microbatch_images) == {"vision"}
 
 
-def test_the_size_is_the_smallest_that_is_efficient():
-    """Looked at through plans of one microbatch each, with the same images."""
+def test_sub_microbatch_size_is_smallest_efficient():
+    """Compute costs of plans with one microbatch each, with the same images."""
     case = Case("efficient", encoder="clip")
     modules, _ = described("efficient")
     metas = [m.meta for seed in range(30) for m in step_of(case, seed)[0]]
@@ -86,32 +86,34 @@ def test_the_size_is_the_smallest_that_is_efficient():
     for count, meta in by_count.items():
         graph = StageGraph(layout, 1, {"vision": (1,)})
         costs = plan_costs(graph, modules, [meta], CPU_MODEL)
-        own = [ms for a, ms in costs.compute_ms.items() if a.stage == 0 and a.type.value in "FB"]
-        rates[count] = count / sum(own)
+        times_ms = [
+            ms for a, ms in costs.compute_ms.items() if a.stage == 0 and a.type.value in "FB"
+        ]
+        rates[count] = count / sum(times_ms)
     size = partition(modules, metas, CPU_MODEL, 1).sub_microbatch_images["vision"]
     for count, rate in rates.items():
         assert count >= size or rate < EFFICIENT * max(rates.values())
 
 
-def test_what_is_given_stays():
+def test_specified_sizes_are_kept():
     modules, metas = described()
-    found = partition(
+    result = partition(
         modules, metas, CPU_MODEL, 2, images_given={"vision": 2}, segments_given={"llm": 2}
     )
-    assert found.sub_microbatch_images == {"vision": 2}
-    assert found.segments["llm"] == 2
+    assert result.sub_microbatch_images == {"vision": 2}
+    assert result.segments["llm"] == 2
 
 
-def test_images_drawn_together_take_as_long_as_the_largest():
-    """A batch of theirs is padded to it; contexts are as long as each other."""
+def test_generated_batch_takes_time_of_largest_image():
+    """Check padding of images to the largest image of a batch, with contexts of equal length."""
     pytest.importorskip("diffusers")
     modules = [m.describe() for m in build(generator_config(encoder=None)).modality_modules()]
     small, large = GeneratedMeta((1, 2, 2), 5), GeneratedMeta((1, 8, 8), 5)
 
-    def latency_ms(*drawn: GeneratedMeta) -> float:
-        meta = MicrobatchMeta((SampleMeta("s", 0, 30, generated=drawn),), 30)
-        given = {"generator": len(drawn)}
-        return partition(modules, [meta], CPU_MODEL, 1, images_given=given).latency_ms["generator"]
+    def latency_ms(*generated: GeneratedMeta) -> float:
+        meta = MicrobatchMeta((SampleMeta("s", 0, 30, generated=generated),), 30)
+        images = {"generator": len(generated)}
+        return partition(modules, [meta], CPU_MODEL, 1, images_given=images).latency_ms["generator"]
 
     mixed = latency_ms(small, large, small)
     assert mixed == pytest.approx(latency_ms(large, large, large))
@@ -120,14 +122,14 @@ def test_images_drawn_together_take_as_long_as_the_largest():
 
 def test_modules_without_data_get_one_segment():
     modules, metas = described()
-    texts = [meta for meta in metas if not meta.image_count]
-    assert texts
-    found = partition(modules, texts, CPU_MODEL, 1)
-    assert found.segments["vision"] == 1
-    assert found.sub_microbatch_images == {}
+    text_only = [meta for meta in metas if not meta.image_count]
+    assert text_only
+    result = partition(modules, text_only, CPU_MODEL, 1)
+    assert result.segments["vision"] == 1
+    assert result.sub_microbatch_images == {}
 
 
-def test_layers_that_do_not_divide_are_spread():
+def test_remaining_layers_are_distributed():
     modules, _ = described()
     layers = module_layers(modules, described()[1])
     uneven = [
@@ -140,7 +142,7 @@ def test_layers_that_do_not_divide_are_spread():
     assert sorted(sizes) == [7, *[8] * 7]
 
 
-def test_too_few_layers_are_told():
+def test_too_few_layers_are_reported():
     modules, metas = described()
     with pytest.raises(ValueError, match="4 layers for 5 pipeline ranks"):
         partition(modules, metas, CPU_MODEL, 5)

@@ -1,4 +1,4 @@
-"""Planners of the extension: when they are used, and their interface."""
+"""Tests of planner entry points of the extension: conditions and interface."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def planner_name(recipe: Recipe, pipeline_size: int) -> str:
 def test_planner_follows_schedule_drift_and_background(schedule):
     plain = Recipe(parallel=ParallelConfig(schedule=schedule))
     drift = Recipe(parallel=ParallelConfig(schedule=schedule, replan_threshold=0.1))
-    alone = Recipe(parallel=ParallelConfig(schedule=schedule, search={"background": False}))
+    synchronous = Recipe(parallel=ParallelConfig(schedule=schedule, search={"background": False}))
     is_searched = schedule in ("searched", "optimus")
     assert planner_name(plain, 1) == planner_name(drift, 1) == "single"
     assert planner_name(plain, 2) == ("measuring" if is_searched else "background")
     assert planner_name(drift, 2) == "measuring"
-    assert planner_name(alone, 2) == ("measuring" if is_searched else "static")
+    assert planner_name(synchronous, 2) == ("measuring" if is_searched else "static")
 
 
 def test_schedule_of_other_extension_is_not_searched(monkeypatch):

@@ -1,4 +1,4 @@
-"""The planning process: plans of searched schedules, and errors."""
+"""Tests of the planning process: plans of searched schedules, and errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,11 +30,11 @@ from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
-CASE = Case("planned beside training")
+CASE = Case("planned in background")
 COSTS = CostModel(load_profile("cpu"), "float32")
 WAIT_S = 180.0
 HARD = 3
-"""Seed of a step whose search does not come to its bound, so that it makes all its evaluations."""
+"""Seed of a step whose search never reaches its bound, so that it uses its full budget."""
 
 
 def config(evaluations: int) -> ParallelConfig:
@@ -49,9 +49,9 @@ def setup(evaluations: int) -> PlanningSetup:
     return PlanningSetup(layout, config(evaluations), modules, "none", COSTS)
 
 
-def start(made: PlanningSetup) -> StepProcess[PlannedStep]:
+def start(setup_: PlanningSetup) -> StepProcess[PlannedStep]:
     """Start a process that does not wait for an idle core."""
-    return start_planning(made, "normal")
+    return start_planning(setup_, "normal")
 
 
 def metas(seed: int) -> tuple:
@@ -60,9 +60,9 @@ def metas(seed: int) -> tuple:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[StepProcess[PlannedStep]]:
-    made = start(setup(60))
-    yield made
-    made.close()
+    process_ = start(setup(60))
+    yield process_
+    process_.close()
 
 
 def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
@@ -71,42 +71,44 @@ def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
     return PlanRequest(step, metas(seed), Measured(rates))
 
 
-def test_it_plans_the_step_it_was_asked_for(process):
+def test_process_plans_the_requested_step(process):
     process.submit(1, request(1, HARD))
     planned = process.take(1, WAIT_S)
-    found = planned.statistics
-    assert planned.step == 1 and planned.finished and "predicted_step_ms" not in found
-    assert (found["planner"], found["planner_evaluations"]) == ("search", 60)
-    assert found["speedup_over_default_order"] >= 0
+    statistics = planned.statistics
+    assert planned.step == 1 and planned.finished and "predicted_step_ms" not in statistics
+    assert (statistics["planner"], statistics["planner_evaluations"]) == ("search", 60)
+    assert statistics["speedup_over_default_order"] >= 0
     graph = step_graph(setup(60).layout, config(60), metas(HARD))
     plan = decode_plan(planned.numbers, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
 
 
-def test_a_search_ends_with_an_order_that_none_can_be_faster_than(process):
+def test_search_stops_at_the_lower_bound(process):
     process.submit(2, request(2, 1))
     planned = process.take(2, WAIT_S)
     assert planned.finished and planned.statistics["planner"] == "natural"
-    # The natural order, and orders that were good for earlier steps.
+    # The default order, and orders of earlier steps.
     assert planned.statistics["planner_evaluations"] < 10
 
 
-def test_optimus_is_planned_with_the_replicas_of_its_encoder():
-    """In a step so slow that messages to another rank are worth it."""
+def test_optimus_plan_includes_encoder_replicas():
+    """Use a slow step, in which messages to another rank pay off."""
     modules = tuple(m.describe() for m in CASE.build().modality_modules())
     section = ParallelConfig.model_validate(
         {"pipeline": 2, "schedule": "optimus", "placement": "colocated"}
     )
     layers = module_layers(modules, metas(0))
-    made = PlanningSetup(OPTIMUS_SCHEDULE.layout(section, layers), section, modules, "none", COSTS)
-    process = start(made)
+    setup_ = PlanningSetup(
+        OPTIMUS_SCHEDULE.layout(section, layers), section, modules, "none", COSTS
+    )
+    process = start(setup_)
     try:
         process.submit(1, request(1, 1, 1e-6))
         planned = process.take(1, WAIT_S)
     finally:
         process.close()
     assert planned.finished and planned.statistics["planner"].startswith("optimus ")
-    graph = step_graph(made.layout, section, metas(1))
+    graph = step_graph(setup_.layout, section, metas(1))
     plan = decode_plan(planned.numbers, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
     costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
@@ -118,56 +120,58 @@ def test_optimus_is_planned_with_the_replicas_of_its_encoder():
     assert planned.statistics["speedup_over_default_order"] >= 0
 
 
-def test_it_tunes_the_layers():
-    """Half-way between the least and the most memory that the plan may need."""
-    made = setup(60)
+def test_process_tunes_layers_to_memory_limit():
+    """Use a limit between the minimum and the maximum memory of the plan."""
+    setup_ = setup(60)
     sizes = {m.name: message_sizes(m) for m in CASE.build().modality_modules()}
     model = CostModel(load_profile("cpu"), "float32")
-    tuning = LayerTuning(model, frozenset(m.name for m in made.modules), 0)
-    graph = step_graph(made.layout, made.config, metas(1))
+    tuning = LayerTuning(model, frozenset(m.name for m in setup_.modules), 0)
+    graph = step_graph(setup_.layout, setup_.config, metas(1))
     specs = message_specs(graph, sizes, metas(1), torch.float32)
     plain = lower_plan(separated(graph), graph, specs)
-    needs = memory_needs(plain, made.modules, metas(1), tuning)
-    least, most = (max(each) for each in zip(*needs, strict=True))
-    limited = replace(tuning, memory_limit_bytes=(least + most) // 2)
-    process = start(replace(made, sizes=sizes, tuning=limited))
+    needs = memory_needs(plain, setup_.modules, metas(1), tuning)
+    minimum, maximum = (max(each) for each in zip(*needs, strict=True))
+    limited = replace(tuning, memory_limit_bytes=(minimum + maximum) // 2)
+    process = start(replace(setup_, sizes=sizes, tuning=limited))
     process.submit(1, request(1, 1))
     plan = decode_plan(process.take(1, WAIT_S).numbers, graph, lambda graph: specs)
     process.close()
     assert validate_plan(plan).problems == ()
     assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}
-    costs = costs_of_plan(plan, made.modules, metas(1), model)
+    costs = costs_of_plan(plan, setup_.modules, metas(1), model)
     assert max(simulate(plan, costs).peak_bytes) <= limited.memory_limit_bytes
 
 
-def test_rates_give_milliseconds(process):
-    """A rank has at least its own work to do, and at most all work."""
+def test_rates_determine_predicted_milliseconds(process):
+    """Check that the predicted time is between the work of one rank and the total work."""
     process.submit(3, request(3, 1, rate=1e-6))
     predicted_ms = process.take(3, WAIT_S).statistics["predicted_step_ms"]
     graph = step_graph(setup(60).layout, config(60), metas(1))
     flops = task_durations(graph, setup(60).modules, metas(1))
-    whole = [Action(kind, *task) for task in graph.tasks() for kind in (ActionType.F, ActionType.B)]
+    actions = [
+        Action(kind, *task) for task in graph.tasks() for kind in (ActionType.F, ActionType.B)
+    ]
     ranks = [
-        sum(flops(a) for a in whole if graph.layout.stages[a.stage].ranks[0] == rank)
+        sum(flops(a) for a in actions if graph.layout.stages[a.stage].ranks[0] == rank)
         for rank in range(2)
     ]
     assert 1e-6 * max(ranks) <= predicted_ms <= 1e-6 * sum(ranks) * 1.001
 
 
-def test_what_there_is_can_be_taken_at_any_time():
+def test_unfinished_search_returns_a_plan():
     endless = start(setup(10**9))
     endless.submit(1, request(1, HARD))
     planned = None
     while planned is None:
         planned = endless.take(1, 0.05)
     assert not planned.finished
-    endless.submit(2, request(2, 2))  # does not wait for the end of the first
+    endless.submit(2, request(2, 2))  # does not wait for the end of the first search
     while endless.take(2, 0.05) is None:
         pass
     endless.close()
 
 
-def test_a_step_that_cannot_be_planned_is_told():
+def test_planning_errors_are_raised():
     process = start(setup(60))
     process.submit(1, request(1, 1, rate=float("nan")))
     with pytest.raises(StepProcessError, match="cannot plan a step: "):

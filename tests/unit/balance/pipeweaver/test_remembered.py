@@ -1,4 +1,4 @@
-"""Orders of earlier steps: the whole order for the same work, places for other work."""
+"""Tests of orders of earlier steps: reused for equal work, adapted for different work."""
 
 import random
 from dataclasses import replace
@@ -17,42 +17,42 @@ def step(counts):
     return Dispatcher(graph, replace(costs, flops=costs.compute_ms, memory_limit_bytes=12))
 
 
-def test_the_same_work_in_another_order_of_microbatches_is_as_fast_at_once():
+def test_remembered_order_fits_permuted_microbatches():
     helped = 0
     for seed in range(8):
         rng = random.Random(seed)
         counts = [rng.choice((0, 1, 2, 4)) for _ in range(10)]
         first = step(counts)
-        found = search(first, Budget(evaluations=400), seed=seed)
+        result = search(first, Budget(evaluations=400), seed=seed)
         remembered = RememberedOrders()
         assert remembered.starts(first) == []
-        remembered.add(first, found.order)
-        other = step(rng.sample(counts, len(counts)))
-        (start,) = remembered.starts(other)
-        assert sorted(start.tolist()) == list(range(len(other.segments)))
-        # Microbatches with as much work are alike: which of them is which changes nothing.
-        assert other.evaluate(start) == found.makespan_ms
-        helped += found.makespan_ms < other.evaluate()
+        remembered.add(first, result.order)
+        permuted = step(rng.sample(counts, len(counts)))
+        (start,) = remembered.starts(permuted)
+        assert sorted(start.tolist()) == list(range(len(permuted.segments)))
+        # Microbatches with equal work are interchangeable.
+        assert permuted.evaluate(start) == result.makespan_ms
+        helped += result.makespan_ms < permuted.evaluate()
     assert helped > 4
 
 
-def test_another_step_begins_better_than_in_natural_order():
+def test_remembered_order_improves_different_step():
     gained = []
     for seed in range(12):
         rng = random.Random(seed)
         first, other = (step([rng.choice((0, 1, 2, 4)) for _ in range(14)]) for _ in range(2))
         remembered = RememberedOrders()
-        found = search(first, Budget(evaluations=600), seed=seed)
-        remembered.add(first, found.order)
+        result = search(first, Budget(evaluations=600), seed=seed)
+        remembered.add(first, result.order)
         (start,) = remembered.starts(other)
         assert sorted(start.tolist()) == list(range(len(other.segments)))
-        begun = search(other, Budget(evaluations=40), starts=[start])
-        assert begun.makespan_ms <= min(other.evaluate(start), other.evaluate())
+        warm_started = search(other, Budget(evaluations=40), starts=[start])
+        assert warm_started.makespan_ms <= min(other.evaluate(start), other.evaluate())
         gained.append(other.evaluate() / other.evaluate(start) - 1)
     assert np.mean(gained) > 0
 
 
-def test_steps_of_other_sizes_are_no_mistake():
+def test_remembered_orders_fit_steps_of_other_sizes():
     remembered = RememberedOrders()
     big = step([3, 0, 2, 4, 1, 0, 2])
     remembered.add(big, big.natural_order)
@@ -62,10 +62,10 @@ def test_steps_of_other_sizes_are_no_mistake():
             assert sorted(start.tolist()) == list(range(len(other.segments)))
 
 
-def test_only_the_latest_are_kept():
+def test_only_latest_orders_are_remembered():
     remembered = RememberedOrders()
     for count in range(MOST + 5):
-        own = step([count, 1])
-        remembered.add(own, own.natural_order)
-    assert len(remembered.starts(step([0, 1]))) == 1  # forgotten: only the last step's
+        dispatcher = step([count, 1])
+        remembered.add(dispatcher, dispatcher.natural_order)
+    assert len(remembered.starts(step([0, 1]))) == 1  # only the order of the previous step
     assert len(remembered.starts(step([MOST, 1]))) == 2

@@ -1,4 +1,4 @@
-"""Schedule search: deterministic, never worse than static orders, optimal where we know."""
+"""Tests of schedule search: deterministic, never worse than static orders, optimal if known."""
 
 import os
 import random
@@ -30,7 +30,7 @@ from torchmm.pipelining.schedules.separated import separated
 
 
 def skewed(seed: int, microbatches: int = 8, limit: int | None = None) -> Dispatcher:
-    """Three ranks, two segments of the LLM, and encoders of differing length."""
+    """Return a step of three ranks, two LLM segments, and encoder tasks of different lengths."""
     rng = random.Random(seed)
     counts = [rng.choice((0, 0, 1, 2, 4)) for _ in range(microbatches)]
     graph = pipeline(3, counts, 2)
@@ -44,8 +44,8 @@ def loaded(seed: int) -> tuple[StageGraph, PlanCosts]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_depends_on_seed_and_evaluations_alone(strategy, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # of which two may be used
+def test_search_depends_on_seed_and_evaluations(strategy, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # at most two workers are used
     dispatcher = skewed(1, microbatches=24, limit=12)
     budget = Budget(evaluations=400)
     for workers in (1, 2):
@@ -63,17 +63,19 @@ def test_it_depends_on_seed_and_evaluations_alone(strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_never_worse_than_the_natural_order_and_says_the_truth(strategy):
+def test_search_never_loses_to_default_order(strategy):
     for seed in range(10):
         dispatcher = skewed(seed, limit=random.Random(seed).choice((None, 9, 12)))
-        found = search(dispatcher, Budget(evaluations=60), strategy=STRATEGIES[strategy], seed=seed)
-        assert found.makespan_ms <= found.natural_ms == dispatcher.evaluate()
-        assert dispatcher.evaluate(found.order) == found.makespan_ms
-        assert found.fits == isfinite(found.makespan_ms)
+        result = search(
+            dispatcher, Budget(evaluations=60), strategy=STRATEGIES[strategy], seed=seed
+        )
+        assert result.makespan_ms <= result.natural_ms == dispatcher.evaluate()
+        assert dispatcher.evaluate(result.order) == result.makespan_ms
+        assert result.fits == isfinite(result.makespan_ms)
 
 
-def test_it_finds_the_optimum_of_tiny_steps():
-    """Of all orders of groups; single segments may be better still."""
+def test_search_finds_optimum_of_tiny_steps():
+    """Compare with all orders of groups. Orders of single segments can be better."""
     gained = 0
     for seed in range(6):
         dispatcher = skewed(seed, microbatches=3, limit=9)
@@ -83,68 +85,68 @@ def test_it_finds_the_optimum_of_tiny_steps():
             dispatcher.evaluate(dispatcher.order_of_groups(groups))
             for groups in permutations(range(count))
         )
-        found = search(dispatcher, Budget(evaluations=600), seed=seed)
-        every = search(dispatcher, Budget(evaluations=10**6), strategy=DepthFirst)
-        assert every.makespan_ms == best
-        assert every.evaluations == len(list(permutations(range(count))))
-        assert found.makespan_ms <= best
-        gained += best < found.natural_ms
+        result = search(dispatcher, Budget(evaluations=600), seed=seed)
+        exhaustive = search(dispatcher, Budget(evaluations=10**6), strategy=DepthFirst)
+        assert exhaustive.makespan_ms == best
+        assert exhaustive.evaluations == len(list(permutations(range(count))))
+        assert result.makespan_ms <= best
+        gained += best < result.natural_ms
     assert gained > 2
 
 
-def test_annealing_reaches_the_lower_bound_and_stops_there():
+def test_annealing_stops_at_the_lower_bound():
     graph = pipeline(4, [0, 2, 0, 1, 3, 0, 1, 2], 2)
     dispatcher = Dispatcher(graph, even_costs(graph, encoder_ms=1.5))
     bound_ms = lower_bound_ms(dispatcher)
-    found = search(dispatcher, Budget(evaluations=5000), bound_ms=bound_ms)
-    assert found.makespan_ms == pytest.approx(bound_ms)
-    assert found.natural_ms > 1.02 * bound_ms
-    assert found.evaluations < 5000
+    result = search(dispatcher, Budget(evaluations=5000), bound_ms=bound_ms)
+    assert result.makespan_ms == pytest.approx(bound_ms)
+    assert result.natural_ms > 1.02 * bound_ms
+    assert result.evaluations < 5000
 
 
-def test_it_gets_out_of_orders_that_do_not_fit():
+def test_search_recovers_from_orders_exceeding_memory():
     rescued = 0
     for seed in range(40):
         dispatcher = skewed(seed, limit=7)
-        found = search(dispatcher, Budget(evaluations=300), seed=seed)
-        rescued += found.natural_ms == inf and found.fits
+        result = search(dispatcher, Budget(evaluations=300), seed=seed)
+        rescued += result.natural_ms == inf and result.fits
     assert rescued > 5
 
 
-def test_a_search_can_be_ended_from_outside():
-    seen = []
+def test_callback_stops_the_search():
+    rounds = []
 
-    def on_round(found):
-        seen.append(found)
-        return len(seen) < 3
+    def on_round(result):
+        rounds.append(result)
+        return len(rounds) < 3
 
     dispatcher = skewed(2)
-    found = search(dispatcher, Budget(evaluations=10**6), on_round=on_round, strategy=RandomSearch)
-    assert len(seen) == 3
-    times = [each.makespan_ms for each in (*seen, found)]
+    result = search(dispatcher, Budget(evaluations=10**6), on_round=on_round, strategy=RandomSearch)
+    assert len(rounds) == 3
+    times = [each.makespan_ms for each in (*rounds, result)]
     assert times == sorted(times, reverse=True) and times[2] == times[3]
-    assert np.array_equal(found.order, seen[-1].order)
-    for earlier in seen:
+    assert np.array_equal(result.order, rounds[-1].order)
+    for earlier in rounds:
         assert dispatcher.evaluate(earlier.order) == earlier.makespan_ms
 
 
-def test_seconds_end_a_search():
-    found = search(skewed(2), Budget(seconds=0.05), strategy=RandomSearch)
-    assert found.evaluations > 0
+def test_time_budget_stops_the_search():
+    result = search(skewed(2), Budget(seconds=0.05), strategy=RandomSearch)
+    assert result.evaluations > 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"evaluations": 0}, {"seconds": -1.0}])
-def test_budgets_are_checked(arguments):
+def test_budgets_must_be_positive(arguments):
     with pytest.raises(ValueError, match="set at least one of them"):
         Budget(**arguments)
 
 
-def test_workers_are_checked():
+def test_number_of_workers_must_be_positive():
     with pytest.raises(ValueError, match="workers = 0"):
         search(skewed(1), Budget(evaluations=1), workers=0)
 
 
-def test_constructed_orders_are_permutations_of_the_groups():
+def test_constructed_orders_are_group_permutations():
     for seed in range(5):
         dispatcher = skewed(seed)
         orders = constructed_orders(dispatcher)
@@ -153,12 +155,12 @@ def test_constructed_orders_are_permutations_of_the_groups():
             assert sorted(order.tolist()) == list(range(len(dispatcher.groups)))
 
 
-def test_given_orders_are_timed_as_the_simulator_does():
+def test_timed_orders_match_the_simulator():
     checked = limited = 0
     for seed in range(200):
         graph, costs = random_dispatch(seed)
         if min(costs.compute_ms.values()) == 0:
-            continue  # what takes no time takes a picosecond here
+            continue  # actions without duration take a picosecond in the dispatcher
         dispatcher = Dispatcher(graph, costs)
         order = separated(graph, costs.compute_ms.__getitem__)
         timed = time_order(dispatcher, order)
@@ -172,7 +174,7 @@ def test_given_orders_are_timed_as_the_simulator_does():
     assert limited > 10
 
 
-def test_orders_of_other_steps_are_refused():
+def test_orders_of_different_steps_are_rejected():
     dispatcher = skewed(1)
     order = separated(dispatcher.graph)
     with pytest.raises(ValueError, match="for a step of"):
@@ -181,7 +183,7 @@ def test_orders_of_other_steps_are_refused():
         time_order(dispatcher, [row[::-1] for row in order])
 
 
-def test_plans_are_legal_fit_and_are_not_slower_than_static_ones():
+def test_searched_plans_are_valid_and_fast():
     searched = 0
     for seed in range(25):
         graph, costs = loaded(seed)
@@ -202,13 +204,13 @@ def test_plans_are_legal_fit_and_are_not_slower_than_static_ones():
     assert searched > 12
 
 
-def test_the_default_limit_is_what_the_separated_schedule_needs():
+def test_default_limit_is_memory_of_separated_schedule():
     graph, costs = loaded(3)
     timed = time_order(Dispatcher(graph, costs), separated(graph, costs.compute_ms.__getitem__))
     assert set(timed.peak_bytes) == {costs.memory_limit_bytes}
 
 
-def test_with_little_memory_fewer_microbatches_are_in_flight():
+def test_little_memory_reduces_microbatches_in_flight():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=6)
     planned = StepSearch(graph, tight).search(Budget(evaluations=1), Settings())
@@ -220,33 +222,35 @@ def test_with_little_memory_fewer_microbatches_are_in_flight():
 
 
 @pytest.mark.campaign
-def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
-    """Limits from there to what the natural order needs: priorities alone often run out."""
+def test_plan_exists_if_one_microbatch_fits():
+    """Use limits between one microbatch in flight and the default order."""
     unlucky = 0
     for seed in range(8):
         graph, costs = loaded(seed)
         free = replace(costs, static_bytes=(), memory_limit_bytes=None)
         durations = costs.compute_ms.__getitem__
-        least = max(time_order(Dispatcher(graph, free), separated(graph, durations, 1)).peak_bytes)
-        most = max(Dispatcher(graph, free).dispatch().peak_bytes)
-        for limit in {least, least + 1, (least + most) // 2, max(least, most)}:
+        minimum = max(
+            time_order(Dispatcher(graph, free), separated(graph, durations, 1)).peak_bytes
+        )
+        maximum = max(Dispatcher(graph, free).dispatch().peak_bytes)
+        for limit in {minimum, minimum + 1, (minimum + maximum) // 2, max(minimum, maximum)}:
             tight = replace(free, memory_limit_bytes=limit)
-            for evaluations in (1, 20):  # the natural order, a search
+            for evaluations in (1, 20):  # the default order, a search
                 planned = StepSearch(graph, tight).search(Budget(evaluations), Settings())
                 plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
                 assert validate_plan(plan).problems == ()
                 assert simulate(plan, tight).fits, (seed, limit, evaluations)
-            found = search(Dispatcher(graph, tight), Budget(evaluations=1))
-            unlucky += not found.fits
+            result = search(Dispatcher(graph, tight), Budget(evaluations=1))
+            unlucky += not result.fits
     assert unlucky > 4
 
 
-def test_a_chain_of_stages_is_never_slower_than_1f1b():
+def test_searched_single_pipeline_beats_1f1b():
     for seed in range(10):
         rng = random.Random(seed)
-        towers = ModuleLayers("vision", "encoder", (1.0,) * 4, True, (True,) * 4)
+        encoder = ModuleLayers("vision", "encoder", (1.0,) * 4, True, (True,) * 4)
         llm = ModuleLayers("llm", "llm", (1.0,) * 8, False, (True,) * 8)
-        layout = megatron_layout([towers, llm], 2)
+        layout = megatron_layout([encoder, llm], 2)
         graph = StageGraph(layout, 6, {"vision": tuple(rng.randint(0, 1) for _ in range(6))})
         kept = dict.fromkeys(graph.tasks(), 1)
         free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), kept_bytes=kept)
@@ -256,7 +260,7 @@ def test_a_chain_of_stages_is_never_slower_than_1f1b():
         assert timed.fits and planned.predicted_ms <= timed.makespan_ms
 
 
-def test_a_step_that_does_not_fit_at_all_says_what_is_missing():
+def test_unsatisfiable_step_reports_missing_memory():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Searches with the costs of a device: memory in bytes, and steps that do not fit at all."""
+"""Tests of searches with device costs: memory in bytes, and steps that never fit."""
 
 from dataclasses import replace
 
@@ -18,17 +18,17 @@ CONFIG = ParallelConfig.model_validate(
 )
 
 
-def test_orders_fit_into_the_devices_share_of_memory():
+def test_orders_fit_into_memory_fraction():
     graph = pipeline(3, [0, 4, 1, 0, 2, 4, 0, 1], 2)
     costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
     used = []
     for limit in (12, 20, 1000):
-        found = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
-        assert max(found.peak_bytes) <= round(MEMORY_SHARE * limit)
-        used.append(max(found.peak_bytes))
-        step = simulate(lower_plan(found.order, graph, {}, receives_ahead=10**6), costs)
+        result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+        assert max(result.peak_bytes) <= round(MEMORY_SHARE * limit)
+        used.append(max(result.peak_bytes))
+        step = simulate(lower_plan(result.order, graph, {}, receives_ahead=10**6), costs)
         static = separated(graph, costs.compute_ms.__getitem__)
-        assert step.makespan_ms == found.predicted_ms <= found.natural_ms
+        assert step.makespan_ms == result.predicted_ms <= result.natural_ms
         if limit == 1000:
             timed = simulate(lower_plan(static, graph, {}, receives_ahead=10**6), costs)
             assert step.makespan_ms <= timed.makespan_ms
@@ -36,9 +36,9 @@ def test_orders_fit_into_the_devices_share_of_memory():
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_what_never_fits_is_planned_as_the_separated_schedule(limit):
+def test_unsatisfiable_step_uses_separated_memory(limit):
     graph = pipeline(3, [0, 4, 1], 2)
     costs = even_costs(graph, kept_bytes=dict.fromkeys(graph.tasks(), 5))
-    found = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
-    like = limited_like_separated(graph, costs)
-    assert max(found.peak_bytes) <= like.memory_limit_bytes
+    result = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+    separated_costs = limited_like_separated(graph, costs)
+    assert max(result.peak_bytes) <= separated_costs.memory_limit_bytes

@@ -1,4 +1,4 @@
-"""What the partitioner decides in a recipe, and what it leaves alone."""
+"""Tests of the choice of segments: open values of a recipe are chosen, other values are kept."""
 
 from dataclasses import replace
 from math import isfinite
@@ -35,7 +35,7 @@ CASE = Case("segments in a recipe")
 PROFILE = load_profile("cpu")
 
 
-def chosen(profile: Profile | None = None, **parallel: object) -> ParallelConfig:
+def chosen_parallel(profile: Profile | None = None, **parallel: object) -> ParallelConfig:
     recipe = Recipe.model_validate({"parallel": parallel})
     modules, metas = described()
     ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)
@@ -48,71 +48,75 @@ def described() -> tuple:
     return modules, [m.meta for seed in range(4) for m in step_of(CASE, seed)[0]]
 
 
-def test_everything_is_decided_where_nothing_is_given():
-    found = chosen(pipeline=2, schedule="searched")
+def test_open_segments_are_chosen():
+    parallel = chosen_parallel(pipeline=2, schedule="searched")
     _, metas = described()
-    assert set(found.modules) == {"vision", "llm"}
-    most = max(meta.images_of("vision") for meta in metas)
-    assert 1 <= found.sub_microbatch_images("vision") <= most
-    assert 1 in (found.segments("vision"), found.segments("llm"))
+    assert set(parallel.modules) == {"vision", "llm"}
+    max_images = max(meta.images_of("vision") for meta in metas)
+    assert 1 <= parallel.sub_microbatch_images("vision") <= max_images
+    assert 1 in (parallel.segments("vision"), parallel.segments("llm"))
 
 
-def test_what_is_given_stays():
-    own = {"segments": 2, "sub_microbatch_images": 3}
-    found = chosen(pipeline=2, schedule="searched", virtual_stages=2, vision=own, shard=4)
-    assert (found.segments("vision"), found.segments("llm")) == (2, 2)
-    assert found.sub_microbatch_images("vision") == 3
-    assert (found.pipeline, found.shard, found.schedule) == (2, 4, "searched")
+def test_specified_segments_are_kept():
+    vision = {"segments": 2, "sub_microbatch_images": 3}
+    parallel = chosen_parallel(
+        pipeline=2, schedule="searched", virtual_stages=2, vision=vision, shard=4
+    )
+    assert (parallel.segments("vision"), parallel.segments("llm")) == (2, 2)
+    assert parallel.sub_microbatch_images("vision") == 3
+    assert (parallel.pipeline, parallel.shard, parallel.schedule) == (2, 4, "searched")
 
 
 @pytest.mark.parametrize(
     "parallel", [{"pipeline": 2}, {"pipeline": 1, "schedule": "searched"}], ids=str
 )
-def test_other_recipes_leave_nothing_open(parallel):
+def test_other_schedules_have_no_open_segments(parallel):
     assert not leaves_segments_open(ParallelConfig.model_validate(parallel))
     assert leaves_segments_open(ParallelConfig(pipeline=2, schedule="searched"))
 
 
-def test_too_many_ranks_name_the_schedule():
+def test_too_few_layers_name_the_schedule():
     with pytest.raises(ConfigError, match=r'schedule = "searched": .* 4 layers for 8 pipeline'):
-        chosen(pipeline=8, schedule="searched")
+        chosen_parallel(pipeline=8, schedule="searched")
 
 
-def test_stages_are_those_of_the_fastest_predicted_step():
+def test_stages_minimize_predicted_step_time():
     modules, metas = described()
-    found = chosen(pipeline=2, schedule="searched", search={"stages": "auto"})
-    assert found.search.stages in STAGES
+    parallel = chosen_parallel(pipeline=2, schedule="searched", search={"stages": "auto"})
+    assert parallel.search.stages in STAGES
     model = CostModel(load_profile("cpu"), "float32")
     predicted = {}
     for stages in STAGES:
-        own = chosen(pipeline=2, schedule="searched", search={"stages": stages})
-        layout = plan_layout(own, modules, metas)
+        candidate = chosen_parallel(pipeline=2, schedule="searched", search={"stages": stages})
+        layout = plan_layout(candidate, modules, metas)
         longest = max(s.stop - s.start for s in layout.stages if s.module == "vision")
         assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
-        graph = step_graph(layout, own, metas)
+        graph = step_graph(layout, candidate, metas)
         costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
         predicted[stages] = (
             StepSearch(graph, costs).search(Budget(evaluations=200), Settings()).predicted_ms
         )
-    assert predicted[found.search.stages] == min(predicted.values())
+    assert predicted[parallel.search.stages] == min(predicted.values())
 
 
 @pytest.mark.parametrize(("shard", "fits"), [(1, False), (4, True)])
-def test_what_fits_is_judged_as_the_run_shards_it(shard, fits):
-    """Optimizer state is divided by `shard`; priced whole, "auto" would rule such stages out."""
+def test_memory_check_includes_optimizer_sharding(shard, fits):
+    """Check that optimizer states are divided by `shard` if stages are compared."""
     modules, metas = described()
     small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=1_500_000))
-    own = chosen(pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"})
-    costs = run_costs(resolve(Recipe(parallel=own), 2 * shard), modules, small)
-    assert isfinite(_predicted_ms(own, modules, metas, costs)) == fits
+    parallel = chosen_parallel(
+        pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"}
+    )
+    costs = run_costs(resolve(Recipe(parallel=parallel), 2 * shard), modules, small)
+    assert isfinite(_predicted_ms(parallel, modules, metas, costs)) == fits
 
 
 @pytest.fixture(scope="module")
 def paper() -> tuple:
-    """PipeWeaver's VLM-M, whose rule gives segments that its own simulator can better."""
-    given = ["--parallel.schedule=searched"]
+    """Return the PipeWeaver VLM-M setup, for which simulation beats the rule for segments."""
+    overrides = ["--parallel.schedule=searched"]
     path = Path(__file__).parents[4] / "recipes/papers/pipeweaver_vlm_m.toml"
-    recipe = load_recipe(path, given, None).recipe
+    recipe = load_recipe(path, overrides, None).recipe
     forecaster = Forecaster(recipe, 32, simulated_profile(recipe))
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     metas = forecaster.workload.microbatches
@@ -121,35 +125,39 @@ def paper() -> tuple:
 
 @pytest.fixture
 def ruled(paper, monkeypatch) -> ParallelConfig:
-    """The section with the numbers of the rule, which stay if all steps take equally long."""
+    """Return the section with the values of the rule, which apply if all steps are equally fast."""
     with monkeypatch.context() as patched:
-        patched.setattr(segments, "_predicted_ms", lambda *given: 1.0)
+        patched.setattr(segments, "_predicted_ms", lambda *arguments: 1.0)
         return with_segments(*paper)
 
 
-def test_segments_are_those_of_a_faster_simulated_step(paper, ruled, monkeypatch):
+def test_segments_minimize_simulated_step_time(paper, ruled, monkeypatch):
     parallel, modules, metas, costs = paper
-    tried = []
-    counted = segments._predicted_ms
+    candidates = []
+    predict_ms = segments._predicted_ms
     monkeypatch.setattr(
-        segments, "_predicted_ms", lambda *given: (tried.append(given[0]), counted(*given))[1]
+        segments,
+        "_predicted_ms",
+        lambda *given: (candidates.append(given[0]), predict_ms(*given))[1],
     )
-    found = with_segments(*paper)
-    assert found != ruled and len(tried) <= MOST_PARTITIONS
-    assert counted(found, *paper[1:]) < 0.98 * counted(ruled, *paper[1:])
-    assert with_segments(*paper) == found  # as every rank finds for itself
-    own = {name: own.model_dump() for name, own in ruled.modules.items()}
-    fixed = ParallelConfig.model_validate(parallel.model_dump(exclude_none=True) | own)
-    tried.clear()
-    kept = with_segments(fixed, modules, metas, costs)
-    assert {name: kept.segments(name) for name in own} == {n: ruled.segments(n) for n in own}
-    assert tried == []  # nothing is open
+    parallel_ = with_segments(*paper)
+    assert parallel_ != ruled and len(candidates) <= MOST_PARTITIONS
+    assert predict_ms(parallel_, *paper[1:]) < 0.98 * predict_ms(ruled, *paper[1:])
+    assert with_segments(*paper) == parallel_  # as on every rank
+    sections = {name: sections.model_dump() for name, sections in ruled.modules.items()}
+    fixed = ParallelConfig.model_validate(parallel.model_dump(exclude_none=True) | sections)
+    candidates.clear()
+    fixed_choice = with_segments(fixed, modules, metas, costs)
+    assert {name: fixed_choice.segments(name) for name in sections} == {
+        n: ruled.segments(n) for n in sections
+    }
+    assert candidates == []  # no value is open
 
 
-def test_slower_neighbours_are_not_taken(paper, ruled, monkeypatch):
-    """Where every change costs time, the rule's numbers stay."""
+def test_slower_segments_are_not_chosen(paper, ruled, monkeypatch):
+    """Check that the values of the rule are kept if every change is slower."""
     modules, metas, costs = paper[1:]
     rule = partition(modules, metas, costs, paper[0].pipeline)
     assert {name: ruled.segments(name) for name in rule.segments} == rule.segments
-    monkeypatch.setattr(segments, "_predicted_ms", lambda tried, *_: 1.0 + (tried != ruled))
+    monkeypatch.setattr(segments, "_predicted_ms", lambda candidate, *_: 1.0 + (candidate != ruled))
     assert with_segments(*paper) == ruled

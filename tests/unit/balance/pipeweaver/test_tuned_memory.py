@@ -1,4 +1,4 @@
-"""What tuned steps really use on a CPU, at every single allocation, against the limit they have."""
+"""Tests of memory that tuned steps allocate on the CPU, against their limits."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from torchmm.pipelining.schedules.layouts import Cut, build_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 WIDE = {"hidden_size": 192, "intermediate_size": 512}
-WIDE_TOWERS = {
+WIDE_ENCODERS = {
     "clip": WIDE,
     "siglip, folded": WIDE,
     "siglip2": WIDE,
@@ -27,18 +27,18 @@ BATCHES = 3
 
 @dataclass(frozen=True)
 class WideCase(Case):
-    """The same models, with wider layers: constants of a few bytes per token do not matter."""
+    """Models with wider layers, in which a few constant bytes per token are negligible."""
 
     def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
         section = KINDS[self.encoder].section
-        tower = {**section, "config": {**section["config"], **WIDE_TOWERS[self.encoder]}}
+        encoder = {**section, "config": {**section["config"], **WIDE_ENCODERS[self.encoder]}}
         llm = {"config": {**LLM, **WIDE, "tie_word_embeddings": False}}
-        config = ModelConfig.model_validate({"llm": llm, "encoders": {"vision": tower}})
+        config = ModelConfig.model_validate({"llm": llm, "encoders": {"vision": encoder}})
         return build_model(config, FreezeConfig(modules=list(self.freeze)), dtype)
 
 
 class Step(TunedStep):
-    """Stages of two and two layers, but of one and three of the encoder."""
+    """Step with LLM stages of two and two layers, and encoder stages of one and three layers."""
 
     def __init__(self, encoder: str, freeze: tuple[str, ...] = ()) -> None:
         self.case = WideCase(
@@ -74,7 +74,7 @@ PARTS = {"vision": (2, 1, 3, 2)}
         ),
     ],
 )
-def test_a_step_never_uses_more_than_its_limit(encoder, schedule):
+def test_tuned_step_stays_within_limit(encoder, schedule):
     step = Step(encoder)
     for seed in range(BATCHES):
         batch = step.batch(seed)
@@ -85,14 +85,14 @@ def test_a_step_never_uses_more_than_its_limit(encoder, schedule):
 
 
 @pytest.mark.parametrize("frozen", ["vision", "llm"])
-def test_a_step_with_a_frozen_module_never_uses_more_than_its_limit(frozen):
+def test_tuned_step_with_frozen_module_stays_within_limit(frozen):
     step = Step("clip", (frozen,))
     batch = step.batch(0)
     for limit, predicted, measured in step.tuned(step.plan("separated", batch, PARTS), batch):
         assert 0.85 * predicted <= measured <= predicted <= limit, measured / predicted
 
 
-def test_most_of_the_activations_can_be_let_go():
+def test_tuning_frees_most_activations():
     step = Step("clip")
     batch = step.batch(0)
     state = sum(step.costs.static_bytes(m, 0, len(m.layers)) for m in step.descriptions)

@@ -1,5 +1,7 @@
-"""Tuned steps with experts never use more than their limit, at any allocation, whomever routers
-choose: rows of all experts are one tensor, and so are the gradients of their weights."""
+"""Tests of memory of tuned steps with experts, for balanced and unbalanced routing.
+
+The tokens of all experts are one tensor, and so are the gradients of their weights.
+"""
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ MIXTURE = {
     "num_experts_per_tok": 2,
 }
 SIZES = {"few wide": (8, 256), "many narrow": (32, 64)}
-"""Experts, and features inside each."""
+"""Number of experts, and intermediate size of each expert."""
 TOKENS = (200, 300, 150, 256)
-"""By microbatch."""
+"""Tokens per microbatch."""
 
 
 def text(seed: int, tokens: int) -> Microbatch:
@@ -28,8 +30,11 @@ def text(seed: int, tokens: int) -> Microbatch:
 
 
 def routed(sizes: str, *, unevenly: bool) -> TunedStep:
-    """Args:
-    unevenly: whether all tokens go to the same two experts.
+    """Return a step with experts.
+
+    Args:
+        sizes: A key of `SIZES`.
+        unevenly: Whether all tokens are routed to the same two experts.
     """
     experts, inner = SIZES[sizes]
     llm = {"config": {**MIXTURE, "num_experts": experts, "moe_intermediate_size": inner}}
@@ -39,7 +44,7 @@ def routed(sizes: str, *, unevenly: bool) -> TunedStep:
         assert len(routers) == 4
         with torch.no_grad():
             for router in routers:
-                router.zero_()  # equal scores: the first ones win
+                router.zero_()  # equal scores select the first experts
     return step
 
 
@@ -52,7 +57,7 @@ def routed(sizes: str, *, unevenly: bool) -> TunedStep:
         pytest.param("few wide", "gpipe", True, marks=pytest.mark.campaign),
     ],
 )
-def test_a_step_with_experts_never_uses_more_than_its_limit(sizes, schedule, unevenly):
+def test_tuned_step_with_experts_stays_within_limit(sizes, schedule, unevenly):
     step = routed(sizes, unevenly=unevenly)
     batch = [text(seed, tokens) for seed, tokens in enumerate(TOKENS)]
     for limit, predicted, measured in step.tuned(step.plan(schedule, batch, {}), batch):

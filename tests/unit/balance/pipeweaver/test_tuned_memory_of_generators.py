@@ -1,4 +1,4 @@
-"""Tuned steps with generators never use more than their limit, at any allocation."""
+"""Tests of memory of tuned steps with generators, at every allocation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,78 +30,85 @@ IMAGES = [(1, 8, 8)]
 GRIDS = {
     "equal sizes": [(1, 6, 6)],
     "different sizes": [(1, 8, 8), (1, 2, 2), (1, 4, 6), (1, 2, 3)],
-    "clips": [(4, 4, 4)],
-    "images and clips": [(4, 5, 5), (1, 5, 5), (2, 5, 5)],
+    "videos": [(4, 4, 4)],
+    "images and videos": [(4, 5, 5), (1, 5, 5), (2, 5, 5)],
 }
-"""Of images and clips in turn."""
+"""Grids of images and videos, which microbatches use round-robin."""
 COUNTS = (3, 1, 5, 2)
-"""Of them by microbatch."""
+"""Number of images or videos per microbatch."""
 
 
 def generating(freeze: Sequence[str] = (), vae: Mapping | None = None) -> TunedStep:
-    """An LLM and a generator, of two and two layers each.
+    """Return a step with an LLM and a generator, of two stages of two layers each.
 
     Args:
-        vae: settings of an autoencoder whose latents are drawn, in patches of as many pixels.
+        freeze: Names of frozen modules.
+        vae: Settings of an autoencoder. The generator then generates latents, in patches of the
+            same number of values.
     """
     generator: dict = {"config": PIXART, "frames": 4}
     if vae is not None:
         latent = {"sample_size": 16, "patch_size": 2}
         generator |= {"config": {**PIXART, **latent}, "vae": {"config": {**VAE, **vae}}}
     config = {"llm": {"config": WIDE_LLM}, "generator": generator}
-    return cut_in_two(config, [drawn_microbatch(0, 2, IMAGES, equal=True).meta], freeze)
+    return cut_in_two(config, [generation_microbatch(0, 2, IMAGES, equal=True).meta], freeze)
 
 
-def drawn_microbatch(
+def generation_microbatch(
     seed: int, images: int, grids: Sequence[tuple[int, int, int]], *, equal: bool
 ) -> Microbatch:
-    """A sample for each image, which is drawn from some or all of its tokens.
+    """Return a microbatch with a sample for each generated image.
+
+    The context of an image is all or some tokens of the sample.
 
     Args:
-        equal: whether contexts are equally long.
+        seed: Seed of tokens and images.
+        images: Number of images.
+        grids: Grids of images, used round-robin.
+        equal: Whether contexts have equal lengths.
     """
     lengths = [12 if equal else 5 + (5 * (seed + i)) % 17 for i in range(images)]
-    own = [grids[(seed + i) % len(grids)] for i in range(images)]
-    metas = [GeneratedMeta(grid, n - 2) for grid, n in zip(own, lengths, strict=True)]
+    image_grids = [grids[(seed + i) % len(grids)] for i in range(images)]
+    metas = [GeneratedMeta(grid, n - 2) for grid, n in zip(image_grids, lengths, strict=True)]
     samples = [
-        SampleMeta("drawn", i, n, generated=(m,))
+        SampleMeta("generated", i, n, generated=(m,))
         for i, (n, m) in enumerate(zip(lengths, metas, strict=True))
     ]
     ends = [0, *accumulate(lengths)]
     generator = torch.Generator().manual_seed(seed)
-    patches = sum(map(prod, own))
+    patches = sum(map(prod, image_grids))
     inputs = GeneratorInputs(
         torch.randint(256, (patches, VALUES), generator=generator, dtype=torch.uint8),
         torch.randn(patches, VALUES, generator=generator),
         torch.rand(images, generator=generator).tolist(),
-        own,
+        image_grids,
         torch.cat([torch.arange(b - m.context, b) for b, m in zip(ends[1:], metas, strict=True)]),
         [m.context for m in metas],
         [True] * images,
     )
     ids = torch.randint(5, 64, (ends[-1],), generator=generator)
-    places = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
     meta = MicrobatchMeta(tuple(samples), ends[-1])
-    return Microbatch(ids, ids.roll(-1), places, ends, {}, meta, generator=inputs)
+    return Microbatch(ids, ids.roll(-1), positions, ends, {}, meta, generator=inputs)
 
 
-def drawn_batch(sizes: str, seed: int) -> list[Microbatch]:
-    equal = sizes in ("equal sizes", "clips")
+def generation_batch(sizes: str, seed: int) -> list[Microbatch]:
+    equal = sizes in ("equal sizes", "videos")
     return [
-        drawn_microbatch(10 * seed + i, count, GRIDS[sizes], equal=equal)
+        generation_microbatch(10 * seed + i, count, GRIDS[sizes], equal=equal)
         for i, count in enumerate(COUNTS)
     ]
 
 
 CASES = (
     ("different sizes", "zero_bubble", ()),
-    ("images and clips", "gpipe", ()),
+    ("images and videos", "gpipe", ()),
     ("equal sizes", "separated", ("llm",)),
 )
 LONG_CASES = (
-    ("clips", "separated", ()),
+    ("videos", "separated", ()),
     ("different sizes", "separated", ("generator.connector",)),
-    ("images and clips", "zero_bubble", ("llm", "generator.connector")),
+    ("images and videos", "zero_bubble", ("llm", "generator.connector")),
 )
 
 
@@ -109,9 +116,9 @@ LONG_CASES = (
     ("sizes", "schedule", "freeze"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.campaign) for case in LONG_CASES)],
 )
-def test_a_step_that_draws_never_uses_more_than_its_limit(sizes, schedule, freeze):
+def test_tuned_generation_step_stays_within_limit(sizes, schedule, freeze):
     step = generating(freeze)
-    batch = drawn_batch(sizes, 0)
+    batch = generation_batch(sizes, 0)
     plan = step.plan(schedule, batch, {"generator": (2, 1, 2, 1)})
     for limit, predicted, measured in step.tuned(plan, batch):
         assert measured <= predicted <= limit, measured / limit
@@ -119,9 +126,9 @@ def test_a_step_that_draws_never_uses_more_than_its_limit(sizes, schedule, freez
 
 
 @pytest.mark.parametrize("freeze", [("generator",), ("generator", "generator.connector")])
-def test_nor_does_one_whose_generator_is_frozen(freeze):
+def test_frozen_generator_step_stays_within_limit(freeze):
     step = generating(freeze)
-    batch = drawn_batch("different sizes", 0)
+    batch = generation_batch("different sizes", 0)
     plan = step.plan("gpipe", batch, {"generator": (2, 1, 2, 1)})
     for limit, predicted, measured in step.tuned(plan, batch):
         assert 0.85 * predicted <= measured <= predicted <= limit, measured / predicted
@@ -130,14 +137,14 @@ def test_nor_does_one_whose_generator_is_frozen(freeze):
 @pytest.mark.parametrize(
     ("schedule", "channels", "count"), [("zero_bubble", [8, 16], 4), ("gpipe", [512, 16], 1)]
 )
-def test_nor_does_one_that_encodes_what_it_draws(schedule, channels, count):
-    """With few channels layers need the most, with many the autoencoder does."""
+def test_vae_encoding_step_stays_within_limit(schedule, channels, count):
+    """Check both cases: layers determine the peak, or the autoencoder with many channels."""
     step = generating(vae={"block_out_channels": channels})
     batch = []
-    for microbatch in drawn_batch("different sizes", 0)[-count:]:
-        drawn = microbatch.generator
-        noise = torch.randn(len(drawn.noise_PV), LATENT_VALUES)
-        latents = replace(drawn, noise_PV=noise, latent_values=LATENT_VALUES)
+    for microbatch in generation_batch("different sizes", 0)[-count:]:
+        inputs = microbatch.generator
+        noise = torch.randn(len(inputs.noise_PV), LATENT_VALUES)
+        latents = replace(inputs, noise_PV=noise, latent_values=LATENT_VALUES)
         batch.append(replace(microbatch, generator=latents))
     plan = step.plan(schedule, batch, {"generator": (2, 1, 2, 1)[-count:]})
     shares = SHARES if count > 1 else SHARES[-1:]

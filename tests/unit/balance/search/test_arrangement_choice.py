@@ -1,4 +1,4 @@
-"""Values of `data.reorder` and `data.balance` that are chosen for "auto"."""
+"""Tests of the choice of `data.reorder` and `data.balance` for "auto"."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ PLAIN = {
     "parallel.schedule": "1f1b", "parallel.gradient_reduction": "microbatch",
     "training.global_batch_size": 64, "activation_checkpoint.mode": "full",
 }  # fmt: skip
-ALIKE = "[{images = [8, 8]}]"
+EQUAL_IMAGES = "[{images = [8, 8]}]"
 
 
 def read(**changes: object) -> Recipe:
-    """The paper's recipe without a pipeline, and with further changes ("__" for a dot)."""
-    given = PLAIN | {name.replace("__", "."): value for name, value in changes.items()}
-    return load_recipe(VLM_S, [f"--{key}={value}" for key, value in given.items()], GPUS).recipe
+    """Read the recipe of the paper without a pipeline and with changes ("__" denotes a dot)."""
+    overrides = PLAIN | {name.replace("__", "."): value for name, value in changes.items()}
+    return load_recipe(VLM_S, [f"--{key}={value}" for key, value in overrides.items()], GPUS).recipe
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def forecaster(recipe: Recipe, sample: StepSample | None = None) -> Forecaster:
     return Forecaster(recipe, GPUS, simulated_profile(recipe), sample=sample)
 
 
-def chosen(run: Resolved) -> tuple[str, str]:
+def chosen_values(run: Resolved) -> tuple[str, str]:
     return run.recipe.data.reorder, run.recipe.data.balance
 
 
-def test_auto_chooses_the_fastest_forecast(sample):
-    found = forecaster(read(), sample)
-    assert chosen(found.run)[1] == "images"
+def test_auto_chooses_fastest_simulated_step(sample):
+    simulator = forecaster(read(), sample)
+    assert chosen_values(simulator.run)[1] == "images"
     times_ms = {
         (reorder, balance): forecaster(
             read(data__reorder=reorder, data__balance=balance), sample
@@ -55,28 +55,31 @@ def test_auto_chooses_the_fastest_forecast(sample):
         for reorder in ("none", "intra")
         for balance in ("none", "images")
     }  # fmt: skip
-    own_ms = times_ms[chosen(found.run)]
-    assert found.forecast().iteration_ms == own_ms == min(times_ms.values())
-    without_ms = times_ms[found.run.recipe.data.reorder, "none"]
-    text = f"images (simulated step with it {own_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
-    assert found.run.choices["data.balance"] == text
-    # Any rank chooses the same, with the model that it has built.
+    chosen_ms = times_ms[chosen_values(simulator.run)]
+    assert simulator.forecast().iteration_ms == chosen_ms == min(times_ms.values())
+    without_ms = times_ms[simulator.run.recipe.data.reorder, "none"]
+    text = f"images (simulated step with it {chosen_ms:,.1f} ms, without it {without_ms:,.1f} ms)"
+    assert simulator.run.choices["data.balance"] == text
+    # All ranks choose the same values, with the model that they have built.
     run = with_arrangement(resolve(read(), GPUS), sample.model)
-    assert (chosen(run), run.choices) == (chosen(found.run), found.run.choices)
+    assert (chosen_values(run), run.choices) == (
+        chosen_values(simulator.run),
+        simulator.run.choices,
+    )
 
 
-def test_auto_keeps_images_that_are_alike():
-    recipe = read(simulation__sequences=ALIKE)
-    assert chosen(forecaster(recipe).run) == ("none", "none")
-    fixed = forecaster(read(simulation__sequences=ALIKE, data__reorder="intra")).run
-    assert chosen(fixed) == ("intra", "none")
+def test_auto_keeps_equal_images():
+    recipe = read(simulation__sequences=EQUAL_IMAGES)
+    assert chosen_values(forecaster(recipe).run) == ("none", "none")
+    fixed = forecaster(read(simulation__sequences=EQUAL_IMAGES, data__reorder="intra")).run
+    assert chosen_values(fixed) == ("intra", "none")
     assert fixed.choices.keys() == {"data.balance"}
 
 
-def test_auto_follows_the_cost_of_the_exchange(sample, monkeypatch):
+def test_auto_considers_exchange_time(sample, monkeypatch):
     monkeypatch.setattr(CostModel, "transfers_ms", lambda self, sent, links: [1e6] * len(sent))
     run = forecaster(read(parallel__replicate=1), sample).run
-    assert chosen(run) == ("intra", "none")
+    assert chosen_values(run) == ("intra", "none")
 
 
 @pytest.mark.parametrize(
@@ -95,30 +98,30 @@ def test_auto_follows_the_cost_of_the_exchange(sample, monkeypatch):
     ],
 )
 def test_auto_is_none_for_unsupported_recipes(sample, changes, expected, reason):
-    given = [f"--{key}={value}" for key, value in (PLAIN | changes).items()]
-    recipe = load_recipe(VLM_S, given).recipe
+    overrides = [f"--{key}={value}" for key, value in (PLAIN | changes).items()]
+    recipe = load_recipe(VLM_S, overrides).recipe
     run = with_arrangement(resolve(recipe, GPUS), sample.model)
-    assert chosen(run) == expected
+    assert chosen_values(run) == expected
     assert reason in run.choices["data.balance"]
 
 
-def test_auto_does_not_change_losses_of_routers(sample, monkeypatch):
+def test_auto_does_not_change_router_losses(sample, monkeypatch):
     recipe = read(training__microbatch_size=2)
-    assert chosen(forecaster(recipe, sample).run)[0] == "intra"
+    assert chosen_values(forecaster(recipe, sample).run)[0] == "intra"
     monkeypatch.setattr(sample.model.llm, "balance", object())
     run = forecaster(recipe, sample).run
-    assert chosen(run)[0] == "none"
+    assert chosen_values(run)[0] == "none"
     assert "load-balancing loss" in run.choices["data.reorder"]
-    assert chosen(forecaster(read(), sample).run)[0] == "intra"
+    assert chosen_values(forecaster(read(), sample).run)[0] == "intra"
 
 
-def test_auto_needs_a_forecast(sample, monkeypatch):
+def test_auto_requires_a_simulation(sample, monkeypatch):
     def fail(self: Forecaster) -> None:
         raise ConfigError("data.sources: no sizes")
 
     monkeypatch.setattr(Forecaster, "forecast", fail)
     run = with_arrangement(resolve(read(), GPUS), sample.model)
-    assert chosen(run) == ("none", "none")
+    assert chosen_values(run) == ("none", "none")
     assert "no simulation: data.sources: no sizes" in run.choices["data.balance"]
 
 
@@ -128,7 +131,7 @@ def test_dry_run_shows_the_choice():
     assert "auto: images (simulated step with it" in line
 
 
-def test_search_compares_both_values(sample):
+def test_plan_search_compares_both_values(sample):
     recipe = read()
     plan = Plan("fsdp", GPUS, {"activation_checkpoint.mode": "full"})
     forecasts = {

@@ -1,4 +1,4 @@
-"""Sizes of colocated encoders that a recipe leaves open, chosen by the search."""
+"""Tests of the choice of open parallelism degrees of colocated encoders."""
 
 from itertools import product
 from pathlib import Path
@@ -45,7 +45,7 @@ def recipe_of(*encoders: str, parallel: str = "") -> Recipe:
 
 
 def sizes_of(recipe: Recipe) -> list[tuple[object, ...]]:
-    """Pipeline and tensor-parallel sizes of all encoders of the listed plans."""
+    """Return pipeline and tensor parallelism of all encoders, for each listed plan."""
     sample = StepSample(recipe)
     keys = ("pipeline", "tensor")
     names = [module.name for module in sample.modules if module.kind == "encoder"]
@@ -56,7 +56,7 @@ def sizes_of(recipe: Recipe) -> list[tuple[object, ...]]:
 
 
 def search(recipe: Recipe) -> SearchResult:
-    """The search of a run or dry run, by the device of the recipe."""
+    """Run the search of a run or dry run, for the device of the recipe."""
     profile = load_profile(recipe.simulation.device)
     return search_encoder_sizes(Forecaster(recipe, 8, profile))
 
@@ -70,32 +70,38 @@ def with_memory(directory: Path, nbytes: float) -> str:
 def test_encoder_plans_combine_open_sizes():
     one = recipe_of("vision", parallel="tensor = 2\n")
     assert sizes_of(one) == sorted(product((1, 2, 4), (1, 2)))
-    given = recipe_of("vision", "scans", parallel="tensor = 2\nvision = {tensor = 1, pipeline=2}\n")
-    assert sizes_of(given) == sorted(
+    partly_open = recipe_of(
+        "vision", "scans", parallel="tensor = 2\nvision = {tensor = 1, pipeline=2}\n"
+    )
+    assert sizes_of(partly_open) == sorted(
         (2, 1, pipeline, tensor) for pipeline, tensor in product((1, 2, 4), (1, 2))
     )
-    assert "parallel.vision.tensor" not in open_keys("colocated", given, StepSample(given))
-    assert "parallel.vision.segments" in open_keys("colocated", given, StepSample(given))
+    assert "parallel.vision.tensor" not in open_keys(
+        "colocated", partly_open, StepSample(partly_open)
+    )
+    assert "parallel.vision.segments" in open_keys(
+        "colocated", partly_open, StepSample(partly_open)
+    )
 
 
 @pytest.mark.parametrize("parallel", ["", "tensor = 2\n"])
 def test_encoder_sizes_are_the_fastest_combination(parallel):
     recipe = recipe_of("vision", parallel=parallel)
-    found = search(recipe)
+    result = search(recipe)
     sample, profile = StepSample(recipe), load_profile("a100")
     steps_ms = []
     for plan in recipe_plans("colocated", recipe, 8, sample):
-        own = planned_recipe(base_recipe(recipe, "colocated"), plan)
-        forecast = Forecaster(own, 8, profile, sample=sample).forecast()
+        candidate = planned_recipe(base_recipe(recipe, "colocated"), plan)
+        forecast = Forecaster(candidate, 8, profile, sample=sample).forecast()
         if forecast.step is not None and forecast.step.fits:
             steps_ms.append(forecast.iteration_ms)
     assert len(steps_ms) > 2
-    assert found.best.step_ms <= min(steps_ms)
-    assert orchestrated(recipe, 8).parallel == found.best.recipe.parallel
-    assert found.complete
+    assert result.best.step_ms <= min(steps_ms)
+    assert orchestrated(recipe, 8).parallel == result.best.recipe.parallel
+    assert result.complete
 
 
-def test_encoder_sizes_in_the_recipe_stay():
+def test_encoder_sizes_in_the_recipe_are_kept():
     parallel = "tensor = 2\nvision = {pipeline = 2, segments = 2, sub_microbatch_images = 2}\n"
     recipe = recipe_of("vision", "scans", parallel=parallel)
     chosen = orchestrated(recipe, 8).parallel
@@ -116,11 +122,11 @@ def test_encoder_sizes_fit_into_memory(tmp_path):
         return recipe.model_copy(update={"simulation": simulation})
 
     device_bytes = peak_bytes / 0.95  # the fastest plan would use 95 %
-    found = search(with_device(device_bytes))
-    tight = found.best
+    result = search(with_device(device_bytes))
+    tight = result.best
     assert isinstance(tight, Candidate)
     assert max(tight.forecast.step.peak_bytes) <= MEMORY_SHARE * device_bytes
-    assert "plans may use 90% of the memory of a device" in certificate(found)
+    assert "plans may use 90% of the memory of a device" in certificate(result)
     assert tight.recipe.activation_checkpoint == recipe.activation_checkpoint
     with pytest.raises(ConfigError, match="no plan fits on 8 devices"):
         find_best(search(with_device(1e5)), 8)

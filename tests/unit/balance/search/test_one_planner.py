@@ -1,4 +1,4 @@
-"""Runs, the process beside them and forecasts plan a searched step with the same costs."""
+"""Tests of searched steps: runs, background planning and simulation use the same costs."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ EVALUATIONS = 200
 
 @pytest.fixture(scope="module")
 def forecaster() -> Forecaster:
-    given = [
+    overrides = [
         "--parallel.schedule=searched",
         f"--parallel.search.evaluations={EVALUATIONS}",
         "--parallel.search.workers=1",
     ]
-    recipe = load_recipe(ROOT / "recipes/papers/pipeweaver_vlm_s.toml", given, None).recipe
+    recipe = load_recipe(ROOT / "recipes/papers/pipeweaver_vlm_s.toml", overrides, None).recipe
     return Forecaster(recipe, 16, simulated_profile(recipe))
 
 
 def kinds_of(graph, values):
-    """Sums over actions, by module and kind."""
-    found = defaultdict(float)
+    """Return sums over actions, by module and action type."""
+    sums = defaultdict(float)
     for action, value in values.items():
-        found[graph.layout.stages[action.stage].module, action.type] += value
-    return found
+        sums[graph.layout.stages[action.stage].module, action.type] += value
+    return sums
 
 
 def compute_orders(plan):
     return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
 
 
-def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
+def test_run_executes_simulated_plan(forecaster):
     step = forecaster.forecast().step
     graph = step.plan.graph
     parallel = forecaster.run.recipe.parallel
@@ -62,16 +62,16 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
     finally:
         process.close()
     assert planned.finished and planned.statistics["planner_evaluations"] == EVALUATIONS
-    ran = decode_plan(planned.numbers, graph, lambda graph: {})
-    assert compute_orders(ran) == compute_orders(step.plan)
-    # Not by chance: an order that was searched with other costs is another one.
+    executed = decode_plan(planned.numbers, graph, lambda graph: {})
+    assert compute_orders(executed) == compute_orders(step.plan)
+    # Check that different costs lead to a different order.
     flops = searched_costs(graph, modules, metas, costs)
     skewed = {a: ms * (1 + a.microbatch % 3) for a, ms in flops.compute_ms.items()}
-    other = search_by_costs(parallel, graph, flops.__class__(skewed)).order
-    assert [list(row) for row in other] != compute_orders(step.plan)
+    other_order = search_by_costs(parallel, graph, flops.__class__(skewed)).order
+    assert [list(row) for row in other_order] != compute_orders(step.plan)
 
 
-def test_measured_rates_hold_for_every_kind_of_action(forecaster):
+def test_measured_rates_scale_each_action_type(forecaster):
     step = forecaster.forecast().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
@@ -83,15 +83,16 @@ def test_measured_rates_hold_for_every_kind_of_action(forecaster):
     for kind, ms in kinds_of(graph, measured.compute_ms).items():
         if work[kind] > 0 and kind[1] in (ActionType.F, ActionType.B):
             assert ms == pytest.approx(rates[kind] * work[kind])
-    # Actions of a kind differ as the model says, not as FLOPs do; bytes and transfers stay.
+    # Within a type, actions have the ratios of the cost model, not of FLOPs. Bytes and transfers do
+    # not change.
     assert measured.kept_bytes == plain.kept_bytes
     assert measured.transfer_ms == plain.transfer_ms
-    own = [a for a in plain.compute_ms if (a.stage, a.type) == (0, ActionType.F)]
-    ratios = {round(measured.compute_ms[a] / plain.compute_ms[a], 6) for a in own}
+    forwards = [a for a in plain.compute_ms if (a.stage, a.type) == (0, ActionType.F)]
+    ratios = {round(measured.compute_ms[a] / plain.compute_ms[a], 6) for a in forwards}
     assert len(ratios) == 1
 
 
-def test_constants_and_rates_hold_for_every_rank(forecaster):
+def test_constants_and_rates_apply_per_rank(forecaster):
     step = forecaster.forecast().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
@@ -101,31 +102,31 @@ def test_constants_and_rates_hold_for_every_rank(forecaster):
         (module.name, kind): 1e-9 for module in forecaster.modules for kind in ActionType
     }  # fmt: skip
     fits = {(1, "llm", ActionType.F): ActionFit(7.0, 3e-9)}
-    given = graph, forecaster.modules, metas, model
-    measured = searched_costs(*given, rates=rates, fits=fits)
-    pooled = searched_costs(*given, rates=rates)
-    own = [
+    step_arguments = graph, forecaster.modules, metas, model
+    measured = searched_costs(*step_arguments, rates=rates, fits=fits)
+    pooled = searched_costs(*step_arguments, rates=rates)
+    llm_forwards = [
         action
         for action in plain.compute_ms
         if action.type is ActionType.F
         and graph.layout.stages[action.stage].module == "llm"
         and graph.rank(action.task) == 1
     ]
-    total_ms = sum(7.0 + 3e-9 * flops(action) for action in own)
-    assert sum(measured.compute_ms[a] for a in own) == pytest.approx(total_ms)
-    grown = {round((measured.compute_ms[a] - 7.0) / plain.compute_ms[a], 6) for a in own}
-    assert len(grown) == 1, "beyond the constant they differ as the model says"
-    others = [a for a in plain.compute_ms if a.type is ActionType.B]
-    assert [measured.compute_ms[a] for a in others] == [pooled.compute_ms[a] for a in others]
+    total_ms = sum(7.0 + 3e-9 * flops(action) for action in llm_forwards)
+    assert sum(measured.compute_ms[a] for a in llm_forwards) == pytest.approx(total_ms)
+    grown = {round((measured.compute_ms[a] - 7.0) / plain.compute_ms[a], 6) for a in llm_forwards}
+    assert len(grown) == 1, "variable times do not follow the cost model"
+    backwards = [a for a in plain.compute_ms if a.type is ActionType.B]
+    assert [measured.compute_ms[a] for a in backwards] == [pooled.compute_ms[a] for a in backwards]
 
 
-def test_measured_transfers_shift_those_of_the_model(forecaster):
+def test_measured_transfers_shift_predicted_transfers(forecaster):
     step = forecaster.forecast().step
     graph, metas = step.plan.graph, forecaster.workload.microbatches
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
-    given = graph, forecaster.modules, metas, model
+    step_arguments = graph, forecaster.modules, metas, model
     rates = {("llm", ActionType.F): 1e-9}
-    plain = searched_costs(*given, rates=rates)
+    plain = searched_costs(*step_arguments, rates=rates)
 
     def ends(key):
         return tuple(
@@ -135,8 +136,8 @@ def test_measured_transfers_shift_those_of_the_model(forecaster):
     mean_ms = defaultdict(list)
     for key, ms in plain.transfer_ms.items():
         mean_ms[ends(key)].append(ms)
-    found = searched_costs(*given, rates=rates, between_ms={(0, 1): 50.0})
-    own = mean_ms[0, 1]
+    measured = searched_costs(*step_arguments, rates=rates, between_ms={(0, 1): 50.0})
+    predicted_ms = mean_ms[0, 1]
     for key, ms in plain.transfer_ms.items():
-        more_ms = 50.0 - sum(own) / len(own) if ends(key) == (0, 1) else 0.0
-        assert found.transfer_ms[key] == pytest.approx(ms + more_ms)
+        more_ms = 50.0 - sum(predicted_ms) / len(predicted_ms) if ends(key) == (0, 1) else 0.0
+        assert measured.transfer_ms[key] == pytest.approx(ms + more_ms)

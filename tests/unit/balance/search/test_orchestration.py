@@ -1,4 +1,4 @@
-"""From a recipe to planned sizes and back; the script that prints and writes them."""
+"""Tests of the path from a recipe to planned degrees, and of the planning script."""
 
 import re
 import runpy
@@ -63,7 +63,7 @@ images = [0, 8]
 
 @pytest.fixture(autouse=True)
 def few_plans(monkeypatch):
-    """Some are enough here: `test_plan_search` holds the search against all plans."""
+    """Reduce the search effort. `test_plan_search` compares the search with all plans."""
     monkeypatch.setattr(placement, "EFFORT", 10_000)
 
 
@@ -88,61 +88,59 @@ def test_problem_has_modules_of_recipe(recipe):
     assert set(problem.units[0].seconds) == {1, 2, 4, 8}
     freeze = recipe.freeze.model_copy(update={"modules": ["vision"]})
     frozen = recipe.model_copy(update={"freeze": freeze})
-    less = orchestration_problem(frozen, 12, PROFILE).units[0]
-    assert less.seconds[1] < 0.6 * problem.units[0].seconds[1]
-    assert not less.sharded_bytes > problem.units[0].sharded_bytes / 2
+    frozen_unit = orchestration_problem(frozen, 12, PROFILE).units[0]
+    assert frozen_unit.seconds[1] < 0.6 * problem.units[0].seconds[1]
+    assert not frozen_unit.sharded_bytes > problem.units[0].sharded_bytes / 2
 
 
-def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe):
+def test_open_sizes_are_planned_for_all_ranks(recipe):
     parallel = ParallelConfig(
         placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
     )
-    asked = recipe.model_copy(update={"parallel": parallel})
-    found = orchestrated(asked, 6)
-    assert not found.parallel.auto_sizes
-    assert sum(own.ranks for own in units_of(found, 6).values()) == 6
-    assert "6 = " in describe_run(asked, 6)
-    three = asked.model_copy(
-        update={"training": asked.training.model_copy(update={"global_batch_size": 1})}
+    open_recipe = recipe.model_copy(update={"parallel": parallel})
+    planned = orchestrated(open_recipe, 6)
+    assert not planned.parallel.auto_sizes
+    assert sum(unit.ranks for unit in units_of(planned, 6).values()) == 6
+    assert "6 = " in describe_run(open_recipe, 6)
+    single_sample = open_recipe.model_copy(
+        update={"training": open_recipe.training.model_copy(update={"global_batch_size": 1})}
     )
-    # Batch 1: 8 x 8 ranks of the encoder and 8 x 12 of the LLM are the most there may be.
+    # For a batch of 1, the maximum is 8 x 8 ranks of the encoder and 8 x 12 ranks of the LLM.
     with pytest.raises(ConfigError, match=r"no plan uses all 161 ranks; start \d+"):
-        orchestrated(three, 161)
+        orchestrated(single_sample, 161)
 
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        # The 4 ranks that the LLM would have by default do not divide the batch.
+        # The default of 4 LLM ranks does not divide the batch.
         (5, ("--parallel.pipeline", "1", "--training.global_batch_size", "6")),
-        (6, ("--parallel.tensor", "8")),  # the planner's to say
+        (6, ("--parallel.tensor", "8")),  # chosen by the planner
         (6, ("--parallel.pipeline", "5", "--parallel.virtual_stages", "4")),
         (6, ("--parallel.vision.tensor", "3")),  # 8 heads
     ],
 )
-def test_sizes_that_will_be_planned_are_not_held_against_the_ranks(
-    recipe_file, world_size, changes
-):
-    asked = ["--parallel.placement", "disaggregated", "--parallel.auto_sizes", "true"]
-    asked += ["--parallel.schedule", "1f1b", "--training.global_batch_size", "4", *changes]
+def test_auto_sizes_skip_world_size_check(recipe_file, world_size, changes):
+    overrides = ["--parallel.placement", "disaggregated", "--parallel.auto_sizes", "true"]
+    overrides += ["--parallel.schedule", "1f1b", "--training.global_batch_size", "4", *changes]
     if "--parallel.virtual_stages" not in changes:
-        asked += ["--parallel.virtual_stages", "1"]
-    loaded = load_recipe(recipe_file, asked, world_size).recipe
-    found = orchestrated(loaded, world_size)
-    assert sum(own.ranks for own in units_of(found, world_size).values()) == world_size
+        overrides += ["--parallel.virtual_stages", "1"]
+    loaded = load_recipe(recipe_file, overrides, world_size).recipe
+    planned = orchestrated(loaded, world_size)
+    assert sum(unit.ranks for unit in units_of(planned, world_size).values()) == world_size
     with pytest.raises(ConfigError):
-        load_recipe(recipe_file, [*asked, "--parallel.auto_sizes", "false"], world_size)
+        load_recipe(recipe_file, [*overrides, "--parallel.auto_sizes", "false"], world_size)
 
 
-def test_layers_are_tuned_to_what_counts_as_fitting(recipe):
-    """A recipe may tune to more; a plan that takes it would not count."""
+def test_memory_limit_is_capped_for_planning(recipe):
+    """Check that layers are tuned to at most the fraction of memory that plans can use."""
 
-    def limit(given: str) -> str:
-        own = recipe.activation_checkpoint.model_copy(update={"memory_limit": given})
-        asked = recipe.model_copy(update={"activation_checkpoint": own})
-        return with_memory_limit(asked, 80 * 2**30).activation_checkpoint.memory_limit
+    def limit(memory_limit: str) -> str:
+        section = recipe.activation_checkpoint.model_copy(update={"memory_limit": memory_limit})
+        limited = recipe.model_copy(update={"activation_checkpoint": section})
+        return with_memory_limit(limited, 80 * 2**30).activation_checkpoint.memory_limit
 
-    assert [limit(given) for given in ("97%", "90%", "85%", "60 GiB", "75 GiB")] == [
+    assert [limit(memory_limit) for memory_limit in ("97%", "90%", "85%", "60 GiB", "75 GiB")] == [
         "90%", "90%", "85%", "60 GiB", "90%",
     ]  # fmt: skip
 
@@ -160,7 +158,7 @@ def test_layers_are_tuned_to_what_counts_as_fitting(recipe):
         ),
     ],
 )
-def test_bad_input_gets_one_clear_error(recipe_file, capsys, arguments, words):
+def test_invalid_arguments_print_one_error(recipe_file, capsys, arguments, words):
     assert PLAN(["--config", str(recipe_file), *arguments]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error

@@ -1,4 +1,4 @@
-"""The orchestrator's search against all plans, each simulated: the fastest that fits, bounds."""
+"""Tests of the plan search against exhaustive simulation: fastest plan, memory and bounds."""
 
 import math
 from dataclasses import replace
@@ -21,43 +21,43 @@ from torchmm.common.errors import ConfigError
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
-TRIED = {
+VARIANTS = {
     ("1f1b", 1, "full"), ("1f1b", 1, "none"), ("1f1b", 1, "auto"),
     ("interleaved_1f1b", 2, "none"), ("zero_bubble", 1, "none"), ("gpipe", 1, "full"),
 }  # fmt: skip
 FORMULA = ("1f1b", "full")
-"""Schedule and recomputation that the formula was for."""
+"""Schedule and recomputation that the formula assumes."""
 DEVICES = 4
 
 
 def small(batch=4, memory_gib=None, images=(0, 8), layers=4):
-    """A recipe, and a device of so much memory."""
-    table = tomli.loads(RECIPE)
-    table["model"]["llm"]["config"]["num_hidden_layers"] = layers
-    table["model"]["encoders"]["vision"]["config"]["num_hidden_layers"] = 2
-    table["model"]["llm"]["config"]["num_key_value_heads"] = 2
-    table["model"]["llm"]["config"]["num_attention_heads"] = 2
-    table["model"]["encoders"]["vision"]["config"]["num_attention_heads"] = 2
-    table["training"]["global_batch_size"] = batch
-    table["simulation"]["sequences"][0]["images"] = list(images)
-    table["parallel"] = {"sequence_parallel": True}
-    table["activation_checkpoint"] = {"mode": "full"}
+    """Return a recipe and the profile of a device with the specified memory."""
+    content = tomli.loads(RECIPE)
+    content["model"]["llm"]["config"]["num_hidden_layers"] = layers
+    content["model"]["encoders"]["vision"]["config"]["num_hidden_layers"] = 2
+    content["model"]["llm"]["config"]["num_key_value_heads"] = 2
+    content["model"]["llm"]["config"]["num_attention_heads"] = 2
+    content["model"]["encoders"]["vision"]["config"]["num_attention_heads"] = 2
+    content["training"]["global_batch_size"] = batch
+    content["simulation"]["sequences"][0]["images"] = list(images)
+    content["parallel"] = {"sequence_parallel": True}
+    content["activation_checkpoint"] = {"mode": "full"}
     profile = PROFILE
     if memory_gib:
         device = replace(PROFILE.device, memory_bytes=memory_gib * 2**30)
         profile = replace(PROFILE, device=device)
-    return Recipe.model_validate(table), profile
+    return Recipe.model_validate(content), profile
 
 
 CASES = {
-    "roomy": {},
-    "tight": {"memory_gib": 4.0},
+    "ample memory": {},
+    "little memory": {"memory_gib": 4.0},
     "many images": {"images": (6, 8), "batch": 6},
 }
 
 
 def search(case, monkeypatch, **limits):
-    """The result of a search over the variants of a case."""
+    """Run the search over the variants of a case."""
     recipe, profile, sample, variants, _ = case
     monkeypatch.setattr(disaggregated, "plan_variants", lambda *_: variants)
     limits = {"budget_s": math.inf, **limits}
@@ -65,8 +65,8 @@ def search(case, monkeypatch, **limits):
     return search_plans(recipe, DEVICES, profile, methods=methods, sample=sample, **limits)
 
 
-def every_plan(recipe, devices):
-    """All sizes of both modules, by a definition of its own: none is left out for being bad."""
+def all_sizes(recipe, devices):
+    """Yield all degrees of both modules, with an independent enumeration."""
     batch = recipe.training.global_batch_size
     layers = {"vision": 2, "llm": recipe.model.llm.config["num_hidden_layers"]}
     numbers = range(1, devices + 1)
@@ -78,70 +78,79 @@ def every_plan(recipe, devices):
 
 
 def simulated(recipe, profile, sample, sizes, variant):
-    """Seconds and whether it fits; None where it cannot be run."""
+    """Return seconds and whether the plan fits into memory, or None if it cannot run."""
     schedule, stages, mode = variant
-    own = sized_recipe(recipe, sizes, schedule=schedule, stages=stages, recompute=mode)
+    planned = sized_recipe(recipe, sizes, schedule=schedule, stages=stages, recompute=mode)
     devices = sum(size.devices for size in sizes.values())
-    if find_problems(own, devices):
+    if find_problems(planned, devices):
         return None
     try:
-        made = Forecaster(own, devices, profile, sample=sample).forecast_parallel(own.parallel)
+        simulated_step = Forecaster(planned, devices, profile, sample=sample).forecast_parallel(
+            planned.parallel
+        )
     except ConfigError:
         return None
-    return None if made.step is None else (made.iteration_ms / 1e3, fits(made.step))
+    return (
+        None
+        if simulated_step.step is None
+        else (simulated_step.iteration_ms / 1e3, fits(simulated_step.step))
+    )
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.campaign] * (name != "tight")) for name in CASES],
+    params=[
+        pytest.param(name, marks=[pytest.mark.campaign] * (name != "little memory"))
+        for name in CASES
+    ],
 )
 def case(request):
-    """A recipe with all its plans, simulated."""
+    """Return a recipe with all its plans, simulated."""
     recipe, profile = small(**CASES[request.param])
     sample = StepSample(recipe)
     variants = [
         variant
         for variant in plan_variants(recipe, DEVICES, profile, sample)
-        if (variant.schedule, variant.stages, variant.recompute) in TRIED
+        if (variant.schedule, variant.stages, variant.recompute) in VARIANTS
     ]
-    assert len(variants) == len(TRIED)
-    every = {}
-    for sizes in every_plan(recipe, DEVICES):
+    assert len(variants) == len(VARIANTS)
+    plans = {}
+    for sizes in all_sizes(recipe, DEVICES):
         for index, variant in enumerate(variants):
             key = variant.schedule, variant.stages, variant.recompute
-            found = simulated(recipe, profile, sample, sizes, key)
-            if found is not None:
-                every[index, tuple(sizes.values())] = found
-    return recipe, profile, sample, variants, every
+            step_ = simulated(recipe, profile, sample, sizes, key)
+            if step_ is not None:
+                plans[index, tuple(sizes.values())] = step_
+    return recipe, profile, sample, variants, plans
 
 
 def test_search_finds_best_of_all_plans(case, monkeypatch):
-    *_, every = case
-    found = search(case, monkeypatch)
-    fitting = [seconds for seconds, fine in every.values() if fine]
+    *_, plans = case
+    result = search(case, monkeypatch)
+    fitting = [seconds for seconds, fine in plans.values() if fine]
     assert len(fitting) > 10
-    assert found.complete and found.bound_ms == found.best.step_ms
-    assert found.best.step_ms / 1e3 <= min(fitting) * (1 + 1e-12)
-    assert found.simulated["disaggregated"] < len(every), "bounds exclude plans"
+    assert result.complete and result.bound_ms == result.best.step_ms
+    assert result.best.step_ms / 1e3 <= min(fitting) * (1 + 1e-12)
+    assert result.simulated["disaggregated"] < len(plans), "bounds exclude plans"
 
 
 def test_exact_search_uses_all_devices(case, monkeypatch):
-    *_, every = case
-    found = search(case, monkeypatch, exact=True)
+    *_, plans = case
+    result = search(case, monkeypatch, exact=True)
     fitting = [
         seconds
-        for (_, sizes), (seconds, fine) in every.items()
+        for (_, sizes), (seconds, fine) in plans.items()
         if fine and sum(size.devices for size in sizes) == DEVICES
     ]
-    assert found.best.step_ms / 1e3 <= min(fitting) * (1 + 1e-12)
-    assert found.best.devices == DEVICES
+    assert result.best.step_ms / 1e3 <= min(fitting) * (1 + 1e-12)
+    assert result.best.devices == DEVICES
 
 
-def test_no_step_is_shorter_than_its_bound_and_none_that_fits_is_ruled_out(case):
-    *_, variants, every = case
+def test_bounds_hold_for_all_plans(case):
+    *_, variants, plans = case
     space = PlanSpace(variants)
-    assert sum(fine for _, fine in every.values()) > 10
-    for (index, sizes), (seconds, fine) in every.items():
+    assert sum(fine for _, fine in plans.values()) > 10
+    for (index, sizes), (seconds, fine) in plans.items():
         plan = space.plan(index, sizes)
         if fine:
             assert plan is not None, f"{variants[index].schedule} {sizes} fits"
@@ -149,7 +158,7 @@ def test_no_step_is_shorter_than_its_bound_and_none_that_fits_is_ruled_out(case)
             assert plan.bound_s <= seconds * (1 + 1e-9)
 
 
-def test_module_table_shows_sizes_and_use_of_each_module(case, monkeypatch):
+def test_module_table_shows_sizes_and_use(case, monkeypatch):
     best = search(case, monkeypatch).best
     _, table = result_tables(search(case, monkeypatch), "")
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
@@ -171,18 +180,18 @@ def test_module_table_shows_sizes_and_use_of_each_module(case, monkeypatch):
 
 
 def test_interrupted_search_has_valid_bound(case, monkeypatch):
-    *_, every = case
-    found = search(case, monkeypatch, effort=1)
-    assert not found.complete and found.simulated["disaggregated"] <= 2
-    best = min(seconds for seconds, fine in every.values() if fine)
-    assert found.bound_ms / 1e3 <= best
+    *_, plans = case
+    result = search(case, monkeypatch, effort=1)
+    assert not result.complete and result.simulated["disaggregated"] <= 2
+    best = min(seconds for seconds, fine in plans.values() if fine)
+    assert result.bound_ms / 1e3 <= best
 
 
-def test_the_formula_alone_would_have_chosen_a_worse_plan(case):
-    """The control: its favourite is slower in simulation, or does not fit."""
-    *_, variants, every = case
+def test_formula_alone_chooses_worse_plan(case):
+    """Check that the plan of the formula is slower in simulation, or does not fit."""
+    *_, variants, plans = case
     index = next(i for i, v in enumerate(variants) if (v.schedule, v.recompute) == FORMULA)
-    favourite = orchestrate(variants[index].problem)[0]
-    seconds, fine = every[index, tuple(unit.sizes for unit in favourite.units)]
-    best = min(seconds for seconds, fine in every.values() if fine)
+    formula_plan = orchestrate(variants[index].problem)[0]
+    seconds, fine = plans[index, tuple(unit.sizes for unit in formula_plan.units)]
+    best = min(seconds for seconds, fine in plans.values() if fine)
     assert not fine or seconds > 1.01 * best

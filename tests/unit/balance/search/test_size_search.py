@@ -1,4 +1,4 @@
-"""The search for parallel sizes against brute force, its bounds, its order and its script."""
+"""Tests of the search for parallelism degrees: brute force, bounds, order and script."""
 
 import re
 import runpy
@@ -45,44 +45,46 @@ PIPED_FLAGS = (("step",), ("none", "intra", "both"), ("none",))
 
 
 def random_recipe(seed: int) -> tuple[Recipe, int, object]:
-    """A small recipe, a number of devices, and a profile with little memory."""
+    """Return a small recipe, a number of devices, and a profile with little memory."""
     random = Random(seed)
-    table = tomli.loads(RECIPE)
-    llm = table["model"]["llm"]["config"]
-    vision = table["model"]["encoders"]["vision"]["config"]
+    content = tomli.loads(RECIPE)
+    llm = content["model"]["llm"]["config"]
+    vision = content["model"]["encoders"]["vision"]["config"]
     llm["num_hidden_layers"] = random.choice((4, 6, 8))
     llm["num_key_value_heads"] = llm["num_attention_heads"] = random.choice((2, 4))
     vision["num_hidden_layers"] = random.choice((2, 4, 8))
     vision["num_attention_heads"] = random.choice((2, 4))
-    table["training"]["global_batch_size"] = random.choice((8, 16, 24))
-    table["simulation"]["sequences"][0]["images"] = random.choice(([0, 4], [0, 8], [6, 8]))
-    table["parallel"] = {}
+    content["training"]["global_batch_size"] = random.choice((8, 16, 24))
+    content["simulation"]["sequences"][0]["images"] = random.choice(([0, 4], [0, 8], [6, 8]))
+    content["parallel"] = {}
     devices = random.choice((4, 6, 8, 16))
     memory = random.choice((3, 6, 80)) * 2**30
-    table["data"] = {"reorder": random.choice(("auto", "none", "intra", "both"))}
+    content["data"] = {"reorder": random.choice(("auto", "none", "intra", "both"))}
     profile = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=memory))
-    return Recipe.model_validate(table), devices, profile
+    return Recipe.model_validate(content), devices, profile
 
 
 def brute_force(recipe, devices, profile, sample, seed):
-    """Return the steps of all sizes that fit, enumerated without the search.
+    """Return the simulated steps of all degrees that fit, enumerated without the search.
 
-    Every size is tried without recomputation, and with two random combinations of recomputation,
-    gradient reduction, reordering and balanced images.
+    Every combination of degrees is tested without recomputation, and with two random combinations
+    of recomputation, gradient reduction, reordering and balanced images.
     """
     batch = recipe.training.global_batch_size
     plain = plain_recipe(recipe)
     random = Random(seed)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = {}
+    steps_ms = {}
     for tensor, pipeline, size, shard in product((1, 2), sizes, (1, 2), sizes):
         ranks = tensor * pipeline * shard
         if devices % ranks or batch % (devices // (tensor * pipeline) * size):
             continue
         schedules = (("1f1b", 1), ("interleaved_1f1b", 2)) if pipeline > 1 else (("1f1b", 1),)
-        rest = list(product(("none", "full", "auto"), *(FLAGS if pipeline == 1 else PIPED_FLAGS)))
-        own_rest = [rest[0], random.choice(rest), random.choice(rest)]
-        for (schedule, stages), values in product(schedules, own_rest):
+        options = list(
+            product(("none", "full", "auto"), *(FLAGS if pipeline == 1 else PIPED_FLAGS))
+        )
+        chosen_options = [options[0], random.choice(options), random.choice(options)]
+        for (schedule, stages), values in product(schedules, chosen_options):
             mode, reduction, reorder, balance = values
             changes = {
                 "parallel.tensor": tensor,
@@ -98,40 +100,44 @@ def brute_force(recipe, devices, profile, sample, seed):
                 "training.microbatch_size": size,
                 "activation_checkpoint.mode": mode,
             }
-            own = planned_recipe(plain, Plan("chain", devices, changes))
-            if find_problems(own, devices):
+            planned = planned_recipe(plain, Plan("chain", devices, changes))
+            if find_problems(planned, devices):
                 continue
             try:
-                forecaster = Forecaster(own, devices, profile, sample=sample)
+                forecaster = Forecaster(planned, devices, profile, sample=sample)
             except ConfigError:
                 continue
-            made = forecaster.forecast_parallel(own.parallel)
-            if made.step is not None and fits(made.step):
-                found[tensor, pipeline, size, shard, schedule, values] = made.iteration_ms
-    return found
+            simulated_step = forecaster.forecast_parallel(planned.parallel)
+            if simulated_step.step is not None and fits(simulated_step.step):
+                steps_ms[tensor, pipeline, size, shard, schedule, values] = (
+                    simulated_step.iteration_ms
+                )
+    return steps_ms
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_search_is_never_slower_than_brute_force(seed):
     recipe, devices, profile = random_recipe(seed)
     sample = StepSample(recipe)
-    every = brute_force(recipe, devices, profile, sample, seed)
-    found = search_plans(
+    steps_ms = brute_force(recipe, devices, profile, sample, seed)
+    result = search_plans(
         recipe, devices, profile, methods=("fsdp", "chain"), budget_s=inf, sample=sample
     )
-    assert found.complete
-    if every:
-        assert found.best.step_ms <= min(every.values()) * (1 + 1e-9), min(every, key=every.get)
-        assert found.bound_ms <= found.best.step_ms
+    assert result.complete
+    if steps_ms:
+        assert result.best.step_ms <= min(steps_ms.values()) * (1 + 1e-9), min(
+            steps_ms, key=steps_ms.get
+        )
+        assert result.bound_ms <= result.best.step_ms
 
 
 def test_search_without_pipelines_loses_to_brute_force():
-    """The control: the comparison finds a search that omits a method."""
+    """Check that the comparison detects a search that omits a method."""
     recipe, devices, profile = random_recipe(0)
     sample = StepSample(recipe)
-    every = brute_force(recipe, devices, profile, sample, 0)
-    found = search_plans(recipe, devices, profile, methods=("fsdp",), budget_s=inf, sample=sample)
-    assert found.best.step_ms > min(every.values()) * (1 + 1e-9)
+    steps_ms = brute_force(recipe, devices, profile, sample, 0)
+    result = search_plans(recipe, devices, profile, methods=("fsdp",), budget_s=inf, sample=sample)
+    assert result.best.step_ms > min(steps_ms.values()) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -145,22 +151,22 @@ def test_bounds_do_not_exceed_simulations(seed):
         plans = list(shared_plans(method, plain, devices, profile, sample))
         plans += [other for plan in plans[:4] for other in neighbors(plan, plain, sample)]
         for plan in random.sample(plans, min(12, len(plans))):
-            own = planned_recipe(plain, plan)
-            if plan.schedule == "searched" or find_problems(own, devices):
+            planned = planned_recipe(plain, plan)
+            if plan.schedule == "searched" or find_problems(planned, devices):
                 continue
-            forecaster = Forecaster(own, plan.devices, profile, sample=sample)
-            made = forecaster.forecast_parallel(own.parallel)
-            if made.step is None:
+            forecaster = Forecaster(planned, plan.devices, profile, sample=sample)
+            simulated_step = forecaster.forecast_parallel(planned.parallel)
+            if simulated_step.step is None:
                 continue
             bound = bounds.bound(plan)
-            assert bound.step_ms <= made.iteration_ms, plan.text
-            assert bound.memory_bytes <= max(made.step.peak_bytes), plan.text
+            assert bound.step_ms <= simulated_step.iteration_ms, plan.text
+            assert bound.memory_bytes <= max(simulated_step.step.peak_bytes), plan.text
             checked += 1
     assert checked > 10
 
 
-def test_search_with_wrong_bounds_is_detected(monkeypatch):
-    """The control: bounds that are too high exclude the best plan."""
+def test_wrong_bounds_exclude_the_best_plan(monkeypatch):
+    """Check that bounds which are too high exclude the best plan."""
     recipe, devices, profile = random_recipe(0)
     sample = StepSample(recipe)
     best = search_plans(
@@ -169,9 +175,9 @@ def test_search_with_wrong_bounds_is_detected(monkeypatch):
     real = PlanBounds.bound
 
     def doubled(self, plan):
-        found = real(self, plan)
+        bound = real(self, plan)
         factor = 4.0 if plan.data_parallel > 2 else 1.0
-        return PlanBound(factor * found.step_ms, factor * found.estimate_ms, found.memory_bytes)
+        return PlanBound(factor * bound.step_ms, factor * bound.estimate_ms, bound.memory_bytes)
 
     monkeypatch.setattr(PlanBounds, "bound", doubled)
     wrong = search_plans(
@@ -190,21 +196,21 @@ def test_search_is_deterministic():
     assert set(first.best_by_method) == set(METHODS)
 
 
-def test_search_reports_a_cut_and_its_bound():
+def test_interrupted_search_reports_no_plan():
     recipe, devices, profile = random_recipe(2)
     messages = []
-    found = search_plans(
+    result = search_plans(
         recipe, devices, profile, methods=("chain",), budget_s=0.0, report=messages.append
     )
-    assert not found.complete and found.best is None
-    assert all(isinstance(reason, str) for reason in found.best_by_method.values())
+    assert not result.complete and result.best is None
+    assert all(isinstance(reason, str) for reason in result.best_by_method.values())
     with pytest.raises(ConfigError, match="found no plan for 8 devices within") as raised:
-        find_best(found, devices)
+        find_best(result, devices)
     assert "no plan fits" not in str(raised.value)
     assert "chain: no plan was simulated in time" in str(raised.value)
 
 
-def test_wrong_recipes_are_config_errors():
+def test_invalid_arguments_raise_config_errors():
     recipe, devices, profile = random_recipe(0)
     training = recipe.training.model_copy(update={"microbatch_size": 5})
     with pytest.raises(ConfigError, match="microbatch_size"):
@@ -215,18 +221,18 @@ def test_wrong_recipes_are_config_errors():
 
 def test_planned_recipe_has_the_reported_step(tmp_path):
     recipe, devices, _ = random_recipe(3)
-    found = search_plans(recipe, devices, PROFILE, methods=SEARCHED, budget_s=inf)
+    result = search_plans(recipe, devices, PROFILE, methods=SEARCHED, budget_s=inf)
     path = tmp_path / "planned.toml"
-    path.write_text(recipe_text(found.best, "tiny.toml", "a800"))
-    own = load_recipe(path, (), found.best.devices).recipe
-    text = re.sub(" +", " ", describe_run(own, found.best.devices))
-    assert f"first step {found.best.step_ms:,.1f} ms on a800" in text
-    for other in found.ranked[1:]:
-        assert re.match(r"\+[\d.]+%", why_slower(other, found.best))
-    assert "remaining plans have higher bounds" in certificate(found)
+    path.write_text(recipe_text(result.best, "tiny.toml", "a800"))
+    planned = load_recipe(path, (), result.best.devices).recipe
+    text = re.sub(" +", " ", describe_run(planned, result.best.devices))
+    assert f"first step {result.best.step_ms:,.1f} ms on a800" in text
+    for other in result.ranked[1:]:
+        assert re.match(r"\+[\d.]+%", why_slower(other, result.best))
+    assert "remaining plans have higher bounds" in certificate(result)
 
 
-def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
+def test_plan_script_prints_methods_and_writes_recipe(tmp_path, capsys):
     recipe, out = tmp_path / "tiny.toml", tmp_path / "out" / "planned.toml"
     recipe.write_text(RECIPE)
     command = ["--config", recipe, "--gpus", "4", "--global-batch-size", "8", "--out", out]
@@ -247,13 +253,13 @@ def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
 
 def test_plain_recipe_drops_recomputation_of_modules():
     recipe = random_recipe(0)[0]
-    own = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
-    recipe = recipe.model_copy(update={"activation_checkpoint": own})
+    section = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
+    recipe = recipe.model_copy(update={"activation_checkpoint": section})
     assert plain_recipe(recipe).activation_checkpoint.modules == {}
 
 
-def test_plans_with_the_lowest_estimate_come_first():
-    """Sizes that cannot be the best with another schedule wait for neighbors of the best plan."""
+def test_plans_with_lowest_estimate_come_first():
+    """Check that hopeless rough drafts follow the neighbors of the best plan."""
     method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0))
     slow, near = 101.0 / LARGEST_GAIN, 99.0 / LARGEST_GAIN
 
@@ -271,7 +277,7 @@ def test_plans_with_the_lowest_estimate_come_first():
     method.push(draft("neighbor that is not expected to be the best", 120.0, is_rough=False))
     method.push(draft("sizes", 110.0, is_rough=True))
     assert method.pop().text == "sizes"
-    # Schedules of the best sizes halved the step, and may do so for others.
+    # Schedules of the best degrees halved the step, and could do so for other degrees.
     method.schedule_ms = {"separated": 200.0, "searched": 100.0}
     method.push(draft("neighbor", 99.0, is_rough=False))
     method.push(draft("more sizes", 210.0, is_rough=True))
@@ -279,8 +285,8 @@ def test_plans_with_the_lowest_estimate_come_first():
     assert method.pop().text == "more sizes"
 
 
-def test_methods_with_short_simulations_take_turns():
-    """Preparing a simulation takes time, too, so that few actions do not mean little work."""
+def test_method_with_less_effort_is_next():
+    """Include the time to prepare a simulation, so that few actions do not mean little effort."""
     best = SimpleNamespace(step_ms=100.0)
     short = MethodSearch("fsdp", started=True, best=best, simulated=20, spent=400, open_ms=90.0)
     long = MethodSearch(
@@ -292,35 +298,35 @@ def test_methods_with_short_simulations_take_turns():
 
 @pytest.mark.parametrize("has_first", [True, False])
 def test_search_after_deadline_simulates_every_method(monkeypatch, has_first):
-    """Every call of the clock takes longer than the search may. The control omits the rule."""
+    """Use a clock that exceeds the budget at every call. The control omits the rule."""
     seconds = iter(range(0, 10**6, 20))
     monkeypatch.setattr(searches, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
     if not has_first:
         monkeypatch.setattr(searches._Search, "_first_method", lambda _: None)
     recipe, devices, profile = random_recipe(0)
-    found = search_plans(recipe, devices, profile, budget_s=10.0)
-    assert not found.complete
-    assert (min(found.simulated.values()) == 1) is has_first
-    assert max(found.simulated.values()) <= 2  # with the recipe as it is
+    result = search_plans(recipe, devices, profile, budget_s=10.0)
+    assert not result.complete
+    assert (min(result.simulated.values()) == 1) is has_first
+    assert max(result.simulated.values()) <= 2  # including the unchanged recipe
 
 
 def test_search_skips_plans_that_take_too_long(monkeypatch):
     monkeypatch.setattr(searches._Search, "_is_too_long", lambda *_: True)
     recipe, devices, profile = random_recipe(1)
-    found = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=1_000.0)
-    assert not found.complete and found.best is not None
-    assert max(found.simulated.values()) <= 2  # with the recipe as it is
+    result = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=1_000.0)
+    assert not result.complete and result.best is not None
+    assert max(result.simulated.values()) <= 2  # including the unchanged recipe
 
 
 def test_every_method_simulates_a_plan():
-    """Listing the plans of a large model may take longer than the first share of a method."""
+    """Check that a method continues if listing its plans exceeds its first time budget."""
     search = SimpleNamespace(_budget_s=10.0)
     for simulated in (0, 1):
         method = MethodSearch("fsdp", seconds=9.0, simulated=simulated)
         assert searches._Search._has_tried(search, method) is bool(simulated)
 
 
-def test_plans_without_pipeline_shard_over_any_number_of_nodes():
+def test_plans_without_pipeline_shard_across_nodes():
     recipe, _, profile = random_recipe(0)
     training = recipe.training.model_copy(update={"global_batch_size": 256})
     recipe = recipe.model_copy(update={"training": training})
@@ -330,7 +336,7 @@ def test_plans_without_pipeline_shard_over_any_number_of_nodes():
 
 
 @pytest.mark.parametrize("reorder", ["none", "intra"])
-def test_search_varies_the_reordering_of_the_recipe(reorder):
+def test_search_varies_reordering_of_recipe(reorder):
     recipe, devices, profile = random_recipe(0)
     data = recipe.data.model_copy(update={"reorder": reorder})
     recipe = recipe.model_copy(update={"data": data})
@@ -338,17 +344,17 @@ def test_search_varies_the_reordering_of_the_recipe(reorder):
     for method, expected in (("fsdp", {"none", "intra"}), ("chain", {"none", "intra", "both"})):
         plans = shared_plans(method, recipe, devices, profile, sample)
         plan = next(plan for plan in plans if plan.data_parallel > 1)
-        found = {plan.changes["data.reorder"]}
-        found |= {other.changes["data.reorder"] for other in neighbors(plan, recipe, sample)}
-        assert found == expected
+        values = {plan.changes["data.reorder"]}
+        values |= {other.changes["data.reorder"] for other in neighbors(plan, recipe, sample)}
+        assert values == expected
         assert planned_recipe(recipe, plan).data.reorder == plan.changes["data.reorder"]
 
 
 def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
-    """Choosing segments takes seconds, which other methods need for a first plan."""
+    """Check the order. Choosing segments takes seconds, and each method needs a first plan."""
     recipe, devices, profile = random_recipe(0)
     changes = {"pipeline": 2, "schedule": "searched"}
-    own = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
+    open_recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
     order = []
     simulate = searches._Search._simulate
 
@@ -358,7 +364,7 @@ def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
 
     monkeypatch.setattr(searches._Search, "_simulate", recorded)
     monkeypatch.setattr(searches, "recipe_candidate", lambda *_: order.append("recipe"))
-    for tried, first in ((own, "fsdp"), (recipe, "recipe")):
+    for tried, first in ((open_recipe, "fsdp"), (recipe, "recipe")):
         order.clear()
         search_plans(tried, devices, profile, methods=("fsdp",), budget_s=inf, effort=1_000)
         assert order[0] == first and order.count("recipe") == 1
@@ -368,21 +374,21 @@ def test_plans_without_a_step_count_as_effort(monkeypatch):
     recipe, devices, profile = random_recipe(0)
     failed = Forecast("1f1b", problem="no schedule of the step fits")
     monkeypatch.setattr(Forecaster, "forecast_parallel", lambda *_: failed)
-    found = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, effort=1)
-    assert not found.complete and found.simulated["chain"] == 1
+    result = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, effort=1)
+    assert not result.complete and result.simulated["chain"] == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_search_without_time_returns_recipe_sizes(seed):
-    """The plan of the recipe is a candidate, so that the result is never slower than it."""
+    """Check that the plan of the recipe is a candidate, so that no result is slower."""
     recipe, devices, profile = random_recipe(seed)
     sample = StepSample(recipe)
     plan = next(iter(shared_plans("fsdp", recipe, devices, profile, sample)))
-    own = planned_recipe(plain_recipe(recipe), plan)
-    expected = Forecaster(own, plan.devices, profile, sample=sample).forecast()
-    found = search_plans(own, plan.devices, profile, budget_s=0.0, sample=sample)
+    planned = planned_recipe(plain_recipe(recipe), plan)
+    expected = Forecaster(planned, plan.devices, profile, sample=sample).forecast()
+    result = search_plans(planned, plan.devices, profile, budget_s=0.0, sample=sample)
     if expected.step is None or not fits(expected.step):
-        assert found.best is None
+        assert result.best is None
         return
-    assert found.best.method == "fsdp" and found.best.recipe is own
-    assert found.best.step_ms == expected.iteration_ms
+    assert result.best.method == "fsdp" and result.best.recipe is planned
+    assert result.best.step_ms == expected.iteration_ms

@@ -1,4 +1,4 @@
-"""Operator graphs: times by hand, against a naive simulator, and refusals."""
+"""Tests of operator graphs: hand-computed times, a naive simulator, and error messages."""
 
 import math
 
@@ -14,14 +14,14 @@ def times_ms(graph: OperatorGraph) -> list[tuple[float, float]]:
     return [(s / 1e9, e / 1e9) for s, e in zip(start_ps.tolist(), end_ps.tolist(), strict=True)]
 
 
-def test_a_chain_takes_the_sum():
+def test_chain_takes_sum_of_durations():
     graph = OperatorGraph()
     first = graph.add("gpu", 1.5)
     graph.add("link", 2.25, after=[first])
     assert times_ms(graph) == [(0, 1.5), (1.5, 3.75)]
 
 
-def test_a_fork_on_two_devices_joins_at_the_longer_branch():
+def test_join_waits_for_longer_branch():
     graph = OperatorGraph()
     root = graph.add("a", 1)
     left, right = graph.add("a", 2, [root]), graph.add("b", 5, [root])
@@ -29,7 +29,7 @@ def test_a_fork_on_two_devices_joins_at_the_longer_branch():
     assert times_ms(graph) == [(0, 1), (1, 3), (1, 6), (6, 7)]
 
 
-def test_a_queue_runs_in_the_order_of_adding_even_if_a_later_operator_is_ready_first():
+def test_queue_runs_in_order_of_adding():
     graph = OperatorGraph()
     slow = graph.add("copy", 4)
     graph.add("gpu", 1, [slow])
@@ -37,25 +37,25 @@ def test_a_queue_runs_in_the_order_of_adding_even_if_a_later_operator_is_ready_f
     assert times_ms(graph) == [(0, 4), (4, 5), (5, 6)]
 
 
-def test_operators_without_a_queue_run_side_by_side():
+def test_operators_without_queue_run_concurrently():
     graph = OperatorGraph()
     for _ in range(3):
         graph.add(None, 2)
     assert times_ms(graph) == [(0, 2)] * 3
 
 
-def test_times_equal_a_naive_simulation():
+def test_times_match_naive_simulation():
     for seed in range(600):
         operators = random_case(seed)
         start, end = build(operators).compile().times_ps()
         assert (start.tolist(), end.tolist()) == naive_times(operators), seed
 
 
-def test_an_empty_graph_takes_no_time():
+def test_empty_graph_takes_no_time():
     assert times_ms(OperatorGraph()) == []
 
 
-def test_all_problems_are_named_at_once():
+def test_all_graph_problems_are_reported():
     graph = OperatorGraph()
     a = graph.add("gpu", -1.0, name="norm")
     b = graph.add("gpu", math.nan, name="linear")
@@ -66,7 +66,7 @@ def test_all_problems_are_named_at_once():
         graph.compile()
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    for part in (
+    for message in (
         "operator 0 (norm) has a duration of -1.0 ms",
         "operator 1 (linear) has a duration of nan ms",
         "operator 2 has a duration of inf ms",
@@ -74,10 +74,10 @@ def test_all_problems_are_named_at_once():
         "1 (linear)",
         "from operator 2 to operator 9",
     ):
-        assert part in text, text
+        assert message in text, text
 
 
-def test_a_circle_through_a_queue_is_found_and_what_hangs_on_it_is_not_blamed():
+def test_cycle_through_queue_names_its_operators():
     graph = OperatorGraph()
     first = graph.add("a", 1, name="first")
     second = graph.add("b", 1, name="second")
@@ -90,7 +90,7 @@ def test_a_circle_through_a_queue_is_found_and_what_hangs_on_it_is_not_blamed():
     assert "tail" not in str(caught.value)
 
 
-def test_durations_in_another_unit_do_not_overflow_silently():
+def test_overflowing_durations_are_rejected():
     graph = OperatorGraph()
     for _ in range(3):
         graph.add("gpu", 3e9)

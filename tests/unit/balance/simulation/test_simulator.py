@@ -1,4 +1,4 @@
-"""Simulated steps: against a naive play of the plan and a recount of memory, and by hand."""
+"""Tests of simulated steps: naive simulation, memory recount, and hand-computed times."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def flat_costs(plan: PipelinePlan, forward_ms=1.0, backward_ms=2.0, **others) ->
     return PlanCosts(compute_ms={a: durations[a.type] for a in compute}, **others)
 
 
-def test_records_equal_a_naive_play_of_the_plan():
+def test_records_match_naive_simulation():
     for seed in range(520):
         plan = random_plan(seed)
         costs = random_costs(plan, seed)
@@ -51,7 +51,7 @@ def test_records_equal_a_naive_play_of_the_plan():
         assert step.makespan_ms == max(end for _, end in spans) / 1e9
 
 
-def test_tied_weights_meet_where_both_ranks_are():
+def test_tied_reductions_wait_for_both_ranks():
     for seed in range(20):
         plan = llm_plan("1f1b", 3, 4, tied=True, sharding="step" if seed % 2 else "none")
         costs = random_costs(plan, seed)
@@ -60,17 +60,17 @@ def test_tied_weights_meet_where_both_ranks_are():
         assert [(r.start_ms, r.end_ms) for r in step.records] == [
             (start / 1e9, end / 1e9) for start, end in spans
         ]
-        meetings = [r for r in step.records if r.action.type is T.REDUCE_TIED]
-        assert len(meetings) == 2
-        tied_ms = [costs.tied_ms[r.action.stage] for r in meetings]
-        met_ms = [r.end_ms - ms for r, ms in zip(meetings, tied_ms, strict=True)]
+        reductions = [r for r in step.records if r.action.type is T.REDUCE_TIED]
+        assert len(reductions) == 2
+        tied_ms = [costs.tied_ms[r.action.stage] for r in reductions]
+        start_ms = [r.end_ms - ms for r, ms in zip(reductions, tied_ms, strict=True)]
         ends = {(r.rank, r.action): r.end_ms for r in step.records}
-        reduced = [ends.get((r.rank, Action(T.REDUCE_GRAD, r.action.stage)), 0) for r in meetings]
-        assert met_ms == pytest.approx([max(*(r.start_ms for r in meetings), *reduced)] * 2)
+        reduced = [ends.get((r.rank, Action(T.REDUCE_GRAD, r.action.stage)), 0) for r in reductions]
+        assert start_ms == pytest.approx([max(*(r.start_ms for r in reductions), *reduced)] * 2)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 4), (4, 9), (8, 16)])
-def test_1f1b_takes_its_textbook_time(ranks, microbatches):
+def test_1f1b_has_published_makespan(ranks, microbatches):
     plan = llm_plan("1f1b", ranks, microbatches)
     step = simulate(plan, flat_costs(plan, 1.5, 2.5))
     assert step.makespan_ms == (microbatches + ranks - 1) * 4.0
@@ -78,24 +78,24 @@ def test_1f1b_takes_its_textbook_time(ranks, microbatches):
     assert step.timeline.bubble_fraction == pytest.approx(bubbles_ms / ranks / step.makespan_ms)
 
 
-def test_interleaved_1f1b_takes_its_textbook_time():
+def test_interleaved_1f1b_has_published_makespan():
     plan = llm_plan("interleaved_1f1b", 4, 8, virtual=3)
     step = simulate(plan, flat_costs(plan, 1.0, 2.0))
     assert step.makespan_ms == 8 * 3 * 3.0 + 3 * 3.0
 
 
-def test_without_transfers_it_is_the_timeline_that_pictures_assume():
+def test_simulation_without_transfers_matches_plots():
     for seed in range(60):
         plan = random_plan(seed)
         costs = replace(random_costs(plan, seed), transfer_ms={}, gather_ms={}, reduce_ms={})
-        own = [r for r in simulate(plan, costs).records if r.action.type in COMPUTE]
-        drawn = uniform_timeline(plan.actions, plan.graph, costs.compute_ms.__getitem__)
-        drawn = {(r.rank, r.action): (r.start_ms, r.end_ms) for r in drawn}
-        for rank, action, start_ms, end_ms in own:
-            assert (start_ms, end_ms) == pytest.approx(drawn[rank, action], abs=1e-6), seed
+        compute_records = [r for r in simulate(plan, costs).records if r.action.type in COMPUTE]
+        plotted = uniform_timeline(plan.actions, plan.graph, costs.compute_ms.__getitem__)
+        plotted = {(r.rank, r.action): (r.start_ms, r.end_ms) for r in plotted}
+        for rank, action, start_ms, end_ms in compute_records:
+            assert (start_ms, end_ms) == pytest.approx(plotted[rank, action], abs=1e-6), seed
 
 
-def test_a_gather_runs_beside_computation_and_what_is_left_of_it_is_a_bubble():
+def test_gathers_overlap_and_leave_a_bubble():
     plan = llm_plan("gpipe", 1, 1, virtual=2, sharding="step")
     costs = flat_costs(plan, 2.0, 2.0, gather_ms={0: 1.0, 1: 3.0}, reduce_ms={0: 4.0, 1: 4.0})
     step = simulate(plan, costs)
@@ -107,21 +107,21 @@ def test_a_gather_runs_beside_computation_and_what_is_left_of_it_is_a_bubble():
     assert step.timeline.bubble_ms["dp_reduce_scatter"] == 8
 
 
-def test_a_reduction_runs_beside_what_follows_where_the_device_can():
-    """Two stages per rank: the second's reduction is hidden by the first's backwards."""
+def test_reductions_overlap_following_work():
+    """Check that backward passes of the first of two stages hide the reduction of the second."""
     plan = llm_plan("interleaved_1f1b", 2, 4, virtual=2, sharding="step")
     free = simulate(plan, flat_costs(plan))
     costs = flat_costs(plan, reduce_ms=dict.fromkeys(range(4), 3.0))
-    beside = simulate(plan, replace(costs, runs_beside=True))
-    assert beside.makespan_ms == free.makespan_ms + 3
-    assert beside.timeline.bubble_ms["dp_reduce_scatter"] == 2 * 3
-    spans = {(r.rank, str(r.action)): (r.start_ms, r.end_ms) for r in beside.records}
+    overlapped = simulate(plan, replace(costs, runs_beside=True))
+    assert overlapped.makespan_ms == free.makespan_ms + 3
+    assert overlapped.timeline.bubble_ms["dp_reduce_scatter"] == 2 * 3
+    spans = {(r.rank, str(r.action)): (r.start_ms, r.end_ms) for r in overlapped.records}
     start, end = spans[0, "2REDUCE_GRAD"]
     assert (start, end) == (spans[0, "2B3"][1], spans[0, "2B3"][1] + 3)
     assert simulate(plan, costs).makespan_ms == free.makespan_ms + 6
 
 
-def test_a_reduction_on_several_ranks_waits_for_the_last_of_them():
+def test_reduction_waits_for_the_last_rank():
     stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (0,)))
     stages += (StageSpec(2, "llm", 1, 2, (1,)),)
     layout = StageLayout(stages, ((0, 1), (1, 2)), frozenset({"vision"}))
@@ -133,25 +133,25 @@ def test_a_reduction_on_several_ranks_waits_for_the_last_of_them():
         tuple(Action(kinds[a[1]], int(a[0]), int(a[2])) for a in row.split()) for row in rows
     )
     plan = lower_plan(order, graph, {}, sharding="step")
-    for beside in (False, True):
-        costs = flat_costs(plan, 1.0, 1.0, reduce_ms={0: 2.0}, runs_beside=beside)
+    for overlaps in (False, True):
+        costs = flat_costs(plan, 1.0, 1.0, reduce_ms={0: 2.0}, runs_beside=overlaps)
         step = simulate(plan, costs)
         ends = {r.rank: r.end_ms for r in step.records if r.action == Action(T.REDUCE_GRAD, 0)}
-        begun = max(r.end_ms for r in step.records if r.action.type is T.B)
-        assert ends == {0: begun + 2, 1: begun + 2}, beside
+        last_end = max(r.end_ms for r in step.records if r.action.type is T.B)
+        assert ends == {0: last_end + 2, 1: last_end + 2}, overlaps
 
 
-def test_a_channel_carries_one_transfer_at_a_time_and_directions_do_not_meet():
+def test_channels_serialize_transfers_per_direction():
     plan = llm_plan("gpipe", 2, 3, receives_ahead=3)
     wire = {(Message(0, 1, m), back): 5.0 for m in range(3) for back in (False, True)}
     step = simulate(plan, flat_costs(plan, 1.0, 1.0, transfer_ms=wire))
     ends = [r.end_ms for r in step.records if r.rank == 1 and r.action.type is T.WAIT_F]
     assert ends == [6, 11, 16]
-    # Backwards end at 18, 19, 20; their gradients arrive 5 ms apart, then 0 has its backwards.
+    # Backward passes of rank 1 end at 18, 19 and 20 ms. The gradients arrive at intervals of 5 ms.
     assert step.makespan_ms == 18 + 15 + 1
 
 
-def test_a_receive_that_is_posted_late_delays_its_transfer():
+def test_late_receive_delays_its_transfer():
     wire = {(Message(0, 1, m), False): 1.0 for m in range(3)}
     makespans = {}
     for ahead in (0, 3):
@@ -160,7 +160,7 @@ def test_a_receive_that_is_posted_late_delays_its_transfer():
     assert makespans == {3: 1 + 1 + 6 + 1, 0: 1 + 1 + 6 + 2 + 1}
 
 
-def test_exposed_tensor_parallel_communication_is_a_bubble_and_not_busy():
+def test_exposed_tensor_communication_is_a_bubble():
     plan = llm_plan("1f1b", 2, 4)
     costs = flat_costs(plan)
     tensor_ms = {a: 0.25 for a in costs.compute_ms}
@@ -173,7 +173,7 @@ def test_exposed_tensor_parallel_communication_is_a_bubble_and_not_busy():
     assert total_ms == pytest.approx(2 * with_tp.makespan_ms)
 
 
-def test_memory_peaks_are_those_of_a_plain_recount():
+def test_memory_peaks_match_naive_recount():
     for seed in range(200):
         plan = random_plan(seed)
         costs = random_costs(plan, seed)
@@ -194,7 +194,7 @@ def test_memory_peaks_are_those_of_a_plain_recount():
             assert (timeline.times_ms[1:] >= timeline.times_ms[:-1]).all()
 
 
-def test_a_forward_without_backward_needs_its_memory_while_it_runs():
+def test_forward_without_backward_frees_its_memory():
     llm = ModuleLayers("llm", "llm", (1.0,) * 2, trainable=(False, True), pre_trainable=False)
     graph = StageGraph(schedule_layout("1f1b", [llm], 2), 3)
     plan = lower_plan(ORDERS["1f1b"](graph), graph, {})
@@ -204,14 +204,14 @@ def test_a_forward_without_backward_needs_its_memory_while_it_runs():
     assert step.memory[0].times_ms.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
-def test_the_update_may_need_more_than_all_tasks():
+def test_update_memory_can_exceed_the_peak():
     plan = llm_plan("1f1b", 2, 2)
     costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
     step = simulate(plan, replace(costs, update_bytes=(15, 25), memory_limit_bytes=24))
     assert step.peak_bytes == (20, 25) and not step.fits
 
 
-def test_a_step_fits_up_to_its_limit():
+def test_step_fits_up_to_its_limit():
     plan = llm_plan("1f1b", 2, 2)
     costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
     peak = max(simulate(plan, costs).peak_bytes)
@@ -221,21 +221,21 @@ def test_a_step_fits_up_to_its_limit():
     assert not simulate(plan, replace(costs, memory_limit_bytes=peak - 1)).fits
 
 
-def test_model_flops_are_those_of_the_plans_actions():
+def test_model_flops_sum_over_actions():
     plan = llm_plan("1f1b", 2, 3)
     costs = flat_costs(plan)
     flops = {a: 5.0 for a in costs.compute_ms} | {Action(T.W, 0, 0): 1e9}
     assert simulate(plan, replace(costs, flops=flops)).model_flops == 5.0 * 12
 
 
-def test_a_simulated_step_is_drawn_like_a_measured_one():
+def test_simulated_step_is_plotted():
     plan = random_plan(3)
     step = simulate(plan, random_costs(plan, 3))
-    picture = timelines_svg("predicted", [Panel("ours", step.records, plan.graph.layout)])
-    assert f"{step.makespan_ms:.4g} ms" in picture
+    plot = timelines_svg("predicted", [Panel("simulated", step.records, plan.graph.layout)])
+    assert f"{step.makespan_ms:.4g} ms" in plot
 
 
-def test_all_problems_of_costs_are_named_at_once():
+def test_all_cost_problems_are_reported():
     plan = llm_plan("1f1b", 2, 2, sharding="step")
     costs = flat_costs(plan)
     compute_ms = {**costs.compute_ms, Action(T.F, 1, 1): math.nan, Action(T.B, 0, 0): -2.0}
@@ -253,7 +253,7 @@ def test_all_problems_of_costs_are_named_at_once():
     with pytest.raises(SimulationError) as caught:
         simulate(plan, bad)
     text = str(caught.value)
-    for part in (
+    for message in (
         "(1F1 on rank 1) has a duration of nan ms",
         "(0B0 on rank 0) has a duration of -2.0 ms",
         "0F0 on rank 0 has no duration",
@@ -267,25 +267,25 @@ def test_all_problems_of_costs_are_named_at_once():
         "rank 2 has -3 static bytes",
         "memory limit 0 bytes",
     ):
-        assert part in text, (part, text)
+        assert message in text, (message, text)
     assert len(caught.value.problems) == 12
 
 
-def test_a_plan_whose_ranks_wait_for_each_other_is_refused():
+def test_plans_with_cyclic_waits_are_rejected():
     plan = llm_plan("1f1b", 2, 2)
     first, second = map(list, plan.actions)
-    # Rank 0 wants its first gradient before it sends the forward that this comes from.
-    late = next(a for a in first if a.type is T.WAIT_B)
-    first.remove(late)
+    # Rank 0 waits for its first gradient before it sends the output that the gradient depends on.
+    wait = next(a for a in first if a.type is T.WAIT_B)
+    first.remove(wait)
     begin = next(i for i, a in enumerate(first) if a.type is T.F)
     receive = next(a for a in first if a.type is T.RECV_B)
     first.remove(receive)
-    first[begin:begin] = [receive, late]
+    first[begin:begin] = [receive, wait]
     with pytest.raises(SimulationError, match="form a cycle"):
         simulate(replace(plan, actions=(tuple(first), tuple(second))), flat_costs(plan))
 
 
-def test_a_plan_that_lacks_a_send_is_refused():
+def test_plan_without_a_send_is_rejected():
     plan = llm_plan("1f1b", 2, 2)
     sends = [a for a in plan.actions[0] if a.type is T.SEND_F]
     actions = tuple(a for a in plan.actions[0] if a != sends[0])
@@ -293,7 +293,7 @@ def test_a_plan_that_lacks_a_send_is_refused():
         simulate(replace(plan, actions=(actions, plan.actions[1])), flat_costs(plan))
 
 
-def test_what_waits_for_the_weights_may_be_more_than_what_the_forward_kept():
+def test_memory_for_weights_can_exceed_forward_memory():
     llm = ModuleLayers("llm", "llm", (1.0,) * 2)
     graph = StageGraph(schedule_layout("zero_bubble", [llm], 2), 1)
     plan = lower_plan(ORDERS["zero_bubble"](graph), graph, {})
@@ -303,7 +303,7 @@ def test_what_waits_for_the_weights_may_be_more_than_what_the_forward_kept():
         kept_for_weights_bytes={task: 16 for task in graph.tasks()},
     )
     step = simulate(plan, costs)
-    assert step.peak_bytes == (10, 16)  # the first stage has no I
+    assert step.peak_bytes == (10, 16)  # the first stage has no I action
     spans = {r.action.type: r for r in step.records if r.rank == 1}
     assert step.memory[1].times_ms.tolist() == [
         0, spans[T.F].start_ms, spans[T.I].start_ms, spans[T.W].end_ms

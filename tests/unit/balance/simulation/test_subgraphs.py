@@ -1,4 +1,4 @@
-"""Subgraphs: reused or not, they take what one flat graph of all operators takes."""
+"""Tests of subgraphs: results match a flat graph of all operators, with and without reuse."""
 
 import random
 
@@ -10,7 +10,10 @@ from torchmm.balance.simulation.operator_graph import OperatorGraph
 
 
 def random_subgraph(rng: random.Random, depth: int) -> Subgraph:
-    """Parts on a few queues, some of them subgraphs; few different ones, so that they recur."""
+    """Return a subgraph of operators and nested subgraphs on a few queues.
+
+    Nested subgraphs are chosen from two, so that they recur.
+    """
     few = [random_subgraph(rng, depth - 1) for _ in range(2)] if depth else []
     parts = []
     for index in range(rng.randint(0 if depth else 1, 5)):
@@ -27,7 +30,7 @@ def random_subgraph(rng: random.Random, depth: int) -> Subgraph:
 
 
 class Flat:
-    """All operators of a subgraph, those inside others too, in one graph."""
+    """Graph of all operators of a subgraph, including operators of nested subgraphs."""
 
     def __init__(self, subgraph: Subgraph):
         self.graph = OperatorGraph()
@@ -40,7 +43,7 @@ class Flat:
         self.changes = memory_changes(self.buffers, self.start_ps, self.end_ps)
 
     def expand(self, subgraph: Subgraph, begin: int) -> int:
-        """Adds the parts behind an operator; returns one that ends with the last of them."""
+        """Add the operators of a subgraph after `begin`. Return an operator that ends last."""
         starts, ends, last = [], [], {}
         for part in subgraph.parts:
             after = [begin, *(ends[index] for index in part.after)]
@@ -55,14 +58,14 @@ class Flat:
             starts.append(start)
             ends.append(end)
             last[part.queue] = end
-        whole = self.graph.add(None, 0.0, [begin, *ends])
+        join = self.graph.add(None, 0.0, [begin, *ends])
         for buffer in subgraph.buffers:
             consumers = [ends[buffer.producer], *(ends[c] for c in buffer.consumers)]
             self.buffers.append(Buffer(buffer.nbytes, starts[buffer.producer], tuple(consumers)))
-        return whole
+        return join
 
 
-def test_nested_subgraphs_equal_the_flat_graph():
+def test_nested_subgraphs_match_flat_graph():
     reused = 0
     for seed in range(500):
         subgraph = random_subgraph(random.Random(seed), 3)
@@ -81,7 +84,7 @@ LAYER = Subgraph(
 )
 
 
-def test_equal_layers_are_simulated_once_whoever_built_them():
+def test_equal_layers_are_simulated_once():
     twin = Subgraph(tuple(LAYER.parts), tuple(LAYER.buffers))
     stage = Subgraph(tuple(Part("gpu", layer) for layer in (LAYER, twin) * 20))
     cache = SubgraphCache()
@@ -102,14 +105,14 @@ def test_equal_layers_are_simulated_once_whoever_built_them():
         Subgraph(LAYER.parts, (Buffer(9, 0, (2,)), LAYER.buffers[1])),
     ],
 )
-def test_what_differs_in_device_time_order_or_shape_is_not_reused(other):
+def test_different_subgraphs_are_not_reused(other):
     cache = SubgraphCache()
     cache.simulate(LAYER)
     cache.simulate(other)
     assert (cache.simulated, cache.reused) == (2, 0)
 
 
-def test_symmetric_ranks_are_simulated_once_and_count_for_all():
+def test_symmetric_ranks_are_simulated_once():
     group = Subgraph((Part("pipeline", LAYER, copies=8), Part("pipeline", 1.0, copies=2)))
     result = SubgraphCache().simulate(group)
     assert result.duration_ms == 4.25
@@ -117,14 +120,14 @@ def test_symmetric_ranks_are_simulated_once_and_count_for_all():
     assert result.peak_bytes == 12
 
 
-def test_busy_time_of_a_queue_leaves_out_what_it_waits_for():
+def test_busy_time_excludes_waiting():
     graph = Subgraph((Part("gpu", 1.0), Part("nic", 5.0, (0,)), Part("gpu", 1.0, (1,))))
     result = SubgraphCache().simulate(graph)
     assert result.duration_ms == 7
     assert result.busy_ps == {"gpu": 2 * 10**9, "nic": 5 * 10**9}
 
 
-def test_impossible_parts_are_refused():
+def test_invalid_parts_are_rejected():
     with pytest.raises(SimulationError, match=r"duration of -1.*\n.*operator 7"):
         SubgraphCache().simulate(Subgraph((Part("gpu", -1.0), Part("gpu", 1.0, (7,)))))
     with pytest.raises(SimulationError, match="form a cycle"):

@@ -1,4 +1,4 @@
-"""Microbatches drawn from statistics: sizes in their bounds, and the same for every layout."""
+"""Tests of simulated microbatches: distributions, limits, and independence of parallelism."""
 
 from collections import Counter
 from hashlib import sha256
@@ -27,13 +27,13 @@ def samples_of(config: SimulationConfig, count: int, **settings: int) -> list[Sa
     return list(chain(*(m.samples for m in sample_microbatches(config, count, **settings))))
 
 
-def test_sequences_are_of_the_mixture_and_full() -> None:
+def test_sequences_follow_mixture_and_are_full() -> None:
     microbatches = sample_microbatches(VLM, 2000, sequence_length=100)
     counts = [m.image_count for m in microbatches]
     assert set(counts) == {0, 1, 2, *range(5, 13)}
-    many = [n for n in counts if n >= 5]
-    assert len(many) / len(counts) == pytest.approx(0.75, abs=0.03)
-    assert sum(many) / len(many) == pytest.approx(8.5, abs=0.2)
+    image_sequences = [n for n in counts if n >= 5]
+    assert len(image_sequences) / len(counts) == pytest.approx(0.75, abs=0.03)
+    assert sum(image_sequences) / len(image_sequences) == pytest.approx(8.5, abs=0.2)
     for microbatch in microbatches:
         assert microbatch.tokens == microbatch.used_tokens == 100
         assert len(microbatch.samples) == (4 if microbatch.image_count >= 5 else 1)
@@ -43,35 +43,35 @@ def test_sequences_are_of_the_mixture_and_full() -> None:
         assert all((s.encoder == "vision") == bool(s.images) for s in microbatch.samples)
 
 
-def test_a_sequence_is_the_same_in_every_layout() -> None:
-    whole = samples_of(VLM, 12)
-    assert samples_of(VLM, 3, microbatch_size=4) == whole
-    assert samples_of(VLM, 2, microbatch_size=3) + samples_of(VLM, 6, first=6) == whole
+def test_sequences_are_independent_of_batch_shape() -> None:
+    samples = samples_of(VLM, 12)
+    assert samples_of(VLM, 3, microbatch_size=4) == samples
+    assert samples_of(VLM, 2, microbatch_size=3) + samples_of(VLM, 6, first=6) == samples
     other = VLM.model_copy(update={"seed": 4})
-    assert samples_of(other, 12) != whole
-    assert len({(s.source, s.index) for s in whole}) == len(whole)
+    assert samples_of(other, 12) != samples
+    assert len({(s.source, s.index) for s in samples}) == len(samples)
 
 
-def test_without_statistics_everything_is_text() -> None:
+def test_default_samples_are_text() -> None:
     (sample,) = samples_of(SimulationConfig(), 1)
     assert (sample.tokens, sample.images, sample.generated) == (100, (), ())
 
 
-def test_clips_share_the_frames_of_a_sequence() -> None:
-    drawn = {"rows": 3, "columns": 4, "frames": [2, 32], "frames_per_sequence": 32}
+def test_videos_share_frames_of_a_sequence() -> None:
+    generated = {"rows": 3, "columns": 4, "frames": [2, 32], "frames_per_sequence": 32}
     config = SimulationConfig.model_validate(
         {
-            "generated": {**drawn, "context_tokens": 30},
+            "generated": {**generated, "context_tokens": 30},
             "sequences": [{"generated": [1, 8], "tokens": [20, 60]}],
         }
     )
     counts, longest = set(), 0
     for sample in samples_of(config, 300):
         assert 20 <= sample.tokens <= 60
-        frames = [clip.grid_thw[0] for clip in sample.generated]
+        frames = [video.grid_thw[0] for video in sample.generated]
         assert min(frames) >= 2 and sum(frames) <= 32
-        assert {clip.grid_thw[1:] for clip in sample.generated} == {(3, 4)}
-        assert {clip.context for clip in sample.generated} == {min(30, sample.tokens)}
+        assert {video.grid_thw[1:] for video in sample.generated} == {(3, 4)}
+        assert {video.context for video in sample.generated} == {min(30, sample.tokens)}
         counts.add(len(frames))
         longest = max(longest, *frames)
     assert counts == set(range(1, 9)) and longest > 24
@@ -95,10 +95,12 @@ FIXED = {
 }
 
 
-def test_sequences_of_one_size_are_those_that_recorded_figures_were_made_with() -> None:
-    found = sample_microbatches(SimulationConfig.model_validate(FIXED), 500, sequence_length=100)
-    # Fields that are newer than the figures.
-    text = repr(found).replace(", balanced=False", "").replace(", arriving=()", "")
+def test_samples_match_recorded_results() -> None:
+    microbatches = sample_microbatches(
+        SimulationConfig.model_validate(FIXED), 500, sequence_length=100
+    )
+    # Remove fields that were added after the results were recorded.
+    text = repr(microbatches).replace(", balanced=False", "").replace(", arriving=()", "")
     assert sha256(text.encode()).hexdigest()[:16] == "ec7ed7e6c9716efa"
 
 
@@ -115,25 +117,26 @@ def sized(sizes: list[dict], **settings: object) -> SimulationConfig:
     return SimulationConfig.model_validate({"images": images, "sequences": sequences, **settings})
 
 
-def test_sizes_are_of_the_mixture_and_evenly_spread() -> None:
+def test_image_sizes_follow_mixture() -> None:
     images = [i for s in samples_of(sized(MIXED), 3000, sequence_length=200) for i in s.images]
     large = [i for i in images if i.patches == 400]
     assert {i.tokens for i in large} == {7}
     assert len(large) / len(images) == pytest.approx(4 / 8, abs=0.02)
-    others = [i for i in images if i.patches != 400]
-    assert all(i.tokens == i.patches // 4 for i in others)
-    sides = {rows * columns for rows in (2, 4, 6) for columns in (4, 6, 8)}
-    both = Counter(i.patches for i in others)
-    assert set(both) == sides | set(range(40, 101))
-    # Three of four have sides, of whose nine pairs 6 x 4 and 4 x 6 are 24.
-    assert both[24] / len(others) == pytest.approx(3 / 4 * 2 / 9, abs=0.02)
-    assert both[41] / len(others) == pytest.approx(1 / 4 / 61, abs=0.004)
+    small = [i for i in images if i.patches != 400]
+    assert all(i.tokens == i.patches // 4 for i in small)
+    products = {rows * columns for rows in (2, 4, 6) for columns in (4, 6, 8)}
+    both = Counter(i.patches for i in small)
+    assert set(both) == products | set(range(40, 101))
+    # Three of four have rows and columns. Two of nine combinations, 6 x 4 and 4 x 6, have 24
+    # patches.
+    assert both[24] / len(small) == pytest.approx(3 / 4 * 2 / 9, abs=0.02)
+    assert both[41] / len(small) == pytest.approx(1 / 4 / 61, abs=0.004)
 
 
-def test_sizes_change_no_other_number() -> None:
-    alike = sized([{"patches": 16, "tokens": 4}])
+def test_image_sizes_do_not_change_other_values() -> None:
+    uniform = sized([{"patches": 16, "tokens": 4}])
     for one, other in zip(
-        sample_microbatches(alike, 200, sequence_length=200),
+        sample_microbatches(uniform, 200, sequence_length=200),
         sample_microbatches(sized(MIXED), 200, sequence_length=200),
         strict=True,
     ):
@@ -142,20 +145,20 @@ def test_sizes_change_no_other_number() -> None:
         assert [len(s.images) for s in one.samples] == [len(s.images) for s in other.samples]
 
 
-def test_sizes_are_the_same_in_every_layout() -> None:
+def test_image_sizes_are_independent_of_batch_shape() -> None:
     config = sized(MIXED, generated={"rows": [1, 5], "columns": 2})
-    whole = samples_of(config, 12, sequence_length=200)
-    assert samples_of(config, 3, microbatch_size=4, sequence_length=200) == whole
+    samples = samples_of(config, 12, sequence_length=200)
+    assert samples_of(config, 3, microbatch_size=4, sequence_length=200) == samples
     assert (
         samples_of(config, 6, sequence_length=200)
         + samples_of(config, 6, first=6, sequence_length=200)
-        == whole
+        == samples
     )
     other = config.model_copy(update={"seed": 4})
-    assert samples_of(other, 12, sequence_length=200) != whole
+    assert samples_of(other, 12, sequence_length=200) != samples
 
 
-def test_drawn_images_differ_as_the_mixture_says() -> None:
+def test_generated_image_sizes_follow_mixture() -> None:
     sizes = [{"rows": [1, 3], "columns": 2}, {"weight": 3.0, "rows": 8, "columns": [8, 9]}]
     config = SimulationConfig.model_validate(
         {"generated": {"sizes": sizes, "frames": [1, 2]}, "sequences": [{"generated": [0, 4]}]}
@@ -163,9 +166,9 @@ def test_drawn_images_differ_as_the_mixture_says() -> None:
     grids = [g.grid_thw for s in samples_of(config, 1500) for g in s.generated]
     assert {g[1:] for g in grids} == {(1, 2), (2, 2), (3, 2), (8, 8), (8, 9)}
     assert sum(g[1] == 8 for g in grids) / len(grids) == pytest.approx(3 / 4, abs=0.03)
-    one = {"generated": {"rows": 5, "columns": 5, "frames": [1, 2]}}
-    alike = SimulationConfig.model_validate({**config.model_dump(), **one})
-    frames = [g.grid_thw[0] for s in samples_of(alike, 1500) for g in s.generated]
+    single_size = {"generated": {"rows": 5, "columns": 5, "frames": [1, 2]}}
+    uniform = SimulationConfig.model_validate({**config.model_dump(), **single_size})
+    frames = [g.grid_thw[0] for s in samples_of(uniform, 1500) for g in s.generated]
     assert frames == [g[0] for g in grids]
 
 
@@ -197,7 +200,7 @@ def test_drawn_images_differ_as_the_mixture_says() -> None:
         ({"sizes": [{"patches": 4}, {"patches": [5, 60]}]}, "[0].images", "up to 120 tokens"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(images: dict, key: str, text: str) -> None:
+def test_invalid_image_sizes_are_rejected(images: dict, key: str, text: str) -> None:
     config = {"images": {"vision": images}, "sequences": [{"images": [1, 2]}]}
     with pytest.raises(ValueError) as caught:
         sample_microbatches(SimulationConfig.model_validate(config), 1, sequence_length=100)
@@ -205,7 +208,7 @@ def test_sizes_that_cannot_be_are_refused(images: dict, key: str, text: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("drawn", "key", "text"),
+    ("generated", "key", "text"),
     [
         ({"rows": 4}, "simulation.generated", "add columns"),
         ({}, "simulation.generated", "add rows and columns"),
@@ -214,8 +217,8 @@ def test_sizes_that_cannot_be_are_refused(images: dict, key: str, text: str) -> 
         ({"sizes": [{"rows": [2, 1], "columns": 1}]}, "sizes[0].rows", "[minimum, maximum]"),
     ],
 )
-def test_drawn_sizes_that_cannot_be_are_refused(drawn: dict, key: str, text: str) -> None:
-    config = SimulationConfig.model_validate({"generated": drawn})
+def test_invalid_generated_sizes_are_rejected(generated: dict, key: str, text: str) -> None:
+    config = SimulationConfig.model_validate({"generated": generated})
     with pytest.raises(ValueError) as caught:
         sample_microbatches(config, 1, sequence_length=100)
     assert key in str(caught.value) and text in str(caught.value)
@@ -247,14 +250,14 @@ def test_drawn_sizes_that_cannot_be_are_refused(drawn: dict, key: str, text: str
         ),
     ],
 )
-def test_contradictions_are_refused(changes: dict, key: str, text: str) -> None:
+def test_contradictory_settings_are_rejected(changes: dict, key: str, text: str) -> None:
     config = SimulationConfig.model_validate({**VLM.model_dump(), **changes})
     with pytest.raises(ValueError) as caught:
         sample_microbatches(config, 1, sequence_length=100)
     assert key in str(caught.value) and text in str(caught.value)
 
 
-def test_every_contradiction_is_told() -> None:
+def test_all_contradictions_are_reported() -> None:
     config = SimulationConfig.model_validate(
         {"sequences": [{"images": [2, 1]}, {"generated": [1, 1]}]}
     )
