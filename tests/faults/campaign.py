@@ -492,9 +492,9 @@ FAULTS = [
         "error names the change; `checkpoint.allow_data_change` accepts it",
         "harmless changes are accepted",
         (
-            "unit/data/test_changed_data.py::test_changed_data_are_refused_by_name_unless_accepted",
-            "unit/data/test_changed_data.py::test_chats_that_count_otherwise_are_refused_by_name",
-            "unit/data/test_changed_data.py::test_the_files_of_a_stream_are_compared",
+            "unit/data/test_changed_data.py::test_changed_data_is_rejected_unless_accepted",
+            "unit/data/test_changed_data.py::test_changed_chat_loss_mask_is_rejected",
+            "unit/data/test_changed_data.py::test_changed_stream_files_are_rejected",
             f"{TRAIN}test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says",
         ),
     ),
