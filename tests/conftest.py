@@ -76,7 +76,7 @@ CAMPAIGNS = {
     "test_train_models.py::test_balanced_stream_of_two_ranks_resumes_exactly",
     # Pictures at their real sizes.
     *(
-        f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
+        f"test_tiles.py::test_tiles_of_published_size_match_hugging_face[{source}-{family}]"
         for source in ("tuxpaint_stamps", "gimp_help")
         for family in (
             "internvl",
@@ -248,7 +248,7 @@ CAMPAIGNS = {
         for c in ("6-changes1", "6-changes2")
     ),
     *(
-        f"test_video_model.py::test_clips_give_hugging_faces_loss_and_gradients[{name}]"
+        f"test_video_model.py::test_videos_match_hugging_face_loss_and_gradients[{name}]"
         for name in ("qwen2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "glm46v")
     ),
     *(

@@ -141,7 +141,7 @@ FAULTS = [
         "-",
         "ignored",
         "samples",
-        (f"{LOADER}test_workers_outlive_the_signals_of_launchers",),
+        (f"{LOADER}test_workers_ignore_launcher_signals",),
     ),
     Fault(
         "F6",
@@ -428,7 +428,7 @@ FAULTS = [
         "-",
         "continues",
         "losses, parameters, optimizer states, random states, samples, bitwise",
-        (f"{LOADER}test_resume_is_exact_whatever_the_workers",),
+        (f"{LOADER}test_resume_is_exact_with_any_workers",),
     ),
     Fault(
         "F16, R10",
@@ -438,9 +438,9 @@ FAULTS = [
         "every sample once, within `data.packing_max_wait_steps`",
         "all samples",
         (
-            f"{LOADER}test_nothing_is_lost_or_doubled_over_two_epochs",
-            "unit/data/test_packing.py::test_every_item_is_in_exactly_one_pack_and_none_overflows",
-            "unit/data/test_packing.py::test_a_pack_that_nothing_fits_into_is_closed_by_age_only",
+            f"{LOADER}test_two_epochs_have_each_sample_twice",
+            "unit/data/test_packing.py::test_packs_contain_each_item_without_overflow",
+            "unit/data/test_packing.py::test_old_open_pack_is_closed_by_age",
         ),
     ),
     Fault(
@@ -459,7 +459,7 @@ FAULTS = [
         "-",
         "continues",
         "sample order",
-        (f"{LOADER}test_resume_on_another_number_of_ranks",),
+        (f"{LOADER}test_loader_resumes_with_different_world_size",),
     ),
     Fault(
         "F19",
@@ -637,7 +637,7 @@ FAULTS = [
         "failed",
         "error within ten seconds",
         "-",
-        (f"{LOADER}test_a_killed_worker_is_an_error_within_ten_seconds",),
+        (f"{LOADER}test_killed_worker_raises_within_ten_seconds",),
     ),
     Fault(
         "F22",
@@ -649,10 +649,10 @@ FAULTS = [
         (
             f"{TRAIN}test_corrupt_samples_within_the_limit_are_named",
             f"{TRAIN}test_too_many_corrupt_samples_stop_all_ranks",
-            f"{LOADER}test_all_other_samples_stay_where_they_are",
-            f"{HOSTILE}test_damage_in_a_picture_costs_that_picture",
-            f"{HOSTILE}test_damage_inside_a_shard_costs_the_samples_beside_it",
-            "unit/data/test_images.py::test_truncated_files_pass_the_header_and_fail_when_decoded",
+            f"{LOADER}test_corrupt_samples_do_not_move_others",
+            f"{HOSTILE}test_damaged_image_in_shard_costs_one_sample",
+            f"{HOSTILE}test_damaged_shard_costs_adjacent_samples",
+            "unit/data/test_images.py::test_truncated_image_fails_when_decoded",
         ),
     ),
     Fault(
@@ -663,8 +663,8 @@ FAULTS = [
         "rows are skipped; error names all files without a footer",
         "other rows",
         (
-            "unit/data/test_parquet_damage.py::test_a_damaged_row_group_costs_its_rows",
-            "unit/data/test_parquet_damage.py::test_files_without_a_footer_are_all_named",
+            "unit/data/test_parquet_damage.py::test_damaged_row_group_costs_its_rows",
+            "unit/data/test_parquet_damage.py::test_all_files_without_footer_are_reported",
         ),
     ),
     Fault(
@@ -675,9 +675,9 @@ FAULTS = [
         "error names all of them; between members: warning",
         "complete shards",
         (
-            "unit/data/test_torn_tars.py::test_a_torn_tail_is_an_error_that_names_the_file",
-            "unit/data/test_torn_tars.py::test_a_tail_torn_between_members_is_warned_of",
-            "unit/data/test_torn_tars.py::test_all_torn_shards_are_named_at_once",
+            "unit/data/test_torn_tars.py::test_truncated_shard_is_reported",
+            "unit/data/test_torn_tars.py::test_shard_truncated_between_members_warns",
+            "unit/data/test_torn_tars.py::test_all_truncated_shards_are_reported",
         ),
     ),
     Fault(
@@ -688,7 +688,7 @@ FAULTS = [
         "rejected by the header",
         "memory",
         (
-            "unit/data/test_images.py::test_bad_headers_are_refused_without_memory",
+            "unit/data/test_images.py::test_invalid_header_is_rejected_without_decoding",
             "unit/data/test_images.py::test_header_check_does_not_decode",
         ),
     ),
@@ -700,12 +700,12 @@ FAULTS = [
         "defined conversion",
         "pixels",
         (
-            "unit/data/test_images.py::test_transparency_is_laid_over_white",
-            "unit/data/test_images.py::test_gray_and_bilevel_become_three_equal_channels",
-            "unit/data/test_images.py::test_high_bit_depths_are_scaled_not_clipped",
+            "unit/data/test_images.py::test_transparency_is_blended_with_white",
+            "unit/data/test_images.py::test_gray_and_bilevel_become_rgb",
+            "unit/data/test_images.py::test_high_bit_depths_are_scaled",
             "unit/data/test_images.py::test_non_finite_pixels_are_corrupt",
             "unit/data/test_images.py::test_cmyk_becomes_rgb",
-            "unit/data/test_images.py::test_exif_rotation_is_applied_and_known_from_the_header",
+            "unit/data/test_images.py::test_exif_rotation_is_applied_to_size_and_pixels",
         ),
     ),
     Fault(
@@ -717,11 +717,11 @@ FAULTS = [
         "-",
         (
             "unit/data/test_text.py::test_special_tokens_in_text_stay_text",
-            "unit/data/test_text.py::test_messages_cannot_forge_a_turn",
-            "unit/data/test_text.py::test_odd_characters_are_kept",
-            "unit/data/test_text.py::test_a_lone_surrogate_is_corrupt",
-            "unit/data/test_text.py::test_texts_that_no_sample_could_keep_are_never_tokenised",
-            "unit/data/test_text.py::test_malformed_chats_are_corrupt",
+            "unit/data/test_text.py::test_message_text_cannot_forge_turn",
+            "unit/data/test_text.py::test_unusual_characters_are_preserved",
+            "unit/data/test_text.py::test_lone_surrogate_is_corrupt",
+            "unit/data/test_text.py::test_too_long_text_is_not_tokenized",
+            "unit/data/test_text.py::test_malformed_chat_is_corrupt",
         ),
     ),
     Fault(
@@ -754,13 +754,13 @@ FAULTS = [
         "one corrupt sample each",
         "other samples",
         (
-            f"{HOSTILE}test_hostile_files",
-            f"{HOSTILE}test_files_that_become_hostile_after_they_were_measured",
-            f"{HOSTILE}test_hostile_names",
-            f"{HOSTILE}test_hostile_text",
-            f"{HOSTILE}test_source_files_that_change_while_training",
-            f"{HOSTILE}test_headers_and_parts_of_any_size_are_not_read",
-            f"{HOSTILE}test_damaged_indices_of_shards_are_not_believed",
+            f"{HOSTILE}test_hostile_file_costs_one_sample",
+            f"{HOSTILE}test_file_damaged_after_indexing_costs_one_sample",
+            f"{HOSTILE}test_hostile_file_name_costs_one_sample",
+            f"{HOSTILE}test_hostile_text_costs_one_sample",
+            f"{HOSTILE}test_changed_source_files_cost_their_samples",
+            f"{HOSTILE}test_tar_header_with_huge_size_is_rejected",
+            f"{HOSTILE}test_damaged_shard_index_is_ignored",
         ),
     ),
     Fault(
@@ -771,10 +771,8 @@ FAULTS = [
         "rejected by the footer",
         "memory and disk",
         (
-            "unit/data/test_parquet_damage.py"
-            "::test_rows_that_take_no_bytes_are_refused_by_the_footer",
-            "unit/data/test_parquet_damage.py"
-            "::test_a_group_larger_than_memory_may_be_is_not_decompressed",
+            "unit/data/test_parquet_damage.py::test_rows_without_bytes_are_rejected",
+            "unit/data/test_parquet_damage.py::test_row_group_beyond_memory_limit_is_rejected",
         ),
     ),
     Fault(
@@ -867,8 +865,8 @@ FAULTS = [
         "no side effect",
         (
             f"{DAMAGE}test_pickles_never_run",
-            f"{HOSTILE}test_pickled_parts_stay_bytes",
-            "unit/data/test_sources.py::test_pickles_in_a_tar_do_not_run",
+            f"{HOSTILE}test_pickled_members_are_not_loaded",
+            "unit/data/test_sources.py::test_pickles_in_tar_are_not_loaded",
         ),
     ),
     Fault(
@@ -929,7 +927,7 @@ FAULTS = [
         "-",
         "distinguished; `revision` pins a commit",
         "-",
-        ("unit/data/test_sources.py::test_hub_ids_are_told_from_missing_paths",),
+        ("unit/data/test_sources.py::test_hub_ids_are_distinguished_from_paths",),
     ),
     # Processes beside a run
     Fault(
@@ -940,8 +938,8 @@ FAULTS = [
         "error names the process after `data.timeout_s`; no response without the secret",
         "-",
         (
-            f"{READER}test_a_reader_that_was_killed_or_stopped_is_named",
-            f"{READER}test_only_who_knows_the_secret_is_answered",
+            f"{READER}test_killed_or_stopped_reader_is_reported",
+            f"{READER}test_reader_rejects_wrong_secret",
         ),
     ),
     Fault(
@@ -951,7 +949,7 @@ FAULTS = [
         "-",
         "reported on every rank",
         "-",
-        (f"{READER}test_mistakes_in_the_data_are_told_to_every_rank",),
+        (f"{READER}test_data_error_is_reported_to_every_rank",),
     ),
     Fault(
         "P3",
@@ -1379,8 +1377,8 @@ FAULTS = [
         "error names limit and file",
         "-",
         (
-            f"{TEXTS}test_unpacking_stops_beyond_the_limit",
-            "unit/data/test_torn_tars.py::test_large_text_members_are_corrupt",
+            f"{TEXTS}test_decompression_stops_at_limit",
+            "unit/data/test_torn_tars.py::test_large_text_member_is_corrupt",
             "unit/data/test_images.py::test_images_with_huge_headers_are_corrupt",
         ),
     ),
@@ -1391,7 +1389,7 @@ FAULTS = [
         "-",
         "decompressed again, with a warning",
         "all samples",
-        (f"{TEXTS}test_damaged_copy_is_unpacked_again",),
+        (f"{TEXTS}test_damaged_decompressed_copy_is_replaced",),
     ),
     Fault(
         "N22",

@@ -29,7 +29,7 @@ from data_cases import (
 )
 from ports import free_port
 from pyarrow import flight
-from test_video import clip_of
+from test_video import make_video
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
@@ -132,7 +132,7 @@ def test_clips_come_as_from_the_own_workers(site, spec):
     (site.directory / "image.png").write_bytes(png(16, 24))
     for i in range(4):
         (site.directory / f"{i}.mp4").write_bytes(
-            clip_of(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
+            make_video(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
         )
     path = write_jsonl(site.directory / "clips.jsonl", rows)
     site.sources = [SourceConfig(path=str(path), name="clips")]
