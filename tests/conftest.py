@@ -60,8 +60,8 @@ CAMPAIGNS = {
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
     "test_pipeline_model.py",
     # Every causal LM and image encoder of transformers.
-    "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
-    "test_unlisted.py::test_all_causal_lms_of_transformers",
+    "test_unlisted_encoders.py::test_survey_of_image_encoders_matches_documentation",
+    "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
     "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1-changes1]",
     "test_train.py::test_resume_continues_with_the_same_bits[llm.context-workers2-changes2]",
     # Whole runs of what the equality tests above them compare step by step.
@@ -256,7 +256,7 @@ CAMPAIGNS = {
         for name in ("json", "csv", "gz", "described")
     ),
     *(
-        f"test_llm.py::test_layers_compile_whole_with_each_kind_of_operator[{name}]"
+        f"test_llm.py::test_layers_compile_as_one_graph[{name}]"
         for name in ("gemma2", "lfm2", "qwen3_moe", "deepseek_v3")
     ),
     "test_connections.py::test_large_request_without_token_is_not_stored[ticket]",
@@ -297,7 +297,7 @@ CAMPAIGNS = {
         for kinds in ("kinds0", "kinds1", "kinds2", "kinds3")
         for freeze in ("freeze1", "freeze2")
     ),
-    "test_emoji_scenes.py::test_the_caption_says_what_is_seen_and_where[train]",
+    "test_emoji_scenes.py::test_scene_caption_matches_objects_and_positions[train]",
 }
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
 

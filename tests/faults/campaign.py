@@ -175,8 +175,8 @@ FAULTS = [
         (
             f"{HUNG}test_the_run_ends_and_names_workers_and_samples",
             f"{HUNG}test_peers_name_the_rank_that_waits_for_data",
-            "unit/data/test_waiting.py::test_a_stopped_worker_is_named_with_its_samples_and_ended",
-            "unit/data/test_waiting.py::test_a_file_that_never_answers_ends_the_wait",
+            "unit/data/test_waiting.py::test_stopped_worker_is_reported_and_killed",
+            "unit/data/test_waiting.py::test_unresponsive_file_raises_after_timeout",
         ),
     ),
     Fault(
@@ -877,8 +877,8 @@ FAULTS = [
         "rejected without a prompt",
         "no side effect",
         (
-            "unit/models/test_foreign_code.py::test_a_model_with_its_own_code_is_refused",
-            "unit/models/test_foreign_code.py::test_a_tokenizer_with_its_own_code_is_refused",
+            "unit/models/test_foreign_code.py::test_model_with_python_code_is_rejected",
+            "unit/models/test_foreign_code.py::test_tokenizer_with_python_code_is_rejected",
         ),
     ),
     Fault(
@@ -1301,8 +1301,8 @@ FAULTS = [
         "error names the file",
         "-",
         (
-            f"{DAMAGED}test_damaged_config_file_is_named",
-            f"{DAMAGED}test_damaged_tokenizer_file_is_named",
+            f"{DAMAGED}test_damaged_config_file_is_reported",
+            f"{DAMAGED}test_damaged_tokenizer_file_is_reported",
             f"{DAMAGED}test_invalid_chat_template_is_config_error",
         ),
     ),
@@ -1313,7 +1313,7 @@ FAULTS = [
         "-",
         "error names the index",
         "-",
-        (f"{DAMAGED}test_damaged_weight_index_is_named",),
+        (f"{DAMAGED}test_damaged_weight_index_is_reported",),
     ),
     Fault(
         "N13",

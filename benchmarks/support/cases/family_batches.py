@@ -28,7 +28,7 @@ from support.cases.family_cases import (
     PAD,
     ROW_END,
     SOUND,
-    SOUND_START,
+    AUDIO_START,
     START,
     STOP,
 )
@@ -207,7 +207,7 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
     text = model.text
     written = [
         [
-            *_marks(text.sound_prefix, SOUND_START),
+            *_marks(text.sound_prefix, AUDIO_START),
             *[SOUND] * (len(patch) // spec.patches_per_token),
             *_marks(text.sound_suffix, STOP),
         ]

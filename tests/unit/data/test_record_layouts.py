@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_cases import write_parquet
-from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, torchmm_record, said
+from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, said, torchmm_record
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError

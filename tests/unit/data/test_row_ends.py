@@ -11,7 +11,7 @@ import torch
 from data_cases import data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tile_cases import make_tokenizer
 from torch.nn import functional
 from transformers import PixtralImageProcessorPil
@@ -95,7 +95,7 @@ def processed(number: int, side: int, tokenizer) -> dict[str, torch.Tensor]:
 @proves("images", COMPOSITES)
 @pytest.mark.parametrize("name", list(MERGED), indirect=True)
 def test_row_end_model_matches_hugging_face(name, model, microbatches, tokenizer) -> None:
-    plain = plain_composite(model)
+    plain = hf_model(model)
     losses = []
     for microbatch in microbatches:
         for position, meta in enumerate(microbatch.meta.samples):
@@ -114,7 +114,7 @@ def test_row_end_model_matches_hugging_face(name, model, microbatches, tokenizer
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 def test_features_at_row_end_positions_change_loss(model, microbatches) -> None:

@@ -20,7 +20,7 @@ import torch
 from data_cases import data_config, training, write_jsonl
 from model_cases import COMPOSITES, LLMS, SPEECH, build, relative_error, worst_gradient
 from speech_cases import FRAMES, MASKS, MELS, PER_TOKEN, patches_of
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import (
@@ -191,7 +191,7 @@ def test_speech_files_match_hugging_face_model(name: str, tmp_path) -> None:
     (batch,) = islice(loader, 1)
     assert not batch.skipped
     (microbatch,) = batch.microbatches
-    plain = plain_composite(model)
+    plain = hf_model(model)
     losses = []
     for meta, (start, stop) in zip(
         microbatch.meta.samples, pairwise(microbatch.cu_seqlens), strict=False
@@ -213,7 +213,7 @@ def test_speech_files_match_hugging_face_model(name: str, tmp_path) -> None:
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 def medium_of(name: str) -> AudioPreprocessor:

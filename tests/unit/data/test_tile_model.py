@@ -11,7 +11,7 @@ from data_cases import data_config, png, training, write_parquet
 from likeliest_text import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tile_cases import (
     SWITCHES,
     WRITTEN,
@@ -109,7 +109,7 @@ TILED = [
 @pytest.mark.parametrize(("family", "changes"), TILED)
 def test_tiles_match_hugging_face_loss_and_gradients(family, changes, open_run) -> None:
     model, microbatches, processor, settings = open_run(family, **changes)
-    plain = plain_composite(model)
+    plain = hf_model(model)
     losses, tiles, packed = [], 0, 0
     for microbatch in microbatches:
         packed += len(microbatch.meta.samples) > 1
@@ -134,7 +134,7 @@ def test_tiles_match_hugging_face_loss_and_gradients(family, changes, open_run) 
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 @proves("generation", COMPOSITES)

@@ -18,7 +18,7 @@ import torch
 from data_cases import caption, data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from test_video import pictures
 from torch.nn import functional
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
@@ -193,7 +193,7 @@ QWEN = ("qwen2_5_vl", "qwen2_vl", "qwen3_omni", "qwen2_5_omni", *TIMED)
 def test_videos_match_hugging_face_loss_and_gradients(load, name: str) -> None:
     frozen = ("audio", "audio.connector") if "omni" in name else ()
     model = build(tiny(name), freeze=frozen)
-    plain = plain_composite(model)
+    plain = hf_model(model)
     videos = 0
     for microbatch in load(model, sequence_length=256)[:4]:
         samples = hf_inputs(model, microbatch)
@@ -222,7 +222,7 @@ def test_videos_match_hugging_face_loss_and_gradients(load, name: str) -> None:
         expected.backward()
         # Decays of delta nets are small differences of large sums (see test_delta_net).
         bound = 5e-5 if name.startswith("qwen3_5") else 1e-5
-        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < bound
+        assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < bound
         model.zero_grad()
         plain.zero_grad()
         assert len(samples) > 1
