@@ -549,9 +549,9 @@ FAULTS = [
         "weights on another machine",
         (
             f"{UPLOADS}test_killed_while_copying_then_resumed_and_copied_again",
-            f"{COPIES}test_a_copy_without_a_manifest_does_not_count_and_is_made_again",
-            f"{COPIES}test_what_an_unfinished_copy_left_goes_with_the_next",
-            f"{COPIES}test_a_copy_that_lost_a_file_is_not_committed",
+            f"{COPIES}test_upload_without_manifest_is_repeated",
+            f"{COPIES}test_incomplete_upload_is_removed_by_next_upload",
+            f"{COPIES}test_upload_with_missing_file_is_not_committed",
         ),
     ),
     Fault(
@@ -562,8 +562,8 @@ FAULTS = [
         "detected by hash on all ranks; the previous one is used",
         "older upload, bitwise",
         (
-            f"{COPIES}test_damaged_copies_are_found_and_an_older_one_is_taken",
-            f"{COPIES}test_all_damaged_stops_the_start",
+            f"{COPIES}test_damaged_upload_is_skipped_for_older_one",
+            f"{COPIES}test_start_fails_if_all_uploads_are_damaged",
             f"{UPLOADS}test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
             "distributed/test_checkpoint_sites.py"
             "::test_all_nodes_take_the_older_one_where_the_newest_is_damaged",
@@ -578,7 +578,7 @@ FAULTS = [
         "stored objects",
         (
             f"{UPLOADS}test_a_store_that_takes_nothing_more_is_told_and_training_goes_on",
-            f"{COPIES}test_a_full_store_is_told_and_training_goes_on",
+            f"{COPIES}test_full_store_is_reported_and_training_continues",
             "distributed/test_checkpoint_sites.py"
             "::test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made",
         ),
@@ -592,7 +592,7 @@ FAULTS = [
         "training result",
         (
             f"{UPLOADS}test_a_slow_store_gets_the_newest_and_the_same_is_trained",
-            f"{COPIES}test_a_slow_store_gets_the_newest_and_nothing_waits_for_it",
+            f"{COPIES}test_slow_store_receives_newest_checkpoint",
         ),
     ),
     Fault(
@@ -604,7 +604,7 @@ FAULTS = [
         "-",
         (
             f"{UPLOADS}test_what_is_wrong_with_the_store_at_the_start_is_named",
-            f"{COPIES}test_a_store_that_cannot_be_asked_stops_the_start",
+            f"{COPIES}test_unreachable_store_stops_start",
         ),
     ),
     Fault(
@@ -624,9 +624,9 @@ FAULTS = [
         "only complete uploads count; none that may be needed is removed",
         "set-aside uploads",
         (
-            f"{COPIES}test_retention_counts_what_is_whole",
-            f"{COPIES}test_what_training_does_not_go_on_from_is_set_aside_and_stays",
-            f"{COPIES}test_a_newer_format_stops_the_start_and_stays",
+            f"{COPIES}test_remote_retention_counts_complete_uploads",
+            f"{COPIES}test_uploads_after_resumed_step_are_set_aside",
+            f"{COPIES}test_upload_of_newer_format_stops_start",
         ),
     ),
     # Data
@@ -1182,7 +1182,7 @@ FAULTS = [
         "-",
         "upload is repeated",
         "-",
-        (f"{COPIES}test_damaged_copy_is_made_again_at_start",),
+        (f"{COPIES}test_damaged_upload_is_repeated_at_start",),
     ),
     Fault(
         "N4",
@@ -1240,7 +1240,7 @@ FAULTS = [
         "-",
         "connections are closed; slots become free",
         "-",
-        (f"{CONNECTIONS}test_clients_that_do_not_read_lose_their_places",),
+        (f"{CONNECTIONS}test_clients_that_do_not_read_lose_their_slots",),
     ),
     Fault(
         "N9",

@@ -67,7 +67,7 @@ def make_huge_file(path):
 
 
 FILES = {
-    "a make_pipe": (make_pipe, "is a make_pipe, not a regular file"),
+    "a pipe": (make_pipe, "is a pipe, not a regular file"),
     "a socket": (make_socket, "No such device or address"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
     "a directory": (lambda path: path.mkdir(), "directory"),
@@ -132,7 +132,7 @@ def chats(directory, paths):
 
 WITH_PATHS = {
     "json lines": lines,
-    "json json_array": json_array,
+    "json array": json_array,
     "csv": csv_table,
     "parquet": parquet,
     "image folder": image_folder,
@@ -230,7 +230,7 @@ def test_hostile_file_name_costs_one_sample(form, name, tmp_path, open_loader):
     where = {
         "parquet": f" row {BAD}",
         "csv": f":{BAD + 2}",
-        "json json_array": f" element {BAD + 1}",
+        "json array": f" element {BAD + 1}",
     }
     assert_costs_one(open_loader(), reason, where.get(form, f":{BAD + 1}"))
 
@@ -294,7 +294,7 @@ def text_metadata(directory, rows):
 
 WITH_TEXT = {
     "json lines": text_lines,
-    "json json_array": text_array,
+    "json array": text_array,
     "json column": text_column,
     "webdataset": text_tar,
     "image folder": text_metadata,
@@ -308,7 +308,7 @@ def test_hostile_text_costs_one_sample(
     form, record, streaming, tmp_path, open_loader, small_limits
 ):
     content, reason = RECORDS[record]
-    if record == "too long" and form not in ("json lines", "json json_array", "image folder"):
+    if record == "too long" and form not in ("json lines", "json array", "image folder"):
         pytest.skip("only lines have a length limit; another case has long text")
     if form == "image folder" and record != "deep":
         content = as_bytes(content).replace(b'{"text"', b'{"file_name": "a.png", "text"')
@@ -317,8 +317,8 @@ def test_hostile_text_costs_one_sample(
     assert_costs_one(open_loader(streaming), reason)
 
 
-@pytest.mark.parametrize("form", ["json lines", "json json_array", "webdataset"])
-@pytest.mark.parametrize("change", ["gone", "a make_pipe", "truncated", "rewritten"])
+@pytest.mark.parametrize("form", ["json lines", "json array", "webdataset"])
+@pytest.mark.parametrize("change", ["gone", "a pipe", "truncated", "rewritten"])
 def test_changed_source_files_cost_their_samples(form, change, tmp_path, open_loader):
     """Check that every unreadable sample is skipped individually, up to the limits."""
     (tmp_path / "set").mkdir()
@@ -326,9 +326,9 @@ def test_changed_source_files_cost_their_samples(form, change, tmp_path, open_lo
     loader = open_loader()
     (file,) = [f for f in (tmp_path / "set").iterdir() if f.is_file()]
     size = file.stat().st_size
-    if change in ("gone", "a make_pipe"):
+    if change in ("gone", "a pipe"):
         file.unlink()
-    if change == "a make_pipe":
+    if change == "a pipe":
         os.mkfifo(file)
     if change == "truncated":
         os.truncate(file, 40 if form != "webdataset" else 3 * 1024)

@@ -33,7 +33,7 @@ PIXELS = 10_000
 
 
 def pictures(count: int, width: int = 48, height: int = 32) -> list[Image.Image]:
-    """Return gray_value frames of increasing brightness with a white left half."""
+    """Return gray frames of increasing brightness with a white left half."""
     grays = np.linspace(10, 200, count).round().astype(np.uint8)
     frames = np.broadcast_to(grays[:, None, None, None], (count, height, width, 3)).copy()
     frames[:, :, : width // 2] = 250

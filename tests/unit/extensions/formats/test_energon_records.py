@@ -46,7 +46,7 @@ def rows_directory(tmp_path):
     return tmp_path / "rows"
 
 
-def test_energon_gives_the_same_bytes_in_order(tmp_path):
+def test_energon_reads_equally_by_index_and_stream(tmp_path):
     write_energon(tmp_path / "set [test]")
     sources.check_format(tmp_path)
 
