@@ -183,7 +183,7 @@ CAMPAIGNS = {
     ),
     # Benchmarks in small.
     "test_head_to_head_benchmark.py::test_all_methods_run_the_same_batch",
-    "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
+    "test_async_tensor_benchmark.py::test_async_benchmark_writes_rows_and_plot",
     "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
     "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
     "test_bubble_scheduling_benchmark.py::"
@@ -252,7 +252,7 @@ CAMPAIGNS = {
         for name in ("qwen2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "glm46v")
     ),
     *(
-        f"test_remote_sources.py::test_elsewhere_gives_the_same_samples[{name}]"
+        f"test_remote_sources.py::test_remote_source_has_same_samples[{name}]"
         for name in ("json", "csv", "gz", "described")
     ),
     *(

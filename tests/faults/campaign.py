@@ -152,8 +152,8 @@ FAULTS = [
         "resumed run, bitwise",
         (
             f"{SMALL}test_sigterm_to_one_rank_saves_the_same_step_on_all",
-            f"{PREEMPT}test_a_signal_only_sets_a_flag",
-            f"{PREEMPT}test_the_first_signal_counts",
+            f"{PREEMPT}test_signal_sets_flag_only",
+            f"{PREEMPT}test_first_signal_is_recorded",
         ),
     ),
     Fault(
@@ -198,7 +198,7 @@ FAULTS = [
         (
             "distributed/test_preflight.py::test_two_ranks_compare_themselves",
             "distributed/test_preflight.py::test_the_slow_rank_is_named_with_its_machine",
-            f"{METRICS}test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest",
+            f"{METRICS}test_rates_are_summed_and_times_are_maxima",
         ),
     ),
     Fault(
@@ -292,7 +292,7 @@ FAULTS = [
         "-",
         "the first checkpoint remains",
         "its bytes",
-        (f"{SAVED}test_a_step_is_not_saved_twice",),
+        (f"{SAVED}test_step_is_not_saved_twice",),
     ),
     Fault(
         "F12, R4",
@@ -302,9 +302,9 @@ FAULTS = [
         "error names file, required and free bytes; next save works",
         "older checkpoints",
         (
-            f"{DAMAGE}test_a_full_disk_is_named_and_harms_nothing",
-            f"{DAMAGE}test_a_really_full_disk",
-            f"{DAMAGE}test_other_write_errors_keep_their_name",
+            f"{DAMAGE}test_full_disk_is_reported_without_damage",
+            f"{DAMAGE}test_tmpfs_that_is_full_is_reported",
+            f"{DAMAGE}test_different_write_errors_preserve_their_message",
         ),
     ),
     Fault(
@@ -340,12 +340,12 @@ FAULTS = [
         "never incomplete or outdated",
         "-",
         (
-            f"{PREEMPT}test_a_status_gets_onto_a_full_disk",
-            f"{PREEMPT}test_a_status_that_cannot_be_replaced_does_not_stay",
-            f"{PREEMPT}test_readers_never_see_half_a_status",
-            f"{PREEMPT}test_the_culprit_is_told_from_its_victims_in_any_order",
-            "unit/training/test_ending.py::test_a_status_that_cannot_be_written_hides_nothing",
-            "unit/training/test_ending.py::test_closing_hides_no_error_that_came_first",
+            f"{PREEMPT}test_status_is_written_on_full_disk",
+            f"{PREEMPT}test_status_that_cannot_be_replaced_is_removed",
+            f"{PREEMPT}test_readers_never_read_incomplete_status",
+            f"{PREEMPT}test_first_failure_replaces_lost_peer_in_any_order",
+            "unit/training/test_ending.py::test_unwritable_status_preserves_first_error",
+            "unit/training/test_ending.py::test_error_of_closing_preserves_first_error",
         ),
     ),
     Fault(
@@ -356,8 +356,8 @@ FAULTS = [
         "ignored",
         "-",
         (
-            f"{PREEMPT}test_an_unreadable_status_of_before_is_none",
-            f"{PREEMPT}test_a_status_of_a_newer_version_is_read_without_what_is_new",
+            f"{PREEMPT}test_unreadable_old_status_is_ignored",
+            f"{PREEMPT}test_status_of_newer_version_ignores_unknown_fields",
         ),
     ),
     Fault(
@@ -367,7 +367,7 @@ FAULTS = [
         "-",
         "all detected; the previous step is used",
         "bytes of the previous step",
-        (f"{DAMAGE}test_fifty_injuries_are_all_found_and_the_previous_step_is_used",),
+        (f"{DAMAGE}test_fifty_changes_are_detected_and_previous_step_used",),
         each=50,
     ),
     Fault(
@@ -378,9 +378,9 @@ FAULTS = [
         "error names the file; never a fresh start",
         "files",
         (
-            f"{DAMAGE}test_shards_of_another_step_are_refused",
-            f"{DAMAGE}test_a_renamed_step_is_refused",
-            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error_not_a_fresh_start",
+            f"{DAMAGE}test_shards_of_different_step_are_rejected",
+            f"{DAMAGE}test_renamed_step_is_rejected",
+            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error",
             f"{TRAIN}test_a_damaged_checkpoint_is_refused_by_name",
         ),
     ),
@@ -392,9 +392,9 @@ FAULTS = [
         "nothing is renamed, removed or counted",
         "all files",
         (
-            f"{DAMAGE}test_a_checkpoint_of_a_newer_version_stops_the_start",
-            f"{DAMAGE}test_what_the_user_names_goes_on_beside_a_newer_version",
-            f"{DAMAGE}test_retention_leaves_checkpoints_of_newer_versions_alone",
+            f"{DAMAGE}test_checkpoint_of_newer_version_stops_start",
+            f"{DAMAGE}test_named_checkpoint_resumes_despite_newer_version",
+            f"{DAMAGE}test_retention_ignores_checkpoints_of_newer_versions",
         ),
     ),
     Fault(
@@ -405,7 +405,7 @@ FAULTS = [
         "damaged; the previous step is used",
         "-",
         (
-            f"{DAMAGE}test_a_manifest_without_a_fact_is_damaged",
+            f"{DAMAGE}test_manifest_without_required_value_is_damaged",
             f"{DAMAGE}test_deeply_nested_files_are_damaged",
         ),
     ),
@@ -417,8 +417,8 @@ FAULTS = [
         "the valid one is kept by retention; remains are removed",
         "valid checkpoint, bitwise",
         (
-            f"{SAVED}test_torn_and_damaged_directories_never_push_out_the_good_one",
-            f"{SAVED}test_temporary_directories_of_dead_runs_are_removed",
+            f"{SAVED}test_damaged_directories_do_not_displace_valid_checkpoint",
+            f"{SAVED}test_temporary_directories_of_killed_runs_are_removed",
         ),
     ),
     Fault(
@@ -469,9 +469,9 @@ FAULTS = [
         "error lists all differences before loading",
         "model values",
         (
-            f"{SAVED}test_missing_and_extra_names_are_refused_and_listed",
-            f"{SAVED}test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded",
-            f"{SAVED}test_another_choice_of_frozen_parameters_is_refused",
+            f"{SAVED}test_missing_and_extra_names_are_rejected",
+            f"{SAVED}test_different_shapes_and_dtypes_change_no_state",
+            f"{SAVED}test_different_frozen_parameters_are_rejected",
             f"{TRAIN}test_a_finished_run_says_so_and_a_changed_model_is_refused",
         ),
     ),
@@ -482,7 +482,7 @@ FAULTS = [
         "-",
         "values at the call are saved",
         "bitwise",
-        (f"{SAVED}test_asynchronous_save_keeps_the_values_of_the_call",),
+        (f"{SAVED}test_asynchronous_save_stores_values_of_call",),
     ),
     Fault(
         "R2",
@@ -507,7 +507,7 @@ FAULTS = [
         "files of the first run",
         (
             f"{DIRECTORY}test_a_run_in_the_directory_of_another_touches_nothing",
-            f"{SAVED}test_a_second_process_is_kept_out",
+            f"{SAVED}test_second_process_is_rejected",
         ),
     ),
     Fault(
@@ -517,7 +517,7 @@ FAULTS = [
         "-",
         "renamed at the start; later: error",
         "its content",
-        (f"{SAVED}test_a_file_in_the_place_of_a_checkpoint_is_set_aside_or_told",),
+        (f"{SAVED}test_file_named_like_checkpoint_is_set_aside",),
         each=2,
     ),
     # Copies
@@ -848,11 +848,11 @@ FAULTS = [
         "one warning; training continues",
         "complete metrics.jsonl",
         (
-            f"{METRICS}test_a_tracker_that_dies_is_warned_of_once",
-            f"{METRICS}test_a_tracker_that_cannot_start_is_warned_of_once",
-            f"{METRICS}test_a_hanging_tracker_neither_slows_steps_nor_the_end",
-            f"{METRICS}test_a_tracker_that_does_not_finish_is_left_behind",
-            f"{METRICS}test_unreachable_wandb_records_offline_and_leaves_training_alone",
+            f"{METRICS}test_failed_tracker_warns_once",
+            f"{METRICS}test_tracker_that_cannot_start_warns_once",
+            f"{METRICS}test_blocked_tracker_delays_neither_steps_nor_exit",
+            f"{METRICS}test_tracker_that_does_not_finish_is_abandoned",
+            f"{METRICS}test_unreachable_wandb_records_offline",
         ),
     ),
     # Security
@@ -864,7 +864,7 @@ FAULTS = [
         "never executed",
         "no side effect",
         (
-            f"{DAMAGE}test_pickles_never_run",
+            f"{DAMAGE}test_pickles_are_not_executed",
             f"{HOSTILE}test_pickled_members_are_not_loaded",
             "unit/data/test_sources.py::test_pickles_in_tar_are_not_loaded",
         ),
@@ -889,10 +889,10 @@ FAULTS = [
         "rejected before data are sent",
         "-",
         (
-            "unit/extensions/remote/test_remote_recipes.py::test_nothing_goes_to_producers_elsewhere_unencrypted",
-            "unit/extensions/remote/test_producers.py::test_other_machines_need_a_certificate_and_a_token",
-            "unit/extensions/remote/test_producers.py::test_a_wrong_token_is_refused",
-            "unit/extensions/remote/test_producers.py::test_an_unknown_certificate_is_not_trusted",
+            "unit/extensions/remote/test_remote_recipes.py::test_producers_on_other_hosts_require_encryption",
+            "unit/extensions/remote/test_producers.py::test_remote_producers_require_certificate_and_token",
+            "unit/extensions/remote/test_producers.py::test_wrong_token_is_rejected",
+            "unit/extensions/remote/test_producers.py::test_unknown_certificate_is_rejected",
         ),
     ),
     Fault(
@@ -903,9 +903,8 @@ FAULTS = [
         "rejected with a reason",
         "memory",
         (
-            "unit/extensions/remote/test_producers.py::test_what_is_no_request_is_said",
-            "unit/extensions/remote/test_producers.py"
-            "::test_requests_cannot_make_a_producer_decode_what_no_step_has",
+            "unit/extensions/remote/test_producers.py::test_malformed_request_is_rejected",
+            "unit/extensions/remote/test_producers.py::test_request_outside_plan_is_rejected",
         ),
     ),
     Fault(
@@ -917,7 +916,7 @@ FAULTS = [
         "batch",
         (
             "unit/extensions/remote/test_producers.py"
-            "::test_answers_that_are_none_are_named_and_asked_for_elsewhere",
+            "::test_malformed_response_is_reported_and_retried_elsewhere",
         ),
     ),
     Fault(
@@ -959,8 +958,8 @@ FAULTS = [
         "the list is updated; the run continues without the registry",
         "every batch",
         (
-            f"{REGISTRY}test_producers_come_and_go_in_a_run",
-            f"{REGISTRY}test_a_run_goes_on_without_its_registry",
+            f"{REGISTRY}test_producers_can_be_added_and_removed",
+            f"{REGISTRY}test_run_continues_without_registry",
         ),
     ),
     Fault(
@@ -971,9 +970,9 @@ FAULTS = [
         "error names the key; rejected",
         "-",
         (
-            f"{REGISTRY}test_a_registry_that_is_not_there_is_named",
-            f"{REGISTRY}test_producers_of_other_data_are_not_asked",
-            f"{REGISTRY}test_registries_want_the_token_and_reports_as_they_are",
+            f"{REGISTRY}test_missing_registry_is_reported",
+            f"{REGISTRY}test_producers_of_different_data_are_not_requested",
+            f"{REGISTRY}test_registry_requires_token_and_valid_reports",
         ),
     ),
     Fault(
@@ -984,9 +983,9 @@ FAULTS = [
         "rejected, error names the key",
         "-",
         (
-            f"{PLANNED}test_other_recipes_are_refused_by_key",
-            f"{PLANNED}test_nonsense_is_not_taken_for_a_step",
-            f"{PLANNED}test_nonsense_is_refused",
+            f"{PLANNED}test_different_training_settings_are_rejected",
+            f"{PLANNED}test_malformed_plan_is_rejected",
+            f"{PLANNED}test_malformed_plan_request_is_rejected",
         ),
     ),
     Fault(
@@ -1081,8 +1080,8 @@ FAULTS = [
         "incomplete export is not visible; the next export removes it",
         "previous export",
         (
-            f"{EXPORT}test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it",
-            f"{EXPORT}test_an_export_that_is_killed_while_it_replaces_one_loses_neither",
+            f"{EXPORT}test_killed_export_is_removed_by_next_export",
+            f"{EXPORT}test_killed_replacement_preserves_old_export",
         ),
     ),
     Fault(
@@ -1092,7 +1091,7 @@ FAULTS = [
         "-",
         "error names file and reason; nothing remains",
         "export with free space",
-        (f"{EXPORT}test_a_disk_that_is_too_small_leaves_nothing",),
+        (f"{EXPORT}test_full_disk_leaves_no_export",),
         each=5,
     ),
     Fault(
@@ -1103,9 +1102,9 @@ FAULTS = [
         "error; nothing remains",
         "existing files",
         (
-            f"{EXPORT}test_the_script_takes_a_run_and_says_what_is_wrong",
-            f"{EXPORT}test_what_cannot_be_exported_leaves_nothing",
-            f"{EXPORT}test_damage_and_older_checkpoints_are_told",
+            f"{EXPORT}test_export_script_accepts_run_and_reports_errors",
+            f"{EXPORT}test_failed_export_leaves_no_files",
+            f"{EXPORT}test_damaged_and_older_checkpoints_are_reported",
         ),
     ),
     Fault(
@@ -1115,7 +1114,7 @@ FAULTS = [
         "-",
         "error names repository, reason and HF_TOKEN",
         "local export",
-        (f"{EXPORT}test_an_export_is_pushed_and_stays_if_the_hub_refuses",),
+        (f"{EXPORT}test_rejected_upload_preserves_export",),
         each=2,
     ),
     # Untrusted files and requests, limited systems
@@ -1219,8 +1218,8 @@ FAULTS = [
         "rejected; registered workers remain",
         "-",
         (
-            f"{REGISTRY}test_large_report_does_not_disturb_run",
-            f"{REGISTRY}test_registry_rejects_wrong_report",
+            f"{REGISTRY}test_large_report_does_not_interrupt_run",
+            f"{REGISTRY}test_registry_rejects_malformed_report",
             f"{REGISTRY}test_unknown_addresses_do_not_displace_producers",
         ),
     ),
@@ -1250,9 +1249,9 @@ FAULTS = [
         "error names field and worker; worker is excluded",
         "-",
         (
-            f"{ANSWERS}test_wrong_value_is_rejected_and_named",
-            f"{ANSWERS}test_wrong_tensor_is_rejected_and_named",
-            f"{ANSWERS}test_wrong_number_is_rejected_and_named",
+            f"{ANSWERS}test_invalid_value_is_rejected_with_name",
+            f"{ANSWERS}test_invalid_tensor_is_rejected_with_name",
+            f"{ANSWERS}test_out_of_range_value_is_rejected_with_name",
             f"{ANSWERS}test_duplicate_missing_and_unknown_parts_are_rejected",
             f"{ANSWERS}test_endless_response_is_rejected_early",
             f"{PLANNED}test_wrong_plan_is_rejected",
@@ -1322,7 +1321,7 @@ FAULTS = [
         "-",
         "warning with both versions",
         "-",
-        (f"{SAVED}test_resume_with_other_version_is_logged",),
+        (f"{SAVED}test_resume_with_different_version_is_logged",),
     ),
     Fault(
         "N14",
@@ -1362,10 +1361,10 @@ FAULTS = [
         "omitted; skipped values are listed",
         "-",
         (
-            f"{PAGES}test_page_runs_no_script_of_files",
-            f"{PAGES}test_page_includes_no_file_outside",
-            f"{PAGES}test_page_follows_no_link_outside",
-            f"{PAGES}test_page_skips_values_of_other_types",
+            f"{PAGES}test_report_runs_no_script_of_files",
+            f"{PAGES}test_report_includes_no_outside_file",
+            f"{PAGES}test_report_follows_no_outside_link",
+            f"{PAGES}test_report_skips_values_of_wrong_type",
         ),
     ),
     Fault(
@@ -1398,9 +1397,7 @@ FAULTS = [
         "not written",
         "error names key, value and fix",
         "-",
-        (
-            "unit/extensions/remote/test_remote_recipes.py::test_upload_to_unusable_address_is_rejected",
-        ),
+        ("unit/extensions/remote/test_remote_recipes.py::test_upload_to_unusable_url_is_rejected",),
     ),
 ]
 

@@ -83,7 +83,7 @@ class Large(Producer):
 
 @pytest.fixture
 def large(site, monkeypatch):
-    """A producer with large responses, and the bytes of a request for its first step."""
+    """Return a producer with large responses, and the bytes of a request for its first step."""
     monkeypatch.setattr("test_producers.Producer", Large)
     monkeypatch.setattr(connections, "READING_S", 2.0)
     monkeypatch.setattr(connections, "READING_BYTES_PER_S", 10**9)
