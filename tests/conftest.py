@@ -24,7 +24,7 @@ BEGIN_S = time.monotonic()
 CAMPAIGNS = {
     # Complete runs. test_layouts.py and unit tests of the planners check the same property.
     "test_train.py::test_layouts_give_the_single_process_curve[2]",
-    "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
+    "test_head_to_head_benchmark.py::test_static_plan_uses_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, all composites]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, towers on two]",
@@ -129,12 +129,12 @@ CAMPAIGNS = {
         )
     ),
     # Benchmarks that time real ranks.
-    "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
-    "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
+    "test_searched_pipeline_benchmark.py::test_searched_pipeline_writes_rows_with_equal_gradients",
+    "test_cost_accuracy_benchmark.py::test_cost_benchmark_writes_rows_of_both_rank_counts",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
     # Benchmarks that search and simulate for more than ten seconds.
-    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_their_rows",
-    "test_plain_alternative_benchmark.py::test_pipelines_by_hand_fit_and_are_forecasts",
+    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
+    "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
@@ -185,21 +185,21 @@ CAMPAIGNS = {
     "test_head_to_head_benchmark.py::test_all_methods_run_the_same_batch",
     "test_async_tensor_benchmark.py::test_async_benchmark_writes_rows_and_plot",
     "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
-    "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
+    "test_benchmarks.py::test_single_device_writes_rows_of_schema",
     "test_bubble_scheduling_benchmark.py::"
-    "test_memory_has_all_activations_and_plans_that_do_not_fit_are_marked_and_come_last",
+    "test_memory_includes_activations_and_marks_oversized_plans",
     "test_disttrain_figures.py",
-    "test_pipeline_benchmark.py::test_all_cases_write_rows_with_equal_gradients",
-    "test_pipeweaver_benchmark.py::test_figure_11_compares_the_first_ranks_memory",
+    "test_pipeline_benchmark.py::test_all_pipeline_cases_write_rows",
+    "test_pipeweaver_benchmark.py::test_figure_11_compares_memory_of_first_rank",
     "test_pipeweaver_benchmark.py::test_grid_rows_are_mfu_fractions",
-    "test_pipeweaver_benchmark.py::test_iterations_rise_and_fall_and_ours_is_the_fastest",
-    "test_pipeweaver_benchmark.py::test_sizes_compare_the_best_with_the_worst_order",
-    "test_memory_benchmark.py::test_switches_hold_what_is_planned[state_rows]",
-    "test_memory_benchmark.py::test_memory_is_that_of_a_chunk[torch.bfloat16]",
-    "test_loader_scale_benchmark.py::test_each_case_gives_rows[billion]",
-    "test_pipeweaver_benchmark.py::test_large_models_have_the_printed_mfu_beside_ours_only",
+    "test_pipeweaver_benchmark.py::test_dynamic_iterations_are_fastest_with_torchmm",
+    "test_pipeweaver_benchmark.py::test_sizes_compare_best_with_worst_order",
+    "test_memory_benchmark.py::test_memory_settings_match_predictions[state_rows]",
+    "test_memory_benchmark.py::test_chunked_loss_memory_is_one_chunk[torch.bfloat16]",
+    "test_loader_scale_benchmark.py::test_each_scale_case_has_rows[billion]",
+    "test_pipeweaver_benchmark.py::test_large_models_have_published_mfu_once",
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
-    "test_preprocessing_benchmark.py::test_what_sending_costs_is_told_for_both_ways",
+    "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files; fewer draws run always.
     "test_broken.py::test_wrong_config_values_build_or_name_the_key[2-3000]",
     "test_broken.py::test_damaged_files_load_or_are_named[2-2000]",
