@@ -286,7 +286,7 @@ CAMPAIGNS = {
     "test_uploads.py::test_what_is_wrong_with_the_store_at_the_start_is_named[away]",
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[2]",
     "test_train_features.py::test_compiled_layers_have_two_graphs_of_a_kind",
-    "test_generate_script.py::test_images_are_generated_from_prompts[clips-gif]",
+    "test_generate_script.py::test_images_are_generated_from_prompts[videos-gif]",
     *(
         f"test_compilation.py::test_llms_have_few_graphs_whatever_lengths_come[{name}]"
         for name in ("gemma3_text", "smollm3", "llama")

@@ -239,7 +239,7 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     for ours, theirs in zip(settled, plain, strict=True):
         assert sorted(ours.skipped) == sorted(theirs.skipped)
     with pytest.raises(AssertionError):
-        # A rank without the list of corrupt samples trains on different samples.
+        # A rank without the list of corrupt samples uses different samples.
         fresh = [batches_of(make(r, **options))[0] for r in range(RANKS)]
         assert_same_work(fresh, plain)
 
