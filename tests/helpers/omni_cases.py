@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from model_cases import COMPOSITES, IMAGE_TOKEN_ID, AUDIO_TOKEN_ID
+from model_cases import AUDIO_TOKEN_ID, COMPOSITES, IMAGE_TOKEN_ID
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig

@@ -459,7 +459,7 @@ CASES = {
 }  # fmt: skip
 
 
-def own_layout(case: Case) -> dict[str, Any]:
+def torchmm_record(case: Case) -> dict[str, Any]:
     """Return the same content in the format of torchmm: content parts, and files in columns."""
     messages = []
     for role, content in case.turns:

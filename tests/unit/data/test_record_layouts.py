@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_cases import write_parquet
-from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, said, torchmm_record
+from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, say, torchmm_record
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -132,7 +132,7 @@ def test_blank_file_column_means_no_file(read, column, value):
     turns = [message("user", "a"), message("assistant", "b")]
     for record in (
         {"messages": turns},
-        {"conversations": [said("human", "a"), said("gpt", "b")]},
+        {"conversations": [say("human", "a"), say("gpt", "b")]},
         {"prompt": "a", "completion": "b"},
         {"instruction": "a", "output": "b"},
         {"query": "a", "response": "b"},
@@ -181,7 +181,7 @@ def parse(columns, root=None):
 def test_placeholders_match_files_of_all_modalities(columns, layout):
     question = "See <video> and <image>, hear <audio>."
     records = {
-        "conversations": {"conversations": [said("human", question), said("gpt", "yes")]},
+        "conversations": {"conversations": [say("human", question), say("gpt", "yes")]},
         "query": {"query": question, "response": "yes"},
         "messages": {"messages": [message("user", question), message("assistant", "yes")]},
     }
@@ -194,10 +194,10 @@ def test_placeholders_match_files_of_all_modalities(columns, layout):
 
 def test_llava_image_placeholder_reads_video():
     """Read a record of lmms-lab/LLaVA-Video-178K."""
-    entries = [said("human", "<image>\nWhat happens?"), said("gpt", "A dog digs.")]
+    entries = [say("human", "<image>\nWhat happens?"), say("gpt", "A dog digs.")]
     record = {"id": "1", "video": b"2", "data_source": "0_30_s", "conversations": entries}
     assert parts(record) == [VideoSegment(b"2"), "\nWhat happens?", "A dog digs."]
-    mixed = [said("human", "<image><video>"), said("gpt", "a")]
+    mixed = [say("human", "<image><video>"), say("gpt", "a")]
     assert parts({"image": b"1", "video": b"2", "conversations": mixed})[:2] == [
         ImageSegment(b"1"),
         VideoSegment(b"2"),
@@ -205,7 +205,7 @@ def test_llava_image_placeholder_reads_video():
 
 
 def test_webdataset_members_form_llava_record():
-    inner = {"conversations": [said("human", "<image>\na"), said("gpt", "b")]}
+    inner = {"conversations": [say("human", "<image>\na"), say("gpt", "b")]}
     parts_seen = []
 
     def render(conversation, options):
@@ -318,11 +318,11 @@ def test_sharegpt_tool_calls_become_calls_and_results():
     """Read the keys function_call and observation of LLaMA-Factory, data/README.md."""
     calls = [{"name": "tall", "arguments": {"a": 1}}, {"name": "wide", "arguments": "{}"}]
     entries = [
-        said("human", "How large?"),
-        said("function_call", json.dumps(calls[0])),
-        said("function_call", json.dumps([calls[1]])),
-        said("observation", '{"size": 3}'),
-        said("gpt", "Three."),
+        say("human", "How large?"),
+        say("function_call", json.dumps(calls[0])),
+        say("function_call", json.dumps([calls[1]])),
+        say("observation", '{"size": 3}'),
+        say("gpt", "Three."),
     ]
     tools = '[{"name": "tall"}, {"name": "wide"}]'
     found = conversation({"conversations": entries, "tools": tools})

@@ -6,7 +6,7 @@ import copy
 import socket
 
 import pytest
-from layout_cases import FIRST, SECOND, entries
+from layout_cases import FIRST, SECOND, say
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -27,7 +27,7 @@ def ask(part, **columns):
     return messages(message("user", [part]), message("assistant", "a"), **columns)
 
 
-Q, A = entries("human", "<image>\nWhat?"), entries("gpt", "A bus.")
+Q, A = say("human", "<image>\nWhat?"), say("gpt", "A bus.")
 SKY = {"prompt": "The sky is", "completion": " blue."}
 ASK = {"question": "What?", "choices": ["red", "blue"]}
 TURNS = [message("user", "a"), message("assistant", "b")]
@@ -36,13 +36,13 @@ DOG = {"ref": ["dog"], "bbox": [[10, 20, 30, 40]]}
 REJECTED = [
     # Numbers of files
     (chat(Q, A), "1 <image> placeholders but 0 image files"),
-    (chat(entries("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 image files"),
+    (chat(say("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 image files"),
     (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 image files"),
-    (chat(Q, entries("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 image files"),
+    (chat(Q, say("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 image files"),
     (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 video files"),
     (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 video files"),
-    (chat(Q, entries("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 image"),
-    (chat(entries("human", "<audio>?"), A), "1 <audio> placeholders but 0 audio files"),
+    (chat(Q, say("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 image"),
+    (chat(say("human", "<audio>?"), A), "1 <audio> placeholders but 0 audio files"),
     (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both contain image files"),
     (
         messages(message("user", "<image> <image>"), message("assistant", "a"), images=[FIRST]),
@@ -77,7 +77,7 @@ REJECTED = [
     (chat(Q, {}, image=FIRST), "entry 2 has neither from/value nor role/content, because it is"),
     (chat("a"), "`conversations` exists, but entry 1 is str, not an object"),
     (chat({"from": "human"}), "entry 1 has from but no value"),
-    (chat(entries("robot", "a")), "entry 1 has from = 'robot'; use one of system, human, user"),
+    (chat(say("robot", "a")), "entry 1 has from = 'robot'; use one of system, human, user"),
     ({"conversation": [{"human": "a"}]}, "`conversation` exists, but entry 1 has neither"),
     ({"conversations": "a"}, "column conversations is str, not a list"),
     ({"conversations": []}, "the chat has no messages"),
@@ -91,12 +91,12 @@ REJECTED = [
     ({"texts": [{"user": "a", "assistant": "b"}, None]}, "`texts` exists, but entry 2 has no user"),
     ({"label": 3}, r"no record format matches the columns \['label'\]"),
     # Wrong values
-    (chat(Q, entries("gpt", " "), image=FIRST), "assistant message has no content"),
-    (chat(entries("human", 3), A), "content is int, not a string or a list"),
-    (chat(entries("function_call", "f(x)")), "entry 1 contains a tool call that is not valid JSON"),
-    (chat(entries("function_call", "{}")), "entry 1 contains a tool call without a name"),
-    (chat(entries("function_call", '{"name": "f"}')), "entry 1 contains a call of f without"),
-    (chat(entries("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
+    (chat(Q, say("gpt", " "), image=FIRST), "assistant message has no content"),
+    (chat(say("human", 3), A), "content is int, not a string or a list"),
+    (chat(say("function_call", "f(x)")), "entry 1 contains a tool call that is not valid JSON"),
+    (chat(say("function_call", "{}")), "entry 1 contains a tool call without a name"),
+    (chat(say("function_call", '{"name": "f"}')), "entry 1 contains a call of f without"),
+    (chat(say("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
     ({"query": 3, "response": "a"}, "column query is int, not a string"),
     ({"query": "a", "response": ["b"]}, "column response is list, not a string"),
     ({"query": "a", "response": "b", "history": [["c"]]}, "history entry 1 is list of 1, not"),
@@ -139,7 +139,7 @@ REJECTED = [
     ({**SKY, "label": False}, "column label belongs to preference data"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to preference"),
     ({**SKY, "label": "True"}, "column label belongs to preference data"),
-    (chat(entries("human", "a"), A, label=True), "column label belongs to preference data"),
+    (chat(say("human", "a"), A, label=True), "column label belongs to preference data"),
     ({"query": "a", "response": "b", "label": False}, "column label belongs to preference"),
     (
         messages(*TURNS, rejected_messages=TURNS),
@@ -238,7 +238,7 @@ def test_similar_valid_records_are_read(read):
     assert len(REJECTED) >= 40
     for columns in (
         chat(Q, A, image=FIRST),
-        chat(entries("human", "What?"), A),
+        chat(say("human", "What?"), A),
         messages(message("user", "<image> <image>"), message("assistant", "a"),
                  images=[FIRST, SECOND]),
         {"query": "<image>?", "response": "a", "image": FIRST, "history": [["c", "d"]]},
@@ -281,7 +281,7 @@ def nested(levels):
         {"messages": [message("user", [{"type": "image", "image": nested(100_000)}])]},
         {"messages": [message(nested(100_000), "a")]},
         chat({"from": nested(100_000), "value": "a"}),
-        chat(entries("function_call", "[" * 100_000)),
+        chat(say("function_call", "[" * 100_000)),
         {**ASK, "answer": nested(100_000)},
         {"query": "a", "response": "b", "history": nested(100_000)},
         {"texts": [{"user": nested(100_000), "assistant": "b"}]},
@@ -294,4 +294,4 @@ def test_deeply_nested_values_cost_one_sample(columns, read):
 
 def test_million_placeholders_are_counted(read):
     with pytest.raises(CorruptSampleError, match="1000000 <image> placeholders but 1 image files"):
-        read(chat(entries("human", "<image>" * 1_000_000), A, image=FIRST))
+        read(chat(say("human", "<image>" * 1_000_000), A, image=FIRST))

@@ -17,7 +17,7 @@ from tile_cases import (
     image_processor,
     make_reader,
     make_tokenizer,
-    varied_pictures,
+    varied_images,
 )
 
 from torchmm.common.errors import ConfigError
@@ -96,7 +96,7 @@ def ids_and_pixels(reader, *files, prompt=PROMPT, text=CAPTION):
 
 @pytest.mark.parametrize("family", [*SIDES, *LINES])
 def test_tiles_of_real_images_match_hugging_face(family, opened, real_data):
-    compare(family, *opened(family)[:2], varied_pictures(real_data / "tuxpaint_stamps", 50))
+    compare(family, *opened(family)[:2], varied_images(real_data / "tuxpaint_stamps", 50))
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -109,7 +109,7 @@ def test_tiles_of_published_size_match_hugging_face(family, source, opened, real
     if not (real_data / source).is_dir():
         pytest.skip(f"real data is missing; run: python scripts/prepare_data.py {source}")
     reader, processor, _ = opened(family, sides=PUBLISHED)
-    compare(family, reader, processor, varied_pictures(real_data / source, 50))
+    compare(family, reader, processor, varied_images(real_data / source, 50))
 
 
 def compare(family, reader, processor, files):
@@ -129,7 +129,7 @@ def test_comparison_detects_different_tile_count(opened, real_data):
     """Check that ids and pixels differ with other settings."""
     reader, processor, _ = opened("internvl")
     other, _, _ = opened("internvl", max_patches=6)
-    files = varied_pictures(real_data / "tuxpaint_stamps", 50)[:8]
+    files = varied_images(real_data / "tuxpaint_stamps", 50)[:8]
     same = 0
     for file in files:
         ids, pixels = ids_and_pixels(other, file)

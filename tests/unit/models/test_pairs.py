@@ -17,7 +17,7 @@ from model_cases import (
     relative_error,
 )
 from speech_cases import three_samples
-from test_speech import alone
+from test_speech import first_audio_sample
 from transformers import (
     AudioFlamingo3ForConditionalGeneration,
     AutoProcessor,
@@ -99,7 +99,7 @@ def test_exported_processor_matches_training_preprocessing(tmp_path: Path, token
 def two_audio_inputs(token: int) -> tuple[Microbatch, dict]:
     """Return a sample for the encoder "eye", and the inputs of the Hugging Face model."""
     batch, (sample, *_) = three_samples("audioflamingo3")
-    heard = alone(batch)
+    heard = first_audio_sample(batch)
     ids_T = torch.where(heard.input_ids_T == AUDIO_TOKEN_ID, token, heard.input_ids_T)
     del sample["use_cache"]
     ours = replace(heard, input_ids_T=ids_T, encoders={"eye": heard.encoders["audio"]})
