@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from support.captions import Captions
 from support.cases.family_cases import (
+    AUDIO_START,
     BEGIN,
     END,
     FIRST_TEXT,
@@ -28,7 +29,6 @@ from support.cases.family_cases import (
     PAD,
     ROW_END,
     SOUND,
-    AUDIO_START,
     START,
     STOP,
 )
