@@ -23,13 +23,13 @@ BEGIN_S = time.monotonic()
 
 CAMPAIGNS = {
     # Complete runs. test_layouts.py and unit tests of the planners check the same property.
-    "test_train.py::test_layouts_give_the_single_process_curve[2]",
+    "test_train.py::test_layouts_give_single_process_losses[2]",
     "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, all composites]",
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, towers on two]",
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[4]",
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
+    "test_disaggregated_equality.py::test_disaggregated_modules_equal_one_process[3, all composites]",
+    "test_disaggregated_equality.py::test_disaggregated_modules_equal_one_process[3, towers on two]",
+    "test_disaggregated_equality.py::test_disaggregated_modules_equal_one_process[4]",
+    "test_disaggregated_equality.py::test_disaggregated_modules_equal_one_process[5]",
     "test_generator_equality.py::test_generators_equal_one_process[pp2, more]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2, balanced, more]",
@@ -42,10 +42,10 @@ CAMPAIGNS = {
     "test_schedule_equality.py::test_schedules_equal_single_process[pp4]",
     "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x tp2]",
     "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x fsdp2]",
-    "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
+    "test_searched_equality.py::test_searched_plans_equal_single_process[pp4 and pp2 x fsdp2]",
     # Two composites stand for the others: with taps into the LLM, with two towers and experts.
     *(
-        f"test_searched_equality.py::test_so_do_those_of_composites[{name}]"
+        f"test_searched_equality.py::test_searched_multimodal_plans_equal_single_process[{name}]"
         for name in (
             "qwen3_vl_moe",
             "qwen3_5",
@@ -55,15 +55,15 @@ CAMPAIGNS = {
             "audioflamingo3",
         )
     ),
-    "test_train.py::test_layouts_give_the_single_process_curve[2 more]",
-    "test_train.py::test_layouts_give_the_single_process_curve[4]",
-    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
+    "test_train.py::test_layouts_give_single_process_losses[2 more]",
+    "test_train.py::test_layouts_give_single_process_losses[4]",
+    "test_tuned_equality.py::test_tuned_plans_equal_single_process[4]",
     "test_pipeline_model.py",
     # Every causal LM and image encoder of transformers.
     "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
     "test_unlisted.py::test_all_causal_lms_of_transformers",
-    "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1-changes1]",
-    "test_train.py::test_resume_continues_with_the_same_bits[llm.context-workers2-changes2]",
+    "test_train.py::test_resume_is_bitwise_equal[pipeline-workers1-changes1]",
+    "test_train.py::test_resume_is_bitwise_equal[llm.context-workers2-changes2]",
     # Whole runs of what the equality tests above them compare step by step.
     "test_train_disaggregated.py",
     "test_train_generation.py",
@@ -71,9 +71,9 @@ CAMPAIGNS = {
     "test_train_producers.py::test_wrong_producer_does_not_change_losses",
     "test_train_reordering.py",
     "test_train_searched.py",
-    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[separated]",
-    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[zero_bubble]",
-    "test_train_models.py::test_balanced_stream_of_two_ranks_resumes_exactly",
+    "test_shared_plans.py::test_planning_process_keeps_bitwise_results[separated]",
+    "test_shared_plans.py::test_planning_process_keeps_bitwise_results[zero_bubble]",
+    "test_train_models.py::test_balanced_stream_resumes_exactly",
     # Pictures at their real sizes.
     *(
         f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
@@ -111,10 +111,10 @@ CAMPAIGNS = {
     "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
     "test_train_faults.py::test_torchrun_recovers_from_five_kills_with_the_same_bits",
     # Whole programs that are slowed until they would be silent.
-    "test_silence.py::test_a_whole_run_and_an_export_say_what_takes_long",
-    "test_silence.py::test_planning_a_cluster_says_what_takes_long",
+    "test_silence.py::test_run_and_export_log_slow_functions",
+    "test_silence.py::test_cluster_planning_logs_slow_functions",
     *(
-        f"test_silence.py::test_programs_say_at_once_that_they_import[scripts/{name}.py]"
+        f"test_silence.py::test_programs_log_imports_at_once[scripts/{name}.py]"
         for name in (
             "text_baseline",
             "calibrate",
@@ -136,41 +136,41 @@ CAMPAIGNS = {
     "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_their_rows",
     "test_plain_alternative_benchmark.py::test_pipelines_by_hand_fit_and_are_forecasts",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
-    "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
-    "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
+    "test_launched_equality.py::test_launched_kernels_equal_one_process[4]",
+    "test_compiled_tensor_parallel.py::test_compiled_layers_equal_unsharded_for_varying_lengths",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
     *(
-        f"test_train_float8.py::test_layouts_round_as_one_process_does[{name}]"
+        f"test_train_float8.py::test_float8_layouts_equal_one_process[{name}]"
         for name in ("compiled", "tensor", "context", "one_scale")
     ),
     "test_frozen_llm.py",
-    "test_layouts.py::test_norms_of_parts_of_rows_are_found",
-    "test_preflight.py::test_two_ranks_compare_themselves[1-20.0]",
+    "test_layouts.py::test_local_dora_norms_change_loss",
+    "test_preflight.py::test_two_ranks_compare_their_speeds[1-20.0]",
     "test_rank_trials.py::test_two_ranks_run_modules_whole_and_in_halves",
     "test_sliced_messages.py",
-    "test_train.py::test_checkpoint_of_one_layout_continues_in_another",
-    "test_train_features.py::test_bfloat16_stays_close_to_float32_on_one_rank_and_two",
+    "test_train.py::test_checkpoint_resumes_in_other_layouts",
+    "test_train_features.py::test_bfloat16_is_close_to_float32",
     "test_train_features.py::test_deterministic_runs_give_the_same_bits",
     # Whole runs of what unit tests or another case of the same test check.
     "test_bad_starts.py::test_train_ends_with_2_and_no_traceback[WORLD_SIZE = two]",
     "test_bad_starts.py::test_train_ends_with_2_and_no_traceback[no MASTER_ADDR]",
-    "test_train_features.py::test_activation_checkpointing_changes_no_loss[selective]",
+    "test_train_features.py::test_activation_checkpointing_keeps_losses[selective]",
     "test_train_features.py::test_frozen_modules_keep_their_weights[llm]",
-    "test_train_features.py::test_schedules[constant-expected0]",
-    "test_train_features.py::test_schedules[cosine-expected2]",
+    "test_train_features.py::test_learning_rate_schedules[constant-expected0]",
+    "test_train_features.py::test_learning_rate_schedules[cosine-expected2]",
     "test_train_features.py::test_unreachable_wandb_does_not_stop_training",
-    "test_train_models.py::test_the_export_has_our_validation_loss[llava]",
+    "test_train_models.py::test_export_has_validation_loss_of_run[llava]",
     *(
-        f"test_train_models.py::test_tiles_give_the_same_losses_on_two_ranks[{name}]"
+        f"test_train_models.py::test_tiles_give_same_losses_on_two_ranks[{name}]"
         for name in ("internvl, fsdp", "internvl, balanced", "onevision, balanced")
     ),
-    "test_update_memory.py::test_the_update_needs_what_planners_think[4]",
-    "test_weight_files.py::test_every_layout_loads_and_saves_the_same_adapters",
-    "test_train_float8.py::test_rounding_shows_and_the_loss_falls_all_the_same",
-    "test_train_pipeline.py::test_colocated_encoders_change_no_number",
-    "test_train_producers.py::test_two_ranks_train_on_what_producers_prepare_and_plan",
-    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[1f1b]",
-    "test_train.py::test_resume_continues_with_the_same_bits[shard-workers3-changes3]",
+    "test_update_memory.py::test_update_memory_matches_prediction[4]",
+    "test_weight_files.py::test_layouts_load_and_save_same_adapters",
+    "test_train_float8.py::test_float8_changes_losses_within_tolerance",
+    "test_train_pipeline.py::test_colocated_run_equals_one_rank",
+    "test_train_producers.py::test_two_ranks_train_with_producers",
+    "test_shared_plans.py::test_planning_process_keeps_bitwise_results[1f1b]",
+    "test_train.py::test_resume_is_bitwise_equal[shard-workers3-changes3]",
     "test_uploads.py::test_a_store_that_takes_nothing_more_is_told_and_training_goes_on[full]",
     # Planners on whole clusters.
     *(
@@ -212,24 +212,24 @@ CAMPAIGNS = {
     # Long cases of properties that a shorter case or a unit test holds always.
     "test_cuda_emulation.py::test_one_gpu_parts_run_without_errors[trace]",
     "test_cuda_emulation.py::test_defects_are_found[early_wait-quickstart]",
-    "test_colocated_equality.py::test_what_other_mirrors_are_handed_is_noticed",
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3]",
+    "test_colocated_equality.py::test_wrong_features_of_mirrors_change_loss",
+    "test_disaggregated_equality.py::test_disaggregated_modules_equal_one_process[3]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2, balanced]",
     *(
         f"test_gradient_reduction.py::test_gradients_reduced_per_microbatch_equal_single_process[{c}]"
         for c in ("4-compared1", "4-compared2")
     ),
-    "test_launched_equality.py::test_launched_pieces_equal_one_process[2]",
+    "test_launched_equality.py::test_launched_kernels_equal_one_process[2]",
     "test_mixed_precision.py::test_one_rank_equals_fsdp_on_one_rank",
     "test_searched_modalities.py",
-    "test_silence.py::test_programs_say_at_once_that_they_import[train.py]",
-    "test_searched_equality.py::test_so_do_those_of_composites[qwen3_omni_moe_thinker]",
-    "test_train_float8.py::test_layouts_round_as_one_process_does[slices]",
-    "test_train.py::test_ranks_that_share_rows_write_the_records_of_one",
-    "test_train_models.py::test_the_export_has_our_validation_loss[pair]",
-    "test_train_models.py::test_ranks_without_images_join_those_with[ddp]",
+    "test_silence.py::test_programs_log_imports_at_once[train.py]",
+    "test_searched_equality.py::test_searched_multimodal_plans_equal_single_process[qwen3_omni_moe_thinker]",
+    "test_train_float8.py::test_float8_layouts_equal_one_process[slices]",
+    "test_train.py::test_context_parallel_records_equal_single_process",
+    "test_train_models.py::test_export_has_validation_loss_of_run[pair]",
+    "test_train_models.py::test_ranks_without_images_train_with_others[ddp]",
     "test_train_pipeline.py::test_averaged_weights_are_exported_and_validated",
-    "test_video_equality.py::test_searched_plans_of_clips_equal_the_single_process",
+    "test_video_equality.py::test_searched_video_plans_equal_single_process",
     "test_early_stop.py::test_early_signal_ends_blocked_c_code",
     "test_limited_systems.py::test_small_shared_memory_warns_then_ends_run",
     "test_run_directory.py::test_a_disk_too_small_for_the_export",
@@ -262,30 +262,30 @@ CAMPAIGNS = {
     "test_connections.py::test_large_request_without_token_is_not_stored[ticket]",
     "test_peer_watch.py::test_a_process_whose_main_thread_waits_is_ended[False-False-step]",
     *(
-        f"test_train_float8.py::test_layouts_round_as_one_process_does[{name}]"
+        f"test_train_float8.py::test_float8_layouts_equal_one_process[{name}]"
         for name in ("sharded", "pipeline", "recomputed")
     ),
     "test_run_directory.py::test_a_disk_too_small_for_a_checkpoint",
     "test_generator_tensor_parallel.py",
-    "test_async_tensor_parallel.py::test_overlapped_linears_of_two_ranks_equal_whole_ones",
-    "test_p2p.py::test_what_the_plan_does_not_say_is_not_sent",
+    "test_async_tensor_parallel.py::test_overlapped_linears_equal_unsharded_on_two_ranks",
+    "test_p2p.py::test_tensors_that_differ_from_plan_are_rejected",
     *(
         f"test_stores.py::test_faults_that_last_end_with_code_3_and_name_address_and_remedy[{name}]"
         for name in ("away", "wrong bytes")
     ),
     "test_compile_choice.py::test_compiled_selective_recomputation_repeats_no_product",
-    "test_train.py::test_experts_train_over_ranks_and_continue_on_one",
-    "test_train_published.py::test_llavas_two_stages_train_on_llavas_json",
-    "test_decode_once.py::test_what_only_one_rank_knows_to_be_torn_is_found",
-    "test_generator_equality.py::test_wrong_contexts_change_the_loss",
-    "test_optimizer_layouts.py::test_all_layouts_give_the_same_bits",
-    "test_p2p.py::test_messages_arrive_in_order_whatever_their_size",
+    "test_train.py::test_expert_parallel_checkpoint_resumes_on_one_rank",
+    "test_train_published.py::test_llava_stages_train_on_llava_json",
+    "test_decode_once.py::test_unshared_corrupt_samples_change_losses",
+    "test_generator_equality.py::test_wrong_contexts_change_loss",
+    "test_optimizer_layouts.py::test_optimizer_layouts_give_same_bits",
+    "test_p2p.py::test_messages_of_all_sizes_arrive_in_order",
     "test_train_faults.py::test_a_damaged_checkpoint_is_refused_by_name",
     "test_train_faults.py::"
     "test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read[validation]",
     "test_uploads.py::test_what_is_wrong_with_the_store_at_the_start_is_named[away]",
-    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[2]",
-    "test_train_features.py::test_compiled_layers_have_two_graphs_of_a_kind",
+    "test_tuned_equality.py::test_tuned_plans_equal_single_process[2]",
+    "test_train_features.py::test_compiled_layers_have_two_graphs_each",
     "test_generate_script.py::test_pictures_are_drawn_for_words[clips-gif]",
     *(
         f"test_compilation.py::test_llms_have_few_graphs_whatever_lengths_come[{name}]"

@@ -196,8 +196,8 @@ FAULTS = [
         "warning before the first step; `slowest_rank` in metrics",
         "-",
         (
-            "distributed/test_preflight.py::test_two_ranks_compare_themselves",
-            "distributed/test_preflight.py::test_the_slow_rank_is_named_with_its_machine",
+            "distributed/test_preflight.py::test_two_ranks_compare_their_speeds",
+            "distributed/test_preflight.py::test_slow_rank_is_reported_with_host",
             f"{METRICS}test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest",
         ),
     ),
@@ -450,7 +450,7 @@ FAULTS = [
         "-",
         "loads",
         "parameters and optimizer states, bitwise",
-        ("distributed/test_checkpoint_layouts.py::test_any_layout_loads_into_any_other",),
+        ("distributed/test_checkpoint_layouts.py::test_checkpoint_loads_into_every_layout",),
     ),
     Fault(
         "F18",
@@ -566,7 +566,7 @@ FAULTS = [
             f"{COPIES}test_all_damaged_stops_the_start",
             f"{UPLOADS}test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
             "distributed/test_checkpoint_sites.py"
-            "::test_all_nodes_take_the_older_one_where_the_newest_is_damaged",
+            "::test_damaged_upload_resumes_older_on_all_nodes",
         ),
     ),
     Fault(
@@ -580,7 +580,7 @@ FAULTS = [
             f"{UPLOADS}test_a_store_that_takes_nothing_more_is_told_and_training_goes_on",
             f"{COPIES}test_a_full_store_is_told_and_training_goes_on",
             "distributed/test_checkpoint_sites.py"
-            "::test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made",
+            "::test_failed_upload_skips_checkpoint_on_all_nodes",
         ),
     ),
     Fault(
@@ -614,7 +614,7 @@ FAULTS = [
         "-",
         "all resume from uploads",
         "parameters and optimizer states, bitwise",
-        ("distributed/test_checkpoint_sites.py::test_what_two_nodes_saved_is_resumed_by_others",),
+        ("distributed/test_checkpoint_sites.py::test_checkpoint_of_two_nodes_resumes_elsewhere",),
     ),
     Fault(
         "U9",
@@ -731,7 +731,7 @@ FAULTS = [
         "-",
         "no rank waits",
         "losses and gradients of one process",
-        ("distributed/test_train_models.py::test_ranks_without_images_join_those_with",),
+        ("distributed/test_train_models.py::test_ranks_without_images_train_with_others",),
     ),
     Fault(
         "F27",
@@ -742,7 +742,7 @@ FAULTS = [
         "losses and gradients of one process",
         (
             "distributed/test_train_reordering.py"
-            "::test_losses_and_gradients_are_those_of_one_process",
+            "::test_sliced_messages_keep_losses_and_gradients",
         ),
     ),
     Fault(
@@ -1193,7 +1193,7 @@ FAULTS = [
         "-",
         "not read; compiled code is in the user cache directory",
         "loss",
-        ("distributed/test_train_features.py::test_compiled_code_gives_the_same_loss_and_is_kept",),
+        ("distributed/test_train_features.py::test_compiled_code_is_cached_with_same_loss",),
     ),
     Fault(
         "N5",
