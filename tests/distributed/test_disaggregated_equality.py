@@ -163,7 +163,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
-def test_disaggregated_modules_equal_one_process(ranks):
+def test_disaggregation_equals_one_process(ranks):
     pytest.importorskip("diffusers")
     outcomes = run_distributed(compare_all, int(ranks[0]), ranks)
     for rank, results in enumerate(outcomes):
