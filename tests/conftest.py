@@ -90,9 +90,9 @@ CAMPAIGNS = {
         )
     ),
     # Negative controls of the emulated device. One run without defects runs always.
-    "test_cuda_emulation.py::test_the_emulated_device_finds_what_it_is_for",
-    "test_cuda_emulation.py::test_defects_are_found[look_at_device-quickstart]",
-    "test_cuda_emulation.py::test_defects_are_found[timed_late-quickstart]",
+    "test_cuda_emulation.py::test_emulated_device_detects_errors",
+    "test_cuda_emulation.py::test_defects_are_detected[read_device_value-quickstart]",
+    "test_cuda_emulation.py::test_defects_are_detected[late_timing-quickstart]",
     # Faults of processes, which wait for time limits.
     "test_data_workers.py::test_process_with_idle_workers_exits",
     "test_data_workers.py::test_process_with_stopped_workers_exits",
@@ -213,7 +213,7 @@ CAMPAIGNS = {
     "test_fuzz.py::test_judge_supports_audio_models[types2--None]",
     # Long cases. Shorter cases or unit tests check the same property always.
     "test_cuda_emulation.py::test_one_gpu_parts_run_without_errors[trace]",
-    "test_cuda_emulation.py::test_defects_are_found[early_wait-quickstart]",
+    "test_cuda_emulation.py::test_defects_are_detected[early_wait-quickstart]",
     "test_colocated_equality.py::test_wrong_features_of_mirrors_change_loss",
     "test_disaggregated_equality.py::test_disaggregation_equals_one_process[3]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2, balanced]",
