@@ -252,7 +252,7 @@ def updates_after_wait(ranks: dict[int, list[Record]]) -> list[str]:
 def clipping_kernels(records: list[Record]) -> list[str]:
     """Return kernels after the plan that write gradients, except those of the optimizer.
 
-    What the optimizer accesses are parameters, gradients, states and scalars of 4 bytes.
+    The optimizer accesses parameters, gradients, states and scalars of 4 bytes.
     """
     after = [r for r in records if r.kind == "kernel" and is_after_plan(r)]
     updates = [r for r in after if "_fused_adamw_" in r.name]

@@ -10,8 +10,8 @@ streams and memory that is reused too early (`races`), waits of the host (`recor
 operations in an order that hangs (`hangs`). Backward runs in the device thread of autograd, as on a
 GPU.
 
-The emulation does not cover speed, numerics of GPU kernels, kernels that do not exist on CUDA
-(`MISSING` lists the known ones), and memory other than tensors.
+The emulation does not cover speed, numerics of GPU kernels, kernels that do not exist on CUDA, and
+memory other than tensors.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def _patch_cuda(torch, extension, devices, name, memory):
     replacements = dict(
         cudart=Cudart,
         is_available=lambda: True, is_initialized=lambda: True, init=lambda: None,
-        _lazy_init=lambda: None, device_count=lambda: devices, current_device=extension.current_device,
+        _lazy_init=lambda: None, device_count=lambda: devices,
+        current_device=extension.current_device,
         set_device=lambda d: extension.set_device(index_of(d)), get_device_name=lambda d=None: name,
         get_device_properties=properties,
         get_device_capability=lambda d=None: (9, 0),
