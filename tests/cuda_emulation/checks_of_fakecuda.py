@@ -1,4 +1,4 @@
-"""Whether the emulator finds what it is for, and nothing else. Runs without a GPU."""
+"""The emulator detects injected errors, and accepts correct code. Runs without a GPU."""
 
 import fakecuda
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakecuda.hangs import mismatches, stuck
+from fakecuda.hangs import find_stuck, mismatches
 from fakecuda.races import races
 from fakecuda.records import Record, as_records, attention_kernels, host_waits
 from model_cases import ONE_SIZE_ENCODERS, build, make_inputs, pair_config
@@ -31,20 +31,20 @@ def logged(function):
     return as_records(ext.drain())
 
 
-def test_tensors_of_both_kinds_do_not_mix():
+def test_device_and_host_tensors_do_not_mix():
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
-    assert (x + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number may
+    assert (x + torch.tensor(1.0)).tolist() == [2.0] * 3  # a scalar is allowed
     with pytest.raises(RuntimeError):
         torch.nn.functional.linear(x, torch.ones(2, 3))
 
 
-def test_memory_is_not_clean():
+def test_empty_memory_is_nan():
     assert torch.empty(4, device="cuda").isnan().all()
 
 
-def test_backward_runs_in_a_thread_of_its_own():
+def test_backward_runs_in_separate_thread():
     threads = []
 
     class Where(torch.autograd.Function):
@@ -63,7 +63,7 @@ def test_backward_runs_in_a_thread_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("what", "waits"),
+    ("operation", "waits"),
     [
         (lambda x: x.sum().item(), True),
         (lambda x: bool((x > 0).all()), True),
@@ -78,12 +78,12 @@ def test_backward_runs_in_a_thread_of_its_own():
         (lambda x: x @ x.t(), False),
     ],
 )
-def test_where_the_host_waits(what, waits):
+def test_host_wait_is_logged(operation, waits):
     x = torch.ones(2, 2, device="cuda")
-    assert bool(host_waits(logged(lambda: what(x)))) == waits
+    assert bool(host_waits(logged(lambda: operation(x)))) == waits
 
 
-def test_two_streams_without_order_are_a_race():
+def test_unordered_streams_are_race():
     side = torch.cuda.Stream()
     x = torch.zeros(4, device="cuda")
 
@@ -103,53 +103,53 @@ def test_two_streams_without_order_are_a_race():
     assert races(logged(wrong)) and not races(logged(right))
 
 
-def test_event_is_complete_after_a_wait_that_covers_it():
+def test_event_is_complete_after_wait():
     side = torch.cuda.Stream()
     x = torch.zeros(4, device="cuda")
     torch.cuda.synchronize()
-    before, beside, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    before, on_side_stream, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     before.record()
     with torch.cuda.stream(side):
         x.add_(1)
-        beside.record()
-    torch.cuda.current_stream().wait_event(beside)
+        on_side_stream.record()
+    torch.cuda.current_stream().wait_event(on_side_stream)
     x.mul_(2)
     after.record()
-    assert before.query() and not beside.query() and not after.query()
+    assert before.query() and not on_side_stream.query() and not after.query()
     with pytest.raises(ValueError, match="completed"):
         before.elapsed_time(after)
-    beside.synchronize()
-    assert beside.query() and side.query() and not after.query()
-    x.sum().item()  # waits for the current stream, and so for all that it waits for
+    on_side_stream.synchronize()
+    assert on_side_stream.query() and side.query() and not after.query()
+    x.sum().item()  # waits for the current stream and its dependencies
     assert after.query() and before.elapsed_time(after) >= 0
     with torch.cuda.stream(side):
         x.add_(1)
-        beside.record()
+        on_side_stream.record()
     x.sum().item()
-    assert not beside.query()
+    assert not on_side_stream.query()
     torch.cuda.synchronize()
-    assert beside.query()
+    assert on_side_stream.query()
 
 
-def test_page_locked_memory_is_a_race_too():
-    going, coming = torch.cuda.Stream(), torch.cuda.Stream()
+def test_unordered_pinned_copies_are_race():
+    to_host, to_device = torch.cuda.Stream(), torch.cuda.Stream()
     x, y = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     host = torch.empty(4, pin_memory=True)
 
-    def there_and_back(in_order):
-        with torch.cuda.stream(going):
+    def copy_back_and_forth(in_order):
+        with torch.cuda.stream(to_host):
             host.copy_(x, non_blocking=True)
         if in_order:
-            coming.wait_stream(going)
-        with torch.cuda.stream(coming):
+            to_device.wait_stream(to_host)
+        with torch.cuda.stream(to_device):
             y.copy_(host, non_blocking=True)
 
-    assert races(logged(lambda: there_and_back(False)))
-    assert not races(logged(lambda: there_and_back(True)))
+    assert races(logged(lambda: copy_back_and_forth(False)))
+    assert not races(logged(lambda: copy_back_and_forth(True)))
 
 
-@pytest.mark.parametrize("kept", [False, True, "recorded"])
-def test_memory_goes_back_while_another_stream_reads(kept):
+@pytest.mark.parametrize("protection", [False, True, "recorded"])
+def test_freed_memory_in_use_is_race(protection):
     side = torch.cuda.Stream()
 
     def run():
@@ -157,16 +157,16 @@ def test_memory_goes_back_while_another_stream_reads(kept):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             y = x * 2
-        if kept == "recorded":
+        if protection == "recorded":
             x.record_stream(side)
-        if kept is True:
+        if protection is True:
             torch.cuda.current_stream().wait_stream(side)
         del x
         torch.zeros(64, device="cuda")  # may get the same memory
         torch.cuda.current_stream().wait_stream(side)
         del y
 
-    assert bool(races(logged(run))) == (kept is False)
+    assert bool(races(logged(run))) == (protection is False)
 
 
 def op(name, peer, comm, stream, label=""):
@@ -181,8 +181,8 @@ def done(event, stream):
     return Record("record", stream, "", "", "", [], event, 0, "", 0)
 
 
-def test_crossing_sends_hang_in_one_communicator_only():
-    # Both send first and receive then: two streams per rank, or one.
+def test_crossing_sends_hang_in_shared_communicator():
+    # Both ranks send first and then receive, with two streams per rank or one.
     ranks = {
         me: [
             op("send", you, f"{'up' if me < you else 'down'}/0:1", 1),
@@ -190,15 +190,15 @@ def test_crossing_sends_hang_in_one_communicator_only():
         ]
         for me, you in ((0, 1), (1, 0))
     }
-    assert not stuck(ranks)
+    assert not find_stuck(ranks)
     one = {
         me: [r._replace(text="pp/0:1|4 Float;", stream=1) for r in records]
         for me, records in ranks.items()
     }
-    assert stuck(one)
+    assert find_stuck(one)
 
 
-def test_a_receive_that_is_waited_for_before_its_sender_can_send():
+def test_early_wait_for_receive_hangs():
     ranks = {
         0: [
             op("recv", 1, "down/0:1", 2),
@@ -217,18 +217,18 @@ def test_a_receive_that_is_waited_for_before_its_sender_can_send():
             op("send", 0, "down/0:1", 2),
         ],
     }
-    assert stuck(ranks)
+    assert find_stuck(ranks)
     ranks[0] = [op("send", 1, "up/0:1", 1), *ranks[0][:3]]
-    assert not stuck(ranks)
+    assert not find_stuck(ranks)
 
 
-def test_collectives_in_another_order_are_told():
+def test_different_collective_order_is_detected():
     a, b = op("all_reduce", -1, "5", 1), op("all_gather", -1, "5", 1)
     assert mismatches({0: [a, b], 1: [b, a]}) and not mismatches({0: [a, b], 1: [a, b]})
     assert mismatches({0: [op("send", 1, "up/0:1", 1)], 1: []})
 
 
-def test_flash_attention_is_attention():
+def test_flash_attention_equals_attention():
     from torch.nn.attention.varlen import varlen_attn
 
     torch.manual_seed(0)
@@ -246,14 +246,14 @@ def test_flash_attention_is_attention():
         o = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)
         parts.append(o[0].transpose(0, 1))
     torch.cat(parts).square().sum().backward()
-    for mine, theirs in (
+    for actual, expected in (
         (out, torch.cat(parts)),
         (q.grad, qs.grad),
         (k.grad, ks.grad),
         (v.grad, vs.grad),
     ):
         torch.testing.assert_close(
-            mine.detach().cpu().float(), theirs.detach(), rtol=3e-2, atol=3e-2
+            actual.detach().cpu().float(), expected.detach(), rtol=3e-2, atol=3e-2
         )
 
 
@@ -271,17 +271,17 @@ def test_memory_is_counted_and_limited():
 
 def test_images_of_one_size_use_flash_attention(monkeypatch):
     torch.manual_seed(0)
-    plain = [torch.randn(3, 2, 5, 8).bfloat16() for _ in range(3)]
+    host_images = [torch.randn(3, 2, 5, 8).bfloat16() for _ in range(3)]
     outputs = []
 
     def attend():
-        images = [x.cuda() for x in plain]
+        images = [x.cuda() for x in host_images]
         out, _ = attention.attention(torch.nn.Module(), *images, None, is_causal=False)
         outputs.append(out)
 
     assert attention_kernels(logged(attend)) == {"flash": 1}
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in plain))
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in host_images))
     assert torch.allclose(outputs[0].cpu().float(), expected.transpose(1, 2), atol=0.02)
     monkeypatch.setattr(attention, "image_kernels", lambda card: {"8": "cudnn"})
     assert attention_kernels(logged(attend)) == {"cudnn": 1}
@@ -309,15 +309,15 @@ def _graphed_layers(trained=True):
 
 
 def _pass(run, layers, images, seed, embeddings=True):
-    """Output, input gradient and gradient sums of a forward and backward pass."""
+    """Return output, input gradient and gradient sums of a forward and backward pass."""
     torch.manual_seed(seed)
     hidden = torch.randn(images, 5, 8).cuda().requires_grad_(embeddings)
     weights = torch.randn(images, 5, 8).cuda()
     out = run(hidden)
     if out.requires_grad:
         (out * weights).sum().backward()
-    found = [out.detach().cpu(), *([hidden.grad.cpu()] if embeddings else [])]
-    return found, [p.grad.cpu().clone() for p in layers.parameters() if p.grad is not None]
+    results = [out.detach().cpu(), *([hidden.grad.cpu()] if embeddings else [])]
+    return results, [p.grad.cpu().clone() for p in layers.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(("trained", "embeddings"), [(True, True), (True, False), (False, False)])
@@ -325,11 +325,11 @@ def test_encoder_graphs_match_eager_layers(trained, embeddings):
     counts = [3, 5, 4, 5, 1, 3, 7, 5]
     eager, _ = _graphed_layers(trained)
     layers, graphs = _graphed_layers(trained)
-    for seed, images in enumerate(counts):  # gradients add up, as over microbatches
+    for seed, images in enumerate(counts):  # gradients are accumulated, like over microbatches
         expected, sums = _pass(eager, eager, images, seed, embeddings)
-        found, own_sums = _pass(graphs, layers, images, seed, embeddings)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own_sums, sums, rtol=1e-5, atol=1e-6)
+        actual, actual_sums = _pass(graphs, layers, images, seed, embeddings)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual_sums, sums, rtol=1e-5, atol=1e-6)
     assert graphs.replays == len(counts) and not graphs.failure
     assert len(graphs._graphs) == len({padded_images(n) for n in counts})
 
@@ -349,13 +349,13 @@ def test_padded_images_of_graph_have_no_gradient():
     assert (graph._input_gradient_BSD[5:] == 0).all()
 
 
-def test_encoder_graphs_run_one_pass_at_a_time():
+def test_encoder_graphs_run_one_pass():
     eager, _ = _graphed_layers()
     layers, graphs = _graphed_layers()
     torch.manual_seed(0)
     inputs = [torch.randn(n, 5, 8).cuda() for n in (3, 3, 6)]
     for x in inputs:
-        graphs(x).sum().backward()  # all graphs are captured
+        graphs(x).sum().backward()  # captures all graphs
     layers.zero_grad()
     before = graphs.replays
     outputs = [graphs(x) for x in inputs]
@@ -363,15 +363,17 @@ def test_encoder_graphs_run_one_pass_at_a_time():
     for out, x in zip(outputs, inputs, strict=True):
         out.sum().backward()
         eager(x).sum().backward()
-    for ours, theirs in zip(layers.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), rtol=1e-5, atol=1e-6)
+    for graphed, eager_parameter in zip(layers.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(
+            graphed.grad.cpu(), eager_parameter.grad.cpu(), rtol=1e-5, atol=1e-6
+        )
     del outputs, out
     graphs(inputs[0])  # without a backward pass
     graphs(inputs[0]).sum().backward()
     assert graphs.replays == before + 3
 
 
-def test_encoder_graph_refuses_lost_activations():
+def test_encoder_graph_rejects_lost_activations():
     _, graphs = _graphed_layers()
     x = torch.ones(3, 5, 8).cuda()
     out = graphs(x)
@@ -382,7 +384,7 @@ def test_encoder_graph_refuses_lost_activations():
 
 @pytest.mark.parametrize("counts", [(3, 6), (6, 3)])
 def test_shared_pool_overwrites_activations(monkeypatch, counts):
-    """Without the check, the backward pass of a graph reads memory of the next one."""
+    """If the check is disabled, the backward pass of a graph reads memory of the next one."""
     layers, graphs = _graphed_layers()
     monkeypatch.setattr(graphs, "_is_in_use", lambda: False)
     monkeypatch.setattr(graphs, "end_pass", lambda pending_pass: None)
@@ -396,7 +398,7 @@ def test_shared_pool_overwrites_activations(monkeypatch, counts):
     assert any(p.grad.isnan().any() for p in layers.parameters())
 
 
-def test_failed_capture_leaves_eager_layers(caplog):
+def test_failed_capture_runs_eager_layers(caplog):
     eager, _ = _graphed_layers()
     layers, graphs = _graphed_layers()
 
@@ -413,7 +415,7 @@ def test_failed_capture_leaves_eager_layers(caplog):
     assert torch.cuda.current_stream().stream_id == 0
 
 
-def test_moved_parameters_leave_eager_layers():
+def test_moved_parameters_run_eager_layers():
     layers, graphs = _graphed_layers()
     x = torch.ones(3, 5, 8).cuda()
     graphs(x).sum().backward()
@@ -429,29 +431,29 @@ def test_graph_replay_with_stale_input_is_wrong(monkeypatch):
     _pass(graphs, layers, 3, 0)
     monkeypatch.setattr("torchmm.models.encoder_graphs._Graph._fill", lambda *_: None)
     expected, _ = _pass(eager, eager, 3, 1)
-    found, _ = _pass(graphs, layers, 3, 1)
-    assert not torch.allclose(found[0], expected[0], rtol=1e-2)
+    actual, _ = _pass(graphs, layers, 3, 1)
+    assert not torch.allclose(actual[0], expected[0], rtol=1e-2)
 
 
 @pytest.mark.parametrize("family", ONE_SIZE_ENCODERS)
 def test_encoder_with_graphs_matches_eager_encoder(family):
-    inputs, five = make_inputs(family), [0, 1, 0, 1, 1]  # 6 with padding
-    grids = [inputs.grids_thw[i] for i in five]
-    inputs = replace(inputs, pixels=inputs.pixels[five], grids_thw=grids)
-    found = []
+    inputs, indices = make_inputs(family), [0, 1, 0, 1, 1]  # 6 with padding
+    grids = [inputs.grids_thw[i] for i in indices]
+    inputs = replace(inputs, pixels=inputs.pixels[indices], grids_thw=grids)
+    results = []
     for uses_graphs in (False, True):
         encoder = build(pair_config("llama", family)).encoders["eye"].cuda()
         if uses_graphs:
             encoder.enable_cuda_graphs()
         moved = replace(inputs, pixels=inputs.pixels.cuda())
-        for _ in range(2):  # gradients add up
+        for _ in range(2):  # gradients are accumulated
             out = encoder(moved)
             weights = torch.linspace(-1, 1, out.numel()).view(out.shape).cuda()
             (out * weights).sum().backward()
         assert encoder.graphs is None or encoder.graphs.replays == 2
-        found.append([out, *(p.grad for p in encoder.parameters() if p.grad is not None)])
-    assert len(found[0]) == len(found[1]) > 1
-    largest = max(tensor.norm().item() for tensor in found[0][1:])
-    for ours, theirs in zip(found[1], found[0], strict=True):
-        error = (ours - theirs).norm().item()
-        assert error <= 1e-5 * max(theirs.norm().item(), 1e-2 * largest)
+        results.append([out, *(p.grad for p in encoder.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 1
+    largest = max(tensor.norm().item() for tensor in results[0][1:])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        error = (actual - expected).norm().item()
+        assert error <= 1e-5 * max(expected.norm().item(), 1e-2 * largest)

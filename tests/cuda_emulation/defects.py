@@ -1,4 +1,4 @@
-"""Mistakes of the kinds that the emulation is to find, put into torchmm on purpose."""
+"""Defects that are injected into torchmm, which the emulation must detect."""
 
 from collections.abc import Callable
 
@@ -18,19 +18,19 @@ from torchmm.pipelining.run.step_state import StepState
 
 
 def freed_early() -> None:
-    """What a copy engine reads is let go of before it has been read."""
-    plain = _Started.__init__
-    _Started.__init__ = lambda self, started, rows, read=None: plain(self, started, rows)
+    """Free the source of a copy before it is read."""
+    original = _Started.__init__
+    _Started.__init__ = lambda self, started, rows, read=None: original(self, started, rows)
 
 
-def unreduced() -> None:
-    """The end of a step does not wait for the reductions of gradients."""
+def missing_reduction_wait() -> None:
+    """Finish a step without waiting for gradient reductions."""
 
     def finish(self):
         self._reducing, reducing = None, self._reducing
         if reducing is not None:
             stream = torch.cuda.current_stream
-            torch.cuda.current_stream = torch.cuda.Stream  # somebody else waits
+            torch.cuda.current_stream = torch.cuda.Stream  # another stream waits
             try:
                 torch_private.finish_reducing(self._root, reducing)
             finally:
@@ -40,45 +40,45 @@ def unreduced() -> None:
     StepSharding.finish_reducing = finish
 
 
-def slot_in_use() -> None:
-    """States come from the host into memory whose last guests have not left."""
+def used_state_slot() -> None:
+    """Copy states into device memory whose previous states are still in use."""
 
     def bring(self, visit):
         visit.slot.free = None
-        plain(self, visit)
+        original(self, visit)
 
-    plain = HostStreams.bring
+    original = HostStreams.bring
     HostStreams.bring = bring
 
 
-def not_arrived() -> None:
-    """The update does not wait for the states it reads."""
+def missing_state_wait() -> None:
+    """Update without waiting for the states."""
     HostStreams.await_arrival = lambda self, visit: None
 
 
-def in_turn() -> None:
-    """States come only once everything before is computed."""
+def serial_states() -> None:
+    """Copy states to the device only after all previous computation."""
 
     def bring(self, visit):
         self._coming.wait_stream(torch.cuda.current_stream(self._device))
-        plain(self, visit)
+        original(self, visit)
 
-    plain = HostStreams.bring
+    original = HostStreams.bring
     HostStreams.bring = bring
 
 
 def freed_inputs() -> None:
-    """Memory of an input is used for something else before it is on the host."""
+    """Reuse the memory of an input before it is copied to the host."""
     InputStreams.let_go = lambda self, guest: None
 
 
-def missing_inputs() -> None:
-    """A layer runs again before its input has come back."""
+def missing_input_wait() -> None:
+    """Recompute a layer without waiting for its input."""
     InputStreams.await_arrival = lambda self, guest: None
 
 
-def inputs_without_room() -> None:
-    """An input comes into memory that is still used for something else."""
+def inputs_in_used_memory() -> None:
+    """Copy an input into memory that is still in use."""
 
     def bring(self, guest):
         home, guest.home = guest.home, torch.cuda.Stream()
@@ -87,63 +87,63 @@ def inputs_without_room() -> None:
         empty_like = torch.empty_like
         torch.empty_like = lambda *_, **__: guest.copy
         try:
-            plain(self, guest)
+            original(self, guest)
         finally:
             torch.empty_like, guest.home = empty_like, home
 
-    plain = InputStreams.bring
+    original = InputStreams.bring
     InputStreams.bring = bring
 
 
-def inputs_in_turn() -> None:
-    """Whoever computes waits for every copy."""
+def serial_inputs() -> None:
+    """Wait for every copy on the compute stream."""
 
     def send(self, tensor):
-        guest = plain_send(self, tensor)
+        guest = original_send(self, tensor)
         guest.home.wait_event(guest.gone)
         return guest
 
     def bring(self, guest):
-        plain_bring(self, guest)
+        original_bring(self, guest)
         guest.home.wait_event(guest.arrived)
 
-    plain_send, plain_bring = InputStreams.send, InputStreams.bring
+    original_send, original_bring = InputStreams.send, InputStreams.bring
     InputStreams.send, InputStreams.bring = send, bring
 
 
-def saved_early() -> None:
-    """A checkpoint is taken while states are on their way to the host."""
+def early_checkpoint() -> None:
+    """Save a checkpoint while states are copied to the host."""
     torch.cuda.Stream.synchronize = lambda self: None
 
 
-def look_at_device() -> None:
-    """A forward asks for a number of a device tensor."""
-    plain = LlmModule.forward
+def read_device_value() -> None:
+    """Read a value of a device tensor in the forward pass."""
+    original = LlmModule.forward
 
     def forward(self, microbatch, *args):
         assert bool((microbatch.targets_T > -200).all())
-        return plain(self, microbatch, *args)
+        return original(self, microbatch, *args)
 
     LlmModule.forward = forward
 
 
-def timed_late() -> None:
-    """The times of actions are read after an event that is recorded after the update."""
-    plain = _Clock.records
+def late_timing() -> None:
+    """Read action times after an event that is recorded after the update."""
+    original = _Clock.records
 
     def records(self):
         self._end = self.mark()
-        return plain(self)
+        return original(self)
 
     _Clock.records = records
 
 
 def swapped_sends() -> None:
-    """A rank receives two messages of the same length in the other order than they are sent."""
-    plain = StepState.begin
+    """Receive two messages of equal length in the reverse order."""
+    original = StepState.begin
 
     def begin(self):
-        plain(self)
+        original(self)
         channels = self._channels
         first = torch.zeros(4, device=channels.device)
         second = torch.zeros(4, dtype=torch.int32, device=channels.device)
@@ -155,47 +155,47 @@ def swapped_sends() -> None:
     StepState.begin = begin
 
 
-def one_communicator() -> None:
-    """Both directions of a pair of ranks use one process group."""
-    plain = P2PChannels.__init__
+def shared_communicator() -> None:
+    """Use one process group for both directions of a pair of ranks."""
+    original = P2PChannels.__init__
 
     def init(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         self._down = self._up
 
     P2PChannels.__init__ = init
 
 
 def early_wait() -> None:
-    """The host waits for losses and norm before it queues the update."""
-    plain = HostCopy.__init__
+    """Wait for losses and norm on the host before the update is queued."""
+    original = HostCopy.__init__
 
     def init(self, tensor):
-        plain(self, tensor)
+        original(self, tensor)
         self._copied.synchronize()
 
     HostCopy.__init__ = init
 
 
 def pageable_copy() -> None:
-    """A copy to the device from memory that is not page-locked."""
-    plain = LlmModule.forward
+    """Copy pageable host memory to the device."""
+    original = LlmModule.forward
 
     def forward(self, microbatch, *args):
         torch.zeros(1).to(microbatch.targets_T.device)
-        return plain(self, microbatch, *args)
+        return original(self, microbatch, *args)
 
     LlmModule.forward = forward
 
 
 def stale_graph_input() -> None:
-    """A CUDA graph of an encoder computes with the images of the pass that captured it."""
-    plain = _Graph._fill
+    """Run a CUDA graph of an encoder with the images of its capture."""
+    original = _Graph._fill
     filled = set()
 
     def fill(self, static, values):
         if id(static) not in filled:
-            plain(self, static, values)
+            original(self, static, values)
         filled.add(id(static))
 
     _Graph._fill = fill
@@ -205,21 +205,21 @@ DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         early_wait,
-        not_arrived,
+        missing_state_wait,
         freed_early,
         freed_inputs,
-        in_turn,
-        inputs_in_turn,
-        inputs_without_room,
-        look_at_device,
-        missing_inputs,
-        one_communicator,
+        serial_states,
+        serial_inputs,
+        inputs_in_used_memory,
+        read_device_value,
+        missing_input_wait,
+        shared_communicator,
         pageable_copy,
-        saved_early,
-        slot_in_use,
+        early_checkpoint,
+        used_state_slot,
         stale_graph_input,
         swapped_sends,
-        timed_late,
-        unreduced,
+        late_timing,
+        missing_reduction_wait,
     )
 }

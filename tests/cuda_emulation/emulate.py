@@ -1,11 +1,11 @@
-"""Runs a script of the project on emulated CUDA devices: python emulate.py SCRIPT [ARGUMENTS].
+"""Run a script of the repository on emulated CUDA devices: python emulate.py SCRIPT [ARGUMENTS].
 
 Environment:
-    FAKECUDA_LOG: folder for what each rank would have done on its device, see `fakecuda.records`.
-    FAKECUDA_STEPS: the steps that are logged; by default 3, when caches and pools are warm.
-    FAKECUDA_PORTION: parameters that are updated together where states are not plain.
-    FAKECUDA_OFFLOAD: if set, plans send all inputs of layers to the host, as with little memory.
-    FAKECUDA_DEFECT: one of `defects.DEFECTS` or several, joined by "+", to see that they are found.
+    FAKECUDA_LOG: Directory for the logged device operations of each rank, see `fakecuda.records`.
+    FAKECUDA_STEPS: Logged steps. The default is 3, when caches and memory pools are warm.
+    FAKECUDA_PORTION: Number of parameters per update chunk with low-precision states.
+    FAKECUDA_OFFLOAD: If set, plans offload all layer inputs, as with little memory.
+    FAKECUDA_DEFECT: Names in `defects.DEFECTS`, joined by "+", to test their detection.
 """
 
 import json
@@ -40,39 +40,39 @@ device = fakecuda.ext
 
 
 def watch(directory: Path, steps: set[int]) -> None:
-    """Logs chosen steps of a training run, with the plan's actions as labels."""
+    """Log selected steps of a training run, with the actions of the plan as labels."""
     directory.mkdir(parents=True, exist_ok=True)
-    plain_step, plain_handlers, plain_finish = (
+    original_step, original_handlers, original_finish = (
         Trainer.run_step,
         StepState.handlers,
         StepState.finish,
     )
-    label = ["", ""]  # of the step, and of what it launches: one of them goes on at a time
+    label = ["", ""]  # labels of the step and of launched encoder work, of which one runs at a time
 
     def set_label(text):
         label[0] = text
         device.set_label(text)
 
-    plain_switch = Ahead._switch
+    original_switch = Ahead._switch
 
     def switch(self, pieces):
-        own = label[0]
+        step_label = label[0]
         set_label(label[1])
         try:
-            return plain_switch(self, pieces)
+            return original_switch(self, pieces)
         finally:
             label[1] = label[0]
-            set_label(own)
+            set_label(step_label)
 
     def run_step(self, batches):
         step = self.step + 1
         if step not in steps:
-            return plain_step(self, batches)
+            return original_step(self, batches)
         device.drain()
         set_label("before the plan")
         device.start_log()
         try:
-            return plain_step(self, batches)
+            return original_step(self, batches)
         finally:
             device.stop_log()
             file = directory / f"step-{step}-rank-{os.environ.get('RANK', '0')}.json"
@@ -89,22 +89,22 @@ def watch(directory: Path, steps: set[int]) -> None:
 
             return call
 
-        return {kind: labelled(handler) for kind, handler in plain_handlers(self).items()}
+        return {kind: labelled(handler) for kind, handler in original_handlers(self).items()}
 
     def finish(self):
-        plain_finish(self)
-        set_label("behind the plan")
+        original_finish(self)
+        set_label("after the plan")
 
-    plain_save = CheckpointManager.save
+    original_save = CheckpointManager.save
 
     def save(self, step, *args, **options):
-        """Of a logged step; a file of its own, as steps and what follows are looked at apart."""
+        """Log saves of selected steps into separate files."""
         if step not in steps:
-            return plain_save(self, step, *args, **options)
+            return original_save(self, step, *args, **options)
         device.set_label("saving")
         device.start_log()
         try:
-            return plain_save(self, step, *args, **options)
+            return original_save(self, step, *args, **options)
         finally:
             device.stop_log()
             file = directory / f"save-{step}-rank-{os.environ.get('RANK', '0')}.json"
@@ -116,28 +116,28 @@ def watch(directory: Path, steps: set[int]) -> None:
 
 
 def offload_all() -> None:
-    """Whatever a plan would recompute."""
+    """Offload layer inputs in all plans."""
 
     def tuned(plan, *_: object, **__: object) -> types.SimpleNamespace:
         stages = plan.graph.layout.stages
-        every = {
+        modes = {
             task: ("offload",) * (stages[task.stage].stop - stages[task.stage].start)
             for task in plan.graph.tasks()
             if plan.graph.needs_backward(task.stage, task.microbatch)
         }
-        return types.SimpleNamespace(plan=replace(plan, recompute=every))
+        return types.SimpleNamespace(plan=replace(plan, recompute=modes))
 
     step_plans.tune_layers = tuned
 
 
 def trace_only() -> None:
-    """torch.compile traces and splits into forward and backward, but generates no code."""
-    plain = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda self, **options: plain(
+    """Make torch.compile trace forward and backward, without generating code."""
+    original = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self, **options: original(
         self, **{**options, "backend": "aot_eager"}
     )
-    of_backend = Compilation.__init__
-    Compilation.__init__ = lambda self, backend="", **options: of_backend(
+    original_init = Compilation.__init__
+    Compilation.__init__ = lambda self, backend="", **options: original_init(
         self, "aot_eager", **options
     )
     compilation.missing_compiler = lambda device: ""
@@ -160,12 +160,12 @@ def fuse_loss() -> None:
 
 
 def main() -> None:
-    """Runs the script."""
+    """Run the script."""
     trace_only()
     fuse_loss()
-    # By default small models have several portions of states, too.
+    # The default splits the states of small models into several chunks.
     low_precision_optimizer.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
-    # A GPU's milliseconds are minutes on a processor without products of bfloat16.
+    # Milliseconds on a GPU are minutes on a CPU without bfloat16 matmuls.
     for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
         sizes["cuda"] = sizes["cpu"]
     if os.environ.get("FAKECUDA_OFFLOAD"):

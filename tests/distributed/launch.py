@@ -1,11 +1,11 @@
-"""Runs a function on N gloo processes and returns what each rank returned.
+"""Run a function on N gloo processes and return the result of each rank.
 
-The ranks are forks of one warm process per pytest process: importing what a rank needs takes
-seconds, a fork milliseconds. The warm process has no thread but that of pyarrow's allocator, which
-is prepared for forks.
+The ranks are forks of one preloaded process per pytest process, because importing the modules takes
+seconds and a fork takes milliseconds. The only thread of this process belongs to the allocator of
+pyarrow, which supports forks.
 
-A rank that dies without a word is told of all the same: the call fails with the signal that killed
-it and what it wrote to stderr, where faulthandler leaves the tracebacks of its threads.
+If a rank dies without a traceback, the call fails with the signal that killed the rank and with its
+stderr, which contains the tracebacks of all threads (faulthandler).
 """
 
 import atexit
@@ -34,66 +34,72 @@ TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
 
 
 @dataclass
-class Ending:
-    """How a rank ended."""
+class RankExit:
+    """Exit status, result and stderr of a rank."""
 
     exit_code: int | None
-    """-N: killed by signal N; None: still running when time was over."""
+    """-N if signal N killed the rank. None if the rank was still running at the time limit."""
     outcome: tuple[bool, Any] | None
-    """Whether it passed, and its result or traceback; None: it has not told."""
+    """Whether the function succeeded, and its result or traceback. None if nothing was sent."""
     stderr: str
 
-    def problem(self) -> str | None:
-        """What is wrong; None: nothing, it has told a result and exited."""
+    def error(self) -> str | None:
+        """Return the failure, or None if the rank sent a result and exited with 0."""
         if self.exit_code == 0 and self.outcome is not None and self.outcome[0]:
             return None
-        how = f"exited with {self.exit_code}"
+        status = f"exited with {self.exit_code}"
         if self.exit_code is None:
-            how = f"was still running after {TIMEOUT_S} s"
+            status = f"was still running after {TIMEOUT_S} s"
         elif self.exit_code < 0:
-            how = f"was killed by {signal.Signals(-self.exit_code).name}"
+            status = f"was killed by {signal.Signals(-self.exit_code).name}"
         if self.outcome is None:
-            return f"{how}, without a result or a traceback; stderr:\n{self.stderr}"
-        passed, told = self.outcome
-        return f"{how}, after its result; stderr:\n{self.stderr}" if passed else f"{how}:\n{told}"
+            return f"{status}, without a result or a traceback; stderr:\n{self.stderr}"
+        passed, value = self.outcome
+        if passed:
+            return f"{status}, after its result; stderr:\n{self.stderr}"
+        return f"{status}:\n{value}"
 
 
 def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Calls `function(*args)` on every rank of a fresh gloo world; results in rank order.
+    """Call `function(*args)` on every rank of a new gloo process group.
 
-    The function must be importable (defined at module level). A failing rank fails the call with
-    its traceback, a dying one with its signal.
+    The function must be importable (defined at module level). If a rank fails, the call fails with
+    the traceback of the rank, or with the signal that killed it.
+
+    Returns:
+        Results in rank order.
     """
     warm = _warm_process()
-    warm.send(sys.path)  # without which the function is not found
+    warm.send(sys.path)  # needed to import the function
     warm.send((function, ranks, args))
-    endings: list[Ending] = warm.recv()
-    sys.stderr.write("".join(ending.stderr for ending in endings))
-    found = [f"rank {r} {text}" for r, e in enumerate(endings) if (text := e.problem()) is not None]
-    assert not found, "\n".join(found)
-    return [ending.outcome[1] for ending in endings if ending.outcome]
+    exits: list[RankExit] = warm.recv()
+    sys.stderr.write("".join(ending.stderr for ending in exits))
+    errors = [f"rank {r} {text}" for r, e in enumerate(exits) if (text := e.error()) is not None]
+    assert not errors, "\n".join(errors)
+    return [ending.outcome[1] for ending in exits if ending.outcome]
 
 
 @functools.cache
 def _warm_process() -> Connection:
-    """To the process that ranks are forks of. It ends when this one closes the connection."""
-    ours, its = mp.Pipe()
-    serve = f"import launch; launch.serve({its.fileno()})"  # not as __main__: classes are sent
+    """Return a connection to the preloaded process, which exits when the connection is closed."""
+    connection, child_connection = mp.Pipe()
+    # Not as __main__, because pickled classes refer to their module.
+    serve = f"import launch; launch.serve({child_connection.fileno()})"
     command = [sys.executable, "-c", serve]
-    found = os.pathsep.join(sys.path)  # without which it does not find what it imports
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
-    process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
-    its.close()
+    python_path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+    process = subprocess.Popen(command, env=environment, pass_fds=[child_connection.fileno()])
+    child_connection.close()
     atexit.register(process.wait)
-    atexit.register(ours.close)  # first
-    return ours
+    atexit.register(connection.close)  # runs first
+    return connection
 
 
 def serve(descriptor: int) -> None:
-    """Starts the ranks of one job after the other."""
-    import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
+    """Run jobs sequentially: fork the ranks of each job and send their exits."""
+    import torchmm.training.run  # noqa: F401, PLC0415 - imported once for all ranks
 
-    gc.freeze()  # ranks leave the 600,000 objects of imports alone, and their pages shared
+    gc.freeze()  # GC skips the 600,000 imported objects, so ranks share their memory pages
     jobs = Connection(descriptor)
     with suppress(EOFError):
         while True:
@@ -101,8 +107,8 @@ def serve(descriptor: int) -> None:
             jobs.send(_fork_ranks(*jobs.recv()))
 
 
-def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[Ending]:
-    """By rank; those that do not end in time are killed."""
+def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[RankExit]:
+    """Run the function on forked ranks, and kill the ranks that exceed the time limit."""
     context = mp.get_context("fork")
     port, deadline = free_port(), time.monotonic() + TIMEOUT_S
     processes, readers, outcomes, logs = [], {}, {}, []
@@ -110,18 +116,18 @@ def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[E
         reader, writer = context.Pipe(duplex=False)
         readers[reader] = rank
         logs.append(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115 - closed below
-        place = (rank, ranks, port)
+        rank_address = (rank, ranks, port)
         processes.append(
-            context.Process(target=_main, args=(function, place, writer, logs[-1], args))
+            context.Process(target=_main, args=(function, rank_address, writer, logs[-1], args))
         )
         processes[-1].start()
         writer.close()
     while readers and (ready := wait(list(readers), max(0.0, deadline - time.monotonic()))):
         for reader in ready:
             rank = readers.pop(reader)
-            with suppress(EOFError):  # ended without telling
+            with suppress(EOFError):  # the rank exited without a result
                 outcomes[rank] = reader.recv()
-    endings = []
+    exits = []
     for rank, (process, log) in enumerate(zip(processes, logs, strict=True)):
         process.join(max(0.1, deadline - time.monotonic()))
         exit_code = process.exitcode
@@ -129,16 +135,20 @@ def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[E
         process.join()
         with log:
             log.seek(0)
-            endings.append(Ending(exit_code, outcomes.get(rank), log.read()))
-    return endings
+            exits.append(RankExit(exit_code, outcomes.get(rank), log.read()))
+    return exits
 
 
 def _main(
-    function: Callable, place: tuple[int, int, int], writer: Connection, log: IO[str], args: tuple
+    function: Callable,
+    rank_address: tuple[int, int, int],
+    writer: Connection,
+    log: IO[str],
+    args: tuple,
 ) -> None:
     os.dup2(log.fileno(), 2)
     faulthandler.enable()
-    rank, ranks, port = place
+    rank, ranks, port = rank_address
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

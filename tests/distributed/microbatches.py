@@ -1,4 +1,4 @@
-"""Random packed microbatches of a tiny image-text model, made by hand."""
+"""Random packed microbatches of a tiny image-text model, built without a data loader."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -61,9 +61,9 @@ TOWER = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
-LEARNED = {"num_position_embeddings": 16}
-TAPS = {**LEARNED, "deepstack_visual_indexes": [0, 1, 2]}
-SOUNDS = {
+LEARNED_POSITIONS = {"num_position_embeddings": 16}
+DEEPSTACK = {**LEARNED_POSITIONS, "deepstack_visual_indexes": [0, 1, 2]}
+AUDIO = {
     "num_mel_bins": 8,
     "d_model": 32,
     "encoder_layers": 4,
@@ -71,20 +71,20 @@ SOUNDS = {
     "encoder_ffn_dim": 48,
     "max_source_positions": 100,
 }
-OMNI_SOUNDS = {**SOUNDS, "output_dim": 32, "downsample_hidden_size": 8}
+OMNI_AUDIO = {**AUDIO, "output_dim": 32, "downsample_hidden_size": 8}
 COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen3_vl": {"vision_config": TAPS, "text_config": {}},
-    "qwen3_vl_moe": {"vision_config": TAPS, "text_config": EXPERTS},
-    "qwen3_5": {"vision_config": LEARNED, "text_config": DELTA_NETS},
+    "qwen3_vl": {"vision_config": DEEPSTACK, "text_config": {}},
+    "qwen3_vl_moe": {"vision_config": DEEPSTACK, "text_config": EXPERTS},
+    "qwen3_5": {"vision_config": LEARNED_POSITIONS, "text_config": DELTA_NETS},
     "qwen3_omni_moe_thinker": {
-        "vision_config": TAPS,
-        "audio_config": OMNI_SOUNDS,
+        "vision_config": DEEPSTACK,
+        "audio_config": OMNI_AUDIO,
         "text_config": EXPERTS,
     },
     "qwen2_5_omni_thinker": {
         "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]},
         "audio_config": {
-            **SOUNDS,
+            **AUDIO,
             "output_dim": 32,
             "n_window": 3,
         },
@@ -97,23 +97,23 @@ COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "voxtral": {
-        "audio_config": {**SOUNDS, "encoder_ffn_dim": 128},
+        "audio_config": {**AUDIO, "encoder_ffn_dim": 128},
         "text_config": {"model_type": "llama"},
     },
-    "qwen2_audio": {"audio_config": SOUNDS, "text_config": {"model_type": "qwen2"}},
-    "audioflamingo3": {"audio_config": SOUNDS, "text_config": {"model_type": "qwen2"}},
+    "qwen2_audio": {"audio_config": AUDIO, "text_config": {"model_type": "qwen2"}},
+    "audioflamingo3": {"audio_config": AUDIO, "text_config": {"model_type": "qwen2"}},
 }
-"""What sets their parts apart."""
-SOUND_GROUPS = {
+"""Config entries that differ between the multimodal models."""
+AUDIO_GROUPS = {
     "qwen3_omni_moe_thinker": (1, 8),
     "qwen2_5_omni_thinker": (2, 2),
     "voxtral": (4, 2),
     "qwen2_audio": (2, 3),
     "audioflamingo3": (2, 3),
 }
-"""Positions of a token, and mel frames of a position's patch."""
+"""Encoder positions per audio token, and mel frames per encoder position."""
 ODD = ("qwen2_audio", "audioflamingo3")
-"""Whose sounds end with a position that is none of any token."""
+"""Models whose audio ends with an encoder position that belongs to no token."""
 TOLERANCES = {"qwen3_5": 5e-5}
 """Gradients of decays are small differences of large sums (`test_delta_net`)."""
 
@@ -121,7 +121,10 @@ TOLERANCES = {"qwen3_5": 5e-5}
 def composite_model(
     model_type: str, llm_layers: int, tower_layers: int, tied: bool = False
 ) -> ModelConfig:
-    """The same LLM as that of a composite, for microbatches `with_patches`."""
+    """Return a config of a multimodal checkpoint with the LLM of `MODEL`.
+
+    Its microbatches come from `with_patches`.
+    """
     assert MODEL.llm is not None and MODEL.llm.config is not None
     text = {k: v for k, v in MODEL.llm.config.items() if k != "model_type"}
     parts = COMPOSITES[model_type]
@@ -141,45 +144,50 @@ def composite_model(
 
 
 def towers_of(composite: str) -> tuple[str, ...]:
-    """Names of its encoders; "": an LLM behind CLIP."""
+    """Return the names of the encoders of a multimodal model. "" means an LLM with CLIP."""
     parts = COMPOSITES.get(composite, {"vision_config": {}})
     return tuple(name for name in ("vision", "audio") if f"{name}_config" in parts)
 
 
 def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
-    """The same with images of 4 x 4 patches, which become as many tokens when they are merged, and
-    sounds if the composite hears: in place of every other image if it also sees."""
+    """Return the microbatch with patches for the encoders of a multimodal model.
+
+    Each image has 4 x 4 patches per token before merging. For models with audio and vision, every
+    second image is replaced by audio. For models with audio only, all images are.
+    """
     towers = towers_of(composite)
-    group, frames = SOUND_GROUPS.get(composite, (0, 0))
+    group, frames = AUDIO_GROUPS.get(composite, (0, 0))
     patches = {"vision": 4 * IMAGE_TOKENS, "audio": group * IMAGE_TOKENS + (composite in ODD)}
     samples, seen = [], 0
-    places: dict[str, list[torch.Tensor]] = {name: [] for name in towers}
+    token_positions: dict[str, list[torch.Tensor]] = {name: [] for name in towers}
     for sample in microbatch.meta.samples:
         if sample.images:
             name = towers[seen % len(towers)]
             image = replace(sample.images[0], patches=patches[name])
             sample = replace(sample, images=(image,), encoder=name)  # noqa: PLW2901
-            own = microbatch.encoders["vision"].positions_K
-            places[name].append(own[seen * IMAGE_TOKENS : (seen + 1) * IMAGE_TOKENS])
+            vision_positions_K = microbatch.encoders["vision"].positions_K
+            token_positions[name].append(
+                vision_positions_K[seen * IMAGE_TOKENS : (seen + 1) * IMAGE_TOKENS]
+            )
             seen += 1
         samples.append(sample)
     encoders = {}
     generator = torch.Generator().manual_seed(microbatch.cu_seqlens[1])
-    for name, positions in places.items():
+    for name, positions in token_positions.items():
         if positions:
             grid = (1, 4, 4) if name == "vision" else (1, 1, patches[name])
-            values = 3 * 2 * 4 * 4 if name == "vision" else frames * SOUNDS["num_mel_bins"]
+            values = 3 * 2 * 4 * 4 if name == "vision" else frames * AUDIO["num_mel_bins"]
             pixels = torch.randn(len(positions) * patches[name], values, generator=generator)
             grids = [grid] * len(positions)
-            of_sounds = None if name == "vision" else group
+            group_size = None if name == "vision" else group
             tokens = torch.cat(positions)
-            encoders[name] = EncoderInputs(pixels, grids, tokens, None, of_sounds)
+            encoders[name] = EncoderInputs(pixels, grids, tokens, None, group_size)
     meta = replace(microbatch.meta, samples=tuple(samples))
     return replace(microbatch, encoders=encoders, meta=meta)
 
 
 def random_microbatch(seed: int, images: int, tokens: int = 64) -> Microbatch:
-    """One pack: `images` image samples, one text sample, padding."""
+    """Build a packed sequence with `images` image samples, one text sample and padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCAB, (tokens,), generator=generator)
     targets = torch.full((tokens,), IGNORE_TARGET)

@@ -1,4 +1,4 @@
-"""A tiny tied LLaVA, cut over the ranks of a layout and trained there."""
+"""A tiny LLaVA with tied embeddings that is split and trained over the ranks of a layout."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ IMAGES = [2, 0, 3, 1]
 
 @dataclass(frozen=True)
 class Case:
-    """One layout; `segments` are stages of the LLM per pipeline rank."""
+    """Parallelism degrees of a layout. `segments` is the number of LLM stages per pipeline rank."""
 
     name: str
     pipeline: int = 1
@@ -79,7 +79,7 @@ class Case:
 
 
 class Layout:
-    """What all parts of one layout share: everything that takes process groups."""
+    """Objects that all models of a layout share, such as process groups and channels."""
 
     def __init__(self, case: Case, directory: Path) -> None:
         self.case = case
@@ -98,12 +98,12 @@ class Layout:
 
 
 class Part:
-    """What one rank has of the model, and how it trains it."""
+    """Model shard of a rank, with its stages and optimizer."""
 
     def __init__(self, of: Layout, source: Path) -> None:
         case = of.case
         self.mesh, self.channels = of.mesh, of.channels
-        self.model = whole_model(source, case.freeze)
+        self.model = unsharded_model(source, case.freeze)
         self.layout = layout(case)
         self.stages = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
         plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
@@ -115,7 +115,7 @@ class Part:
         self.optimizer = optimizer_of(self.model)
 
     def train(self) -> tuple[float, float]:
-        """One step; its loss and gradient norm."""
+        """Run a training step and return its loss and gradient norm."""
         batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
         targets = sum(m.target_count for m in batch)
         share = batch[self.mesh.data_parallel_rank :: self.mesh.data_parallel_size]
@@ -141,8 +141,8 @@ class Part:
         return float(ranks) / self.mesh.own.sizes.tensor, norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything a checkpoint has of this rank's part, whole; collective within a stage."""
-        return everything(self.model, self.optimizer)
+        """Return the unsharded tensors of this rank in a checkpoint. Collective within a stage."""
+        return all_tensors(self.model, self.optimizer)
 
 
 def layout(case: Case) -> StageLayout:
@@ -167,16 +167,16 @@ def layout(case: Case) -> StageLayout:
         ),
     ]
     ranks = TensorRanks(case.tensor, case.sequence_parallel, case.sequence_parallel)
-    found = separated_layout(modules, case.pipeline, {"llm": case.segments})
-    return replace(found, tensor=dict.fromkeys(trains, ranks))
+    stage_layout = separated_layout(modules, case.pipeline, {"llm": case.segments})
+    return replace(stage_layout, tensor=dict.fromkeys(trains, ranks))
 
 
-def whole_model(source: Path, freeze: tuple[str, ...] = ()) -> MultimodalModel:
+def unsharded_model(source: Path, freeze: tuple[str, ...] = ()) -> MultimodalModel:
     return build_model(ModelConfig(source=str(source)), FreezeConfig(modules=list(freeze)))
 
 
-def filled(source: Path, pretrained: bool) -> MultimodalModel:
-    model = whole_model(source)
+def initialized_model(source: Path, pretrained: bool) -> MultimodalModel:
+    model = unsharded_model(source)
     materialize(model, "cpu")
     init_weights(model, 1, skip=load_weights(model) if pretrained else ())
     return model
@@ -192,14 +192,16 @@ def manager(run_dir: Path, sizes: dict[str, int]) -> CheckpointManager:
     return CheckpointManager(config, run_dir, logging.getLogger(__name__), sizes, "recipe")
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def everything(model: MultimodalModel, optimizer: Any) -> dict[str, torch.Tensor]:
+def all_tensors(model: MultimodalModel, optimizer: Any) -> dict[str, torch.Tensor]:
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
-    return {name: gathered(tensor).detach() for name, tensor in tensors.items()}
+    return {name: full_tensor_of(tensor).detach() for name, tensor in tensors.items()}
 
 
-def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, value in found.items() if not torch.equal(value, wanted[name])]
+def different_names(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> list[str]:
+    return [name for name, value in actual.items() if not torch.equal(value, expected[name])]

@@ -1,4 +1,4 @@
-"""A tiny image-text model in a pipeline with a searched schedule, and batches for it."""
+"""A tiny image-text model in a pipeline with a searched schedule, and its batches."""
 
 import random
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def batch_of(seed: int) -> list[Microbatch]:
-    """Six microbatches; in every tenth batch none has images."""
+    """Return six microbatches. Every tenth batch has no images."""
     rng = random.Random(seed)
     counts = [0] * 6 if seed % 10 == 9 else [rng.choice((0, 0, 1, 2, 5)) for _ in range(6)]
     return [
@@ -36,46 +36,48 @@ def batch_of(seed: int) -> list[Microbatch]:
 
 @dataclass
 class Searched:
-    """One rank of it. Creating it is collective."""
+    """Pipeline of a rank and the unsharded reference. Construction is collective."""
 
     mesh: ParallelMesh
     model: MultimodalModel
     alone: MultimodalModel
-    """The same in one piece."""
+    """The same model without sharding."""
     descriptions: list[ModuleDescription]
     pipeline: Pipeline
     step: TrainStep
 
     def share(self, batch: list[Microbatch]) -> list[Microbatch]:
-        """What this data-parallel rank has of a batch."""
+        """Return the microbatches of this data-parallel rank."""
         return batch[self.mesh.data_parallel_rank :: self.mesh.data_parallel_size]
 
 
 def build_searched(layout: dict[str, int], composite: str = "", **search: object) -> Searched:
-    """A layer for each stage, and one more in the LLM.
+    """Build a pipeline with one layer per stage and one additional layer in the LLM.
 
     Args:
-        composite: its model_type, for microbatches `with_patches`; "": an LLM behind CLIP.
-        search: keys of [parallel.search].
+        layout: Keys of `[parallel]`.
+        composite: model_type of a multimodal model, for microbatches of `with_patches`. "" means an
+            LLM with CLIP.
+        search: Keys of `[parallel.search]`.
     """
     config = ParallelConfig.model_validate({"shard": 1, "schedule": "searched", **layout,
                                             "search": search})  # fmt: skip
     mesh = mesh_for(config)
     layers, tied = config.pipeline * config.virtual_stages, config.virtual_stages == 1
-    model = whole_model(layers, tied, composite)
+    model = unsharded_model(layers, tied, composite)
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
-    tuned = ActivationCheckpointConfig(mode="auto")  # where a test tunes; nothing else otherwise
+    tuned = ActivationCheckpointConfig(mode="auto")  # has an effect only in tests that tune
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
-    alone = filled(whole_model(layers, tied, composite))
+    alone = filled(unsharded_model(layers, tied, composite))
     return Searched(mesh, model, alone, descriptions, pipeline, TrainStep(pipeline, mesh))
 
 
-def whole_model(layers: int, tied: bool, composite: str = "") -> MultimodalModel:
-    """On the meta device."""
+def unsharded_model(layers: int, tied: bool, composite: str = "") -> MultimodalModel:
+    """Build the unsharded model on the meta device."""
     if composite:
         return build_model(composite_model(composite, layers + 1, layers, tied), FreezeConfig())
     config: ModelConfig = MODEL.model_copy(deep=True)
@@ -85,7 +87,7 @@ def whole_model(layers: int, tied: bool, composite: str = "") -> MultimodalModel
 
 
 def filled(model: MultimodalModel) -> MultimodalModel:
-    """With the same weights wherever it is."""
+    """Initialize weights to the same values for every sharding."""
     materialize(model, CPU)
     init_weights(model, seed=1)
     return model

@@ -1,7 +1,7 @@
-"""Overlapped linears against whole ones; how a backend is chosen; compiled layers.
+"""Overlapped linear layers equal unsharded layers, with every backend and when compiled.
 
-Whole models are compared in test_layouts.py and test_encoder_tensor_parallel.py, whole runs in
-test_train.py.
+test_layouts.py and test_encoder_tensor_parallel.py compare complete models, and test_train.py
+compares complete runs.
 """
 
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 FEATURES = 12
 BFLOAT16_ERROR = 1e-2
-"""Relative; one bfloat16 number is exact to 2**-9 = 2e-3, and three products follow each other."""
+"""Relative error. Rounding to bfloat16 is 2**-9 = 2e-3, and three matmuls are chained."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A gated MLP, split over all ranks."""
+    """A gated MLP that is split over all ranks."""
 
     backend: str
     rows: int
@@ -60,25 +60,25 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict]:
-    """What two ranks find, by rank: one launch for all that needs two."""
-    return run_distributed(_find_on_two_ranks, 2)
+    """Return the results of two ranks. All tests with two ranks share one launch."""
+    return run_distributed(_run_on_two_ranks, 2)
 
 
-def _find_on_two_ranks() -> dict[str, object]:
+def _run_on_two_ranks() -> dict[str, object]:
     _start()
     return {"choice": _choose(), "linears": _compare_linears(CASES)}
 
 
 @pytest.mark.slow
-def test_overlapped_linears_of_two_ranks_equal_whole_ones(two_ranks):
-    for found in two_ranks:
-        _check_linears(found["linears"])
+def test_overlapped_linears_equal_unsharded_on_two_ranks(two_ranks):
+    for results in two_ranks:
+        _check_linears(results["linears"])
 
 
 @pytest.mark.slow
-def test_overlapped_linears_of_four_ranks_equal_whole_ones():
-    for found in run_distributed(_compare_on_four_ranks, 4):
-        _check_linears(found)
+def test_overlapped_linears_equal_unsharded_on_four_ranks():
+    for results in run_distributed(_compare_on_four_ranks, 4):
+        _check_linears(results)
 
 
 def _compare_on_four_ranks() -> list[tuple[Case, dict[str, float]]]:
@@ -95,8 +95,8 @@ def _check_linears(outcomes: list[tuple[Case, dict[str, float]]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_is_made_together(two_ranks):
-    first, second = (found["choice"] for found in two_ranks)
+def test_backend_choice_is_equal_on_all_ranks(two_ranks):
+    first, second = (results["choice"] for results in two_ranks)
     backend, reason = first["auto"]
     assert backend == "ring" and "requires CUDA" in reason
     assert first["collective"] == ("collective", "set in the recipe")
@@ -109,9 +109,9 @@ def test_the_choice_is_made_together(two_ranks):
 
 
 @pytest.mark.campaign
-def test_compiled_layers_have_no_breaks_and_equal_the_whole_model():
-    for found in run_distributed(_compile, 2):
-        assert found == {length: {} for length in (24, 31)}
+def test_compiled_layers_have_no_graph_breaks():
+    for results in run_distributed(_compile, 2):
+        assert results == {length: {} for length in (24, 31)}
 
 
 def _start() -> None:
@@ -124,54 +124,54 @@ def _compare_linears(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
 
 
 def _compare_linear(case: Case) -> dict[str, float]:
-    """Relative errors of the output and of the gradients of what is trained."""
+    """Return relative errors of the output and of the gradients of trained tensors."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     size = -(-case.rows // ranks)
-    whole = _mlp_tensors(case, ranks)
-    grad_TD = whole.pop("grad")
+    full = _mlp_tensors(case, ranks)
+    grad_TD = full.pop("grad")
     expected = functional.linear(
-        functional.silu(functional.linear(whole["x"], whole["gate"], whole["gate_bias"]))
-        * functional.linear(whole["x"], whole["up"]),
-        whole["down"],
-        whole["down_bias"],
+        functional.silu(functional.linear(full["x"], full["gate"], full["gate_bias"]))
+        * functional.linear(full["x"], full["up"]),
+        full["down"],
+        full["down_bias"],
     )
     expected.backward(grad_TD)
 
-    def own_slice(rows_TD: Tensor) -> Tensor:
+    def local_slice(rows_TD: Tensor) -> Tensor:
         padded = functional.pad(rows_TD, (0, 0, 0, size * ranks - case.rows))
         return padded[rank * size : (rank + 1) * size]
 
     split = {
-        "x": own_slice,
+        "x": local_slice,
         "gate": lambda w: w.chunk(ranks)[rank],
         "gate_bias": lambda w: w.chunk(ranks)[rank],
         "up": lambda w: w.chunk(ranks)[rank],
         "down": lambda w: w.chunk(ranks, dim=1)[rank],
         "down_bias": lambda w: w,
     }
-    local = {n: split[n](t.detach()).to(case.dtype, copy=True) for n, t in whole.items()}
+    local = {n: split[n](t.detach()).to(case.dtype, copy=True) for n, t in full.items()}
     for name in case.trained:
         local[name].requires_grad_()
     overlap = Overlap(case.backend, dist.group.WORLD.group_name, case.chunks)
     weights, biases = [local["gate"], local["up"]], [local["gate_bias"], None]
     gate_TF, up_TF = gather_linear(local["x"], weights, biases, case.rows, overlap)
     hidden_TF = functional.silu(gate_TF) * up_TF
-    found = linear_scatter(hidden_TF, local["down"], local["down_bias"], size, overlap)
+    output = linear_scatter(hidden_TF, local["down"], local["down_bias"], size, overlap)
     if case.trained:
-        found.backward(own_slice(grad_TD).to(case.dtype))
-    errors = {"output": _relative(found, own_slice(expected), expected)}
+        output.backward(local_slice(grad_TD).to(case.dtype))
+    errors = {"output": _relative(output, local_slice(expected), expected)}
     for name in local.keys() - set(case.trained):
         assert local[name].grad is None, name
     for name in case.trained:
         grad = local[name].grad
-        if name == "down_bias":  # of this rank's rows only
+        if name == "down_bias":  # sums the local tokens only
             dist.all_reduce(grad)
-        errors[name] = _relative(grad, split[name](whole[name].grad), whole[name].grad)
+        errors[name] = _relative(grad, split[name](full[name].grad), full[name].grad)
     return errors
 
 
 def _mlp_tensors(case: Case, ranks: int) -> dict[str, Tensor]:
-    """Random tensors that are exact in the case's dtype."""
+    """Return random tensors that are exact in the dtype of the case."""
     generator = torch.Generator().manual_seed(case.rows)
     width = 4 * ranks
     shapes = {
@@ -187,43 +187,43 @@ def _mlp_tensors(case: Case, ranks: int) -> dict[str, Tensor]:
     return {n: t.to(case.dtype).float().requires_grad_(n != "grad") for n, t in tensors.items()}
 
 
-def _relative(found: Tensor, wanted: Tensor, whole: Tensor) -> float:
-    return (found.float() - wanted).norm().item() / whole.norm().item()
+def _relative(actual: Tensor, expected: Tensor, full: Tensor) -> float:
+    return (actual.float() - expected).norm().item() / full.norm().item()
 
 
 def _choose() -> dict[str, object]:
     group, device = dist.group.WORLD, torch.device("cpu")
-    found: dict[str, object] = {"missing": try_symmetric_memory(group, device)}
-    found["auto"] = choose_backend(group, device)
-    found["collective"] = choose_backend(group, device, "collective")
+    results: dict[str, object] = {"missing": try_symmetric_memory(group, device)}
+    results["auto"] = choose_backend(group, device)
+    results["collective"] = choose_backend(group, device, "collective")
     try:
         choose_backend(group, device, "symmetric_memory")
     except ConfigError as error:
-        found["forced"] = str(error)
+        results["forced"] = str(error)
     layer = build_model(MODEL, FreezeConfig()).llm.layer_sizes()[0]
     overlap = Overlap("ring", group.group_name)
-    found["times_ms"] = time_chunks(overlap, layer, device, torch.float32, tokens=16)
+    results["times_ms"] = time_chunks(overlap, layer, device, torch.float32, tokens=16)
     _use_reference_operators()
-    found["right"] = try_symmetric_memory(group, device)
+    results["right"] = try_symmetric_memory(group, device)
     _use_reference_operators(added=dist.get_rank())
-    found["wrong"] = try_symmetric_memory(group, device)
-    return found
+    results["wrong"] = try_symmetric_memory(group, device)
+    return results
 
 
 def _use_reference_operators(added: int = 0) -> None:
-    """torch's own plain versions of its fused operators, on CPU: only their speed is missing.
+    """Replace the fused operators with the unfused reference operators of torch, which run on CPU.
 
     Args:
-        added: to results, which are wrong then.
+        added: Value that is added to the results, to make them wrong.
     """
     library = torch.library.Library("symm_mem", "IMPL")
-    plain_gather = symmetric_memory._fused_all_gather_matmul_fallback
-    plain_scatter = symmetric_memory._fused_matmul_reduce_scatter_fallback
+    unfused_gather = symmetric_memory._fused_all_gather_matmul_fallback
+    unfused_scatter = symmetric_memory._fused_matmul_reduce_scatter_fallback
     functional_collectives = torch.ops._c10d_functional
 
     def gather_matmul(x, matrices, dim, group, *, return_A=True):
-        whole, products = plain_gather(x, matrices, dim, group, return_A=return_A)
-        return whole, [p + added for p in products]
+        gathered, products = unfused_gather(x, matrices, dim, group, return_A=return_A)
+        return gathered, [p + added for p in products]
 
     def gather(x, group):
         return functional_collectives.all_gather_into_tensor(x, dist.get_world_size(), group)
@@ -234,7 +234,7 @@ def _use_reference_operators(added: int = 0) -> None:
 
     implementations = {
         "fused_all_gather_matmul": gather_matmul,
-        "fused_matmul_reduce_scatter": plain_scatter,
+        "fused_matmul_reduce_scatter": unfused_scatter,
         "_low_contention_all_gather": gather,
         "_low_contention_reduce_scatter": scatter,
     }
@@ -244,36 +244,36 @@ def _use_reference_operators(added: int = 0) -> None:
 
 
 _LIBRARIES: list[torch.library.Library] = []
-"""Implementations live as long as their library."""
+"""References to the libraries, whose operators exist only as long as their library."""
 
 
 def _compile() -> dict[int, dict[str, float]]:
-    """Parameters with a wrong gradient, by length of the sequence."""
+    """Return parameters with a wrong gradient, by sequence length."""
     _start()
     mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
     config = MODEL.model_copy(deep=True)
     config.llm.config["num_hidden_layers"] = 2
-    whole, split = (build_model(config, FreezeConfig()) for _ in range(2))
+    full, split = (build_model(config, FreezeConfig()) for _ in range(2))
     overlap = AsyncStyles(Overlap("ring", mesh.own.tensor.get_group().group_name, 2))
     apply_tensor_parallel(split.llm, mesh.own.tensor, True, overlap)
     apply_activation_checkpoint(split.llm, "selective")
-    for model in (whole, split):
+    for model in (full, split):
         materialize(model, "cpu")
         init_weights(model, seed=1)
     for layer in split.llm.layers:
         assert isinstance(layer.mlp.up_proj.forward, Column)
         layer.compile(fullgraph=True, backend="aot_eager")
-    return {length: _wrong_gradients(whole.llm, split.llm, length) for length in (24, 31)}
+    return {length: _wrong_gradients(full.llm, split.llm, length) for length in (24, 31)}
 
 
-def _wrong_gradients(whole: LlmModule, split: LlmModule, length: int) -> dict[str, float]:
+def _wrong_gradients(full: LlmModule, split: LlmModule, length: int) -> dict[str, float]:
     microbatch = random_microbatch(0, 0, length)
-    for llm in (whole, split):
+    for llm in (full, split):
         llm.zero_grad()
         llm(microbatch, {}).backward()
     errors = {}
     for (name, parameter), reference in zip(
-        split.named_parameters(), whole.parameters(), strict=True
+        split.named_parameters(), full.parameters(), strict=True
     ):
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -1,4 +1,4 @@
-"""Ranks that encode images of each other give the loss and gradients of one process."""
+"""Balanced encoding across ranks gives the loss and gradients of one process."""
 
 from dataclasses import dataclass, replace
 
@@ -17,11 +17,11 @@ from torchmm.recipe.model_section import FreezeConfig
 
 @dataclass(frozen=True)
 class CompositeCase(Case):
-    """A layout of a model with other encoders."""
+    """A layout of a model with different encoders."""
 
     composite: str = ""
     videos: bool = False
-    """Whether all second images are videos of two frames."""
+    """Whether every second image is a video of two frames."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -34,7 +34,7 @@ class CompositeCase(Case):
 
 
 def with_videos(microbatch: Microbatch) -> Microbatch:
-    """Return the microbatch with videos of two frames instead of all second images."""
+    """Return the microbatch with videos of two frames instead of every second image."""
     samples, grids = [], []
     for sample in microbatch.meta.samples:
         images = sample.images
@@ -135,8 +135,8 @@ def _compare_with_wrong_features():
     right, send = FeatureRanks.features, dist.all_to_all_single
     exchanges = 0
 
-    def wrong(self, found, row):
-        return {n: x_KD.roll(4, 0) for n, x_KD in right(self, found, row).items()}
+    def wrong(self, features, row):
+        return {n: x_KD.roll(4, 0) for n, x_KD in right(self, features, row).items()}
 
     def count(*args, **kwargs):
         nonlocal exchanges

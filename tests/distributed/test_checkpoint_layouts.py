@@ -1,7 +1,7 @@
-"""A checkpoint of any layout loads into any other, bit for bit.
+"""A checkpoint of every layout loads into every other layout with bitwise equal values.
 
-One process saves; four ranks load that into every layout and save from each; two ranks load all
-of those and save again; one process loads what they saved.
+One process saves a checkpoint. Four ranks load it into every layout and save one checkpoint per
+layout. Two ranks load all of these and save again. One process loads every saved checkpoint.
 """
 
 import logging
@@ -29,7 +29,7 @@ STEP = 3
 
 
 class Block(nn.Module):
-    """Rows that do not divide by the number of ranks, a frozen layer, a tied weight, a buffer."""
+    """Model with indivisible dimensions, a frozen layer, a tied weight and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def build(seed: int, layout: str = "plain"):
-    """Layouts: plain, fsdp, hsdp (2 x N/2), tp, fsdp_tp (N/2 x 2)."""
+    """Build a model in a layout: plain, fsdp, hsdp (2 x N/2), tp, fsdp_tp (N/2 x 2)."""
     torch.manual_seed(seed)
     model = Block()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -76,8 +76,8 @@ def train(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
-def whole(model, optimizer) -> dict:
-    """Every tensor, gathered."""
+def gather_tensors(model, optimizer) -> dict:
+    """Gather every tensor of the model and the optimizer."""
     values = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -118,30 +118,30 @@ def reference():
 
 
 def reload_everywhere(sources: list[Path], layouts: list[str], target: Path) -> list[Path]:
-    """On N ranks: every source into every layout, then one checkpoint per layout."""
+    """Load every source into every layout and save one checkpoint per layout, on N ranks."""
     dist.init_process_group("gloo")
-    expected = whole(*reference())
+    expected = gather_tensors(*reference())
     saved = []
     for layout in layouts:
         for source in sources:
             model, optimizer, restored = load(source, layout)
-            assert_equal(whole(model, optimizer), expected)
-            assert restored.rng is None, "it was saved by another number of ranks"
+            assert_equal(gather_tensors(model, optimizer), expected)
+            assert restored.rng is None, "the checkpoint has a different number of ranks"
         saved.append(save(target / layout, model, optimizer, asynchronous=layout != "tp"))
-        train(model, optimizer)  # what was loaded can be trained on
+        train(model, optimizer)  # a restored model can be trained
         _, _, restored = load(saved[-1], layout)
         assert restored.rng is not None
     if dist.get_world_size() == 2:
-        refusals(target / "refusals")
+        check_rejections(target / "rejections")
     return saved
 
 
-def refusals(run_dir: Path) -> None:
-    """What one rank finds out reaches all."""
+def check_rejections(run_dir: Path) -> None:
+    """Check that an error on one rank is raised on all ranks."""
     model, optimizer = build(0, "fsdp")
     checkpoints = manager(run_dir)
     state = {"position": dist.get_rank()}
-    expect(lambda: checkpoints.save(1, model, optimizer, state), "differs between ranks")
+    expect_error(lambda: checkpoints.save(1, model, optimizer, state), "differs between ranks")
     checkpoints.save(2, model, optimizer, {})
     path = run_dir / "checkpoints/step-2"
     dist.barrier()
@@ -149,11 +149,11 @@ def refusals(run_dir: Path) -> None:
         file = path / "rank-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    expect(lambda: checkpoints.load(path, model, optimizer), "rank-00001.safetensors has")
+    expect_error(lambda: checkpoints.load(path, model, optimizer), "rank-00001.safetensors has")
     checkpoints.close()
 
 
-def expect(function, message: str) -> None:
+def expect_error(function, message: str) -> None:
     try:
         function()
     except CheckpointError as error:
@@ -162,13 +162,13 @@ def expect(function, message: str) -> None:
     raise AssertionError(f"no error with {message!r}")
 
 
-def test_any_layout_loads_into_any_other(tmp_path):
+def test_checkpoint_loads_into_every_layout(tmp_path):
     first = save(tmp_path / "one", *reference())
     layouts = ["plain", "fsdp", "hsdp", "tp", "fsdp_tp"]
     four = run_distributed(reload_everywhere, 4, [first], layouts, tmp_path / "four")[0]
     layouts = ["fsdp", "tp"]
     two = run_distributed(reload_everywhere, 2, four, layouts, tmp_path / "two")[0]
-    expected = whole(*reference())
+    expected = gather_tensors(*reference())
     for path in [*four, *two]:
         model, optimizer, _ = load(path, "plain")
-        assert_equal(whole(model, optimizer), expected)
+        assert_equal(gather_tensors(model, optimizer), expected)

@@ -1,6 +1,6 @@
-"""Nodes that share no directory: each writes and copies its own files, and all resume the same.
+"""Checkpoints of nodes without a shared directory: each node uploads its files, and all resume.
 
-A rank with a directory of its own stands for a node: nothing else tells where ranks are.
+Each node is simulated by ranks with a separate directory.
 """
 
 import logging
@@ -39,25 +39,25 @@ def train(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
-def whole(model, optimizer) -> list[np.ndarray]:
-    """Every value, gathered."""
+def gather_values(model, optimizer) -> list[np.ndarray]:
+    """Gather all values of the model and the optimizer."""
     values = [p.detach() for p in model.parameters()]
     values += [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     full = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in values]
     return [v.numpy().copy() for v in full]
 
 
-def open_manager(place: Path, nodes: int, run: str = "run", **config) -> CheckpointManager:
-    """Of a run on `nodes` nodes, whose disks are folders of `place`."""
+def open_manager(root: Path, nodes: int, run: str = "run", **config) -> CheckpointManager:
+    """Return the manager of a run on `nodes` nodes, whose disks are folders in `root`."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     node = rank * nodes // ranks
     settings = CheckpointConfig(
-        remote_dir=str(place / "store"),
-        staging_dir=str(place / f"{run}-disk{node}"),
+        remote_dir=str(root / "store"),
+        staging_dir=str(root / f"{run}-disk{node}"),
         **{"async_save": False, **config},
     )
-    run_dir = place / f"{run}-out{node}" / "run"
+    run_dir = root / f"{run}-out{node}" / "run"
     return CheckpointManager(settings, run_dir, logger, {"shard": ranks}, "recipe")
 
 
@@ -67,72 +67,72 @@ def start(ranks: int) -> None:
 
 
 def save(
-    place: Path, ranks: int, nodes: int, steps: list[int], asynchronous: bool = False
+    root: Path, ranks: int, nodes: int, steps: list[int], asynchronous: bool = False
 ) -> list[np.ndarray]:
-    """Trains and saves, each step copied before the next; the last state."""
+    """Train and save, upload each step before the next, and return the last state."""
     start(ranks)
     model, optimizer = build(seed=1)
-    with open_manager(place, nodes, async_save=asynchronous) as manager:
+    with open_manager(root, nodes, async_save=asynchronous) as manager:
         for step in steps:
             train(model, optimizer)
             manager.save(step, model, optimizer, {"position": step})
             manager.wait()
             manager._uploads.wait()
             assert manager.complaint == ""
-    return whole(model, optimizer)
+    return gather_values(model, optimizer)
 
 
-def resume(place: Path, ranks: int, nodes: int, run: str):
-    """Step and state that a start finds."""
+def resume(root: Path, ranks: int, nodes: int, run: str):
+    """Return the step, the loader state and the values that a start restores."""
     start(ranks)
     model, optimizer = build(seed=2)
-    with open_manager(place, nodes, run) as manager:
+    with open_manager(root, nodes, run) as manager:
         restored = manager.resume(model, optimizer)
-    return restored.step, restored.state, whole(model, optimizer), restored.rng is not None
+    return restored.step, restored.state, gather_values(model, optimizer), restored.rng is not None
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return len(a) == len(b) and all(map(np.array_equal, a, b))
 
 
-def committed(place: Path) -> list[str]:
-    return RemoteCheckpoints(f"{place}/store/run", 1.0, logger).committed()
+def committed(root: Path) -> list[str]:
+    return RemoteCheckpoints(f"{root}/store/run", 1.0, logger).committed()
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_what_two_nodes_saved_is_resumed_by_others(tmp_path, asynchronous):
+def test_checkpoint_of_two_nodes_resumes_elsewhere(tmp_path, asynchronous):
     states = run_distributed(save, 2, tmp_path, 2, 2, [1, 2], asynchronous)
     assert equal(*states)
     disks = [{p.name for p in (tmp_path / f"run-disk{n}/run/step-2").iterdir()} for n in (0, 1)]
     assert "rank-00001.safetensors" not in disks[0] and "rank-00000.safetensors" not in disks[1]
     assert "rank-00001.safetensors" in disks[1] and "rank-00000.safetensors" in disks[0]
     for run, nodes in (("run", 2), ("others", 2), ("one", 1)):
-        for step, state, found, has_rng in run_distributed(resume, 2, tmp_path, 2, nodes, run):
+        for step, state, values, has_rng in run_distributed(resume, 2, tmp_path, 2, nodes, run):
             assert (step, state) == (2, {"position": 2}) and has_rng
-            assert equal(found, states[0])
-    step, _, found, has_rng = run_distributed(resume, 1, tmp_path, 1, 1, "single")[0]
-    assert step == 2 and equal(found, states[0]) and not has_rng
+            assert equal(values, states[0])
+    step, _, values, has_rng = run_distributed(resume, 1, tmp_path, 1, 1, "single")[0]
+    assert step == 2 and equal(values, states[0]) and not has_rng
 
 
-def test_all_nodes_take_the_older_one_where_the_newest_is_damaged(tmp_path):
-    older = run_distributed(save, 2, tmp_path, 2, 2, [1, 2])[0]
+def test_damaged_upload_resumes_older_on_all_nodes(tmp_path):
+    newest_values = run_distributed(save, 2, tmp_path, 2, 2, [1, 2])[0]
     newest = tmp_path / "store/run" / committed(tmp_path)[0]
     file = newest / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    found = run_distributed(resume, 2, tmp_path, 2, 2, "others")
-    assert [step for step, *_ in found] == [1, 1]
-    assert equal(found[0][2], found[1][2]) and not equal(found[0][2], older)
+    resumed = run_distributed(resume, 2, tmp_path, 2, 2, "others")
+    assert [step for step, *_ in resumed] == [1, 1]
+    assert equal(resumed[0][2], resumed[1][2]) and not equal(resumed[0][2], newest_values)
 
 
-def save_and_lose_a_copy(place: Path) -> list[str]:
-    """Rank 1's file of step 2 does not get there; that of step 3 does."""
+def save_with_failed_upload(root: Path) -> list[str]:
+    """Save three steps, and fail the upload of step 2 on rank 1."""
     start(2)
     real = RemoteCheckpoints.put
     model, optimizer = build(seed=1)
     complaints = []
-    with open_manager(place, 2, keep_latest=3) as manager:
+    with open_manager(root, 2, keep_latest=3) as manager:
         for step in (1, 2, 3):
             RemoteCheckpoints.put = real
             if step == 2 and dist.get_rank() == 1:
@@ -145,40 +145,40 @@ def save_and_lose_a_copy(place: Path) -> list[str]:
 
 
 def fail(remote: RemoteCheckpoints, folder: str, file: Path) -> int:
-    raise OSError("the cable is out")
+    raise OSError("cable disconnected")
 
 
-def test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made(tmp_path):
-    for complaints in run_distributed(save_and_lose_a_copy, 2, tmp_path):
+def test_failed_upload_skips_checkpoint_on_all_nodes(tmp_path):
+    for complaints in run_distributed(save_with_failed_upload, 2, tmp_path):
         assert complaints[0] == complaints[2] == ""
         assert "step-2 was not uploaded to" in complaints[1]
-        assert "rank 1: the cable is out" in complaints[1]
+        assert "rank 1: cable disconnected" in complaints[1]
     assert [step_of_folder(folder) for folder in committed(tmp_path)] == [3, 1]
 
 
-def sites(place: Path) -> tuple[int, int, bool]:
-    """This rank's in three layouts of directories, the last of which cannot be."""
+def check_directory_groups(root: Path) -> tuple[int, int, bool]:
+    """Return the directory group of this rank for valid directories, and check invalid ones."""
     start(4)
     group = SideGroup.create()
     rank = dist.get_rank()
-    together = Site.find(group, place / "all")
-    assert (together.rank, together.size, together.is_leader) == (rank, 4, rank == 0)
-    apart = Site.find(group, place / f"node{rank // 2}")
+    shared = Site.find(group, root / "all")
+    assert (shared.rank, shared.size, shared.is_leader) == (rank, 4, rank == 0)
+    per_node = Site.find(group, root / f"node{rank // 2}")
     group.gather(None)
-    assert not any(p.name.startswith(".rank") for p in (place / f"node{rank // 2}").iterdir())
-    (place / "file").touch()
+    assert not any(p.name.startswith(".rank") for p in (root / f"node{rank // 2}").iterdir())
+    (root / "file").touch()
     with pytest.raises(ConfigError, match="rank 3 cannot write"):
-        Site.find(group, place / "all" if rank < 3 else place / "file" / "below")
+        Site.find(group, root / "all" if rank < 3 else root / "file" / "below")
     with pytest.raises(CheckpointError, match="of rank 2"):
-        apart.on_leaders(lambda: complain(rank))
-    return apart.rank, apart.size, apart.is_leader
+        per_node.on_leaders(lambda: fail_on_rank_2(rank))
+    return per_node.rank, per_node.size, per_node.is_leader
 
 
-def complain(rank: int) -> None:
+def fail_on_rank_2(rank: int) -> None:
     if rank == 2:
         raise CheckpointError("of rank 2")
 
 
-def test_sites_are_found_by_what_ranks_see(tmp_path):
-    found = run_distributed(sites, 4, tmp_path)
-    assert found == [(0, 2, True), (1, 2, False), (0, 2, True), (1, 2, False)]
+def test_directory_groups_follow_shared_directories(tmp_path):
+    groups = run_distributed(check_directory_groups, 4, tmp_path)
+    assert groups == [(0, 2, True), (1, 2, False), (0, 2, True), (1, 2, False)]

@@ -1,8 +1,8 @@
-"""Encoders in pipelines of their own on the LLM's ranks give the gradients of the single process.
+"""Encoders in separate pipelines on the LLM ranks give the gradients of a single process.
 
-Everything follows from the `[parallel]` section of a recipe; every one of a world is run in one
-launch. Encoder tasks are dealt to replicas on other ranks,
-whose gradients are added up by FSDP2 over all ranks with the same encoder stage.
+Each case is a `[parallel]` section of a recipe. All cases of a world size share one launch. Encoder
+tasks are assigned to replicas on other ranks, and FSDP2 sums their gradients over all ranks with
+the same encoder stage.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ from torchmm.training.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 IMAGES = [2, 2, 3, 0, 5, 1]
-"""In each sequence of the global batch."""
+"""Images in each sequence of the global batch."""
 FREEZES = {
     "nothing": (),
     "tower": ("vision",),
@@ -72,9 +72,16 @@ FREEZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages
-    (None: one for each layer), copies of the sharded encoder and tensor-parallel ranks of the
-    encoder (None: as many as of the LLM), and of the second one (None: as many as of the first)."""
+    """Parallelism degrees and options of a colocated configuration.
+
+    Attributes:
+        pipeline: Pipeline ranks of the LLM.
+        encoder: Pipeline ranks of each encoder pipeline.
+        slices: Segments of encoder stages. If None, one per layer.
+        copies: Replicas of the sharded encoder.
+        split: Tensor-parallel ranks of the first encoder. If None, as for the LLM.
+        second_split: Tensor-parallel ranks of the second encoder. If None, as for the first.
+    """
 
     pipeline: int
     encoder: int
@@ -93,16 +100,16 @@ class Case:
     sequence_parallel: bool = False
     context: int = 1
     tight: bool = False
-    """Whether memory is so short that some encoder tasks have to recompute."""
+    """Whether the memory limit requires some encoder tasks to recompute."""
     composite: str = ""
-    """Its model_type; "": an LLM and `encoders` by hand."""
+    """model_type of a multimodal model. "" means a custom LLM with `encoders` encoders."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The recipe's section."""
-        own = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
-        own["tensor"] = self.split
-        second = {**own, "tensor": self.second_split or self.split}
+        """`[parallel]` section of the recipe."""
+        first = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
+        first["tensor"] = self.split
+        second = {**first, "tensor": self.second_split or self.split}
         return ParallelConfig(
             placement="colocated",
             schedule="optimus",
@@ -112,7 +119,7 @@ class Case:
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
             llm={"context": self.context},
-            **dict.fromkeys(towers_of(self.composite), own),
+            **dict.fromkeys(towers_of(self.composite), first),
             **({"second": second} if self.encoders == 2 else {}),
         )
 
@@ -150,25 +157,25 @@ CASES = {
         Case(4, 4),
         Case(2, 1, shard=2, slices=2),
         Case(2, 2, shard=2),
-        # Ranks that share rows.
+        # Context-parallel ranks.
         Case(2, 1, shard=2, slices=2, context=2, encoders=2),
         Case(2, 2, shard=2, context=2, llm_schedule="zero_bubble"),
         Case(2, 1, shard=2, context=2, copies=4, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, context=2, sequence_parallel=True),
         Case(2, 1, replicate=2, encoders=2),
-        # Reductions of a stage below backwards of the LLM's other one, and of encoders.
+        # Reductions of a stage overlap with backwards of the other LLM stage and of encoders.
         Case(2, 1, shard=2, slices=2, virtual=2),
         Case(2, 2, shard=2, slices=2, virtual=2, encoders=2),
         Case(2, 1, replicate=2, slices=2, virtual=2, copies=1),
         Case(2, 2, shard=2, slices=2, llm_schedule="zero_bubble"),
-        # Copies of the encoder, with and without data parallelism of the LLM: fewer and more.
+        # Fewer or more encoder replicas than LLM replicas, with and without data parallelism.
         Case(2, 1, shard=2, slices=None, copies=4),
         Case(2, 1, replicate=2, copies=1),
         Case(2, 1, replicate=2, copies=4),
         Case(4, 2, copies=2),
         Case(1, 1, replicate=2, tensor=2, split=1, copies=1),
         Case(2, 1, tensor=2),
-        # Encoders split over fewer ranks than the LLM.
+        # Encoders with fewer tensor-parallel ranks than the LLM.
         Case(2, 1, tensor=2, split=1, slices=None),
         Case(2, 2, tensor=2, split=1, slices=2, bubbles="coarse"),
         Case(2, 1, tensor=2, split=1, encoders=2, virtual=2, sequence_parallel=True),
@@ -176,7 +183,7 @@ CASES = {
         Case(2, 2, tensor=2, split=1, freeze="tower", copies=2),
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
-        # Two encoders over different numbers of ranks: as many as the LLM and fewer, both fewer.
+        # Two encoders with different tensor-parallel sizes, at most the size of the LLM.
         Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1),
         Case(2, 2, slices=2, encoders=2, tensor=2, split=1, second_split=2, virtual=2, tight=True),
         Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1),
@@ -207,44 +214,48 @@ CASES = {
     ],
 )
 def test_colocated_encoders_equal_one_process(ranks, part):
-    cases = CASES[ranks][part::3]  # a test has limited time
+    cases = CASES[ranks][part::3]  # each test has a time limit
     outcomes = run_distributed(_compare_all, ranks, cases)
-    for rank, found in enumerate(outcomes):
-        assert len(found) == len(cases)
-        for case, problems, _, _ in found:
+    for rank, results in enumerate(outcomes):
+        assert len(results) == len(cases)
+        for case, problems, _, _ in results:
             assert not problems, (rank, case, problems)
     for index, case in enumerate(cases):
-        ran = [found[index][2] for found in outcomes]
+        forwards = [results[index][2] for results in outcomes]
         if case.encoder == 1:
-            assert all(ran), f"{case}: encoder tasks on each rank: {ran}"
-        beside = [found[index][3] for found in outcomes]
+            assert all(forwards), f"{case}: encoder tasks on each rank: {forwards}"
+        overlapped = [results[index][3] for results in outcomes]
         if case.shard * case.replicate > 1 and case.pipeline > 1 and case.freeze == "nothing":
-            assert any(beside), f"{case}: nothing runs beside reductions"
+            assert any(overlapped), f"{case}: no backward runs after the first reduction"
 
 
 @pytest.mark.slow
-def test_a_reduction_in_front_of_its_last_backward_is_refused():
-    """By validation, and by the runtime where nobody has validated the plan: the first rank to
-    notice stops, and others lose it."""
-    found = run_distributed(_reduce_too_early, 4)
-    assert any("REDUCE_GRAD runs before the backward of Task" in each for each in found), found
-    assert all(found)
+def test_premature_gradient_reduction_is_rejected():
+    """Validation rejects the plan. Without validation, the runtime does.
+
+    The first rank to detect the error stops, and the other ranks lose the connection to it.
+    """
+    results = run_distributed(_run_premature_reduction, 4)
+    assert any("REDUCE_GRAD runs before the backward of Task" in each for each in results), results
+    assert all(results)
 
 
 @pytest.mark.slow
-def test_what_other_mirrors_are_handed_is_noticed():
-    """With two encoders over different numbers of ranks, each of whose groups feeds several of the
-    LLM's mirrors: something else for those that give no gradient back changes the loss."""
-    for found in run_distributed(_hand_over_wrongly, 4):
-        assert any(problem.startswith("loss") for problem in found), found
+def test_wrong_features_of_mirrors_change_loss():
+    """Change features that have no gradient message, between two encoders and the LLM mirrors.
+
+    The encoders have different numbers of ranks, and each group feeds several mirrors of the LLM.
+    """
+    for results in run_distributed(_send_wrong_features, 4):
+        assert any(problem.startswith("loss") for problem in results), results
 
 
 @pytest.mark.slow
-def test_recomputing_from_something_else_is_noticed():
-    """The comparison sees what recomputed encoder tasks do, and only those."""
-    for found in run_distributed(_recompute_wrongly, 2):
-        assert any("vision" in each for each in found), found
-        assert not any("llm" in each for each in found), found
+def test_wrong_recomputation_changes_encoder_gradients():
+    """Wrong inputs of recomputed encoder tasks change the gradients of encoders only."""
+    for results in run_distributed(_recompute_wrongly, 2):
+        assert any("vision" in each for each in results), results
+        assert not any("llm" in each for each in results), results
 
 
 def model_config(encoders: int, composite: str = "") -> ModelConfig:
@@ -255,14 +266,14 @@ def model_config(encoders: int, composite: str = "") -> ModelConfig:
     config.llm.config.update(tie_word_embeddings=False, num_hidden_layers=4)
     vision = config.encoders["vision"]
     assert vision.config is not None
-    vision.config["num_hidden_layers"] = 5  # its last is not used
+    vision.config["num_hidden_layers"] = 5  # the last layer is not used
     if encoders == 2:
         config.encoders["second"] = vision.model_copy(deep=True)
     return config
 
 
 def global_batch(encoders: int, composite: str = "") -> list[Microbatch]:
-    """Every other sequence's images are the second encoder's."""
+    """Return the global batch. Every second sequence has images for the second encoder."""
     batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
     if composite:
         return [with_patches(microbatch, composite) for microbatch in batch]
@@ -283,12 +294,12 @@ def build(case: Case) -> MultimodalModel:
 
 @cache
 def shared_reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    """Computed once for all ranks."""
+    """Compute the reference once for all ranks."""
     return on_first_rank(partial(reference, case))
 
 
 def reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the single process."""
+    """Return the loss and gradients of a single process."""
     model = build(case)
     materialize(model, "cpu")
     init_weights(model, seed=1)
@@ -307,34 +318,34 @@ def reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
 def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     meshes: dict[tuple, ParallelMesh] = {}
-    found = []
+    results = []
     for case in cases:
         key = (*(getattr(case, name) for name in SIZES), case.parallel.mirrors, case.context)
         meshes[key] = meshes.get(key) or build_mesh(case.parallel, CPU)
-        found.append((case, *_compare(case, case.parallel, meshes[key])))
-    return found
+        results.append((case, *_compare(case, case.parallel, meshes[key])))
+    return results
 
 
-def _reduce_too_early() -> str:
+def _run_premature_reduction() -> str:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     case = Case(2, 1, shard=2, slices=2)
     try:
-        _compare(case, case.parallel, build_mesh(case.parallel, CPU), _too_early)
+        _compare(case, case.parallel, build_mesh(case.parallel, CPU), _move_reduction)
     except (ValueError, PeerError) as error:
         return str(error)
     return ""
 
 
-def _hand_over_wrongly() -> list[str]:
+def _send_wrong_features() -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     case = Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1)
     to_all = stage._to_all
 
     def wrong(output: Any, task: Task, graph: StageGraph) -> StageOutput:
-        made = to_all(output, task, graph)
-        carried = map(graph.carries_gradient, graph.outgoing(task))
-        both = zip(made.messages, carried, strict=True)
-        return StageOutput([m if gives else tuple(1.5 * t for t in m) for m, gives in both])
+        original = to_all(output, task, graph)
+        has_gradient = map(graph.carries_gradient, graph.outgoing(task))
+        pairs = zip(original.messages, has_gradient, strict=True)
+        return StageOutput([m if sends else tuple(1.5 * t for t in m) for m, sends in pairs])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "_to_all", wrong)
@@ -353,7 +364,7 @@ def _recompute_wrongly() -> list[str]:
 
 
 def _wrong_checkpoint(forward: Callable, *args: Any, **settings: Any) -> Any:
-    """Runs again from a larger input."""
+    """Recompute with a scaled input."""
     runs = count()
 
     def forward_of(hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
@@ -362,17 +373,17 @@ def _wrong_checkpoint(forward: Callable, *args: Any, **settings: Any) -> Any:
     return checkpoint(forward_of, *args, **settings)
 
 
-def _too_early(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with each rank's first reduction in front of the last backward of its stage."""
+def _move_reduction(plan: PipelinePlan) -> PipelinePlan:
+    """Move the first reduction of each rank in front of the last backward of its stage."""
     programs = []
     for program in plan.actions:
         reduction = next(a for a in program if a.type is ActionType.REDUCE_GRAD)
         rest = [a for a in program if a is not reduction]
         last = max(i for i, a in enumerate(rest) if a.type is ActionType.B and a[1] == reduction[1])
         programs.append((*rest[:last], reduction, *rest[last:]))
-    found = replace(plan, actions=tuple(programs))
-    assert "dependency" in {problem.kind for problem in validate_plan(found).problems}
-    return found
+    moved = replace(plan, actions=tuple(programs))
+    assert "dependency" in {problem.kind for problem in validate_plan(moved).problems}
+    return moved
 
 
 def _compare(
@@ -381,8 +392,12 @@ def _compare(
     mesh: ParallelMesh,
     change: Callable[[PipelinePlan], PipelinePlan] = lambda plan: plan,
 ) -> tuple[list[str], int, int]:
-    """What differs from the single process; how many encoder forwards this rank ran, and how many
-    backwards after its first reduction."""
+    """Compare a step with the single process.
+
+    Returns:
+        Problems, the number of encoder forwards on this rank, and the number of backwards after the
+        first reduction.
+    """
     model = build(case)
     batch = global_batch(case.encoders, case.composite)
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -403,14 +418,14 @@ def _compare(
     counter = CountPeak(held_in_a_step(model, share))
     with counter if case.tight else nullcontext():
         result = pipeline.run(plan, share, loss_scale=1 / targets)
-    alone = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
-    loss, gradients = shared_reference(alone)
-    here = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
-    problems = _loss_problems(here, targets, loss)
+    single_case = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
+    loss, gradients = shared_reference(single_case)
+    local_losses = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
+    problems = _loss_problems(local_losses, targets, loss)
     problems += _gradient_problems(model, gradients, mesh, TOLERANCES.get(case.composite, 1e-5))
-    problems += _losses_problems(pipeline, share, loss * targets, mesh)
+    problems += _validation_problems(pipeline, share, loss * targets, mesh)
     build_optimizer(model, module_of, OptimizerConfig()).step()
-    # The limit counts pixels as bytes, which is what loaders give.
+    # The limit assumes that pixels are bytes, as in batches of the data loader.
     pixels = sum(e.pixels.nbytes - e.pixels.numel() for m in share for e in m.encoders.values())
     problems += _memory_problems(model, plan, tuning, counter.peak_bytes - pixels)
     forwards = [
@@ -426,55 +441,60 @@ def _compare(
 def _memory_problems(
     model: MultimodalModel, plan: PipelinePlan, tuning: LayerTuning | None, peak_bytes: int
 ) -> list[str]:
-    """What is wrong with a plan for short memory, and with what its step has used."""
+    """Return errors in the recomputation of a plan and in the memory use of its step."""
     if tuning is None:
         return ["recomputes"] if plan.recompute else []
     modules = {plan.graph.layout.stages[task.stage].module for task in plan.recompute}
     if not modules or not modules <= tuning.names:
         return [f"recomputes in {modules}"]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return []  # shards have memory of their own
+        return []  # shards use additional memory
     needed = peak_bytes + sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
     limit = tuning.memory_limit_bytes
     return [f"{needed} bytes of {limit}"] if needed > limit else []
 
 
-def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float) -> list[str]:
+def _loss_problems(losses: dict[int, torch.Tensor], targets: int, expected: float) -> list[str]:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, sum(float(loss) for loss in losses.values()))
     loss = sum(by_rank) / targets
-    return [] if abs(loss / wanted - 1) <= 1e-5 else [f"loss {loss}, expected {wanted}"]
+    return [] if abs(loss / expected - 1) <= 1e-5 else [f"loss {loss}, expected {expected}"]
 
 
-def _losses_problems(
-    pipeline: Pipeline, share: list[Microbatch], wanted: float, mesh: ParallelMesh
+def _validation_problems(
+    pipeline: Pipeline, share: list[Microbatch], expected: float, mesh: ParallelMesh
 ) -> list[str]:
-    """Of a step of forwards only, as validation runs it."""
+    """Return the problems of a forward-only step, as in validation."""
     losses = pipeline.losses(share)
-    here = sum(float(loss) for own in losses.values() for loss in own) / mesh.own.sizes.tensor
+    local = (
+        sum(float(loss) for of_microbatch in losses.values() for loss in of_microbatch)
+        / mesh.own.sizes.tensor
+    )
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, here)
-    found = sum(by_rank)
-    return [] if abs(found / wanted - 1) <= 1e-5 else [f"validation: {found}, expected {wanted}"]
+    dist.all_gather_object(by_rank, local)
+    total = sum(by_rank)
+    return (
+        [] if abs(total / expected - 1) <= 1e-5 else [f"validation: {total}, expected {expected}"]
+    )
 
 
 def _gradient_problems(
-    model: MultimodalModel, wanted: dict[str, torch.Tensor], mesh: ParallelMesh, tolerance: float
+    model: MultimodalModel, expected: dict[str, torch.Tensor], mesh: ParallelMesh, tolerance: float
 ) -> list[str]:
-    whole = torch.stack([g.norm() for g in wanted.values()]).norm().item()
+    total_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
     problems = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         grad = parameter.grad
-        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        size = wanted[name].norm().item()
-        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
-        scale = size if size > 1e-6 * whole else whole
-        error = (found - wanted[name]).norm().item() / scale
+        actual = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        size = expected[name].norm().item()
+        # Gradients of key biases are zero except for rounding: use the norm of all gradients.
+        scale = size if size > 1e-6 * total_norm else total_norm
+        error = (actual - expected[name]).norm().item() / scale
         if not error <= tolerance:
             problems.append(f"{name} is off by {error}")
     norm = global_grad_norm(group_by_replicas(model), mesh).item()
-    if abs(norm / whole - 1) > 1e-5:
-        problems.append(f"gradient norm {norm}, expected {whole}")
+    if abs(norm / total_norm - 1) > 1e-5:
+        problems.append(f"gradient norm {norm}, expected {total_norm}")
     return problems

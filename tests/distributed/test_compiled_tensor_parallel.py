@@ -1,4 +1,4 @@
-"""Compiled layers under tensor parallelism: sequences of other lengths, and equal gradients."""
+"""Compiled layers with tensor parallelism: gradients are correct for varying sequence lengths."""
 
 from typing import Any
 
@@ -21,26 +21,26 @@ from torchmm.recipe.model_section import AdapterConfig, FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 
 LENGTHS = (24, 31)
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"sequence_parallel": False, "method": None},
     "sequence parallel, DoRA": {"sequence_parallel": True, "method": "dora"},
 }
 
 
 @pytest.mark.slow
-def test_compiled_layers_of_changing_lengths_equal_the_whole_model():
-    """Under torch's own styles for linears the compiler's trace of backward never ends (2.13)."""
-    for found in run_distributed(_compile_all, 2):
-        for way, (errors, graphs) in found.items():
-            assert errors == {length: {} for length in LENGTHS}, way
-            # Lengths that the ranks do not divide are padded: a graph of their own.
-            assert graphs == (2 if WAYS[way]["sequence_parallel"] else 1), way
+def test_compiled_layers_equal_unsharded_for_varying_lengths():
+    """Compile with the styles of torchmm: those of torch 2.13 never finish tracing backward."""
+    for results in run_distributed(_compile_all, 2):
+        for variant, (errors, graphs) in results.items():
+            assert errors == {length: {} for length in LENGTHS}, variant
+            # Sequence lengths that the ranks do not divide are padded, which is a separate graph.
+            assert graphs == (2 if VARIANTS[variant]["sequence_parallel"] else 1), variant
 
 
 def _compile_all() -> dict[str, tuple[dict[int, dict[str, float]], int]]:
-    """Parameters with a wrong gradient, by length of the sequence; and graphs."""
+    """Return parameters with a wrong gradient by sequence length, and the number of graphs."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
-    return {way: _compile(**settings) for way, settings in WAYS.items()}
+    return {variant: _compile(**settings) for variant, settings in VARIANTS.items()}
 
 
 def _compile(
@@ -51,11 +51,11 @@ def _compile(
     config.llm.config["num_hidden_layers"] = 1
     section = {"modules": ["llm"], "rank": 3, "method": method}
     adapters = {"a": AdapterConfig.model_validate(section)} if method else {}
-    whole, split = (build_model(config, FreezeConfig(), adapters=adapters) for _ in range(2))
-    apply_tensor_parallel(split.llm, mesh.own.tensor, sequence_parallel)
+    full, sharded = (build_model(config, FreezeConfig(), adapters=adapters) for _ in range(2))
+    apply_tensor_parallel(sharded.llm, mesh.own.tensor, sequence_parallel)
     compilation = Compilation("aot_eager")
-    apply_activation_checkpoint(split.llm, "selective", compilation)
-    for model in (whole, split):
+    apply_activation_checkpoint(sharded.llm, "selective", compilation)
+    for model in (full, sharded):
         materialize(model, "cpu")
         init_weights(model, seed=1)
         for name, parameter in model.named_parameters():
@@ -63,18 +63,18 @@ def _compile(
                 copy_slice(
                     parameter, torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape)
                 )
-    errors = {length: _wrong_gradients(whole.llm, split.llm, length) for length in LENGTHS}
+    errors = {length: _wrong_gradients(full.llm, sharded.llm, length) for length in LENGTHS}
     return errors, len(compilation.new_graphs())
 
 
-def _wrong_gradients(whole: LlmModule, split: LlmModule, length: int) -> dict[str, float]:
+def _wrong_gradients(full: LlmModule, sharded: LlmModule, length: int) -> dict[str, float]:
     microbatch = random_microbatch(0, 0, length)
-    for llm in (whole, split):
+    for llm in (full, sharded):
         llm.zero_grad()
         llm(microbatch, {}).backward()
     errors = {}
     for (name, parameter), reference in zip(
-        split.named_parameters(), whole.parameters(), strict=True
+        sharded.named_parameters(), full.parameters(), strict=True
     ):
         if not parameter.requires_grad:
             continue

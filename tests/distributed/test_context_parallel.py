@@ -1,4 +1,4 @@
-"""Ranks that share the rows of the LLM give the loss and the gradients of one process."""
+"""Context-parallel ranks of the LLM give the loss and the gradients of one process."""
 
 from dataclasses import replace
 from math import prod
@@ -37,16 +37,16 @@ from torchmm.training.pipeline import Pipeline, plan_layout
 TWO, FOUR = {"llm": {"context": 2}}, {"llm": {"context": 4}}
 EXPERTS = {**TWO, "expert": 2}
 PP2 = {**TWO, "pipeline": 2}
-ONE_BY_ONE = {"vision": {"sub_microbatch_images": 1}}
+SINGLE_IMAGES = {"vision": {"sub_microbatch_images": 1}}
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
-CUT_GROUPS = {
+SPLIT_GROUPS = {
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 9,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
 }
-"""One of two ranks has three heads of one group, and one of the next."""
+"""With two ranks, one rank has three heads of one group and one head of the next group."""
 LONGROPE = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4},
     "original_max_position_embeddings": 7,
@@ -54,7 +54,7 @@ LONGROPE = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
-"""Samples of a packed sequence are shorter and longer than 7 tokens, see `random_microbatch`."""
+"""Samples of a packed sequence are shorter or longer than 7 tokens (`random_microbatch`)."""
 DELTA, CONVOLUTION = "cp2, delta nets", "cp2, short convolutions"
 ROTARY = "cp2, longrope"
 CASES_OF_2 = [
@@ -79,7 +79,7 @@ CASES_OF_2 = [
         tokens=65,
         recompute="full",
         llm="qwen3_5_text",
-        llm_config=CUT_GROUPS,
+        llm_config=SPLIT_GROUPS,
         pipeline=TWO,
     ),
     Case(
@@ -102,7 +102,7 @@ CASES_OF_4 = [
     Case("cp2 x tp2, experts", 1, 2, 2, True, "full", llm="qwen3_moe", pipeline=TWO),
     Case("cp2 x pp2", shard=2, pipeline=PP2),
     Case("cp2 x pp2, longrope", shard=2, llm="phi3", llm_config=LONGROPE, pipeline=PP2),
-    Case("cp2 x pp2, image by image", shard=2, pipeline={**PP2, **ONE_BY_ONE}),
+    Case("cp2 x pp2, image by image", shard=2, pipeline={**PP2, **SINGLE_IMAGES}),
     Case("cp2 x pp2, zero bubble", shard=2, pipeline={**PP2, "schedule": "zero_bubble"}),
     Case(
         "cp2 x pp2, 1f1b, LLM frozen", 1, 2, freeze=("llm",), pipeline={**PP2, "schedule": "1f1b"}
@@ -136,7 +136,7 @@ CASES_OF_4 = [
         pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
     ],
 )
-def test_shared_rows_equal_single_process(ranks, cases):
+def test_context_parallel_equals_single_process(ranks, cases):
     for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
         for name, loss_error, norm_error, gradient_errors in outcomes:
             assert loss_error <= 1e-5, (name, loss_error)
@@ -144,8 +144,8 @@ def test_shared_rows_equal_single_process(ranks, cases):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_layers_that_see_slices_alone_are_found():
-    """Segments end where slices do; nothing else is wrong."""
+def test_missing_exchange_changes_gradients():
+    """Run every layer on its local slice only, so that segments end at slices."""
     linears = ("self_attn.q_proj", "linear_attn.in_proj_qkv", "conv.in_proj")
     for outcomes in run_distributed(_compare_without_exchange, 2):
         for linear, (_, loss_error, _, gradient_errors) in zip(linears, outcomes, strict=True):
@@ -156,27 +156,25 @@ def test_layers_that_see_slices_alone_are_found():
 def _compare_without_exchange():
     class SlicesAlone(Segments):
         @classmethod
-        def from_starts(
-            cls, cu_seqlens, device, blocks_T, blocks_in_windows_only, head_exchange, cache=None
-        ):
-            if head_exchange is not None:  # the reference has whole rows
-                own = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
-                inside = [start - own.start for start in cu_seqlens if start in own]
-                cu_seqlens = sorted({0, *inside, len(own)})
-            return Segments.from_starts(cu_seqlens, device, blocks_T, blocks_in_windows_only)
+        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads, cache=None):
+            if row_heads is not None:  # not in the reference, which has full sequences
+                local = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
+                inside = [start - local.start for start in cu_seqlens if start in local]
+                cu_seqlens = sorted({0, *inside, len(local)})
+            return Segments.from_starts(cu_seqlens, device, blocks_T, only_windows)
 
     llm.Segments = SlicesAlone
     names = (CASES_OF_2[0].name, DELTA, CONVOLUTION)
     return compare_all([case for case in CASES_OF_2 if case.name in names])
 
 
-def test_frequencies_of_other_samples_are_found():
+def test_wrong_rotary_frequencies_change_gradients():
     for [(_, _, _, gradient_errors)] in run_distributed(_compare_with_other_lengths, 2):
         assert "llm.backbone.model.layers.0.self_attn.qkv_proj.weight" in gradient_errors
 
 
 def _compare_with_other_lengths():
-    def rolled(text_model, lengths_T):  # in slices, not in the reference
+    def rolled(text_model, lengths_T):  # wrong for slices, unchanged in the reference
         is_slice = len(lengths_T) < 64
         return sample_frequencies(text_model, lengths_T.roll(9) if is_slice else lengths_T)
 
@@ -184,24 +182,24 @@ def _compare_with_other_lengths():
     return compare_all([case for case in CASES_OF_2 if case.name == ROTARY])
 
 
-def test_filters_of_other_channels_are_found():
+def test_wrong_convolution_filters_change_gradients():
     for outcomes in run_distributed(_compare_with_other_filters, 2):
         for _, _, _, gradient_errors in outcomes:
             assert any("conv" in name for name in gradient_errors)
 
 
 def _compare_with_other_filters():
-    right = ContextHeads.select_local_heads
+    original = ContextHeads.own_heads
 
     def first_heads(self, values, heads):
-        own = right(self, values, heads)
-        return values[: len(own)] if values.ndim > 1 else own
+        local = original(self, values, heads)
+        return values[: len(local)] if values.ndim > 1 else local
 
     ContextHeads.select_local_heads = first_heads
     return compare_all([case for case in CASES_OF_2 if case.name in (DELTA, CONVOLUTION)])
 
 
-def test_gradients_that_stay_with_the_token_are_found():
+def test_missing_feature_gradients_change_encoder():
     for [(_, loss_error, _, gradient_errors)] in run_distributed(_compare_without_return, 2):
         assert loss_error <= 1e-5
         assert any("encoders.vision" in name for name in gradient_errors)
@@ -209,12 +207,12 @@ def test_gradients_that_stay_with_the_token_are_found():
 
 
 def _compare_without_return():
-    sent = ContextRanks.features
+    original = ContextRanks.features
 
-    def without_return(self, found, row):
-        zero = sum(found_KD[:0].sum() for found_KD in found.values())
-        detached = {name: found_KD.detach() for name, found_KD in found.items()}
-        return {name: x_KD + zero for name, x_KD in sent(self, detached, row).items()}
+    def without_return(self, features, row):
+        zero = sum(found_KD[:0].sum() for found_KD in features.values())
+        detached = {name: found_KD.detach() for name, found_KD in features.items()}
+        return {name: x_KD + zero for name, x_KD in original(self, detached, row).items()}
 
     ContextRanks.features = without_return
     return compare_all(CASES_OF_2[:1])
@@ -226,7 +224,7 @@ FAMILIES = [*LLMS, *COMPOSITES]
 @proves("context", LLMS)
 @proves("context", COMPOSITES)
 @pytest.mark.campaign
-def test_every_family_equals_the_whole():
+def test_context_parallel_families_equal_single_process():
     for outcomes in zip(*run_distributed(_compare_families, 2, FAMILIES), strict=True):
         for family, errors in outcomes:
             assert errors == {}, (family, errors)
@@ -238,8 +236,11 @@ def _compare_families(families: list[str]) -> list[tuple[str, dict[str, float]]]
 
 
 def _compare(case: Family) -> dict[str, float]:
-    """Loss and gradients that differ by more than rounding: 1e-5, relative, for most."""
-    whole, shared = build(case.model_config()), build_model(case.model_config(), FreezeConfig())
+    """Return errors of the loss and the gradients that exceed the tolerance.
+
+    The tolerance is 1e-5 (relative) for most parameters.
+    """
+    full, shared = build(case.model_config()), build_model(case.model_config(), FreezeConfig())
     assert context_problems(shared.llm, 2, 1) == []
     config = ParallelConfig(shard=2, **TWO)
     mesh = mesh_for(config)
@@ -250,28 +251,28 @@ def _compare(case: Family) -> dict[str, float]:
     apply_context_parallel(shared, mesh.own.context)
     materialize(shared, "cpu")
     init_weights(shared, seed=0)
-    weights = whole.state_dict()
-    for name, tensor in shared.state_dict(keep_vars=True).items():  # persistent buffers too
+    weights = full.state_dict()
+    for name, tensor in shared.state_dict(keep_vars=True).items():  # including persistent buffers
         copy_slice(tensor, weights[name])
-    loss = whole(batch)
+    loss = full(batch)
     loss.backward()
     pipeline = Pipeline(shared, stages, layout, descriptions, config, mesh, torch.float32)
-    own = pipeline.run(pipeline.plan_training([batch]), [batch]).losses_of("llm")[0]
-    dist.all_reduce(own)
-    errors = {"loss": abs(own.item() / loss.item() - 1)}
-    gradients = {n: p.grad for n, p in whole.named_parameters() if p.requires_grad}
+    loss_sum = pipeline.run(pipeline.plan_training([batch]), [batch]).losses_of("llm")[0]
+    dist.all_reduce(loss_sum)
+    errors = {"loss": abs(loss_sum.item() / loss.item() - 1)}
+    gradients = {n: p.grad for n, p in full.named_parameters() if p.requires_grad}
     scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
     for name, expected in gradients.items():
-        found = shared.get_parameter(name).grad
-        dist.all_reduce(found)
+        grad = shared.get_parameter(name).grad
+        dist.all_reduce(grad)
         size = expected.norm().item()
-        # Zero but for rounding (a key's bias): against the whole gradient.
-        errors[name] = (found - expected).norm().item() / (size if size > 1e-6 * scale else scale)
+        # Gradients of key biases are zero except for rounding: use the norm of all gradients.
+        errors[name] = (grad - expected).norm().item() / (size if size > 1e-6 * scale else scale)
     return {name: error for name, error in errors.items() if not error <= gradient_limit(name)}
 
 
 def _with_images_in_meta(batch: Microbatch) -> Microbatch:
-    """What planning reads; where tokens are it does not say."""
+    """Add the image metadata that planning reads, without token positions."""
     images = [
         ImageMeta(0, 0, prod(grid), 1, encoder=name)
         for name, inputs in batch.encoders.items()

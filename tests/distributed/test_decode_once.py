@@ -1,5 +1,7 @@
-"""Ranks that work on the same samples decode each image once, and what one of them finds torn is
-blank on all: losses, norms of gradients and counts are those of one process."""
+"""Ranks that share samples decode each image once and agree on corrupt samples.
+
+Losses, gradient norms and image counts are equal to those of one process.
+"""
 
 import json
 import os
@@ -24,15 +26,15 @@ from torchmm.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-DRAWS = {"model__generator__config": GENERATOR}
+GENERATES = {"model__generator__config": GENERATOR}
 COLOCATED = {"parallel__placement": "colocated", "parallel__schedule": "optimus"}
-APART = {"parallel__placement": "disaggregated"}
+DISAGGREGATED = {"parallel__placement": "disaggregated"}
 LAYOUTS = {
     2: {
-        "fsdp2": {"parallel__shard": 2, **DRAWS},
-        "fsdp2, balanced": {"parallel__shard": 2, "data__balance": "images", **DRAWS},
-        "pp2": {"parallel__pipeline": 2, **DRAWS},
-        "tp2": {"parallel__tensor": 2, **DRAWS},
+        "fsdp2": {"parallel__shard": 2, **GENERATES},
+        "fsdp2, balanced": {"parallel__shard": 2, "data__balance": "images", **GENERATES},
+        "pp2": {"parallel__pipeline": 2, **GENERATES},
+        "tp2": {"parallel__tensor": 2, **GENERATES},
         "cp2": {"parallel__llm__context": 2, "parallel__shard": 2},
     },
     4: {
@@ -40,40 +42,47 @@ LAYOUTS = {
             "parallel__shard": 2,
             "parallel__tensor": 2,
             "data__balance": "images",
-            **DRAWS,
+            **GENERATES,
         },
-        "pp2 x tp2": {"parallel__pipeline": 2, "parallel__tensor": 2, **DRAWS},
+        "pp2 x tp2": {"parallel__pipeline": 2, "parallel__tensor": 2, **GENERATES},
         "cp2 x tp2": {"parallel__llm__context": 2, "parallel__shard": 2, "parallel__tensor": 2},
         "colocated": {"parallel__pipeline": 2, "parallel__tensor": 2, **COLOCATED},
-        "colocated, encoder whole": {
+        "colocated, encoder unsharded": {
             "parallel__pipeline": 2,
             "parallel__tensor": 2,
             "parallel__vision__tensor": 1,
             "parallel__vision__sub_microbatch_images": 1,
             **COLOCATED,
         },
-        "apart": {
+        "disaggregated": {
             "parallel__vision__shard": 2,
             "parallel__vision__sub_microbatch_images": 1,
-            **APART,
-            **DRAWS,
+            **DISAGGREGATED,
+            **GENERATES,
         },
-        "apart, encoder split": {"parallel__vision__tensor": 2, **APART, **DRAWS},
+        "disaggregated, encoder split": {
+            "parallel__vision__tensor": 2,
+            **DISAGGREGATED,
+            **GENERATES,
+        },
     },
 }
 
 
-def picture(number: int) -> Image.Image:
+def noise_image(number: int) -> Image.Image:
     noise = np.random.default_rng(number).integers(0, 255, (40, 24 + 4 * (number % 5), 3))
     return Image.fromarray(noise.astype(np.uint8))
 
 
 def write_data(directory: Path) -> None:
-    """Captions of one picture, documents of two, and pictures to be drawn; one of the first and
-    one of the last are torn behind a whole header."""
+    """Write captions of one image, documents of two images, and target images.
+
+    One source image and one target image are corrupt: their headers are complete, but the data are
+    truncated.
+    """
     directory.mkdir()
     for number in range(24):
-        picture(number).save(directory / f"{number}.png")
+        noise_image(number).save(directory / f"{number}.png")
     for number in (4, 17):
         file = directory / f"{number}.png"
         file.write_bytes(file.read_bytes()[:-900])
@@ -82,8 +91,8 @@ def write_data(directory: Path) -> None:
         {"images": [f"{n}.png", None, f"{n + 1}.png"], "texts": [None, f"after {n} comes", None]}
         for n in range(8, 14)
     ]
-    drawn = [{"image": f"{n}.png", "text": f"draw number {n}"} for n in range(14, 24)]
-    for name, rows in (("read", read), ("drawn", drawn)):
+    targets = [{"image": f"{n}.png", "text": f"draw number {n}"} for n in range(14, 24)]
+    for name, rows in (("read", read), ("drawn", targets)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(text)
 
@@ -97,14 +106,14 @@ def data(tmp_path_factory) -> Path:
 
 def changes_of(layout: dict[str, object], data: Path) -> dict[str, object]:
     read = f'{{path="{data}/read.jsonl"}}'
-    drawn = f'{{path="{data}/drawn.jsonl", target_image_column="image"}}'
-    every = [read, drawn] if "model__generator__config" in layout else [read]
+    targets = f'{{path="{data}/drawn.jsonl", target_image_column="image"}}'
+    sources = [read, targets] if "model__generator__config" in layout else [read]
     return {
         "training__steps": STEPS,
         "training__global_batch_size": 4,
         "training__sequence_length": 64,
-        "data__sources": f"[{','.join(every)}]",
-        "data__validation": f"[{','.join(every)}]",
+        "data__sources": f"[{','.join(sources)}]",
+        "data__validation": f"[{','.join(sources)}]",
         "validation__interval": STEPS,
         "validation__batches": 2,
         "validation__num_samples": 1,
@@ -118,16 +127,16 @@ def changes_of(layout: dict[str, object], data: Path) -> dict[str, object]:
 def train_all(
     layouts: dict[str, dict], data: Path, tokenizer: Path, root: Path, alone: str = ""
 ) -> dict[str, list[dict]]:
-    """Records of runs by layout.
+    """Train all layouts and return their records.
 
     Args:
-        alone: "torn": ranks do not tell each other what they could not decode.
+        alone: "corrupt" disables the exchange of corrupt samples between ranks.
     """
     ranks = int(os.environ["WORLD_SIZE"])
     if alone:
         for module in (agreement, validation):
-            module.gather_corrupt_samples = lambda own, mesh, **_: own
-    found = {}
+            module.gather_corrupt_samples = lambda samples, mesh, **_: samples
+    by_layout = {}
     for name, layout in layouts.items():
         run_dir = root / f"{name}{alone}-{ranks}".replace(" ", "-").replace(",", "")
         recipe = tiny_recipe(run_dir, tokenizer, ranks, **changes_of(layout, data))
@@ -140,35 +149,35 @@ def train_all(
             parts = build_run(run, run_dir, torch.device("cpu"), model, words, cut)
             Trainer(parts, stop).run()
         torch.distributed.barrier()
-        found[name] = records(run_dir)
-    return found
+        by_layout[name] = records(run_dir)
+    return by_layout
 
 
 @pytest.fixture(scope="module")
 def one_process(data, real_data, tmp_path_factory) -> dict[bool, list[dict]]:
-    """With what is drawn, and without."""
-    layouts = {"drawn": DRAWS, "read": {}}
+    """Return the records of one process, with and without target images."""
+    layouts = {"drawn": GENERATES, "read": {}}
     root = tmp_path_factory.mktemp("one")
-    [found] = run_distributed(train_all, 1, layouts, data, real_data, root)
-    return {True: found["drawn"], False: found["read"]}
+    [by_layout] = run_distributed(train_all, 1, layouts, data, real_data, root)
+    return {True: by_layout["drawn"], False: by_layout["read"]}
 
 
-def of_one(one_process: dict[bool, list[dict]], layout: dict) -> list[dict]:
+def single_process_records(one_process: dict[bool, list[dict]], layout: dict) -> list[dict]:
     return one_process["model__generator__config" in layout]
 
 
 def images(record: dict) -> int:
-    """That the samples of a step have, read and drawn."""
+    """Return the number of images in the samples of a step, including target images."""
     per_s = record["media_per_s"] + (record["generated_images_per_s"] or 0.0)
     return round(per_s * record["step_ms"] / 1e3)
 
 
-def test_one_process_decodes_all_but_what_is_torn(one_process):
-    for found in one_process.values():
-        missing = [images(record) - record["decoded_media"] for record in found]
+def test_one_process_decodes_all_valid_images(one_process):
+    for steps in one_process.values():
+        missing = [images(record) - record["decoded_media"] for record in steps]
         assert sum(missing) > 0 and min(missing) >= 0
-        assert found[-1]["skipped_samples"] > 0
-        assert all(record["data_read_bytes"] > 0 for record in found)
+        assert steps[-1]["skipped_samples"] > 0
+        assert all(record["data_read_bytes"] > 0 for record in steps)
 
 
 @pytest.mark.parametrize(
@@ -176,22 +185,29 @@ def test_one_process_decodes_all_but_what_is_torn(one_process):
 )
 def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tmp_path):
     layouts = LAYOUTS[ranks]
-    every = run_distributed(train_all, ranks, layouts, data, real_data, tmp_path)[0]
-    for name, found in every.items():
-        for one, other in zip(of_one(one_process, layouts[name]), found, strict=True):
+    by_layout = run_distributed(train_all, ranks, layouts, data, real_data, tmp_path)[0]
+    for name, actual in by_layout.items():
+        for one, other in zip(
+            single_process_records(one_process, layouts[name]), actual, strict=True
+        ):
             for key in ("loss", "grad_norm", "validation_loss"):
                 assert other[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), (name, key)
             assert other["decoded_media"] == one["decoded_media"], (name, one["step"])
-            # Each data-parallel rank counts a torn sample when it meets it first, in any epoch.
-            more = name.startswith("fsdp2") and other["skipped_samples"] > one["skipped_samples"]
-            assert more or other["skipped_samples"] == one["skipped_samples"], (name, one["step"])
+            # Each data-parallel rank counts a corrupt sample once, when it first reads it.
+            counted_twice = (
+                name.startswith("fsdp2") and other["skipped_samples"] > one["skipped_samples"]
+            )
+            assert counted_twice or other["skipped_samples"] == one["skipped_samples"], (
+                name,
+                one["step"],
+            )
             assert images(other) == images(one)
             assert (other["image_imbalance"] or 0.0) >= ("balanced" in name), (name, other)
 
 
-def test_what_only_one_rank_knows_to_be_torn_is_found(data, real_data, one_process, tmp_path):
+def test_unshared_corrupt_samples_change_losses(data, real_data, one_process, tmp_path):
     layouts = {name: LAYOUTS[2][name] for name in ("pp2", "fsdp2, balanced")}
-    every = run_distributed(train_all, 2, layouts, data, real_data, tmp_path, "torn")[0]
-    for name, found in every.items():
-        pairs = zip(of_one(one_process, layouts[name]), found, strict=True)
+    by_layout = run_distributed(train_all, 2, layouts, data, real_data, tmp_path, "corrupt")[0]
+    for name, actual in by_layout.items():
+        pairs = zip(single_process_records(one_process, layouts[name]), actual, strict=True)
         assert any(abs(a["loss"] / b["loss"] - 1) > 1e-4 for a, b in pairs), name

@@ -1,7 +1,7 @@
-"""Modules on ranks of their own give the losses and gradients of the single process.
+"""Disaggregated modules give the losses and gradients of a single process.
 
-Encoder, LLM and generator have data-, tensor- and pipeline-parallel sizes of their own, which need
-not divide each other. Steps have microbatches with no, one or several images.
+The data-, tensor- and pipeline-parallel degrees of encoder, LLM and generator differ and need not
+divide each other. Microbatches have no, one or several images.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,8 +50,8 @@ from torchmm.training.validation import held_out_losses
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}
 IMAGES = [2, 0, 3, 0, 5, 1, 1, 4]
-"""To be read, in each sequence of the global batch."""
-DRAWN = [0, 2, 1, 0, 3, 0, 1, 1]
+"""Input images in each sequence of the global batch."""
+TARGET_IMAGES = [0, 2, 1, 0, 3, 0, 1, 1]
 CONNECTORS = ("vision", "llm", "generator")
 FREEZES = {
     "nothing": (),
@@ -63,7 +63,10 @@ FREEZES = {
 }
 PASSES = {"nothing": 3, "tower": 3, "all but connectors": 3, "all but the encoder": 3,
           "all but the LLM": 2, "all but the generator": 1}  # fmt: skip
-"""Modules with backwards, counted from the end: what lies before all that is trained has none."""
+"""Number of modules with backward passes, counted from the last module.
+
+Modules before the first trained module have no backward pass.
+"""
 
 
 def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1) -> MeshSizes:
@@ -72,25 +75,25 @@ def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1)
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the modules, and what else may differ."""
+    """Parallelism degrees of the modules, and other options."""
 
     encoder: MeshSizes
-    """Of the first tower."""
+    """Degrees of the first encoder."""
     llm: MeshSizes
     generator: MeshSizes | None = None
     schedule: str = "1f1b"
     freeze: str = "nothing"
     parallel: dict = field(default_factory=dict, hash=False)
     composite: str = ""
-    """Its model_type; "": an LLM behind CLIP."""
+    """model_type of a multimodal model. "" means an LLM with CLIP."""
     audio: MeshSizes | None = None
-    """Of the tower for sounds beside it."""
+    """Degrees of the audio encoder."""
     latents: str = ""
-    """ "mean" or "sampled": those of an autoencoder are drawn, not pixels."""
+    """"mean" or "sampled" for latents of an autoencoder. "" means pixels."""
 
     @property
-    def draws(self) -> str:
-        """What; "": nothing is."""
+    def generates(self) -> str:
+        """Kind of the generated values. "" means that the model has no generator."""
         return (self.latents or "pixels") if self.generator is not None else ""
 
     @property
@@ -134,7 +137,7 @@ CASES = {
         *(Case(DP2, ONE, composite=name) for name in SINGLE),
     ],
     "4": [
-        Case(DP2, DP2),  # two replica groups, as the next
+        Case(DP2, DP2),  # two replica groups, as in the next case
         Case(DP2, unit(replicate=2), schedule="separated", freeze="tower"),
         *(Case(ONE, PP2, audio=ONE, composite=name) for name in OMNI),
         *(Case(ONE, ONE, audio=DP2, composite=name, schedule="zero_bubble") for name in OMNI),
@@ -155,57 +158,57 @@ CASES = {
         Case(ONE, DP2, TP2, freeze="all but the LLM"),
     ],
 }
-"""By number of ranks, perhaps with more words."""
+"""Cases by number of ranks, with an optional suffix."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
-def test_modules_apart_equal_one_process(ranks):
+def test_disaggregation_equals_one_process(ranks):
     pytest.importorskip("diffusers")
     outcomes = run_distributed(compare_all, int(ranks[0]), ranks)
-    for rank, found in enumerate(outcomes):
-        assert len(found) == len(CASES[ranks])
-        for case, problems in found:
+    for rank, results in enumerate(outcomes):
+        assert len(results) == len(CASES[ranks])
+        for case, problems in results:
             assert not problems, (rank, case, problems)
 
 
-def a_model(draws: str, freeze: str, composite: str = "") -> MultimodalModel:
+def a_model(generates: str, freeze: str, composite: str = "") -> MultimodalModel:
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(num_hidden_layers=4)
     if composite:
         return build_model(composite_model(composite, 4, 4, tied=True), FreezeConfig())
-    frozen = [n for n in FREEZES[freeze] if draws or not n.startswith("generator")]
-    if draws:
-        drawing = a_generator(GENERATOR, latents_of(draws))
-        config = config.model_copy(update={"generator": drawing})
+    frozen = [n for n in FREEZES[freeze] if generates or not n.startswith("generator")]
+    if generates:
+        generator_config = a_generator(GENERATOR, latents_of(generates))
+        config = config.model_copy(update={"generator": generator_config})
     return build_model(config, FreezeConfig(modules=frozen))
 
 
-def latents_of(draws: str) -> str:
-    return "" if draws == "pixels" else draws
+def latents_of(generates: str) -> str:
+    return "" if generates == "pixels" else generates
 
 
-def a_batch(draws: str, composite: str = "") -> list[Microbatch]:
+def a_batch(generates: str, composite: str = "") -> list[Microbatch]:
     lengths = (64, 72, 80)
     if composite:
-        return [with_patches(microbatch, composite) for microbatch in a_batch(draws)]
-    if not draws:
+        return [with_patches(microbatch, composite) for microbatch in a_batch(generates)]
+    if not generates:
         return [random_microbatch(seed, n, lengths[seed % 3]) for seed, n in enumerate(IMAGES)]
-    pairs = zip(IMAGES, DRAWN, strict=True)
+    pairs = zip(IMAGES, TARGET_IMAGES, strict=True)
     return [
-        a_microbatch(i, read, drawn, lengths[i % 3], latents_of(draws))
-        for i, (read, drawn) in enumerate(pairs)
+        a_microbatch(i, read, generated, lengths[i % 3], latents_of(generates))
+        for i, (read, generated) in enumerate(pairs)
     ]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A step of the single process."""
+    """Losses, gradients and a generated image of the single process."""
 
     losses: dict[str, float]
     gradients: dict[str, torch.Tensor]
-    picture: torch.Tensor | None
+    image: torch.Tensor | None
 
     @property
     def loss(self) -> float:
@@ -217,19 +220,19 @@ class Reference:
 
 
 @cache
-def shared_reference(draws: str, freeze: str, composite: str) -> Reference:
-    """Computed once for all ranks."""
-    return on_first_rank(partial(reference, draws, freeze, composite))
+def shared_reference(generates: str, freeze: str, composite: str) -> Reference:
+    """Compute the reference once for all ranks."""
+    return on_first_rank(partial(reference, generates, freeze, composite))
 
 
-def reference(draws: str, freeze: str, composite: str) -> Reference:
-    model = filled(a_model(draws, freeze, composite))
-    batch = a_batch(draws, composite)
+def reference(generates: str, freeze: str, composite: str) -> Reference:
+    model = filled(a_model(generates, freeze, composite))
+    batch = a_batch(generates, composite)
     counts = _counts(batch)
-    losses = dict.fromkeys(("llm", "generator") if draws else ("llm",), 0.0)
+    losses = dict.fromkeys(("llm", "generator") if generates else ("llm",), 0.0)
     for microbatch in batch:
-        found = model.losses(microbatch)
-        shares = {name: found[name] / counts[name] for name in losses}
+        sums = model.losses(microbatch)
+        shares = {name: sums[name] / counts[name] for name in losses}
         loss = sum(WEIGHTS[name] * share for name, share in shares.items())
         if loss.requires_grad:
             loss.backward()
@@ -239,7 +242,7 @@ def reference(draws: str, freeze: str, composite: str) -> Reference:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    return Reference(losses, gradients, _picture(model, batch) if draws else None)
+    return Reference(losses, gradients, _generated_image(model, batch) if generates else None)
 
 
 def _counts(batch: list[Microbatch]) -> dict[str, int]:
@@ -250,8 +253,8 @@ def _counts(batch: list[Microbatch]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _picture(model: MultimodalModel, batch: list[Microbatch]) -> torch.Tensor:
-    """One step from noise."""
+def _generated_image(model: MultimodalModel, batch: list[Microbatch]) -> torch.Tensor:
+    """Generate an image in one step from noise."""
     inputs, generator = batch[2].generator, model.generator
     assert inputs is not None and generator is not None
     x = inputs.drawn_noise_PV
@@ -269,10 +272,10 @@ def compare_all(ranks: str) -> list[tuple[Case, list[str]]]:
 
 
 def compare(case: Case) -> list[str]:
-    """What differs from the single process on this rank."""
-    mesh, draws = units_for(case.units), case.draws
-    model = a_model(draws, case.freeze, case.composite)
-    batch = a_batch(draws, case.composite)
+    """Compare a step of this rank with the single process and return the problems."""
+    mesh, generates = units_for(case.units), case.generates
+    model = a_model(generates, case.freeze, case.composite)
+    batch = a_batch(generates, case.composite)
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
     config = ParallelConfig.model_validate(settings)
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -284,53 +287,53 @@ def compare(case: Case) -> list[str]:
     parallelize(model, mesh, config, *plain)
     filled(model)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-    wanted = shared_reference(draws, case.freeze, case.composite)
+    expected = shared_reference(generates, case.freeze, case.composite)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     counts = _counts(batch)
     step = TrainStep(pipeline, mesh, WEIGHTS)
     outcome = step.run(pipeline.plan_training(share), share, counts["llm"], counts["generator"])
-    problems = _loss_problems({**outcome.losses, "": outcome.loss}, wanted, mesh)
-    problems += _gradient_problems(model, wanted, mesh, TOLERANCES.get(case.composite, 1e-5))
+    problems = _loss_problems({**outcome.losses, "": outcome.loss}, expected, mesh)
+    problems += _gradient_problems(model, expected, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _traffic_problems(outcome.plan, layout, case)
-    problems += _problems_without_gradients(pipeline, share, batch[2], wanted, mesh)
-    build_optimizer(model, module_of, OptimizerConfig(), model.tied_replica_parameters()).step()
+    problems += _problems_without_gradients(pipeline, share, batch[2], expected, mesh)
+    build_optimizer(model, module_of, OptimizerConfig(), model.tied_copy_parameters()).step()
     return problems
 
 
 def _loss_problems(
-    found: dict[str, torch.Tensor], wanted: Reference, mesh: ParallelMesh
+    actual: dict[str, torch.Tensor], expected: Reference, mesh: ParallelMesh
 ) -> list[str]:
     share = mesh.samples_ranks / mesh.own.sizes.tensor
     problems = []
-    for name, loss in {**wanted.losses, "": wanted.loss}.items():
-        (total,) = mesh.sum_over_data([found[name].item() * share])
+    for name, loss in {**expected.losses, "": expected.loss}.items():
+        (total,) = mesh.sum_over_data([actual[name].item() * share])
         if abs(total - loss) > 1e-5 * abs(loss):
             problems.append(f"loss {name} {total}, expected {loss}")
     return problems
 
 
 def _gradient_problems(
-    model: MultimodalModel, wanted: Reference, mesh: ParallelMesh, tolerance: float
+    model: MultimodalModel, reference_step: Reference, mesh: ParallelMesh, tolerance: float
 ) -> list[str]:
     problems, copies = [], model.tied_replicas()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
-        expected, grad = wanted.gradients[copies.get(name, name)], parameter.grad
-        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        expected, grad = reference_step.gradients[copies.get(name, name)], parameter.grad
+        actual = grad.full_tensor() if isinstance(grad, DTensor) else grad
         size = expected.norm().item()
-        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
-        scale = size if size > 1e-6 * wanted.norm else wanted.norm
-        error = (found - expected).norm().item() / scale
+        # Gradients of key biases are zero except for rounding: use the norm of all gradients.
+        scale = size if size > 1e-6 * reference_step.norm else reference_step.norm
+        error = (actual - expected).norm().item() / scale
         if not error <= tolerance:
             problems.append(f"{name} is off by {error}")
     norm = global_grad_norm(group_by_replicas(model), mesh).item()
-    if abs(norm / wanted.norm - 1) > 1e-5:
-        problems.append(f"gradient norm {norm}, expected {wanted.norm}")
+    if abs(norm / reference_step.norm - 1) > 1e-5:
+        problems.append(f"gradient norm {norm}, expected {reference_step.norm}")
     return problems
 
 
 def _traffic_problems(plan: PipelinePlan, layout: StageLayout, case: Case) -> list[str]:
-    """Backwards, and gradients between modules, where nothing before them is trained."""
+    """Find backward passes and gradient messages before the first trained module."""
     with_backward = list(case.units)[-PASSES[case.freeze] :]
     if case.generator is None and case.freeze == "all but the LLM":
         with_backward = ["llm"]
@@ -339,30 +342,30 @@ def _traffic_problems(plan: PipelinePlan, layout: StageLayout, case: Case) -> li
         ends = [layout.stages[i].module for i in (action.stage, action.other) if i >= 0]
         backward = action.type in (ActionType.B, ActionType.I, ActionType.W)
         if (backward or action.type is ActionType.SEND_B) and not set(ends) <= set(with_backward):
-            problems.append(f"{action} of {ends}, although nothing there is trained")
+            problems.append(f"{action} of {ends}, although this module and earlier ones are frozen")
     return problems
 
 
 def _problems_without_gradients(
     pipeline: Pipeline,
     share: list[Microbatch],
-    one: Microbatch,
-    wanted: Reference,
+    microbatch: Microbatch,
+    expected: Reference,
     mesh: ParallelMesh,
 ) -> list[str]:
-    """Held-out losses; text and pictures, made by all replica groups together."""
+    """Compare validation losses, text and images, which all replica groups compute."""
     problems = []
     step = type("Step", (), {"microbatches": share})
     losses = held_out_losses(pipeline, [step], mesh)  # type: ignore[list-item]
-    for name, loss in wanted.losses.items():
+    for name, loss in expected.losses.items():
         if abs(losses[name] / loss - 1) > 1e-5:
             problems.append(f"held-out {name} loss {losses[name]}, expected {loss}")
-    logits = pipeline.next_token_logits(one)
+    logits = pipeline.next_token_logits(microbatch)
     if (mesh.rank == mesh.global_rank(pipeline.last_rank("llm"))) and logits is None:
         problems.append("no logits")
-    if wanted.picture is not None:
-        drawn = draw(pipeline, one, mesh, steps=1)
-        error = (drawn - wanted.picture).norm() / wanted.picture.norm()
+    if expected.image is not None:
+        generated = draw(pipeline, microbatch, mesh, steps=1)
+        error = (generated - expected.image).norm() / expected.image.norm()
         if not error <= 1e-5:
-            problems.append(f"the drawing is off by {error}")
+            problems.append(f"the generated image differs by {error}")
     return problems

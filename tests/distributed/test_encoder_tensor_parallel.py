@@ -1,7 +1,8 @@
-"""Encoders of every family split over ranks: outputs and gradients of the whole encoder.
+"""Tensor-parallel encoders give the outputs and gradients of the unsharded encoder.
 
-The image counts include lengths the ranks do not divide, and fewer positions than ranks. Without
-tensor parallelism, parameters are sharded by FSDP2 and each rank has images of its own.
+All families are tested. The image sizes include lengths that the ranks do not divide, and fewer
+positions than ranks. Without tensor parallelism, FSDP2 shards the parameters, and each rank has
+different images.
 """
 
 from dataclasses import dataclass
@@ -50,15 +51,15 @@ SIZES = {
     "num_attention_heads": 4,
     "patch_size": 4,
 }
-_OWN_FFN = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+_WITHOUT_FFN = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
 TOWERS = {
     "clip": {"model_type": "clip_vision_model", **SIZES, "image_size": 8},
     "siglip": {"model_type": "siglip_vision_model", **SIZES, "image_size": 8},
     "siglip2": {"model_type": "siglip2_vision_model", **SIZES, "num_patches": 16},
-    "dinov2": {"model_type": "dinov2", **_OWN_FFN, "mlp_ratio": 2, "image_size": 8},
+    "dinov2": {"model_type": "dinov2", **_WITHOUT_FFN, "mlp_ratio": 2, "image_size": 8},
     "dinov2_gated": {
         "model_type": "dinov2",
-        **_OWN_FFN,
+        **_WITHOUT_FFN,
         "mlp_ratio": 2,
         "image_size": 8,
         "use_swiglu_ffn": True,
@@ -144,14 +145,14 @@ TOWERS |= {
     "aimv2": {"model_type": "aimv2_vision_model", **SIZES, "image_size": 8},
     "radio": {
         "model_type": "radio",
-        **_OWN_FFN,
+        **_WITHOUT_FFN,
         "mlp_ratio": 2.0,
         "image_size": 8,
         "max_img_size": 16,
     },
     "pixtral": {"model_type": "pixtral", **SIZES, "image_size": 16},
 }
-_WAVES = {
+_WAV2VEC2 = {
     "model_type": "wav2vec2",
     "apply_spec_augment": False,
     **{k: v for k, v in SIZES.items() if k != "patch_size"},
@@ -163,7 +164,7 @@ _WAVES = {
     **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
     "layerdrop": 0.0,
 }
-SOUNDS = {
+AUDIO_TOWERS = {
     "whisper": {
         "model_type": "whisper",
         "num_mel_bins": 8,
@@ -197,23 +198,23 @@ SOUNDS = {
         "n_window": 5,
         "output_dim": 32,
     },
-    "wav2vec2": _WAVES,
-    "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
+    "wav2vec2": _WAV2VEC2,
+    "wav2vec2_stable": {**_WAV2VEC2, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
-SAME = {
+VARIANTS = {
     "qwen3_vl_moe": ("qwen3_vl", "qwen3_vl_moe_vision"),
     "qwen3_5_moe": ("qwen3_5", "qwen3_5_moe_vision"),
     "qwen3_omni": ("qwen3_vl", "qwen3_omni_moe_vision_encoder"),
     "glm4v_moe": ("glm4v", "glm4v_moe_vision"),
 }
-"""Towers of the sizes of another, but with classes of their own."""
-TOWERS |= {name: {**TOWERS[of], "model_type": kind} for name, (of, kind) in SAME.items()}
-SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")  # windows of a second
-SOUNDS |= {
-    name: {**SOUNDS["whisper"], "model_type": f"{name}_encoder", "max_source_positions": 50}
+"""Towers with the dimensions of another tower and separate classes."""
+TOWERS |= {name: {**TOWERS[of], "model_type": kind} for name, (of, kind) in VARIANTS.items()}
+SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")  # chunks of one second
+AUDIO_TOWERS |= {
+    name: {**AUDIO_TOWERS["whisper"], "model_type": f"{name}_encoder", "max_source_positions": 50}
     for name in SPEECH
 }
-TOWERS |= SOUNDS
+TOWERS |= AUDIO_TOWERS
 COMPOSITES = {
     "in internvl": {
         "model_type": "internvl",
@@ -221,7 +222,7 @@ COMPOSITES = {
         "text_config": LLM,
         "image_token_id": 63,
     },
-    "in qwen3_vl": {  # with the mergers of its taps, one behind the last layer, one before it
+    "in qwen3_vl": {  # with DeepStack mergers after an early layer and after the last layer
         "model_type": "qwen3_vl",
         "vision_config": TOWERS["qwen3_vl"],
         "text_config": {
@@ -259,12 +260,12 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_5_omni_vision": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
     "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
-    **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
+    **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in AUDIO_TOWERS},
     "qwen3_omni_sound": [[(1, 1, 1)], [(1, 1, 28), (1, 1, 3)]],
     "qwen2_5_omni_sound": [[(1, 1, 2)], [(1, 1, 12), (1, 1, 4)]],
     **{name: [[(1, 1, 3)], [(1, 1, 53), (1, 1, 4)]] for name in SPEECH},
 }
-GRIDS |= {name: GRIDS[of] for name, (of, _) in SAME.items()}
+GRIDS |= {name: GRIDS[of] for name, (of, _) in VARIANTS.items()}
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
 PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8, "qwen2_5_omni_sound": 2 * 8}
 PATCH_VALUES |= {"voxtral": 2 * 8, "qwen2_audio": 3 * 8, "audioflamingo3": 3 * 8}
@@ -272,24 +273,24 @@ PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
 PATCH_VALUES |= {"qwen2_5_omni_vision": 3 * 2 * 4 * 4}
-PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v", *SAME), 3 * 2 * 4 * 4)
+PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v", *VARIANTS), 3 * 2 * 4 * 4)
 
 
 @dataclass(frozen=True)
 class Case:
-    """An encoder in one layout."""
+    """An encoder with a parallelism configuration."""
 
     family: str
     sequence_parallel: bool
     frozen: bool = False
     chunks: int = 0
-    """Blocks per slice of async tensor parallelism; 0: it is off."""
+    """Blocks per slice of async tensor parallelism. 0 disables it."""
     sharded: bool = False
-    """By FSDP2, instead of tensor parallelism."""
+    """Whether FSDP2 shards the encoder instead of tensor parallelism."""
     recomputed: bool = False
-    """Backwards run layers again, after forwards of inputs of other lengths."""
+    """Whether backward recomputes layers after forwards with other input lengths."""
     adapted: str = ""
-    """Method of adapters in tower and connector."""
+    """Method of the adapters in tower and connector."""
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
@@ -313,8 +314,8 @@ CASES += [Case(family, True, adapted="dora") for family in MERGERS]
     ("ranks", "every"),
     [(2, 4), *(pytest.param(ranks, 1, marks=pytest.mark.campaign) for ranks in (2, 4))],
 )
-def test_split_encoders_equal_the_whole(ranks, every):
-    # More ranks are another matter for lengths and heads, not for families.
+def test_split_encoders_equal_unsharded(ranks, every):
+    # The number of ranks affects sequence lengths and heads, not families.
     cases = [c for c in CASES if ranks == 2 or c.family in (*ASYNC, "internvl")]
     sharded = (*TOWERS, "in qwen3_vl") if ranks == 2 else ()
     cases += [Case(family, False, sharded=True) for family in sharded]
@@ -324,7 +325,7 @@ def test_split_encoders_equal_the_whole(ranks, every):
             assert errors == {}, (case, errors)
 
 
-def test_every_layer_of_an_encoder_is_split():
+def test_tensor_parallel_plan_covers_encoder_layers():
     model = _build("qwen2_5_vl")
     styles = _encoder(model).tensor_parallel_plan()
     assert styles["tower.blocks.*.attn"] == "packed_qkv"
@@ -337,9 +338,9 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
 
 
 def _compare(case: Case) -> dict[str, float]:
-    """Outputs and gradients that differ by more than 1e-5, relative."""
+    """Return relative errors of outputs and gradients that exceed 1e-5."""
     freeze = ("eye",) if case.frozen else ()
-    whole, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
+    full, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
     group = mesh.own.tensor.get_group().group_name
     overlap = AsyncStyles(Overlap("ring", group, case.chunks)) if case.chunks else None
@@ -348,44 +349,44 @@ def _compare(case: Case) -> dict[str, float]:
         apply_activation_checkpoint(_encoder(split), "full")
     errors = {}
     losses = []
-    for model in (whole, split):
+    for model in (full, split):
         _fill(model)
     for grids in GRIDS[case.family]:
         inputs = _inputs(case.family, grids)
-        expected, found = _encoder(whole)(inputs), _encoder(split)(inputs)
+        expected, actual = _encoder(full)(inputs), _encoder(split)(inputs)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
-        losses += [(output * weights).sum() for output in (expected, found)]
-        errors[f"output {grids}"] = _error(found, expected, expected.norm().item())
+        losses += [(output * weights).sum() for output in (expected, actual)]
+        errors[f"output {grids}"] = _error(actual, expected, expected.norm().item())
     for loss in losses:
         loss.backward()
-    errors |= _gradient_errors(_encoder(whole), _encoder(split))
+    errors |= _gradient_errors(_encoder(full), _encoder(split))
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
 def _compare_sharded(case: Case) -> dict[str, float]:
-    """The same of gradients with FSDP2, where ranks have other images and numbers of them."""
+    """Compare FSDP2 gradients. Ranks have different images and image counts."""
     family = case.family
-    whole, split = (_build(family, adapted=case.adapted) for _ in range(2))
+    full, split = (_build(family, adapted=case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=2))
     apply_fsdp(_encoder(split), mesh.own.fsdp, torch.float32)
-    for model in (whole, split):
+    for model in (full, split):
         _fill(model)
     for rank, grids in enumerate((GRIDS[family][0], GRIDS[family][-1])):
         inputs = _inputs(family, grids, seed=rank)
-        expected = _encoder(whole)(inputs)
+        expected = _encoder(full)(inputs)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
         (expected * weights).sum().backward()
         if rank == mesh.data_parallel_rank:
-            found = _encoder(split)(inputs)
-            (found * weights).sum().backward()
-            errors = {"output": _error(found, expected, expected.norm().item())}
-    errors |= _gradient_errors(_encoder(whole), _encoder(split))
+            output = _encoder(split)(inputs)
+            (output * weights).sum().backward()
+            errors = {"output": _error(output, expected, expected.norm().item())}
+    errors |= _gradient_errors(_encoder(full), _encoder(split))
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
-def _gradient_errors(whole: EncoderModule, split: EncoderModule) -> dict[str, float]:
-    """By parameter."""
-    gradients = {n: p.grad for n, p in whole.named_parameters() if p.requires_grad}
+def _gradient_errors(full: EncoderModule, split: EncoderModule) -> dict[str, float]:
+    """Return the relative error of each gradient."""
+    gradients = {n: p.grad for n, p in full.named_parameters() if p.requires_grad}
     scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
     errors = {}
     for name, parameter in split.named_parameters():
@@ -403,7 +404,7 @@ def _build(family: str, freeze: tuple[str, ...] = (), adapted: str = "") -> Mult
     if family in COMPOSITES:
         config = ModelConfig(config=COMPOSITES[family])
     else:
-        modality = "audio" if family in SOUNDS else "image"
+        modality = "audio" if family in AUDIO_TOWERS else "image"
         encoder = EncoderConfig(config=TOWERS[family], modality=modality)
         config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
     adapters = {}
@@ -415,7 +416,7 @@ def _build(family: str, freeze: tuple[str, ...] = (), adapted: str = "") -> Mult
 
 @torch.no_grad()
 def _fill(model: MultimodalModel) -> None:
-    """The same values in every layout; none of them zero, as second factors of adapters are."""
+    """Fill parameters with equal values in every layout, including nonzero adapters."""
     materialize(model, "cpu")
     init_weights(model, seed=1)
     for name, parameter in model.named_parameters():
@@ -438,7 +439,10 @@ def _inputs(family: str, grids: list[tuple[int, int, int]], seed: int = 3) -> En
     return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
-    """Relative, or against `scale` where the reference is zero but for rounding (a key bias)."""
-    size = wanted.norm().item()
-    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
+def _error(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
+    """Return the relative error.
+
+    Gradients of key biases are zero except for rounding. Their errors are relative to `scale`.
+    """
+    size = expected.norm().item()
+    return (actual - expected).norm().item() / (size if size > 1e-6 * scale else scale)

@@ -1,4 +1,4 @@
-"""Exports answer questions: by Hugging Face, alone or together, as by torchmm itself."""
+"""Evaluation of exports: Hugging Face (batched or not) and torchmm generate the same answers."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ from torchmm.recipe.training_section import TrainingConfig
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 PEOPLE = [["two", "2", "two", "three"], ["a cat"], ["Yes."]]
 ALL = sorted([(), ("many",), *map(tuple, PEOPLE)])
-"""References of all samples; the chat has none beside its answer."""
+"""References of all samples. The chat has no references in addition to its answer."""
 
 
 def write_export(directory: Path, real_data: Path, connector: str) -> Path:
@@ -36,26 +36,26 @@ def write_export(directory: Path, real_data: Path, connector: str) -> Path:
     llm = {"model_type": "llama", "vocab_size": 4096, "num_attention_heads": 2, **sizes}
     vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, **sizes}
     encoder = {"config": {**vision, "num_attention_heads": 2}, "connector": connector}
-    table = {"llm": {"config": llm}, "encoders": {"vision": encoder}}
-    model = build_model(ModelConfig.model_validate(table), FreezeConfig())
+    config = {"llm": {"config": llm}, "encoders": {"vision": encoder}}
+    model = build_model(ModelConfig.model_validate(config), FreezeConfig())
     materialize(model, "cpu")
     init_weights(model, seed=0)
     for parameter in model.parameters():
-        parameter.data.mul_(3.0)  # so that texts differ
+        parameter.data.mul_(3.0)  # generated texts differ
     export_hf(model, directory, AutoTokenizer.from_pretrained(real_data / "tokenizer"))
     return directory
 
 
 def write_questions(directory: Path) -> Path:
-    """Of different lengths, with pictures of different sizes; one without, and a chat."""
+    """Write questions of different lengths, with and without images, and a chat."""
     directory.mkdir()
     rows = []
     for number, answers in enumerate(PEOPLE):
-        picture = f"{number}.png"
+        image = f"{number}.png"
         size = (60 + 30 * number, 90 - 20 * number)
-        Image.linear_gradient("L").resize(size).convert("RGB").save(directory / picture)
+        Image.linear_gradient("L").resize(size).convert("RGB").save(directory / image)
         question = "What is it?" + " Really?" * number
-        rows.append({"image": picture, "question": question, "answers": answers})
+        rows.append({"image": image, "question": question, "answers": answers})
     rows.append({"question": "How many are many?", "answers": ["many"]})
     chat = [("user", "Say one."), ("assistant", "one"), ("user", "Two."), ("assistant", "two")]
     rows.append({"messages": [{"role": role, "content": text} for role, text in chat]})
@@ -67,22 +67,22 @@ def write_questions(directory: Path) -> Path:
 
 
 def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
-    """The same texts in three ways."""
+    """Generate the same texts batched, unbatched and with torchmm."""
     sources = [SourceConfig(path=str(questions), metrics=["exact_match"])]
     data = DataConfig(validation=sources, index_cache_dir=str(index))
     training = TrainingConfig(sequence_length=512)
     export = Export.read(directory)
-    ours = replace(export, kind=None)
+    with_torchmm = replace(export, kind=None)
     limits = {"samples": 9, "max_new_tokens": 8}
     return {
         "together": write_texts(export, data, training, **limits, batch_size=3),
         "alone": write_texts(export, data, training, **limits, batch_size=1),
-        "torchmm": write_texts(ours, data, training, **limits),
+        "torchmm": write_texts(with_torchmm, data, training, **limits),
     }
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_hugging_face_writes_what_torchmm_writes(name, tmp_path, real_data):
+def test_hugging_face_and_torchmm_texts_are_equal(name, tmp_path, real_data):
     if name == "llava":
         directory = write_export(tmp_path / "hf", real_data, "mlp")
     else:
@@ -91,17 +91,17 @@ def test_hugging_face_writes_what_torchmm_writes(name, tmp_path, real_data):
         tiny_qwen.prepare(tmp_path / "data", tmp_path, {})
         directory = tmp_path / "data" / tiny_qwen.NAME
     questions = write_questions(tmp_path / "questions")
-    (found,) = run_distributed(write_all, 1, directory, questions, tmp_path / "index")
-    assert found["together"] == found["alone"] == found["torchmm"]
-    texts = found["torchmm"]
+    (written,) = run_distributed(write_all, 1, directory, questions, tmp_path / "index")
+    assert written["together"] == written["alone"] == written["torchmm"]
+    texts = written["torchmm"]
     assert sorted(text.references for text in texts) == ALL
-    assert len({text.generated for text in texts}) > 2, "what is written depends on the sample"
+    assert len({text.generated for text in texts}) > 2, "generated texts depend on the sample"
     (chat,) = [text for text in texts if not text.references]
     assert chat.truth == "one" and chat.answer.references == ("one",)
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
-def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, train_server):
+def test_script_scores_questions_of_file(connector, tmp_path, real_data, train_server):
     directory = write_export(tmp_path / "hf", real_data, connector)
     assert (directory / PARTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
     questions = write_questions(tmp_path / "questions")
@@ -110,18 +110,18 @@ def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, t
     command = [directory, "--data", questions, "--scores", *kinds, "--json", report]
     codes, output = train_server.run(command, tmp_path / "log", script=SCRIPT)
     assert codes == [0], output
-    found = json.loads(report.read_text())
-    answers = [Answer(t["generated"], tuple(t["references"])) for t in found["texts"]]
+    scored = json.loads(report.read_text())
+    answers = [Answer(t["generated"], tuple(t["references"])) for t in scored["texts"]]
     answers = [a if a.references else a._replace(references=("one",)) for a in answers]
     assert sorted(a.references for a in answers) == sorted([("one",), *ALL[1:]])
-    (source,) = found["samples"]
-    assert found["samples"][source] == 5
-    assert found["scores"] == {f"{source}/{kind}": score(kind, answers) for kind in kinds}
-    assert f"{found['scores'][f'{source}/cider']:.4f}" in output
+    (source,) = scored["samples"]
+    assert scored["samples"][source] == 5
+    assert scored["scores"] == {f"{source}/{kind}": score(kind, answers) for kind in kinds}
+    assert f"{scored['scores'][f'{source}/cider']:.4f}" in output
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["gone"], "gone is not an export: it has neither config.json nor torchmm.json"),
         (["run", "--export", "hf-7"], "no such export; available: hf-2"),
@@ -129,23 +129,25 @@ def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, t
         (["run/hf-2", "--data", "here.jsonl"], "no metrics are set for the sources; set --scores"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server, monkeypatch):
+def test_invalid_evaluation_exits_with_message(
+    command, message, tmp_path, train_server, monkeypatch
+):
     (tmp_path / "run/hf-2").mkdir(parents=True)
     (tmp_path / "run/recipe.toml").touch()
-    given = [tmp_path / command[0], *command[1:]]
+    options = [tmp_path / command[0], *command[1:]]
     if len(command) == 1 and command[0] == "gone":
-        given += ["--data", tmp_path, "--scores", "cider"]
-    codes, output = train_server.run(given, tmp_path / "log", script=SCRIPT)
-    assert codes == [2] and said in output and "Traceback" not in output, output
+        options += ["--data", tmp_path, "--scores", "cider"]
+    codes, output = train_server.run(options, tmp_path / "log", script=SCRIPT)
+    assert codes == [2] and message in output and "Traceback" not in output, output
 
 
-def test_a_directory_without_a_model_is_no_export(tmp_path):
+def test_directory_without_model_is_not_export(tmp_path):
     with pytest.raises(ConfigError, match="is not an export"):
         Export.read(tmp_path)
 
 
-def test_scores_of_the_last_snapshot_are_recorded_at_its_step(tmp_path, real_data, train_server):
-    """A program in place of lmms-eval's takes longer than the last step."""
+def test_last_benchmark_scores_are_recorded_at_step(tmp_path, real_data, train_server):
+    """A program that replaces lmms-eval runs longer than the last step."""
     scores = {"scores": {"mine/exact_match": 0.25}, "samples": {"mine": 4}}
     program = tmp_path / "python"
     lines = ["import sys, time", "time.sleep(2)", "file = sys.argv[sys.argv.index('--output') + 1]"]

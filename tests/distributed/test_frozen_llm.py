@@ -1,4 +1,4 @@
-"""The recipe with a pretrained, frozen LLM, on a tiny LLM with files like SmolLM2's."""
+"""The recipe with a pretrained, frozen LLM, on a tiny LLM with the file format of SmolLM2."""
 
 import os
 from collections import defaultdict
@@ -64,9 +64,11 @@ def recipe(name: str, llm: Path, run_dir: Path, data: Path) -> Recipe:
 
 
 def train_and_compare(recipes: list[Recipe], ports: list[int]) -> dict[str, float]:
-    """Trains all recipes; losses of the first with and without images."""
+    """Train all recipes. Return losses of the first recipe with and without images."""
     for recipe, port in zip(recipes, ports, strict=False):
-        os.environ["MASTER_PORT"] = str(port)  # the last run's store may still be up
+        os.environ["MASTER_PORT"] = str(
+            port
+        )  # the store of the previous run can still use its port
         train(recipe)
     os.environ["MASTER_PORT"] = str(ports[-1])
     device = select_device("cpu")
@@ -82,7 +84,7 @@ def train_and_compare(recipes: list[Recipe], ports: list[int]) -> dict[str, floa
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, real_data) -> tuple[Path, dict[str, float]]:
-    """Directory with `llm`, the runs `seeing` and `blind`, and the losses of `seeing`."""
+    """Return the directory of `llm` and of the runs, and the losses of the run with images."""
     root = tmp_path_factory.mktemp("frozen")
     tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
     config = LlamaConfig(
@@ -104,7 +106,7 @@ def runs(tmp_path_factory, real_data) -> tuple[Path, dict[str, float]]:
 
 
 def saved(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint whose ranks wrote "name[row,column]" shards of rows."""
+    """Return the unsharded tensors of a checkpoint with "name[row,column]" shards of rows."""
     shards = defaultdict(dict)
     for key, value in weights(run_dir).items():
         name, _, offset = key.rstrip("]").partition("[")
@@ -112,7 +114,7 @@ def saved(run_dir: Path) -> dict[str, torch.Tensor]:
     return {n: torch.cat([rows[k] for k in sorted(rows)]) for n, rows in shards.items()}
 
 
-def test_frozen_llm_keeps_its_bits(runs):
+def test_frozen_llm_is_bitwise_unchanged(runs):
     root, _ = runs
     source = load_file(root / "llm" / "model.safetensors")
     trained = saved(root / "seeing")
@@ -127,19 +129,19 @@ def test_only_encoder_and_connector_have_optimizer_state(runs):
     assert parts == {"encoders.vision.tower", "encoders.vision.connector"}
 
 
-def test_export_is_a_llava_model_with_the_same_llm(runs):
+def test_export_is_llava_with_same_llm(runs):
     root, _ = runs
     model, info = LlavaForConditionalGeneration.from_pretrained(
         root / "seeing" / "hf", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     source = load_file(root / "llm" / "model.safetensors")
-    table = model.get_input_embeddings().weight
-    assert torch.equal(table, source["model.embed_tokens.weight"])
+    embedding = model.get_input_embeddings().weight
+    assert torch.equal(embedding, source["model.embed_tokens.weight"])
 
 
-def test_blind_run_sees_only_zeros(runs):
-    """Blank images are all the same, so every image's tokens are; a run with eyes differs."""
+def test_blind_run_reads_zero_images(runs):
+    """All-zero images give identical tokens, so the loss differs from a run with images."""
     root, _ = runs
     seeing, blind = (records(root / name)[0]["loss"] for name in ("seeing", "blind"))
     assert seeing != blind
@@ -149,17 +151,17 @@ def test_blind_run_sees_only_zeros(runs):
     assert not patches.any(), "gradients of the patch embedding are products with the pixels"
 
 
-def test_losses_with_own_images_are_the_validation_losses(runs):
+def test_loss_with_images_equals_validation_loss(runs):
     root, losses = runs
     assert losses["own"] == pytest.approx(records(root / "seeing")[-1]["validation_loss"], rel=1e-5)
 
 
-def test_changed_images_change_the_loss(runs):
+def test_changed_images_change_loss(runs):
     _, losses = runs
     assert len({losses["own"], losses["blank"], losses["other"]}) == 3
 
 
-def test_text_only_loss_is_hugging_faces(runs, real_data):
+def test_text_only_loss_equals_hugging_face(runs, real_data):
     root, losses = runs
     model = AutoModelForCausalLM.from_pretrained(root / "llm")
     tokenizer = AutoTokenizer.from_pretrained(root / "llm")

@@ -1,9 +1,9 @@
-"""A generator behind the LLM: every layout gives the losses and gradients of one process.
+"""Models with a generator: every layout gives the losses and gradients of one process.
 
-Text and image loss have different weights. Microbatches have no, one or several images to be drawn,
-images and clips of different sizes and contexts among them; in the second step one data-parallel
-replica has none, in the third nobody has. What is drawn are pixels, or latents of an autoencoder,
-means or samples.
+Text and image losses have different coefficients. Microbatches have no, one or several target
+images and videos of different sizes and contexts. In the second step, one data-parallel replica has
+no target image. In the third step, no replica has one. The generator predicts pixels, or latents of
+an autoencoder (means or samples).
 """
 
 from dataclasses import dataclass, field, replace
@@ -51,15 +51,17 @@ pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}
 STEPS = [[2, 0, 3, 0, 5, 1, 0, 2], [2, 0, 1, 0], [0] * 4]
-"""Images to be drawn in each sequence of the global batch; of two replicas, each has every other
-sequence."""
+"""Target images in each sequence of the global batch.
+
+Each of two replicas has every second sequence.
+"""
 READ = [1, 2, 0, 3, 0, 1, 2, 0]
-"""Images to be read."""
+"""Input images in each sequence."""
 GRIDS = [(1, 2, 2), (3, 2, 2), (1, 1, 2)]
 PATCH_VALUES = 3 * 4 * 4
 LATENT_VALUES = 2 * 2 * 2
 NOISE = {"": PATCH_VALUES, "mean": LATENT_VALUES, "sampled": 2 * LATENT_VALUES}
-"""Random numbers of a patch, by what is drawn."""
+"""Number of random values per patch, by latent mode."""
 FREEZES = {
     "nothing": (),
     "encoder": ("vision", "vision.connector"),
@@ -87,23 +89,23 @@ VAE = {
     "latent_channels": 2,
     "scaling_factor": 0.6,
 }
-"""Its latents stand for 2 x 2 pixels, and a patch has as many of them."""
+"""A latent covers 2 x 2 pixels, and a patch has 2 x 2 latents."""
 
 
 class Shape(NamedTuple):
-    """What models differ in, besides what is frozen."""
+    """Model properties that are independent of the frozen modules."""
 
     deep: bool = False
     tied: bool = True
-    """Whether embeddings are."""
+    """Whether embeddings are tied."""
     latents: str = ""
     scaling: float = 0.6
-    """Of latents."""
+    """Scaling factor of latents."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule in a layout, with something frozen."""
+    """A schedule, a layout and frozen modules."""
 
     schedule: str = "separated"
     freeze: str = "nothing"
@@ -111,22 +113,22 @@ class Case:
     parallel: dict = field(default_factory=dict)
     recompute: str = "none"
     deep: bool = False
-    """Enough layers for two stages of each module per rank."""
+    """Whether each module has enough layers for two stages per rank."""
     latents: str = ""
-    """ "mean" or "sampled": those of an autoencoder are drawn, not pixels."""
+    """"mean" or "sampled" for latents of an autoencoder. "" means pixels."""
     wrong: bool = False
-    """Whether it has another model, which has to be noticed."""
+    """Whether the model differs from the reference, which the test must detect."""
     balance: bool = False
-    """Whether data-parallel ranks encode and generate images of each other."""
+    """Whether data-parallel ranks exchange images to encode and generate."""
 
     @property
     def shape(self) -> Shape:
-        """Not tied where chains of two stages per rank may put both embeddings on one rank."""
+        """Model properties. Two stages per rank can put both embeddings on one rank: untied."""
         return Shape(self.deep, self.virtual_stages == 1, self.latents)
 
 
 def a_generator(layers: dict, latents: str, scaling: float = 0.6) -> GeneratorConfig:
-    """With patches of 4 x 4 pixels, whatever they are made into."""
+    """Return a generator config with patches of 4 x 4 pixels, as pixels or latents."""
     if not latents:
         return GeneratorConfig(config=layers, frames=3)
     config = {**VAE, "scaling_factor": scaling}
@@ -140,13 +142,16 @@ def a_model(freeze: str, shape: Shape = Shape()) -> MultimodalModel:  # noqa: B0
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(tie_word_embeddings=tied, num_hidden_layers=5 if deep else 3)
     layers = {**GENERATOR, "num_layers": 4 if deep else 2}
-    drawing = a_generator(layers, latents, scaling)
-    config = config.model_copy(update={"generator": drawing})
+    generator_config = a_generator(layers, latents, scaling)
+    config = config.model_copy(update={"generator": generator_config})
     return build_model(config, FreezeConfig(modules=list(FREEZES[freeze])))
 
 
 def filled(model: MultimodalModel) -> MultimodalModel:
-    """Weights that are nowhere zero: an untrained generator has no gradients behind its output."""
+    """Fill all weights with nonzero values.
+
+    An untrained generator has no gradients before its output layer.
+    """
     materialize(model, "cpu")
     init_weights(model, seed=1)
     copies = model.tied_replicas()
@@ -155,20 +160,20 @@ def filled(model: MultimodalModel) -> MultimodalModel:
             key = copies.get(name, name)
             seed = int.from_bytes(sha256(key.encode()).digest()[:4], "big")
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            copy_slice(parameter, whole + 0.05 * noise)
+            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            copy_slice(parameter, full + 0.05 * noise)
     return model
 
 
-def a_microbatch(seed: int, read: int, drawn: int, tokens: int, latents: str = "") -> Microbatch:
-    """A packed microbatch in which `drawn` images hang on its samples in turn."""
+def a_microbatch(seed: int, read: int, targets: int, tokens: int, latents: str = "") -> Microbatch:
+    """Build a packed microbatch and distribute `targets` target images over its samples."""
     batch = random_microbatch(seed, read, tokens)
-    if not drawn:
+    if not targets:
         return batch
     generator = torch.Generator().manual_seed(seed)
     samples = list(batch.meta.samples)
     images: list[tuple[int, GeneratedMeta]] = []
-    for number in range(drawn):
+    for number in range(targets):
         owner = number % len(samples)
         context = 1 + (seed + 3 * number) % samples[owner].tokens
         images.append((owner, GeneratedMeta(GRIDS[(seed + number) % 3], context)))
@@ -182,11 +187,11 @@ def a_microbatch(seed: int, read: int, drawn: int, tokens: int, latents: str = "
     inputs = GeneratorInputs(
         patches_PV=torch.rand(patches, PATCH_VALUES, generator=generator) * 2 - 1,
         noise_PV=torch.randn(patches, NOISE[latents], generator=generator),
-        times=torch.rand(drawn, generator=generator).tolist(),
+        times=torch.rand(targets, generator=generator).tolist(),
         grids_thw=[meta.grid_thw for _, meta in images],
         context_positions_K=torch.cat(positions),
         contexts=[meta.context for _, meta in images],
-        counted=[number != 1 for number in range(drawn)],
+        counted=[number != 1 for number in range(targets)],
         latent_values=LATENT_VALUES if latents else 0,
     )
     return replace(batch, generator=inputs, meta=replace(batch.meta, samples=tuple(samples)))
@@ -194,14 +199,14 @@ def a_microbatch(seed: int, read: int, drawn: int, tokens: int, latents: str = "
 
 def a_batch(number: int, latents: str = "") -> list[Microbatch]:
     return [
-        a_microbatch(10 * number + i, READ[i], drawn, (64, 72, 80)[i % 3], latents)
-        for i, drawn in enumerate(STEPS[number])
+        a_microbatch(10 * number + i, READ[i], targets, (64, 72, 80)[i % 3], latents)
+        for i, targets in enumerate(STEPS[number])
     ]
 
 
 @dataclass
 class GeneratorReference(Reference):
-    """A step of one process, with both losses."""
+    """A step of one process with both losses."""
 
     images: int = 0
     by_module: dict[str, float] = field(default_factory=dict)
@@ -209,7 +214,7 @@ class GeneratorReference(Reference):
 
 def references(freeze: str, shape: Shape) -> list[GeneratorReference]:
     model = filled(a_model(freeze, shape))
-    found = []
+    steps = []
     for number in range(len(STEPS)):
         batch = a_batch(number, shape.latents)
         counts = {
@@ -230,14 +235,14 @@ def references(freeze: str, shape: Shape) -> list[GeneratorReference]:
             if p.requires_grad
         }
         loss = sum(WEIGHTS[name] * sums[name] for name in sums)
-        found.append(
+        steps.append(
             GeneratorReference(batch, counts["llm"], loss, gradients, counts["generator"], sums)
         )
-    return found
+    return steps
 
 
-def drawn_by_one_process(shape: Shape) -> Tensor:
-    """Euler's method written down once more, with the whole model."""
+def generate_on_one_process(shape: Shape) -> Tensor:
+    """Generate images with an independent implementation of Euler's method."""
     model = filled(a_model("nothing", shape))
     batch = a_batch(0, shape.latents)[2]
     inputs = batch.generator
@@ -331,7 +336,7 @@ SIZES = {
 }
 
 
-def test_wrong_contexts_change_the_loss():
+def test_wrong_contexts_change_loss():
     for problems, moved in run_distributed(_compare_with_wrong_contexts, 2):
         assert any("loss" in problem for problem in problems)
         assert moved
@@ -339,10 +344,10 @@ def test_wrong_contexts_change_the_loss():
 
 def _compare_with_wrong_contexts() -> tuple[list[str], bool]:
     """Return the problems if tokens arrive in reverse order, and whether ranks exchange any."""
-    right, moved = row_slices._context_route, []
+    original, moved = row_slices._context_route, []
 
     def wrong(microbatch, ranks):
-        route = right(microbatch, ranks)
+        route = original(microbatch, ranks)
         moved.append(sum(microbatch.read_for["generator"]) not in (0, route.received[0]))
         return route._replace(rows_K=route.rows_K.flip(0))
 
@@ -356,12 +361,12 @@ def _compare_with_wrong_contexts() -> tuple[list[str], bool]:
 def test_generators_equal_one_process(layout):
     ranks = prod(SIZES[layout].values())
     outcomes = run_distributed(compare_all, ranks, layout, CASES[layout])
-    for rank, found in enumerate(outcomes):
-        assert len(found) == len(CASES[layout])
-        for case, problems in found:
+    for rank, results in enumerate(outcomes):
+        assert len(results) == len(CASES[layout])
+        for case, problems in results:
             if case.wrong:
                 assert any("loss" in problem for problem in problems), (rank, case)
-                assert any("drawing" in problem for problem in problems), (rank, case)
+                assert any("generated image" in problem for problem in problems), (rank, case)
                 continue
             assert not problems, (rank, case, problems)
 
@@ -369,26 +374,26 @@ def test_generators_equal_one_process(layout):
 def compare_all(layout: str, cases: list[Case]) -> list[tuple[Case, list[str]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     mesh = build_mesh(ParallelConfig.model_validate(SIZES[layout]), CPU)
-    wanted: dict[tuple[str, Shape], list[GeneratorReference]] = {}
-    pictures: dict[Shape, Tensor] = {}
-    found = []
+    expected: dict[tuple[str, Shape], list[GeneratorReference]] = {}
+    images: dict[Shape, Tensor] = {}
+    results = []
     for case in cases:
         key = case.freeze, case.shape
-        if key not in wanted:
-            wanted[key] = on_first_rank(partial(references, *key))
-        if case.shape not in pictures:
-            drawn = partial(drawn_by_one_process, case.shape)
-            pictures[case.shape] = on_first_rank(drawn)
-        found.append((case, compare(case, layout, mesh, wanted[key], pictures[case.shape])))
-    return found
+        if key not in expected:
+            expected[key] = on_first_rank(partial(references, *key))
+        if case.shape not in images:
+            generate = partial(generate_on_one_process, case.shape)
+            images[case.shape] = on_first_rank(generate)
+        results.append((case, compare(case, layout, mesh, expected[key], images[case.shape])))
+    return results
 
 
 def compare(
     case: Case,
     layout: str,
     mesh: ParallelMesh,
-    wanted: list[GeneratorReference],
-    picture: Tensor,
+    steps: list[GeneratorReference],
+    image: Tensor,
 ) -> list[str]:
     settings = {
         "schedule": case.schedule,
@@ -400,7 +405,7 @@ def compare(
     shape = case.shape._replace(scaling=0.61) if case.wrong else case.shape
     model = a_model(case.freeze, shape)
     descriptions = [module.describe() for module in model.modality_modules()]
-    stage_layout = plan_layout(config, descriptions, [m.meta for m in wanted[0].batch])
+    stage_layout = plan_layout(config, descriptions, [m.meta for m in steps[0].batch])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
     recompute = ActivationCheckpointConfig.model_validate({"mode": case.recompute})
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
@@ -411,7 +416,7 @@ def compare(
     )
     step = TrainStep(pipeline, mesh, WEIGHTS)
     problems = []
-    for number, reference in enumerate(wanted):
+    for number, reference in enumerate(steps):
         model.zero_grad(set_to_none=True)
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         share = reference.batch[rank::ranks]
@@ -424,32 +429,32 @@ def compare(
         outcome = step.run(
             pipeline.plan_training(share), share, reference.targets, reference.images
         )
-        own = [outcome.loss, *(outcome.losses[name] for name in WEIGHTS)]
-        local = [loss.item() * mesh.pipeline_size for loss in own]
+        losses = [outcome.loss, *(outcome.losses[name] for name in WEIGHTS)]
+        local = [loss.item() * mesh.pipeline_size for loss in losses]
         expected = [reference.loss, *(reference.by_module[name] for name in WEIGHTS)]
-        for found, loss in zip(mesh.sum_over_data(local), expected, strict=True):
-            if abs(found - loss) > 1e-5 * max(abs(loss), 1e-3):
-                problems.append(f"step {number}: loss {found}, expected {loss}")
+        for actual, loss in zip(mesh.sum_over_data(local), expected, strict=True):
+            if abs(actual - loss) > 1e-5 * max(abs(loss), 1e-3):
+                problems.append(f"step {number}: loss {actual}, expected {loss}")
         problems += _gradient_problems(number, model, reference, mesh)
-    return problems + compare_without_gradients(pipeline, mesh, wanted[0], picture)
+    return problems + compare_without_gradients(pipeline, mesh, steps[0], image)
 
 
 def compare_without_gradients(
-    pipeline: Pipeline, mesh: ParallelMesh, wanted: GeneratorReference, picture: Tensor
+    pipeline: Pipeline, mesh: ParallelMesh, expected: GeneratorReference, image: Tensor
 ) -> list[str]:
-    """Held-out losses; drawings, made by all data-parallel ranks together; text."""
+    """Compare validation losses, text and images, which all ranks generate together."""
     problems = []
-    share = wanted.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    share = expected.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     with torch.no_grad():
         step = type("Step", (), {"microbatches": share})
         losses = held_out_losses(pipeline, [step], mesh)
-        drawn = draw(pipeline, wanted.batch[2], mesh, steps=2)
-        logits = pipeline.next_token_logits(wanted.batch[2])
+        generated = draw(pipeline, expected.batch[2], mesh, steps=2)
+        logits = pipeline.next_token_logits(expected.batch[2])
     for name, loss in losses.items():
-        if abs(loss / wanted.by_module[name] - 1) > 1e-5:
-            problems.append(f"held-out {name} loss {loss}, expected {wanted.by_module[name]}")
-    if (error := (drawn - picture).norm() / picture.norm()) > 1e-5:
-        problems.append(f"the drawing is off by {error}")
+        if abs(loss / expected.by_module[name] - 1) > 1e-5:
+            problems.append(f"held-out {name} loss {loss}, expected {expected.by_module[name]}")
+    if (error := (generated - image).norm() / image.norm()) > 1e-5:
+        problems.append(f"the generated image differs by {error}")
     if mesh.pipeline_rank == pipeline.last_rank("llm") and logits is None:
         problems.append("no logits")
     return problems

@@ -1,7 +1,8 @@
-"""Searched orders with a generator give the losses and gradients of one process.
+"""Searched schedules of models with a generator give the losses and gradients of one process.
 
-Sub-microbatches hold images and clips of different sizes. Every batch is planned with several
-speeds of modules, and every other plan is tuned to half-way the memory it could use.
+Sub-microbatches have images and videos of different sizes. Every batch is planned with several
+relative speeds of the modules. Every second plan is tuned to a memory limit half-way between its
+bounds.
 """
 
 import random
@@ -31,9 +32,9 @@ pytest.importorskip("diffusers")
 
 CPU = torch.device("cpu")
 SHAPE = Shape(deep=True, tied=False)
-"""Deep, and not tied."""
+"""Deep model with untied embeddings."""
 SPEEDS = 4
-"""Of modules, with which each step is planned."""
+"""Number of speed combinations of the modules, each of which has a plan."""
 FREEZES = ("nothing", "LLM", "generator")
 PARALLEL = {
     "pipeline": 2,
@@ -45,24 +46,24 @@ PARALLEL = {
 }
 
 
-def draws_different_sizes(batch: list[Microbatch], images: int) -> bool:
-    """Whether images that are next to each other in a sub-microbatch differ in patches."""
-    drawn = [[image.patches for image in m.meta.generated] for m in batch]
-    return any(len(set(own[:images])) > 1 for own in drawn)
+def has_different_sizes(batch: list[Microbatch], images: int) -> bool:
+    """Return True if adjacent images of a sub-microbatch have different patch counts."""
+    patches_per_microbatch = [[image.patches for image in m.meta.generated] for m in batch]
+    return any(len(set(patches[:images])) > 1 for patches in patches_per_microbatch)
 
 
 def order_of(plan: PipelinePlan) -> list[list]:
     return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
 
 
-class Searching:
-    """One rank of a pipeline of two that searches its orders. Creating it is collective."""
+class SearchedRun:
+    """A rank of a two-stage pipeline with a searched schedule. Construction is collective."""
 
-    def __init__(self, freeze: str, mesh: ParallelMesh, wanted: list[GeneratorReference]) -> None:
+    def __init__(self, freeze: str, mesh: ParallelMesh, expected: list[GeneratorReference]) -> None:
         config = ParallelConfig.model_validate(PARALLEL)
-        self.mesh, self.wanted, self.model = mesh, wanted, a_model(freeze, SHAPE)
+        self.mesh, self.expected, self.model = mesh, expected, a_model(freeze, SHAPE)
         descriptions = [module.describe() for module in self.model.modality_modules()]
-        layout = plan_layout(config, descriptions, [m.meta for m in wanted[0].batch])
+        layout = plan_layout(config, descriptions, [m.meta for m in expected[0].batch])
         stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
         tuned = ActivationCheckpointConfig(mode="auto")
         parallelize(self.model, mesh, config, tuned, CompileConfig(), torch.float32)
@@ -74,8 +75,8 @@ class Searching:
     def problems(
         self, number: int, seed: int, weights: dict[str, float]
     ) -> tuple[list[str], PipelinePlan]:
-        """Of a step, planned with speeds that follow the seed; and its plan."""
-        reference, speed = self.wanted[number], random.Random(f"{number} {seed}")
+        """Run a step that is planned with speeds of this seed. Return its problems and plan."""
+        reference, speed = self.expected[number], random.Random(f"{number} {seed}")
         batch = reference.batch
         factors = {
             (name, kind): speed.choice((0.3, 1.0, 3.0))
@@ -89,38 +90,46 @@ class Searching:
         step = TrainStep(self.pipeline, self.mesh, weights)
         outcome = step.run(plan, batch, reference.targets, reference.images)
         loss = self.mesh.sum_over_data([outcome.loss.item() * self.mesh.pipeline_size])[0]
-        found = [] if abs(loss / reference.loss - 1) <= 1e-5 else [f"{loss}, not {reference.loss}"]
-        return found + _gradient_problems(number, self.model, reference, self.mesh), outcome.plan
+        problems = (
+            [] if abs(loss / reference.loss - 1) <= 1e-5 else [f"{loss}, not {reference.loss}"]
+        )
+        return problems + _gradient_problems(number, self.model, reference, self.mesh), outcome.plan
 
 
 def search_all() -> list[tuple[list[str], int, int, int]]:
-    """By what is frozen: problems; orders other than the separated one, plans that recompute, and
-    problems with a wrong weight of the drawings' loss."""
+    """Run all steps for each set of frozen modules.
+
+    Returns:
+        Per set: problems, the number of plans that differ from the separated schedule, the number
+        of plans that recompute, and the problems with a wrong coefficient of the image loss.
+    """
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     mesh = build_mesh(ParallelConfig.model_validate({"pipeline": 2, "shard": 1}), CPU)
-    found = []
+    results = []
     for freeze in FREEZES:
-        wanted = on_first_rank(lambda freeze=freeze: references(freeze, SHAPE))
-        assert draws_different_sizes(wanted[0].batch, 2)
-        run = Searching(freeze, mesh, wanted)
-        problems, others, tuned = [], 0, 0
-        for number in range(len(wanted)):
+        expected = on_first_rank(lambda freeze=freeze: references(freeze, SHAPE))
+        assert has_different_sizes(expected[0].batch, 2)
+        run = SearchedRun(freeze, mesh, expected)
+        problems, searched, tuned = [], 0, 0
+        for number in range(len(expected)):
             for seed in range(SPEEDS):
-                wrong, plan = run.problems(number, seed, WEIGHTS)
-                problems += wrong
-                others += order_of(plan) != [list(row) for row in separated(plan.graph)]
+                step_problems, plan = run.problems(number, seed, WEIGHTS)
+                problems += step_problems
+                searched += order_of(plan) != [list(row) for row in separated(plan.graph)]
                 tuned += bool(plan.recompute)
-        wrong, _ = run.problems(0, 0, {**WEIGHTS, "generator": 1.01 * WEIGHTS["generator"]})
-        found.append((problems, others, tuned, len(wrong)))
-    return found
+        step_problems, _ = run.problems(0, 0, {**WEIGHTS, "generator": 1.01 * WEIGHTS["generator"]})
+        results.append((problems, searched, tuned, len(step_problems)))
+    return results
 
 
 @pytest.mark.campaign
-def test_searched_orders_with_a_generator_equal_one_process():
-    for rank, found in enumerate(run_distributed(search_all, 2)):
-        assert len(found) == len(FREEZES)
-        for freeze, (problems, others, tuned, wrong) in zip(FREEZES, found, strict=True):
+def test_searched_generator_schedules_equal_one_process():
+    for rank, results in enumerate(run_distributed(search_all, 2)):
+        assert len(results) == len(FREEZES)
+        for freeze, (problems, searched, tuned, control_problems) in zip(
+            FREEZES, results, strict=True
+        ):
             assert not problems, (rank, freeze, problems)
-            assert others >= SPEEDS, (rank, freeze, others)
+            assert searched >= SPEEDS, (rank, freeze, searched)
             assert tuned >= SPEEDS, (rank, freeze, tuned)
-            assert wrong, (rank, freeze, "a wrong weight went unnoticed")
+            assert control_problems, (rank, freeze, "a wrong loss coefficient was not detected")

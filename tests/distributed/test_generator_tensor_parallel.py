@@ -1,6 +1,6 @@
-"""A generator split over ranks: loss and gradients of the whole, what its ranks keep, and controls.
+"""A tensor-parallel generator: loss, gradients and saved activations, with negative controls.
 
-Images differ in numbers of patches that the ranks do not divide, and one has fewer than ranks.
+Patch counts are not multiples of the number of ranks, and one image has fewer patches than ranks.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,10 @@ pytest.importorskip("diffusers")
 
 IMAGES = {
     "different": ([(1, 3, 3), (2, 2, 4), (1, 1, 1)], [5, 3, 4]),
-    "alike": ([(1, 3, 3), (1, 3, 3)], [4, 4]),
+    "uniform": ([(1, 3, 3), (1, 3, 3)], [4, 4]),
     "one patch": ([(1, 1, 1)], [1]),
 }
-"""Grids and contexts."""
+"""Grids and context lengths."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ CASES = [
     Case(True, freeze=("generator", "generator.connector")),
 ]
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
-    "gradients of times are not summed": lambda: patch.object(
+    "timestep gradients are not summed": lambda: patch.object(
         SequenceSlices, "read", lambda self, values: values
     ),
-    "nor those of a layer's table": lambda: patch.object(
+    "gradients of the scale-shift table are not summed": lambda: patch.object(
         LocalNorm, "_apply", lambda self, module, mesh: module
     ),
 }
 
 
 @pytest.mark.slow
-def test_a_split_generator_equals_the_whole():
+def test_split_generator_equals_unsharded():
     for outcomes in zip(*run_distributed(compare_all, 2, CASES), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
 
 
 @pytest.mark.slow
-def test_on_four_ranks_of_which_two_share_parameters():
+def test_split_generator_with_fsdp_equals_unsharded():
     cases = [Case(True, sharded=True), Case(False, "geglu", sharded=True)]
     for outcomes in zip(*run_distributed(compare_all, 4, cases), strict=True):
         for case, errors in outcomes:
@@ -87,20 +87,20 @@ def test_on_four_ranks_of_which_two_share_parameters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_what_is_not_summed_is_found(defect):
+def test_missing_gradient_sum_is_detected(defect):
     for ((_, errors),) in run_distributed(compare_all, 2, [Case(True)], defect):
         assert errors and all("different" not in name for name in errors), errors
 
 
 @pytest.mark.slow
-def test_ranks_keep_what_costs_say():
-    for found in run_distributed(kept_by_layers, 2):
-        for sliced, (kept, predicted, whole) in found.items():
-            assert kept == pytest.approx(predicted, rel=0.03), sliced
-            assert kept < (0.6 if sliced else 0.8) * whole
+def test_saved_activations_match_cost_model():
+    for results in run_distributed(saved_activation_bytes, 2):
+        for sliced, (saved, predicted, unsharded) in results.items():
+            assert saved == pytest.approx(predicted, rel=0.03), sliced
+            assert saved < (0.6 if sliced else 0.8) * unsharded
 
 
-def test_heads_have_to_divide():
+def test_indivisible_heads_are_rejected():
     generator = a_generator("gelu-approximate")
     assert tensor_problems(generator, 2) == tensor_problems(generator, 4) == []
     (problem,) = tensor_problems(generator, 3)
@@ -125,24 +125,24 @@ def compare_all(cases: list[Case], defect: str = "") -> list[tuple[Case, dict[st
 
 
 def compare(case: Case) -> dict[str, float]:
-    """What differs by more than 1e-5, relative: losses, gradients of contexts and parameters."""
+    """Return relative errors above 1e-5 of losses and of context and parameter gradients."""
     shard = torch.distributed.get_world_size() // 2
     mesh = mesh_for(ParallelConfig(shard=shard, tensor=2))
-    whole, split = (a_model(case.activation, case.freeze) for _ in range(2))
+    full, split = (a_model(case.activation, case.freeze) for _ in range(2))
     assert split.generator is not None
     apply_tensor_parallel(split.generator, mesh.own.tensor, case.sequence_parallel)
     apply_activation_checkpoint(split.generator, case.recompute)
     if case.sharded:
         apply_fsdp(split.generator, mesh.own.fsdp, torch.float32)
-    found: list[dict[str, Tensor]] = []
-    for model in (whole, split):
+    results: list[dict[str, Tensor]] = []
+    for model in (full, split):
         fill(model)
         generator = model.generator
         assert generator is not None
-        ranks = shard if case.sharded and model is whole else 1
+        ranks = shard if case.sharded and model is full else 1
         result = {}
         for name, (grids, contexts) in IMAGES.items():
-            for _ in range(ranks):  # FSDP adds up what its ranks find: here the same
+            for _ in range(ranks):  # FSDP sums the gradients of ranks with equal inputs
                 inputs = generator_inputs(grids, contexts)
                 context_KD = a_context(generator, sum(contexts))
                 loss = generator(inputs, context_KD)
@@ -155,33 +155,38 @@ def compare(case: Case) -> dict[str, float]:
                 grad = parameter.grad
                 assert grad is not None, name
                 result[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found.append(result)
-    expected, own = found
-    assert expected.keys() == own.keys()
+        results.append(result)
+    expected, actual = results
+    assert expected.keys() == actual.keys()
     gradients = [g.norm() for n, g in expected.items() if " of " not in n]
     scale = torch.stack(gradients).norm().item() if gradients else 1.0
     return {
         name: e
-        for name, wanted in expected.items()
-        if (e := error(own[name], wanted, scale)) > 1e-5
+        for name, value in expected.items()
+        if (e := error(actual[name], value, scale)) > 1e-5
     }
 
 
-def error(found: Tensor, wanted: Tensor, scale: float) -> float:
-    """Of a gradient that is zero but for rounding (of a key's bias): against all of them."""
-    size = wanted.norm().item()
-    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
+def error(actual: Tensor, expected: Tensor, scale: float) -> float:
+    """Return the relative error.
+
+    Gradients of key biases are zero except for rounding. Their errors are relative to `scale`.
+    """
+    size = expected.norm().item()
+    return (actual - expected).norm().item() / (size if size > 1e-6 * scale else scale)
 
 
 def a_context(generator: DitModule, tokens: int) -> Tensor:
-    draw = torch.Generator().manual_seed(7)
-    return torch.randn(tokens, generator.spec.llm_hidden_size, generator=draw).requires_grad_()
+    seeded = torch.Generator().manual_seed(7)
+    return torch.randn(tokens, generator.spec.llm_hidden_size, generator=seeded).requires_grad_()
 
 
 @torch.no_grad()
 def fill(model: MultimodalModel) -> None:
-    """The same values in every layout, nowhere zero: an untrained generator has no gradients behind
-    its output."""
+    """Fill all parameters with equal nonzero values in every layout.
+
+    An untrained generator has no gradients before its output layer.
+    """
     materialize(model, "cpu")
     init_weights(model, seed=1)
     for name, parameter in model.named_parameters():
@@ -190,50 +195,55 @@ def fill(model: MultimodalModel) -> None:
         copy_slice(parameter, values + 0.05 * torch.randn(parameter.shape, generator=draw))
 
 
-def kept_by_layers() -> dict[bool, tuple[float, float, float]]:
-    """By whether the sequence is divided: bytes that a forward leaves for its backward, what costs
-    say of that, and the same of a generator in one piece."""
+def saved_activation_bytes() -> dict[bool, tuple[float, float, float]]:
+    """Return saved activation bytes, with and without sequence parallelism.
+
+    Returns:
+        Measured bytes, predicted bytes, and predicted bytes of an unsharded generator.
+    """
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     grids, contexts = [(1, 24, 24), (1, 24, 24)], [16, 16]
     inputs = generator_inputs(grids, contexts)
-    found = {}
+    results = {}
     for sliced in (False, True):
         mesh = mesh_for(ParallelConfig(shard=1, tensor=2))
         model = a_model("gelu-approximate")
         generator = model.generator
         assert generator is not None
-        described = generator.describe()
+        description = generator.describe()
         apply_tensor_parallel(generator, mesh.own.tensor, sliced)
         fill(model)
-        kept = left_for_backward(generator, inputs)
+        saved_bytes = measured_bytes(generator, inputs)
         predicted = [
-            predicted_bytes(described, Execution(tensor=n, sequence_parallel=sliced and n > 1))
+            predicted_bytes(description, Execution(tensor=n, sequence_parallel=sliced and n > 1))
             for n in (2, 1)
         ]
-        found[sliced] = kept, *predicted
-    return found
+        results[sliced] = saved_bytes, *predicted
+    return results
 
 
-def left_for_backward(generator: DitModule, inputs: GeneratorInputs) -> float:
-    """Bytes of all that autograd saves, beside parameters."""
+def measured_bytes(generator: DitModule, inputs: GeneratorInputs) -> float:
+    """Return the bytes that autograd saves, without parameters."""
     weights = (p.to_local() if isinstance(p, DTensor) else p for p in generator.parameters())
-    known = {p.untyped_storage().data_ptr() for p in weights}
+    parameter_pointers = {p.untyped_storage().data_ptr() for p in weights}
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        saved[own.untyped_storage().data_ptr()] = own
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        saved[local.untyped_storage().data_ptr()] = local
         return tensor
 
     context_KD = a_context(generator, sum(inputs.contexts))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         generator(inputs, context_KD)
-    return sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in known)
+    return sum(
+        t.untyped_storage().nbytes() for p, t in saved.items() if p not in parameter_pointers
+    )
 
 
-def predicted_bytes(described: ModuleDescription, execution: Execution) -> float:
-    model = CostModel(load_profile("cpu"), "float32", {described.name: execution})
-    drawn = [GeneratedMeta((1, 24, 24), 16)] * 2
-    sizes = generator_sizes([drawn], padding=True)
-    costs = model.stage_costs(described, 0, len(described.layers), sizes, True)
+def predicted_bytes(description: ModuleDescription, execution: Execution) -> float:
+    model = CostModel(load_profile("cpu"), "float32", {description.name: execution})
+    images = [GeneratedMeta((1, 24, 24), 16)] * 2
+    sizes = generator_sizes([images], padding=True)
+    costs = model.stage_costs(description, 0, len(description.layers), sizes, True)
     return float(costs.kept_bytes[0])

@@ -1,4 +1,4 @@
-"""Gradients that are reduced in every microbatch, compared with the single-process model."""
+"""Gradient reduction per microbatch gives the gradients of the single-process model."""
 
 from dataclasses import replace
 
@@ -36,27 +36,32 @@ OF_4 = (
 )
 
 
-class Emptied(Case):
-    """Microbatches 1, 2 and 6 have no target: both microbatches of a rank, or one of them."""
+class CaseWithoutTargets(Case):
+    """A case in which microbatches 1, 2 and 6 have no target.
+
+    One rank has no targets in both microbatches, and another in one of them.
+    """
 
     @property
     def batch(self) -> list[Microbatch]:
         """Global batch."""
-        found = super().batch
+        microbatches = super().batch
         for index in (1, 2, 6):
-            targets_T = torch.full_like(found[index].targets_T, IGNORE_TARGET)
-            found[index] = replace(found[index], targets_T=targets_T, target_positions_L=None)
-        return found
+            targets_T = torch.full_like(microbatches[index].targets_T, IGNORE_TARGET)
+            microbatches[index] = replace(
+                microbatches[index], targets_T=targets_T, target_positions_L=None
+            )
+        return microbatches
 
 
-def cases(known: list[Case], names: tuple[str, ...]) -> list[Case]:
-    found = [replace(c, pipeline={**c.pipeline, **EACH}) for c in known if c.name in names]
-    assert len(found) == len(names)
-    return found
+def cases(available: list[Case], names: tuple[str, ...]) -> list[Case]:
+    selected = [replace(c, pipeline={**c.pipeline, **EACH}) for c in available if c.name in names]
+    assert len(selected) == len(names)
+    return selected
 
 
-EMPTIED = [
-    Emptied(f"{name}, without targets", pipeline=EACH, **case)
+WITHOUT_TARGETS = [
+    CaseWithoutTargets(f"{name}, without targets", pipeline=EACH, **case)
     for name, case in {
         "fsdp4": {"shard": 4},
         "fsdp4, loss in chunks": {"shard": 4, "chunked_loss": True},
@@ -68,7 +73,7 @@ EMPTIED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "compared"),
-    [(2, cases(CASES_OF_2, OF_2)), (4, cases(CASES_OF_4, OF_4)), (4, EMPTIED)],
+    [(2, cases(CASES_OF_2, OF_2)), (4, cases(CASES_OF_4, OF_4)), (4, WITHOUT_TARGETS)],
 )
 def test_gradients_reduced_per_microbatch_equal_single_process(ranks, compared):
     for outcomes in zip(*run_distributed(compare_all, ranks, compared), strict=True):
@@ -78,7 +83,7 @@ def test_gradients_reduced_per_microbatch_equal_single_process(ranks, compared):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_lost_sums_of_earlier_microbatches_are_found():
+def test_lost_gradients_of_earlier_microbatches_are_detected():
     for outcomes in run_distributed(_compare_without_earlier_sums, 2):
         assert outcomes[0][3], "no gradient differs"
 
@@ -96,18 +101,18 @@ def _compare_without_earlier_sums() -> list[tuple[str, float, float, dict[str, f
 
 
 @pytest.mark.slow
-def test_reductions_are_counted_per_microbatch():
+def test_gradients_are_reduced_per_microbatch():
     once, each = (
         run_distributed(_count_collectives, 4, reduction)[0] for reduction in ("step", "microbatch")
     )
     scatters, sums, microbatches = once
     assert microbatches == 2 and scatters > 0 and sums > 0
-    # Replicas are summed once per step in both cases.
+    # Gradients of replicas are summed once per step in both cases.
     assert each == (microbatches * scatters, sums, microbatches)
 
 
 class OperatorNames(TorchDispatchMode):
-    """Records the names of all operators."""
+    """Dispatch mode that records the names of all operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ class OperatorNames(TorchDispatchMode):
 
 
 def _count_collectives(reduction: str) -> tuple[int, int, int]:
-    """Reduce-scatters and all-reduces of gradients in a step of HSDP, and its microbatches."""
+    """Count gradient reduce-scatters, all-reduces and microbatches of an HSDP step."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     case = next(case for case in CASES_OF_4 if case.name == "hsdp 2x2")
     config = ParallelConfig(replicate=2, shard=2, gradient_reduction=reduction)

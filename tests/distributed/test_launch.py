@@ -1,4 +1,4 @@
-"""What a rank that dies leaves behind."""
+"""Error messages of ranks that die."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
-def test_a_rank_that_dies_is_named_with_its_signal(name):
+def test_killed_rank_is_reported_with_signal(name):
     with pytest.raises(AssertionError) as failure:
         run_distributed(_die_in_the_last_rank, 2, name)
     survivor, dead = str(failure.value).split("\nrank 1 ")
-    assert survivor.startswith("rank 0 exited with 0:\nTraceback")  # it missed its peer
+    assert survivor.startswith("rank 0 exited with 0:\nTraceback")  # its all-reduce failed
     assert dead.startswith(f"was killed by {name}, without a result or a traceback; stderr:")
-    # Nobody can catch SIGKILL.
+    # No handler can catch SIGKILL.
     assert ("in _die_in_the_last_rank" in dead) == (name != "SIGKILL")
 
 
@@ -31,7 +31,7 @@ def _die_in_the_last_rank(name: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_dies_after_its_result_fails_the_call():
+def test_rank_that_exits_badly_fails_call():
     with pytest.raises(AssertionError) as failure:
         run_distributed(_exit_badly, 1)
     assert str(failure.value).startswith("rank 0 exited with 3, after its result")

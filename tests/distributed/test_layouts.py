@@ -1,4 +1,4 @@
-"""Every layout gives the loss and the gradients of the plain single-process model."""
+"""Every parallel layout gives the loss and gradients of the unsharded single-process model."""
 
 from dataclasses import dataclass, field
 
@@ -33,13 +33,16 @@ from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 
 IMAGES = [2, 0, 3, 0, 0, 1, 2, 4]
-"""Images in each sequence of the global batch, two sequences for each replica (and four at least):
-some ranks have none in a microbatch."""
+"""Images in each sequence of the global batch.
+
+Each replica has two sequences, and the batch has at least four. Some ranks have no images in a
+microbatch.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout to compare."""
+    """A parallel layout and model options."""
 
     name: str
     replicate: int = 1
@@ -51,38 +54,40 @@ class Case:
     images: tuple[int, ...] = tuple(IMAGES)
     tokens: int = 64
     pipeline: dict = field(default_factory=dict)
-    """Further keys of [parallel]."""
+    """Additional keys of [parallel]."""
     llm: str = "qwen3"
     llm_config: dict = field(default_factory=dict)
-    """Further keys of the LLM's config."""
-    idles: bool = False
-    """Whether the router chooses one expert for each token, and never one of the second half."""
+    """Additional keys of the LLM config."""
+    starves_experts: bool = False
+    """Whether the router selects one expert per token, never from the second half."""
     chunked_loss: bool | None = False
-    """Whether the loss is computed some rows at a time, or None if only of a sharded vocabulary.
-    The reference has all logits."""
+    """Whether the loss is computed in chunks of tokens.
+
+    None means only if the vocabulary is sharded. The reference computes all logits.
+    """
     adapters: tuple[str, ...] = ()
     """Modules with an adapter."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Linears that it is in."""
+    """Linear layers with an adapter."""
     method: str = "lora"
-    """Of adapters."""
+    """Method of the adapters."""
     balance: bool = False
-    """Whether data-parallel ranks encode images of each other."""
+    """Whether data-parallel ranks exchange images to encode."""
     compiled: bool = False
 
     @property
     def batch(self) -> list[Microbatch]:
-        """The global batch."""
+        """Global batch."""
         sequences = max(4, 2 * self.replicate * self.shard)
         return [random_microbatch(i, n, self.tokens) for i, n in enumerate(self.images[:sequences])]
 
     def model(self) -> MultimodalModel:
-        """Whole, on the meta device."""
+        """Build the unsharded model on the meta device."""
         config = MODEL.model_dump()
         config["llm"]["config"]["model_type"] = self.llm
         config["llm"]["config"] |= CHANGES.get(self.llm, {})
         config["llm"]["config"] |= self.llm_config
-        if self.idles:
+        if self.starves_experts:
             config["llm"]["config"]["num_experts_per_tok"] = 1
         config["chunked_loss"] = bool(self.chunked_loss)
         freeze = FreezeConfig(modules=list(self.freeze))
@@ -103,10 +108,10 @@ CHANGES = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
-        "output_router_logits": True,  # adds the loss that balances experts
+        "output_router_logits": True,  # adds the load-balancing loss
         "router_aux_loss_coef": 0.5,
     },
-    # Whose first layer is not the only one of its kind, in a pipeline too.
+    # Several layers have the type of the first layer, including in pipelines.
     "qwen3_5_text": {**DELTA_NETS, "layer_types": DELTA_KINDS},
     "qwen3_next": {
         **{k: v for k, v in DELTA_NETS.items() if k != "rope_parameters"},
@@ -119,7 +124,7 @@ CHANGES = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
 }
-"""By LLM: further keys."""
+"""Additional config keys by LLM."""
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
 CAPPED = {"final_logit_softcapping": 3.0, "sliding_window": 16}
 PP2 = {"pipeline": 2, "schedule": "1f1b"}
@@ -159,7 +164,7 @@ CASES_OF_4 = [
         shard=4,
         llm="qwen3_moe",
         pipeline={"expert": 2},
-        idles=True,
+        starves_experts=True,
     ),
     Case(
         "fsdp2 x ep2, fewer experts than ranks",
@@ -269,7 +274,7 @@ CASES_OF_2 = [
         recompute="full",
         llm="qwen3_moe",
         pipeline={"expert": 2},
-        idles=True,
+        starves_experts=True,
     ),
     Case("ep2, LLM frozen", shard=2, llm="qwen3_moe", pipeline={"expert": 2}, freeze=("llm",)),
     Case("tp2, experts", tensor=2, sequence_parallel=True, recompute="full", llm="qwen3_moe"),
@@ -279,7 +284,7 @@ CASES_OF_2 = [
     Case("tp2, loss in chunks", tensor=2, chunked_loss=True),
     Case("tp2, sharded loss in chunks", tensor=2, chunked_loss=None),
     Case(
-        "tp2, loss in chunks over uneven parts of the vocabulary",
+        "tp2, loss in chunks with an uneven vocabulary",
         tensor=2,
         llm_config={"vocab_size": VOCAB + 1},
         chunked_loss=True,
@@ -367,30 +372,30 @@ def test_layouts_equal_single_process(ranks, cases):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_an_exchange_to_wrong_experts_is_found():
+def test_exchange_to_wrong_experts_changes_gradients():
     for outcomes in run_distributed(_compare_with_wrong_experts, 2):
         for _, _, _, gradient_errors in outcomes:
             assert any("experts" in name for name in gradient_errors)
 
 
 def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, float]]]:
-    right = expert._announce
+    original = expert._announce
 
-    def shifted(expert_S, own, group):
-        counts, arriving_R = right(expert_S, own, group)
-        return counts, (arriving_R + 1) % own
+    def shifted(expert_S, experts, group):
+        counts, arriving_R = original(expert_S, experts, group)
+        return counts, (arriving_R + 1) % experts
 
     expert._announce = shifted
     return compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
 
 
-def test_gradients_of_whole_factors_that_are_not_summed_are_found():
+def test_unsummed_adapter_gradients_differ():
     for outcomes in run_distributed(_compare_without_sums, 2):
-        (_, _, _, of_layers), (_, _, _, of_connector) = outcomes
-        assert any(name.endswith("q_proj.lora.down") for name in of_layers)
-        assert any(name.endswith("o_proj.lora.up") for name in of_layers)
-        assert "encoders.vision.connector.linear_1.lora.down" in of_connector
-        assert "encoders.vision.connector.linear_2.lora.up" in of_connector
+        (_, _, _, layer_errors), (_, _, _, connector_errors) = outcomes
+        assert any(name.endswith("q_proj.lora.down") for name in layer_errors)
+        assert any(name.endswith("o_proj.lora.up") for name in layer_errors)
+        assert "encoders.vision.connector.linear_1.lora.down" in connector_errors
+        assert "encoders.vision.connector.linear_2.lora.up" in connector_errors
 
 
 def _compare_without_sums() -> list[tuple[str, float, float, dict[str, float]]]:
@@ -399,14 +404,14 @@ def _compare_without_sums() -> list[tuple[str, float, float, dict[str, float]]]:
     return compare_all([c for c in CASES_OF_2 if c.name in names])
 
 
-def test_norms_of_parts_of_rows_are_found():
-    for outcomes in run_distributed(_compare_without_whole_norms, 2):
+def test_local_dora_norms_change_loss():
+    for outcomes in run_distributed(_compare_with_local_norms, 2):
         for _, loss_error, _, _ in outcomes:
             assert loss_error > 1e-4
 
 
-def _compare_without_whole_norms() -> list[tuple[str, float, float, dict[str, float]]]:
-    low_rank._sum = lambda mesh, own: own
+def _compare_with_local_norms() -> list[tuple[str, float, float, dict[str, float]]]:
+    low_rank._sum = lambda mesh, local: local
     return compare_all([c for c in CASES_OF_2 if c.tensor == 2 and c.method == "dora"])
 
 
@@ -442,8 +447,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     parallelize(model, mesh, config, recompute, compiles, torch.float32)
     materialize(model, "cpu")
     init_weights(model, seed=1)
-    _idle(model, case)
-    _stir(model)
+    _starve_experts(model, case)
+    _randomize_adapters(model)
     exchange = data_parallel_exchange(mesh) if case.balance else None
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32, exchange)
     rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
@@ -455,9 +460,9 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
             for first in range(0, len(batch), ranks)
         ]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
-    # Only one rank of a pipeline has a loss, and ranks that share rows have parts of it.
-    alone = mesh.pipeline_size * mesh.context_size
-    total_loss = mesh.sum_over_data([local_loss.item() * alone])[0]
+    # One pipeline rank has the loss, and context-parallel ranks have partial sums of it.
+    copies = mesh.pipeline_size * mesh.context_size
+    total_loss = mesh.sum_over_data([local_loss.item() * copies])[0]
     norm = global_grad_norm(group_by_replicas(model), mesh).item()
 
     expected_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
@@ -466,8 +471,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         if not parameter.requires_grad:
             assert parameter.grad is None, f"{case.name}: frozen {name} has a gradient"
             continue
-        original = model.tied_replicas().get(name, name)
-        error = _relative_error(_whole(parameter.grad), expected.pop(original), expected_norm)
+        original = model.tied_copies().get(name, name)
+        error = _relative_error(_full(parameter.grad), expected.pop(original), expected_norm)
         if not error <= gradient_limit(name):
             errors[name] = error
     if mesh.pipeline_size == 1:
@@ -480,8 +485,8 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
     model.llm.loss_rows = 0
     materialize(model, "cpu")
     init_weights(model, seed=1)
-    _idle(model, case)
-    _stir(model)
+    _starve_experts(model, case)
+    _randomize_adapters(model)
     if model.llm.balance is not None:
         model.llm.balance.scale = 1 / sum(len(m.input_ids_T) for m in batch)
     total = 0.0
@@ -493,32 +498,39 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
 
 
 @torch.no_grad()
-def _idle(model: MultimodalModel, case: Case) -> None:
-    """Leaves the second half of the experts without tokens: a mean is never the largest."""
+def _starve_experts(model: MultimodalModel, case: Case) -> None:
+    """Give no tokens to the second half of the experts.
+
+    Their router weights are the mean of the other router weights, which is never the largest.
+    """
     for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight") and case.idles:
-            whole_ED = _whole(parameter).clone()
-            half = len(whole_ED) // 2
-            whole_ED[half:] = whole_ED[:half].mean(0)
-            copy_slice(parameter, whole_ED)
+        if name.endswith("mlp.gate.weight") and case.starves_experts:
+            full_ED = _full(parameter).clone()
+            half = len(full_ED) // 2
+            full_ED[half:] = full_ED[:half].mean(0)
+            copy_slice(parameter, full_ED)
 
 
 @torch.no_grad()
-def _stir(model: MultimodalModel) -> None:
-    """Gives second factors of adapters, which start at zero, the values of others: gradients of
-    first factors would all be zero."""
+def _randomize_adapters(model: MultimodalModel) -> None:
+    """Set the second factors of adapters, which are initially zero, to random values.
+
+    With zero factors, gradients of the first factors would be zero.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("lora.up"):
             generator = torch.Generator().manual_seed(len(name) + 7 * sum(map(ord, name)))
             copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _relative_error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
-    """Norm of the difference over that of the reference; gradients that are zero but for rounding
-    (a key bias cannot change attention) are measured against the whole gradient."""
-    size = wanted.norm().item()
-    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
+    """Return the relative error.
+
+    Gradients of key biases are zero except for rounding. Their errors are relative to `scale`.
+    """
+    size = expected.norm().item()
+    return (actual - expected).norm().item() / (size if size > 1e-6 * scale else scale)

@@ -1,4 +1,4 @@
-"""LLMs and composites of every family split over two ranks: loss and gradients of the whole."""
+"""Tensor-parallel LLMs and multimodal models of every family equal the unsharded model."""
 
 from dataclasses import dataclass, field
 
@@ -36,12 +36,12 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 @dataclass(frozen=True)
 class Case:
-    """A family in one layout."""
+    """A model family with a layout."""
 
     family: str
     sequence_parallel: bool = False
     chunks: int = 0
-    """Blocks per slice of async tensor parallelism; 0: it is off."""
+    """Blocks per slice of async tensor parallelism. 0 disables it."""
     changes: dict = field(default_factory=dict)
     composite: bool = False
 
@@ -51,7 +51,7 @@ class Case:
         return ModelConfig(llm=LlmConfig(config={**LLMS[self.family], **self.changes}))
 
     def microbatch(self) -> Microbatch:
-        """With images where the model sees."""
+        """Return a microbatch, with images if the model has a vision encoder."""
         if not self.composite:
             return microbatch([5, 9, 9])
         if self.family in SPEECH:
@@ -83,7 +83,7 @@ CASES += [Case("qwen2_5_omni", True, chunks=2, composite=True)]
 @proves("tensor", COMPOSITES, every=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.campaign)])
-def test_split_models_equal_the_whole(every):
+def test_tensor_parallel_llms_equal_unsharded(every):
     for outcomes in zip(*run_distributed(_compare_all, 2, CASES[::every]), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
@@ -95,8 +95,11 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
 
 
 def _compare(case: Case) -> dict[str, float]:
-    """Loss and gradients that differ by more than rounding: 1e-5, relative, for most."""
-    whole = build(case.model_config())
+    """Return errors of the loss and the gradients that exceed the tolerance.
+
+    The tolerance is 1e-5 (relative) for most parameters.
+    """
+    full = build(case.model_config())
     split = build_model(case.model_config(), FreezeConfig())
     mesh = mesh_for(ParallelConfig(shard=1, tensor=2))
     overlap = None
@@ -106,27 +109,27 @@ def _compare(case: Case) -> dict[str, float]:
         apply_tensor_parallel(module, mesh.own.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")
     init_weights(split, seed=0)
-    weights = whole.state_dict()
-    for name, tensor in split.state_dict(keep_vars=True).items():  # persistent buffers too
+    weights = full.state_dict()
+    for name, tensor in split.state_dict(keep_vars=True).items():  # including persistent buffers
         copy_slice(tensor, weights[name])
     batch = case.microbatch()
     losses = []
-    for model in (whole, split):
+    for model in (full, split):
         if model.llm.balance is not None:
             model.llm.balance.scale = 1.0
         losses.append(model(batch))
         losses[-1].backward()
     errors = {"loss": abs(losses[1].item() / losses[0].item() - 1)}
-    gradients = {n: p.grad for n, p in whole.named_parameters() if p.requires_grad}
+    gradients = {n: p.grad for n, p in full.named_parameters() if p.requires_grad}
     scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
     for name, parameter in split.named_parameters():
-        if not parameter.requires_grad:  # positions of towers for sounds
+        if not parameter.requires_grad:  # fixed positions of audio encoders
             continue
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
         expected = gradients.pop(name)
         size = expected.norm().item()
-        # Zero but for rounding (a key's bias): against the whole gradient.
+        # Gradients of key biases are zero except for rounding: use the norm of all gradients.
         error = (grad - expected).norm().item() / (size if size > 1e-6 * scale else scale)
         errors[name] = error
     assert not gradients

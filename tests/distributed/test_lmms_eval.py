@@ -1,5 +1,7 @@
-"""A local task of lmms-eval, answered by an export and by a snapshot of a run. No network but for
-making lmms-eval's environment."""
+"""A local task of lmms-eval, answered by an export and by a snapshot of a run.
+
+Only the installation of lmms-eval needs network access.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".lmms-eval" / "bin" / "python"
 pytestmark = [pytest.mark.network, pytest.mark.campaign]
 QUESTIONS = 4
-"""The last of them has no picture."""
+"""Number of questions. The last question has no image."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 TASK = """
 task: local_questions
@@ -53,22 +55,22 @@ def doc_to_text(doc, lmms_eval_specific_kwargs=None):
 
 @pytest.fixture(scope="module")
 def lmms_eval() -> Path:
-    """Its Python."""
-    made = subprocess.run(
+    """Install lmms-eval and return the path of its Python interpreter."""
+    installation = subprocess.run(
         [ROOT / "scripts/lmms_eval.sh"], capture_output=True, text=True, check=False
     )
-    if made.returncode == 3:
-        pytest.skip(made.stderr.strip().splitlines()[-1])
-    assert made.returncode == 0, made.stderr
+    if installation.returncode == 3:
+        pytest.skip(installation.stderr.strip().splitlines()[-1])
+    assert installation.returncode == 0, installation.stderr
     return PYTHON
 
 
-def write_task(folder: Path, questions: Path, right: dict[int, str]) -> Path:
-    """A task of the questions, of which these are answered right."""
+def write_task(folder: Path, questions: Path, correct_answers: dict[int, str]) -> Path:
+    """Write a task in which only `correct_answers` match the generated text."""
     folder.mkdir()
     rows = [json.loads(line) for line in questions.read_text().splitlines()][:4]
     for number, row in enumerate(rows):
-        row["answer"] = right.get(number, "something else")
+        row["answer"] = correct_answers.get(number, "something else")
         del row["answers"]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,7 +79,7 @@ def write_task(folder: Path, questions: Path, right: dict[int, str]) -> Path:
     return folder
 
 
-def test_an_export_answers_a_task(lmms_eval, tmp_path, real_data, train_server):
+def test_export_answers_task(lmms_eval, tmp_path, real_data, train_server):
     directory = write_export(tmp_path / "hf", real_data, "mlp")
     questions = write_questions(tmp_path / "questions")
     report = tmp_path / "report.json"
@@ -91,12 +93,12 @@ def test_an_export_answers_a_task(lmms_eval, tmp_path, real_data, train_server):
     command += ["--task-python", lmms_eval]
     codes, output = train_server.run(command, tmp_path / "log2", script=SCRIPT, **OFFLINE)
     assert codes == [0], output
-    found = json.loads(report.read_text())
-    assert found["scores"] == {"local_questions/exact_match": 1 / 4}
-    assert found["samples"] == {"local_questions": QUESTIONS}
+    evaluated = json.loads(report.read_text())
+    assert evaluated["scores"] == {"local_questions/exact_match": 1 / 4}
+    assert evaluated["samples"] == {"local_questions": QUESTIONS}
 
 
-def test_snapshots_of_a_run_answer_a_task(lmms_eval, tmp_path, real_data, train_server):
+def test_run_snapshots_answer_task(lmms_eval, tmp_path, real_data, train_server):
     questions = write_questions(tmp_path / "questions")
     task = write_task(tmp_path / "task", questions, {})
     run_dir = tmp_path / "run"
@@ -110,9 +112,9 @@ def test_snapshots_of_a_run_answer_a_task(lmms_eval, tmp_path, real_data, train_
     command = arguments(run_dir, real_data, **changes)
     codes, output = train_server.run(command, tmp_path / "log", 2, **OFFLINE)
     assert codes == [0, 0], output
-    (found,) = read_evaluations(run_dir)
-    assert found.step == 2 and found.samples == {"local_questions": QUESTIONS}
-    assert found.scores == {"local_questions/exact_match": 0.0}
+    (evaluation,) = read_evaluations(run_dir)
+    assert evaluation.step == 2 and evaluation.samples == {"local_questions": QUESTIONS}
+    assert evaluation.scores == {"local_questions/exact_match": 0.0}
     assert {p.name for p in (run_dir / "benchmarks/step-2").iterdir()} == {"scores.json", "log.txt"}
     assert (
         "benchmarks of step 2: local_questions/exact_match 0.0000"

@@ -1,4 +1,4 @@
-"""Calibration of several ranks: collectives and messages are measured, and all ranks agree."""
+"""Calibration on several ranks measures collectives and messages, and all ranks agree."""
 
 import pytest
 import torch
@@ -12,21 +12,21 @@ from torchmm.costs.operators import KINDS, NETWORK_KINDS
 
 
 def calibrate() -> tuple[set[str], dict[str, list[float]], list[float]]:
-    """(classes measured, efficiencies of the network, all times of operators)."""
+    """Return measured operator kinds, network efficiencies and the times of all operators."""
     dist.init_process_group("gloo")
-    found = measure(torch.device("cpu"), torch.float32, seconds=0.2, quick=True)
-    profile = fit_profile(found, load_profile("cpu"), "float32", "", own_peaks=True)
+    measurement = measure(torch.device("cpu"), torch.float32, seconds=0.2, quick=True)
+    profile = fit_profile(measurement, load_profile("cpu"), "float32", "", own_peaks=True)
     values = {kind: list(profile.efficiency[kind].values) for kind in NETWORK_KINDS}
-    kinds = {m.operator.kind for m in found.operators} | set(found.tiny)
-    return kinds, values, [m.seconds for m in found.operators]
+    kinds = {m.operator.kind for m in measurement.operators} | set(measurement.tiny)
+    return kinds, values, [m.seconds for m in measurement.operators]
 
 
-def test_two_ranks_measure_their_network() -> None:
+def test_two_ranks_calibrate_network_equally() -> None:
     (kinds, values, times), other = run_distributed(calibrate, 2)
     assert kinds == set(KINDS)
-    # The best of all messages is the peak, and nothing is faster.
-    best = max(value for own in values.values() for value in own)
+    # The fastest message defines the peak bandwidth.
+    best = max(value for of_kind in values.values() for value in of_kind)
     assert best == pytest.approx(1.0, rel=0.5)
-    assert all(0 < value <= 1 for own in values.values() for value in own)
+    assert all(0 < value <= 1 for of_kind in values.values() for value in of_kind)
     assert min(times) > 0
     assert times == other[2]

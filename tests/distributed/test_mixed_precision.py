@@ -1,4 +1,4 @@
-"""Mixed precision of one rank without FSDP2 gives the bits of FSDP2 on a mesh of one rank."""
+"""Mixed precision without FSDP2 gives bitwise the same results as FSDP2 on one rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,11 +40,11 @@ ADAPTERS = ("llm", "vision.connector")
 
 @dataclass(frozen=True)
 class Run:
-    """A case, and how it is trained."""
+    """A case and its training options."""
 
     case: Case
     narrow: bool = False
-    """Whether parameters are bfloat16, with 8-bit states."""
+    """Whether parameters are bfloat16 and optimizer states have 8 bits."""
     compiles: bool = False
     microbatches: int = 4
     parallel: dict = field(default_factory=dict)
@@ -91,14 +91,14 @@ PIPELINES = [
 
 
 @dataclass
-class Trained:
-    """Numbers of a few steps.
+class TrainingResult:
+    """Results of a few training steps.
 
     Attributes:
-        losses: by step.
-        norms: of the gradients, by step.
-        gradients: of all steps, by step and name.
-        parameters: after the last step.
+        losses: Loss of each step.
+        norms: Gradient norm of each step.
+        gradients: Gradients of all steps, by step and name.
+        parameters: Parameters after the last step.
     """
 
     losses: list[float]
@@ -129,13 +129,13 @@ def build(run: Run, seed: int) -> tuple[MultimodalModel, Pipeline]:
     parallelize(model, mesh, config, recompute, compiled, torch.bfloat16)
     materialize(model, "cpu")
     init_weights(model, seed=seed)
-    stir(model)
+    randomize_adapters(model)
     return model, Pipeline(model, stages, layout, descriptions, config, mesh, torch.bfloat16)
 
 
 @torch.no_grad()
-def stir(model: MultimodalModel) -> None:
-    """Give second factors of adapters, which are zero at first, other values."""
+def randomize_adapters(model: MultimodalModel) -> None:
+    """Set the second factors of adapters, which are initially zero, to random values."""
     for name, parameter in model.named_parameters():
         if name.endswith("lora.up"):
             generator = torch.Generator().manual_seed(len(name))
@@ -153,13 +153,13 @@ class Training:
         config = OptimizerConfig(lr=1e-2, lr_schedule="constant", state_dtype=states)
         self.optimizer = build_optimizer(self.model, module_of, config)
         mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
-        every = run.case.batch[: run.microbatches]
-        self._batch = every[mesh.data_parallel_rank :: mesh.data_parallel_size]
-        self._targets = sum(m.target_count for m in every)
+        batch = run.case.batch[: run.microbatches]
+        self._batch = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        self._targets = sum(m.target_count for m in batch)
         self._step = TrainStep(self.pipeline, mesh)
 
     def gradients(self) -> float:
-        """Leave the gradients of a step in the parameters; return the loss."""
+        """Compute the gradients of a step and return the loss."""
         plan = self.pipeline.plan_training(self._batch)
         return self._step.run(plan, self._batch, self._targets).loss.item()
 
@@ -175,38 +175,42 @@ class Training:
         return loss
 
 
-def train(run: Run, shards: bool) -> Trained:
+def train(run: Run, shards: bool) -> TrainingResult:
     precision.SMALL = run.small
-    precision.TOGETHER = 5_000  # several portions
+    precision.TOGETHER = 5_000  # several chunks
     training = Training(run, shards)
     model = training.model
-    trained = [p for p in model.parameters() if p.requires_grad]
-    found = Trained([], [], {}, {})
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    result = TrainingResult([], [], {}, {})
     for step in range(STEPS):
-        found.losses.append(training.gradients())
-        found.norms.append(global_grad_norm({1: trained}).item())
+        result.losses.append(training.gradients())
+        result.norms.append(global_grad_norm({1: parameters}).item())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert parameter.grad is not None
-                found.gradients[f"{step} {name}"] = local_tensor(parameter.grad).clone()
+                result.gradients[f"{step} {name}"] = local_tensor(parameter.grad).clone()
             else:
                 assert parameter.grad is None, name
         training.update()
-    found.parameters = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
-    return found
+    result.parameters = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
+    return result
 
 
-def differences(found: Trained, wanted: Trained) -> list[str]:
+def differences(actual: TrainingResult, expected: TrainingResult) -> list[str]:
     """Return the names of all numbers that are not equal."""
-    unequal = [f"loss {i}" for i, pair in enumerate(zip(found.losses, wanted.losses, strict=True))
-               if pair[0] != pair[1]]  # fmt: skip
-    unequal += [] if found.norms == wanted.norms else ["norms"]
-    for ours, theirs in (
-        (found.gradients, wanted.gradients),
-        (found.parameters, wanted.parameters),
+    losses = zip(actual.losses, expected.losses, strict=True)
+    unequal = [f"loss {step}" for step, (a, b) in enumerate(losses) if a != b]
+    unequal += [] if actual.norms == expected.norms else ["norms"]
+    for actual_tensors, expected_tensors in (
+        (actual.gradients, expected.gradients),
+        (actual.parameters, expected.parameters),
     ):
-        assert ours.keys() == theirs.keys()
-        unequal += [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        assert actual_tensors.keys() == expected_tensors.keys()
+        unequal += [
+            name
+            for name in actual_tensors
+            if not torch.equal(actual_tensors[name], expected_tensors[name])
+        ]
     return unequal
 
 
@@ -234,7 +238,7 @@ def test_pipeline_ranks_equal_fsdp_on_one_rank() -> None:
 
 
 def compare_defects() -> list[list[str]]:
-    """Differences of a run without float32 sums, and of one with the copies of the first step."""
+    """Return the differences of a run without float32 sums, and of one with stale weights."""
     start()
     narrow = next(run for run in RUNS if run.case.name == "8-bit states")
     with mock.patch.object(precision._Weight, "has_new_gradient", lambda self: False):
@@ -263,7 +267,7 @@ def save_and_resume(directory: Path) -> dict[str, list[str]]:
         Differences from saving and resuming with FSDP2.
     """
     start()
-    found: dict[str, dict[str, Tensor]] = {}
+    results: dict[str, dict[str, Tensor]] = {}
     for saves in (False, True):
         saved = Training(RUNS[0], saves)
         saved.step()
@@ -274,30 +278,30 @@ def save_and_resume(directory: Path) -> dict[str, list[str]]:
             assert checkpoints.resume(resumed.model, resumed.optimizer) is not None
             resumed.step()
             tensors = model_tensors(resumed.model).items()
-            found[f"{saves} {loads}"] = {n: local_tensor(t.detach()) for n, t in tensors}
-    wanted = found["True True"]
+            results[f"{saves} {loads}"] = {n: local_tensor(t.detach()) for n, t in tensors}
+    expected = results["True True"]
     return {
-        pair: [n for n in values | wanted if not torch.equal(values[n], wanted[n])]
-        for pair, values in found.items()
+        pair: [n for n in values | expected if not torch.equal(values[n], expected[n])]
+        for pair, values in results.items()
     }
 
 
 @pytest.mark.slow
 def test_checkpoints_resume_with_and_without_fsdp(tmp_path) -> None:
-    [found] = run_distributed(save_and_resume, 1, tmp_path)
-    assert len(found) == 4
-    assert not any(found.values()), found
+    [differences_by_pair] = run_distributed(save_and_resume, 1, tmp_path)
+    assert len(differences_by_pair) == 4
+    assert not any(differences_by_pair.values()), differences_by_pair
     for without, with_fsdp in run_distributed(resume_on_two_ranks, 2, tmp_path):
         assert without == with_fsdp
 
 
 def resume_on_two_ranks(directory: Path) -> tuple[float, float]:
-    """Loss of this rank after resuming checkpoints without and with FSDP2 on one rank."""
+    """Return the losses after resuming checkpoints that were saved without and with FSDP2."""
     start()
     losses = []
     for saves in (False, True):
-        again = Training(Run(Case("dense"), parallel={"shard": 2}), True, seed=3)
+        resumed = Training(Run(Case("dense"), parallel={"shard": 2}), True, seed=3)
         checkpoints = manager(directory / str(saves), {"shard": 2})
-        assert checkpoints.resume(again.model, again.optimizer) is not None
-        losses.append(again.step())
+        assert checkpoints.resume(resumed.model, resumed.optimizer) is not None
+        losses.append(resumed.step())
     return losses[0], losses[1]

@@ -28,7 +28,7 @@ LOSSES = [6.914980888366699, 6.9037604331970215]
 
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
-    """A run directory with the old checkpoint."""
+    """Return a run directory with the old checkpoint."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path / "run" / "checkpoints", filter="data")
     return tmp_path / "run"
@@ -39,13 +39,13 @@ def test_old_checkpoint_resumed_gives_the_same_losses(run_dir, real_data, train_
     codes, output = train_server.run(command, run_dir.parent / "log")
     assert codes == [0], output
     assert "resumed from" in output
-    found = records(run_dir)
-    assert [record["step"] for record in found] == [3, 4]
-    assert [record["loss"] for record in found] == pytest.approx(LOSSES, rel=1e-6)
+    resumed = records(run_dir)
+    assert [record["step"] for record in resumed] == [3, 4]
+    assert [record["loss"] for record in resumed] == pytest.approx(LOSSES, rel=1e-6)
 
 
 def test_old_checkpoint_saved_again_has_the_same_bits(run_dir, real_data, train_server):
-    # An update with a learning rate of 0 leaves the weights as they were loaded.
+    # Updates with a learning rate of 0 do not change the loaded weights.
     frozen = {"optimizer__lr": 0.0, "optimizer__weight_decay": 0.0}
     command = arguments(run_dir, real_data, **CHANGES, **frozen, training__steps=4)
     codes, output = train_server.run(command, run_dir.parent / "log")

@@ -1,8 +1,7 @@
-"""Optimizers with narrow states, of bfloat16 parameters, on the host, and Muon, and averages of
-weights: the same bits in every layout, also after a checkpoint of one layout was loaded into
-another.
+"""Optimizers give the same bits in every layout, also after a checkpoint of another layout.
 
-All layouts get the same gradients, so that nothing but the optimizer can differ.
+The optimizers have low-precision states, bfloat16 parameters or CPU offload. Muon and weight
+averages are included. All layouts get the same gradients, so that only the optimizer can differ.
 """
 
 import logging
@@ -43,7 +42,7 @@ LAYOUTS = ("fsdp", "hsdp", "tp", "fsdp_tp")
 
 @dataclass(frozen=True)
 class Case:
-    """Keys of [optimizer], and the parameters' dtype."""
+    """Keys of [optimizer], and the dtype of parameters."""
 
     name: str = "adamw"
     state_dtype: str = "float32"
@@ -51,9 +50,9 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def config(self) -> OptimizerConfig:
-        given = asdict(self)
-        del given["dtype"]
-        return OptimizerConfig(lr=1e-2, lr_schedule="constant", **given)
+        keys = asdict(self)
+        del keys["dtype"]
+        return OptimizerConfig(lr=1e-2, lr_schedule="constant", **keys)
 
 
 CASES = [
@@ -72,8 +71,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Rows that do not divide by the number of ranks, blocks of 8 bits that are not full, a number,
-    matrices in a stack."""
+    """Model with indivisible dimensions, incomplete 8-bit blocks, a scalar and stacked matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +85,7 @@ class Block(nn.Module):
 
 @cache
 def mesh_of(layout: str) -> DeviceMesh:
-    """Made once: groups take longer than all else here."""
+    """Return a cached mesh, because creating process groups is slow."""
     sizes = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (1, 1, 4), "fsdp_tp": (1, 2, 2)}
     names = ("replicate", "shard", "tensor")
     return init_device_mesh("cpu", sizes[layout], mesh_dim_names=names)
@@ -105,7 +103,7 @@ def build(case: Case, layout: str = "plain") -> Built:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(model, mesh["tensor"], plan)
         data = mesh["replicate", "shard"] if layout == "hsdp" else mesh["shard"]
-        if mesh["tensor"].size() == 1:  # as experts are sharded, over features
+        if mesh["tensor"].size() == 1:  # experts are sharded over features
             fully_shard(model.experts, mesh=data, shard_placement_fn=lambda _: Shard(1))
         fully_shard(model, mesh=data)
     matrices = [p for p in model.parameters() if p.ndim > 1 and p is not model.embed.weight]
@@ -118,42 +116,47 @@ def step(
 ) -> None:
     generator = torch.Generator().manual_seed(number)
     for parameter in model.parameters():
-        whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        gradient = whole
+        gather_tensors = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        gradient = gather_tensors
         if isinstance(parameter, DTensor):
             starts = [*parameter.__create_chunk_list__()[0].offsets]
             sizes = parameter.to_local().shape
-            own = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
-            gradient = placed_like(whole[own].contiguous(), parameter, parameter.shape)
+            local_slices = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+            gradient = placed_like(
+                gather_tensors[local_slices].contiguous(), parameter, parameter.shape
+            )
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()
     average.update()
 
 
-def whole(
+def gather_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage
 ) -> dict[str, Tensor]:
-    """Every tensor, gathered."""
-    found = {}
+    """Gather every tensor."""
+    tensors = {}
     for name, parameter in model.named_parameters():
-        every = {"": parameter.detach(), "ema": average.averages[parameter]}
-        for key, value in {**every, **optimizer.state[parameter]}.items():
+        values = {"": parameter.detach(), "ema": average.averages[parameter]}
+        for key, value in {**values, **optimizer.state[parameter]}.items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = full.clone()
-    return found
+            tensors[f"{name}.{key}"] = full.clone()
+    return tensors
 
 
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that are not equal: bit by bit, but for float32, where torch's kernel for
-    CPUs rounds otherwise where a row's end does not fill a vector register."""
+def different_names(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Return the names of tensors that are not bitwise equal.
+
+    float32 tensors are compared with a tolerance, because the CPU kernel of torch rounds
+    differently at the end of a row that does not fill a vector register.
+    """
     assert a.keys() == b.keys()
-    found = []
+    names = []
     for name, value in a.items():
         bound = 1e-6 if value.dtype == torch.float32 else 0.0
         if value.dtype != b[name].dtype or not torch.allclose(value, b[name], bound, bound * 0.01):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def manager(run_dir: Path) -> CheckpointManager:
@@ -161,15 +164,18 @@ def manager(run_dir: Path) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(async_save=False), run_dir, logger, {}, "recipe")
 
 
-def in_all_layouts(directory: Path) -> list[str]:
-    """What differs from one process in each layout: after two steps, and after a checkpoint of the
-    layout before was loaded and a third one made."""
+def compare_in_all_layouts(directory: Path) -> list[str]:
+    """Return the differences from one process in each layout.
+
+    Tensors are compared after two steps. They are compared again after the checkpoint of the
+    previous layout is loaded and a third step is made.
+    """
     dist.init_process_group("gloo")
-    low_precision_optimizer.PORTION = 500  # portions end within matrices
+    low_precision_optimizer.PORTION = 500  # chunks end within matrices
     return [
-        f"{case}, {what}"
+        f"{case}, {difference}"
         for number, case in enumerate(CASES)
-        for what in differences_of(case, directory / str(number))
+        for difference in differences_of(case, directory / str(number))
     ]
 
 
@@ -177,15 +183,15 @@ def differences_of(case: Case, directory: Path) -> Iterator[str]:
     alone = build(case)
     for n in range(2):
         step(*alone, n)
-    after_2 = whole(*alone)
+    after_2 = gather_tensors(*alone)
     step(*alone, 2)
-    after_3 = whole(*alone)
+    after_3 = gather_tensors(*alone)
     saved = None
     for layout in LAYOUTS:
         built = build(case, layout)
         for n in range(2):
             step(*built, n)
-        yield from (f"{layout}: {n}" for n in differing(whole(*built), after_2))
+        yield from (f"{layout}: {n}" for n in different_names(gather_tensors(*built), after_2))
         checkpoints = manager(directory / layout)
         if saved is not None:
             built = build(case, layout)
@@ -194,24 +200,26 @@ def differences_of(case: Case, directory: Path) -> Iterator[str]:
         checkpoints.save(2, model, optimizer, {}, average=average)
         checkpoints.close()
         step(*built, 2)
-        yield from (f"{layout}, resumed: {n}" for n in differing(whole(*built), after_3))
+        yield from (
+            f"{layout}, resumed: {n}" for n in different_names(gather_tensors(*built), after_3)
+        )
         saved = directory / layout / "checkpoints/step-2"
 
 
-def test_all_layouts_give_the_same_bits(tmp_path):
-    assert run_distributed(in_all_layouts, 4, tmp_path) == [[]] * 4
+def test_optimizer_layouts_give_same_bits(tmp_path):
+    assert run_distributed(compare_in_all_layouts, 4, tmp_path) == [[]] * 4
 
 
-def with_defects() -> dict[str, list[str]]:
-    """The same where something that equality rests on is spoiled."""
+def compare_with_defects() -> dict[str, list[str]]:
+    """Return the differences for each injected defect, and without a defect."""
     dist.init_process_group("gloo")
-    found = {}
+    differences = {}
 
     def compare(name: str, case: Case, layout: str) -> None:
         alone, sharded = build(case), build(case, layout)
         step(*alone, 0)
         step(*sharded, 0)
-        found[name] = differing(whole(*sharded), whole(*alone))
+        differences[name] = different_names(gather_tensors(*sharded), gather_tensors(*alone))
 
     bf16 = Case(state_dtype="bfloat16")
     compare("nothing", bf16, "fsdp")
@@ -219,14 +227,14 @@ def with_defects() -> dict[str, list[str]]:
     state_formats.local_slices = lambda tensor: [
         slice(0, n) for n in state_formats.local_tensor(tensor).shape
     ]
-    compare("places of the shard alone", bf16, "fsdp")
+    compare("local instead of global offsets", bf16, "fsdp")
     state_formats.local_slices = slices
     shared = muon.orthogonal_shared
     low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
         muon.orthogonal(u) for u in updates
     ]
-    compare("matrices that are not whole", Case(name="muon"), "fsdp")
-    compare("bfloat16 matrices that are not whole", Case("muon", "bfloat16"), "fsdp")
+    compare("sharded matrices", Case(name="muon"), "fsdp")
+    compare("sharded bfloat16 matrices", Case("muon", "bfloat16"), "fsdp")
     low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = shared
     update = WeightAverage.update
     WeightAverage.update = lambda self: self.restore(self.zeros())
@@ -235,30 +243,32 @@ def with_defects() -> dict[str, list[str]]:
     WeightAverage.update = update
     sharded = build(bf16, "fsdp")
     step(*sharded, 0)
-    found["averages of nothing"] = differing(whole(*sharded), whole(*alone))
-    state_formats.BLOCK = 128  # tensor parallelism leaves 64 columns of 256
-    compare("blocks that shards cut", Case(state_dtype="int8"), "tp")
-    return found
+    differences["averages of zeros"] = different_names(
+        gather_tensors(*sharded), gather_tensors(*alone)
+    )
+    state_formats.BLOCK = 128  # each tensor-parallel rank has 64 of 256 columns
+    compare("blocks that are split by shards", Case(state_dtype="int8"), "tp")
+    return differences
 
 
-def test_the_comparison_sees_defects():
-    found = run_distributed(with_defects, 4)[0]
-    assert found.pop("nothing") == []
-    assert len(found) == 5
-    for name, differing in found.items():
-        assert differing, name
+def test_comparison_detects_optimizer_defects():
+    by_defect = run_distributed(compare_with_defects, 4)[0]
+    assert by_defect.pop("nothing") == []
+    assert len(by_defect) == 5
+    for name, differences in by_defect.items():
+        assert differences, name
 
 
-def train_and_save(recipe: Recipe, found: Path) -> None:
-    """A rank of a run; what its weights are in the end."""
+def train_and_save(recipe: Recipe, directory: Path) -> None:
+    """Train a rank and save its final weights."""
     run = resolve(recipe, 2)
     model, tokenizer = build_unfilled_model(run)
     cut = cut_model(run, model, tokenizer, torch.device("cpu"))
-    run_rank(run, model, tokenizer, cut, found / os.environ["RANK"])
+    run_rank(run, model, tokenizer, cut, directory / os.environ["RANK"])
 
 
-def test_copies_of_a_tied_embedding_stay_bit_equal(tmp_path, real_data):
-    """The first and the last stage of a pipeline round theirs at random, each by itself."""
+def test_tied_embedding_replicas_stay_bitwise_equal(tmp_path, real_data):
+    """The first and last stage of a pipeline use stochastic rounding independently."""
     narrow = {
         "training__dtype": "bfloat16",
         "training__parameter_dtype": "bfloat16",

@@ -1,4 +1,4 @@
-"""Channels between pipeline ranks: order, empty tensors, checks, and peers that are lost."""
+"""P2P channels of pipeline ranks: order, empty tensors, checks and lost peers."""
 
 import time
 from typing import Any
@@ -26,39 +26,42 @@ SIZES = [(5, 3), (0, 3), (1,), (), (1000, 700)]
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
-    """What both ranks of a pair met; the second leaves in the end without saying so."""
-    return run_distributed(_meet, 2)
+    """Return the results of both ranks. The second rank exits at the end without notice."""
+    return run_distributed(_run_pair, 2)
 
 
-def _meet() -> dict[str, Any]:
+def _run_pair() -> dict[str, Any]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     rank = dist.get_rank()
-    found: dict[str, Any] = {"arrived": _exchange(P2PChannels(CPU, [1, 0], 20.0), rank)}
+    results: dict[str, Any] = {"arrived": _exchange(P2PChannels(CPU, [1, 0], 20.0), rank)}
     if rank == 0:
-        found["refused"] = _refused(P2PChannels(CPU, [0, 1], 20.0))
+        results["rejected"] = _rejected_sends(P2PChannels(CPU, [0, 1], 20.0))
     else:
         P2PChannels(CPU, [0, 1], 20.0)
     for trouble in ("sleeps", "sleeps before receiving", "ends"):
-        dist.barrier()  # creating a group waits no longer than the group itself would
+        dist.barrier()  # creating a group has the timeout of the group
         channels = P2PChannels(CPU, [0, 1], TIMEOUT_S)
         channels.warm_up([(0, 1), (1, 0)])
         if rank == 0:
-            found[trouble] = _wait_in_vain(channels, trouble)
+            results[trouble] = _failed_step(channels, trouble)
         elif trouble != "ends":
             time.sleep(2 * TIMEOUT_S)
-    return found
+    return results
 
 
 def _exchange(channels: P2PChannels, rank: int) -> list[bool]:
-    """Both ranks send much before either waits; the plan's ranks are not in the world's order."""
+    """Send several messages before either rank waits.
+
+    The order of the plan ranks differs from the global ranks.
+    """
     channels.warm_up([(0, 1), (1, 0)])
     peer = 1 - channels.plan_rank
     assert channels.plan_rank == 1 - rank
 
     def tensors(sender: int) -> list[torch.Tensor]:
-        made = [torch.full(size, 10.0 * sender + i) for i, size in enumerate(SIZES)]
-        made[0] = torch.randn(3, 5, generator=torch.Generator().manual_seed(sender)).T
-        return [*made, torch.tensor([2**40, sender]), torch.ones(3, dtype=torch.bfloat16)]
+        values = [torch.full(size, 10.0 * sender + i) for i, size in enumerate(SIZES)]
+        values[0] = torch.randn(3, 5, generator=torch.Generator().manual_seed(sender)).T
+        return [*values, torch.tensor([2**40, sender]), torch.ones(3, dtype=torch.bfloat16)]
 
     specs = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors(0)]
     sends = [channels.send(tensors(rank), specs, peer, "send") for _ in range(3)]
@@ -66,9 +69,9 @@ def _exchange(channels: P2PChannels, rank: int) -> list[bool]:
     receives = [channels.receive(specs, peer, "receive") for _ in range(3)]
     receives.append(channels.receive([torch.ones(2)], peer, "last"))
     arrived = [
-        torch.equal(got, wanted)
+        torch.equal(actual, expected)
         for receive in receives[:3]
-        for got, wanted in zip(receive.wait("wait"), tensors(1 - rank), strict=True)
+        for actual, expected in zip(receive.wait("wait"), tensors(1 - rank), strict=True)
     ]
     arrived.append(torch.equal(receives[3].wait("wait")[0], torch.ones(2)))
     for send in sends:
@@ -76,7 +79,7 @@ def _exchange(channels: P2PChannels, rank: int) -> list[bool]:
     return arrived
 
 
-def _refused(channels: P2PChannels) -> list[str]:
+def _rejected_sends(channels: P2PChannels) -> list[str]:
     specs = [TensorSpec((2, 3), torch.float32)]
     texts = []
     for tensors in ([torch.ones(2, 4)], [torch.ones(2, 3).bfloat16()], [], [torch.ones(2, 3)] * 2):
@@ -88,9 +91,9 @@ def _refused(channels: P2PChannels) -> list[str]:
     return texts
 
 
-def _wait_in_vain(channels: P2PChannels, trouble: str) -> str:
-    """The error of a step whose other rank does nothing."""
-    frozen = trouble == "sleeps before receiving"  # then no gradient comes back to wait for
+def _failed_step(channels: P2PChannels, trouble: str) -> str:
+    """Return the error of a step whose peer does nothing."""
+    frozen = trouble == "sleeps before receiving"  # so no gradient is received
     stages = (StageSpec(i, "llm", i, i + 1, (i,), trainable=not frozen) for i in (0, 1))
     layout = StageLayout(tuple(stages), ((0, 1),))
     kinds = (ActionType.F,) if frozen else (ActionType.F, ActionType.B)
@@ -103,15 +106,15 @@ def _wait_in_vain(channels: P2PChannels, trouble: str) -> str:
 
 
 @pytest.mark.slow
-def test_messages_arrive_in_order_whatever_their_size(outcomes):
-    for found in outcomes:
-        assert len(found["arrived"]) == 3 * (len(SIZES) + 2) + 1
-        assert all(found["arrived"])
+def test_messages_of_all_sizes_arrive_in_order(outcomes):
+    for results in outcomes:
+        assert len(results["arrived"]) == 3 * (len(SIZES) + 2) + 1
+        assert all(results["arrived"])
 
 
 @pytest.mark.slow
-def test_what_the_plan_does_not_say_is_not_sent(outcomes):
-    shape, dtype, missing, more = outcomes[0]["refused"]
+def test_tensors_that_differ_from_plan_are_rejected(outcomes):
+    shape, dtype, missing, more = outcomes[0]["rejected"]
     for text in (shape, dtype, missing, more):
         assert "action 0SEND_F2>1@1 would send" in text
         assert "the plan requires ['(2, 3) torch.float32']" in text
@@ -128,19 +131,19 @@ def test_what_the_plan_does_not_say_is_not_sent(outcomes):
         ("ends", "0WAIT_B0>1@1: Connection closed by peer"),
     ],
 )
-def test_a_lost_peer_is_named_with_the_action_in_time(outcomes, trouble, action):
+def test_lost_peer_is_reported_with_action(outcomes, trouble, action):
     text = outcomes[0][trouble]
     assert text.startswith(f"rank 0 lost rank 1 in action {action}")
     assert "parallel.timeout_s" in text
 
 
-def test_between_groups_of_different_sizes_everything_arrives_once():
-    """Tensor-parallel groups of two ranks and of one, and of one and of two."""
+def test_groups_of_different_sizes_receive_once():
+    """Tensor-parallel groups have sizes 2 and 1, and sizes 1 and 2."""
     assert run_distributed(_between_groups, 3) == [[2.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
 
 
 def _between_groups() -> list[float]:
-    """From whom this rank gets something, in either grouping."""
+    """Return the sender of the tensor that this rank receives, for both groupings."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     rank, spec = float(dist.get_rank()), (TensorSpec((1,), torch.float32),)
     senders = []
@@ -155,36 +158,40 @@ def _between_groups() -> list[float]:
     return senders
 
 
-CUTS = [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [4]), ([1], [0, 2, 3, 4]), ([0, 1, 2], [3, 4])]
+GROUPINGS = [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [4]), ([1], [0, 2, 3, 4]), ([0, 1, 2], [3, 4])]
 
 
-def test_slices_of_one_group_become_those_of_a_group_of_another_size():
-    """Every row goes once, to whoever has it in the other group; padding, too."""
-    for groups, every in zip(CUTS, zip(*run_distributed(_recut, 5), strict=True), strict=True):
+def test_slices_are_redistributed_between_group_sizes():
+    """Every token is sent once to its rank in the other group, including padding."""
+    for groups, received in zip(
+        GROUPINGS, zip(*run_distributed(_redistribute, 5), strict=True), strict=True
+    ):
         for group in groups:
-            slices = [every[rank] for rank in group]
-            assert len({len(own) for own in slices}) == 1
-            assert [row for own in slices for row in own] == list(range(12)), (groups, slices)
+            slices = [received[rank] for rank in group]
+            assert len({len(tokens) for tokens in slices}) == 1
+            assert [row for tokens in slices for row in tokens] == list(range(12)), (groups, slices)
 
 
-def _recut() -> list[list[float]]:
-    """Of 12 rows, those that this rank gets of the other group, in each grouping."""
+def _redistribute() -> list[list[float]]:
+    """Return the tokens of the other group that this rank receives, of 12 tokens, per grouping."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    rank, found = dist.get_rank(), []
-    for groups in CUTS:
+    rank, received = dist.get_rank(), []
+    for groups in GROUPINGS:
         channels = P2PChannels(CPU, groups, 20.0)
         channels.warm_up([(0, 1), (1, 0)])
-        own = channels.plan_rank
-        if own > 1:
-            found.append([])
+        group = channels.plan_rank
+        if group > 1:
+            received.append([])
             continue
-        mine, other = len(groups[own]), len(groups[1 - own])
-        size = 12 // mine
-        place = groups[own].index(rank)
-        rows = torch.arange(place * size, (place + 1) * size, dtype=torch.float32)[:, None]
+        group_size, peer_size = len(groups[group]), len(groups[1 - group])
+        size = 12 // group_size
+        index = groups[group].index(rank)
+        rows = torch.arange(index * size, (index + 1) * size, dtype=torch.float32)[:, None]
         spec = [TensorSpec((size, 1), torch.float32)]
-        sending = channels.send((rows,), spec, 1 - own, "send", [(mine, other)])
-        (arrived,) = channels.receive(spec, 1 - own, "receive", [(other, mine)]).wait("receive")
+        sending = channels.send((rows,), spec, 1 - group, "send", [(group_size, peer_size)])
+        (arrived,) = channels.receive(spec, 1 - group, "receive", [(peer_size, group_size)]).wait(
+            "receive"
+        )
         sending.wait("send")
-        found.append(arrived[:, 0].tolist())
-    return found
+        received.append(arrived[:, 0].tolist())
+    return received

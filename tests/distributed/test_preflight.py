@@ -1,4 +1,4 @@
-"""Ranks that are slow before the first step are named."""
+"""Ranks that are slow before the first step are reported."""
 
 import logging
 import math
@@ -22,32 +22,32 @@ def rates(product: float, gather: float = math.nan) -> tuple[float, ...]:
     return (product, 10.0, gather, *NONE)
 
 
-def test_the_slow_rank_is_named_with_its_machine():
-    found = slow_ranks([rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5)
-    assert found == ["rank 2 on n2: matmuls at 30 TFLOP/s, 3.3 times slower than usual (100)"]
+def test_slow_rank_is_reported_with_host():
+    lines = slow_ranks([rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5)
+    assert lines == ["rank 2 on n2: matmuls at 30 TFLOP/s, 3.3 times slower than usual (100)"]
     assert not slow_ranks([rates(100), rates(99), rates(70), rates(101)], HOSTS, [range(4)], 1.5)
 
 
-def test_the_slower_one_of_two_is_named():
-    found = slow_ranks([rates(100), rates(30)], HOSTS, [range(2)], 1.5)
-    assert [line.split(":")[0] for line in found] == ["rank 1 on n1"]
+def test_slower_of_two_ranks_is_reported():
+    lines = slow_ranks([rates(100), rates(30)], HOSTS, [range(2)], 1.5)
+    assert [line.split(":")[0] for line in lines] == ["rank 1 on n1"]
 
 
-def test_modules_on_other_devices_are_not_compared():
+def test_ranks_of_different_modules_are_not_compared():
     four = [rates(30), rates(30), rates(100, 5.0), rates(100, 1.0)]
     assert len(slow_ranks(four, HOSTS, [range(4)], 1.5)) == 3
     (line,) = slow_ranks(four, HOSTS, [range(2), range(2, 4)], 1.5)
     assert line.startswith("rank 3 on n2: all-gather over pipeline at 1 GB/s")
 
 
-def test_a_long_list_is_cut():
+def test_long_rank_list_is_truncated():
     many = [rates(1.0)] * 20 + [rates(100.0)] * 30
-    found = slow_ranks(many, ["n"] * 50, [range(50)], 1.5)
-    assert len(found) == 9 and found[-1] == "and 12 more"
+    lines = slow_ranks(many, ["n"] * 50, [range(50)], 1.5)
+    assert len(lines) == 9 and lines[-1] == "and 12 more"
 
 
 def measure(slow: int, tolerance: float) -> list[str]:
-    """What a rank logs where rank `slow` gets less done."""
+    """Return the log lines of a rank, with an artificially slow rank."""
     start_process_group(ParallelConfig(), torch.device("cpu"))
     mesh = build_mesh(ParallelConfig(), torch.device("cpu"))
     lines: list[str] = []
@@ -63,12 +63,12 @@ def measure(slow: int, tolerance: float) -> list[str]:
 
     preflight._best_s = slowed
     check_ranks(mesh, torch.float32, tolerance, logger)
-    dist.barrier()  # whoever ends first would end the other's connections
+    dist.barrier()  # a rank that exits first would close the connections
     return lines
 
 
 @pytest.mark.parametrize(("slow", "tolerance"), [(1, 20.0), (-1, 20.0), (1, 0.0)])
-def test_two_ranks_compare_themselves(slow, tolerance):
+def test_two_ranks_compare_their_speeds(slow, tolerance):
     lines, other = run_distributed(measure, 2, slow, tolerance)
     assert not other
     if not tolerance:

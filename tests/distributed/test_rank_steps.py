@@ -1,4 +1,4 @@
-"""Records combine the values of all ranks, with their types."""
+"""Records combine the values of all ranks and preserve their types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tracked_run import rank_values
 
 from torchmm.training.metrics import METRICS, Record, StepMeter
 
-TOKENS = 2**40 + 1  # more than float32 can count
+TOKENS = 2**40 + 1  # not representable as float32
 
 
 def combine() -> Record:
@@ -32,5 +32,5 @@ def test_records_are_equal_on_all_ranks():
     assert first["slowest_rank"] == 0 and first["epoch"] == 0.5
     assert (first["step"], first["skipped_samples"], first["compiled_graphs"]) == (3, 1, 0)
     assert isinstance(first["skipped_samples"], int) and isinstance(first["data_wait_ms"], float)
-    assert first["loss_text"] is None, "without a generator, loss has it"
+    assert first["loss_text"] is None, "without a generator, the text loss is `loss`"
     assert list(first) == list(METRICS)

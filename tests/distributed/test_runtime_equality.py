@@ -1,4 +1,4 @@
-"""Pipelines give the losses and gradients of one process: any layout, order and image counts."""
+"""Pipelines with random layouts, orders and images give the results of one process."""
 
 import random
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ CASES = {
         Case("pp2, deepstack", 2, encoder="qwen3_vl"),
         Case("pp2, experts and deepstack", 2, encoder="qwen3_vl_moe", seeds=(0, 1)),
         Case("pp2, Qwen3.5", 2, encoder="qwen3_5", seeds=(0,), tolerance=DELTA_TOLERANCE),
-        Case("pp2, Omni, sounds frozen", 2, encoder="qwen3_omni", freeze=("audio",), seeds=(1,)),
+        Case("pp2, Omni, audio frozen", 2, encoder="qwen3_omni", freeze=("audio",), seeds=(1,)),
         Case("pp2, untied", 2, tied=False),
         Case("pp2, selective recomputation", 2, recompute="selective"),
         Case("pp2, bf16", 2, dtype=torch.bfloat16, tolerance=BF16_TOLERANCE),
@@ -114,47 +114,47 @@ LOSS_SCALE = 0.3
     params=["2", *(pytest.param(world, marks=pytest.mark.campaign) for world in ("2 more", "4"))],
 )
 def outcomes(request) -> list[dict[str, Any]]:
-    """Results of all ranks of a world."""
+    """Return the results of all ranks of a world."""
     return run_distributed(_run_all, int(request.param[0]), request.param)
 
 
 def _run_all(world: str) -> dict[str, Any]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    found = _toys(TOY_SEEDS[world])
-    found["world"], found["cases"], found["collectives"] = world, [], []
+    results = _toys(TOY_SEEDS[world])
+    results["world"], results["cases"], results["collectives"] = world, [], []
     for case in CASES[world]:
         run = CaseRun(case)
         for seed in case.seeds:
-            found["cases"].append((case.name, seed, run.errors(seed), run.tied_digest()))
+            results["cases"].append((case.name, seed, run.errors(seed), run.tied_digest()))
         if case.shard > 1:
-            found["collectives"] += [(case.name, *run.collectives(s)) for s in case.seeds[:2]]
+            results["collectives"] += [(case.name, *run.collectives(s)) for s in case.seeds[:2]]
     if world == "2":
-        found["controls"] = _controls()
-    return found
+        results["controls"] = _controls()
+    return results
 
 
 @pytest.mark.slow
-def test_random_orders_of_random_graphs_equal_one_process(outcomes):
-    for found in outcomes:
-        assert found["steps"] == len(TOY_SEEDS[found["world"]])
-        assert found["wrong"] == {}
+def test_random_orders_of_toys_equal_one_process(outcomes):
+    for results in outcomes:
+        assert results["steps"] == len(TOY_SEEDS[results["world"]])
+        assert results["wrong"] == {}
 
 
 @pytest.mark.slow
-def test_real_models_in_random_orders_equal_one_process(outcomes):
-    for found in outcomes:
-        for name, seed, errors, _ in found["cases"]:
+def test_random_orders_of_models_equal_one_process(outcomes):
+    for results in outcomes:
+        for name, seed, errors, _ in results["cases"]:
             assert errors == {}, (name, seed, errors)
 
 
 @pytest.mark.slow
-def test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit(outcomes):
+def test_tied_replicas_have_bitwise_equal_gradients(outcomes):
     compared = 0
-    for entries in zip(*(found["cases"] for found in outcomes), strict=True):
+    for entries in zip(*(results["cases"] for results in outcomes), strict=True):
         name, seed = entries[0][:2]
         digests = [digest for *_, digest in entries if digest is not None]
         if "untied" in name:
-            assert len(set(digests)) == 2, "the control: different weights, different gradients"
+            assert len(set(digests)) == 2, "control: untied weights have different gradients"
         elif len(digests) > 1:
             assert len(set(digests)) == 1, (name, seed)
             compared += 1
@@ -162,30 +162,30 @@ def test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit(outcomes):
 
 
 @pytest.mark.slow
-def test_every_unit_is_gathered_and_reduced_once_per_step(outcomes):
-    for found in outcomes:
-        assert found["collectives"] or found["world"] == "2 more"
-        for name, counted, wanted in found["collectives"]:
-            assert counted == wanted, name
-            assert wanted["all-gather"] > 1, name
+def test_parameters_are_gathered_and_reduced_once(outcomes):
+    for results in outcomes:
+        assert results["collectives"] or results["world"] == "2 more"
+        for name, actual, expected in results["collectives"]:
+            assert actual == expected, name
+            assert expected["all-gather"] > 1, name
 
 
 @pytest.mark.slow
-def test_mistakes_are_found_by_the_comparison(outcomes):
+def test_comparison_detects_wrong_steps(outcomes):
     if "controls" not in outcomes[0]:
-        pytest.skip("made with two ranks")
+        pytest.skip("requires two ranks")
     wrong: dict[str, list[bool]] = {}
-    for found in outcomes:
-        for name, errors in found["controls"].items():
+    for results in outcomes:
+        for name, errors in results["controls"].items():
             wrong.setdefault(name, []).append(bool(errors))
     assert not any(wrong.pop("nothing wrong"))
     assert len(wrong) == 4
     for name, by_rank in wrong.items():
-        assert any(by_rank), f"{name}: not noticed"
+        assert any(by_rank), f"{name}: not detected"
 
 
 def _toys(seeds: Sequence[int]) -> dict[str, Any]:
-    """Steps of random graphs; by seed, what differs from one process."""
+    """Run steps of random graphs and return the errors by seed."""
     world, rank = dist.get_world_size(), dist.get_rank()
     channels = P2PChannels(CPU, range(world), 60.0)
     channels.warm_up(permutations(range(world), 2))
@@ -193,13 +193,13 @@ def _toys(seeds: Sequence[int]) -> dict[str, Any]:
     for seed in seeds:
         graph = random_graph(seed, ranks=world)
         data = [10 * seed + i for i in range(graph.microbatches)]
-        found = _toy_step(graph, seed, data, channels, toy_stages(graph, rank))
-        if errors := _toy_errors(graph, data, found):
+        result = _toy_step(graph, seed, data, channels, toy_stages(graph, rank))
+        if errors := _toy_errors(graph, data, result):
             wrong[seed] = errors
     return {"steps": len(seeds), "wrong": wrong}
 
 
-Found = tuple[dict[int, float], dict[str, Tensor]]
+ToyResult = tuple[dict[int, float], dict[str, Tensor]]
 
 
 def _toy_step(
@@ -208,7 +208,7 @@ def _toy_step(
     data: Sequence[int],
     channels: P2PChannels,
     stages: dict[int, ToyStage],
-) -> Found:
+) -> ToyResult:
     rank = dist.get_rank()
     if rank >= graph.layout.rank_count:
         return {}, {}
@@ -218,25 +218,28 @@ def _toy_step(
     return {m: loss.item() for m, loss in result.losses.items()}, gradients(stages)
 
 
-def _toy_errors(graph: StageGraph, data: Sequence[int], found: Found) -> dict[str, float]:
-    """Relative errors of the sums over ranks: LLM and generator, and replicas, lie on several."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
+def _toy_errors(graph: StageGraph, data: Sequence[int], result: ToyResult) -> dict[str, float]:
+    """Return relative errors of the sums over ranks.
+
+    LLM, generator and replicas are on several ranks.
+    """
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, result)
     losses, grads = reference(graph, data, LOSS_SCALE)
     summed: dict[str, Tensor] = {}
     errors = {}
-    for _, own in of_ranks:
-        for name, grad in own.items():
+    for _, rank_gradients in by_rank:
+        for name, grad in rank_gradients.items():
             summed[name] = summed[name] + grad if name in summed else grad
-    for index, wanted in losses.items():
-        loss = sum(own.get(index, 0.0) for own, _ in of_ranks)
-        if not abs(loss - wanted) <= 1e-5 * abs(wanted):
-            errors[f"loss {index}"] = abs(loss / wanted - 1)
+    for index, expected in losses.items():
+        loss = sum(rank_gradients.get(index, 0.0) for rank_gradients, _ in by_rank)
+        if not abs(loss - expected) <= 1e-5 * abs(expected):
+            errors[f"loss {index}"] = abs(loss / expected - 1)
     return errors | compare(summed, grads)
 
 
 class _CorruptChannels(P2PChannels):
-    """Scales the first gradient that is sent by 1.001."""
+    """Channels that scale the first sent gradient by 1.001."""
 
     corrupt = False
 
@@ -255,7 +258,7 @@ class _CorruptChannels(P2PChannels):
 
 
 class _DroppingStage(ToyStage):
-    """Loses the second sub-microbatch of each microbatch: `outputs` or only `gradients`."""
+    """Stage that drops the second sub-microbatch: its `outputs`, or only its `gradients`."""
 
     lost = "outputs"
 
@@ -272,7 +275,7 @@ class _DroppingStage(ToyStage):
 
 
 def _controls() -> dict[str, dict[str, float]]:
-    """By mistake: what the comparison says to it."""
+    """Return the errors of the comparison for each injected defect."""
     rank = dist.get_rank()
     chain = [("vision", 0), ("vision", 1), ("llm", 0), ("llm", 1)]
     stages = tuple(StageSpec(i, m, i % 2, i % 2 + 1, (r,)) for i, (m, r) in enumerate(chain))
@@ -282,17 +285,17 @@ def _controls() -> dict[str, dict[str, float]]:
     data = [random.Random(i).randrange(1000) for i in range(4)]
     swapped = [data[0], data[2], data[1], data[3]] if rank == 0 else data
 
-    def errors(given: Sequence[int], lost: str | None = None) -> dict[str, float]:
-        own = toy_stages(graph, rank)
+    def errors(inputs: Sequence[int], lost: str | None = None) -> dict[str, float]:
+        stages_of_rank = toy_stages(graph, rank)
         if lost is not None and rank == 1:
-            own[1] = _DroppingStage(own[1].module)
-            own[1].lost = lost
-        return _toy_errors(graph, data, _toy_step(graph, 5, given, channels, own))
+            stages_of_rank[1] = _DroppingStage(stages_of_rank[1].module)
+            stages_of_rank[1].lost = lost
+        return _toy_errors(graph, data, _toy_step(graph, 5, inputs, channels, stages_of_rank))
 
-    found = {"nothing wrong": errors(data)}
+    errors_by_defect = {"nothing wrong": errors(data)}
     channels.corrupt = rank == 1
-    found["a gradient changed by 0.1 %"] = errors(data)
-    found["a sub-microbatch dropped"] = errors(data, "outputs")
-    found["the gradient of a sub-microbatch dropped"] = errors(data, "gradients")
-    found["two microbatches swapped on one rank"] = errors(swapped)
-    return found
+    errors_by_defect["a gradient changed by 0.1 %"] = errors(data)
+    errors_by_defect["a sub-microbatch dropped"] = errors(data, "outputs")
+    errors_by_defect["the gradient of a sub-microbatch dropped"] = errors(data, "gradients")
+    errors_by_defect["two microbatches swapped on one rank"] = errors(swapped)
+    return errors_by_defect

@@ -1,8 +1,8 @@
-"""Every schedule gives the loss and the gradients of the single process, whatever is frozen.
+"""Every schedule gives the loss and gradients of the single process, for all frozen modules.
 
-Each case runs three steps with other images: skewed, none on one data-parallel replica, and none at
-all. The sums over all steps' gradients are not compared, but each step's own. Models have no more
-layers, and steps no more microbatches, than it takes to give every stage its share.
+Each case runs three steps with different images: an uneven distribution, no images on one
+data-parallel replica, and no images. Gradients are compared after each step. Models and steps have
+the minimum number of layers and microbatches that give work to every stage.
 """
 
 from dataclasses import dataclass
@@ -40,14 +40,17 @@ FREEZES = {
     "all but the connector": ("vision", "llm"),
 }
 STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0], [0, 0, 0, 0]]
-"""Images in each sequence of the global batch; of two replicas, each has every other sequence."""
+"""Images in each sequence of the global batch.
+
+Each of two replicas has every second sequence.
+"""
 Shape = tuple[int, bool]
-"""Stages of each module, and whether embeddings are tied."""
+"""Number of stages of each module, and whether embeddings are tied."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule in a layout."""
+    """A schedule with a layout and frozen modules."""
 
     schedule: str
     freeze: str
@@ -56,12 +59,12 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        """Not tied where chains of two stages per rank may put both embeddings on one rank."""
+        """Model properties. Two stages per rank can put both embeddings on one rank: untied."""
         return dict(self.sizes)["pipeline"] * self.virtual_stages, self.virtual_stages == 1
 
 
 def deep_model(shape: Shape) -> ModelConfig:
-    """The tiny model with a layer for every stage, and one more in the LLM."""
+    """Return a config with one layer per stage and one additional layer in the LLM."""
     stages, tied = shape
     config = MODEL.model_copy(deep=True)
     config.llm.config["tie_word_embeddings"] = tied
@@ -72,13 +75,13 @@ def deep_model(shape: Shape) -> ModelConfig:
 
 def cases(**sizes: int) -> list[Case]:
     names = schedules_for("interleaved")
-    found = [Case(s, f, tuple(sizes.items())) for s in names for f in FREEZES]
-    if "tensor" in sizes:  # slow, and what is frozen is the same to all schedules there
-        found = [c for c in found if c.freeze == "nothing" or c.schedule == "separated"]
+    selected = [Case(s, f, tuple(sizes.items())) for s in names for f in FREEZES]
+    if "tensor" in sizes:  # slow, and frozen modules have the same effect in all schedules
+        selected = [c for c in selected if c.freeze == "nothing" or c.schedule == "separated"]
     if sizes == {"pipeline": 2}:
         interleaved = ("interleaved_1f1b", "megatron", "megatron_balanced", "separated")
-        found += [Case(s, f, tuple(sizes.items()), 2) for s in interleaved for f in FREEZES]
-    return found
+        selected += [Case(s, f, tuple(sizes.items()), 2) for s in interleaved for f in FREEZES]
+    return selected
 
 
 @pytest.mark.slow
@@ -95,25 +98,25 @@ def cases(**sizes: int) -> list[Case]:
 )
 def test_schedules_equal_single_process(sizes, every):
     ranks = 4 if sum(sizes.values()) == 4 else 2
-    wanted = cases(**sizes)[::every]
-    outcomes = run_distributed(_compare_all, ranks, wanted)
-    for rank, found in enumerate(outcomes):
-        assert len(found) == len(wanted)
-        for case, problems in found:
+    selected = cases(**sizes)[::every]
+    outcomes = run_distributed(_compare_all, ranks, selected)
+    for rank, results in enumerate(outcomes):
+        assert len(results) == len(selected)
+        for case, problems in results:
             assert not problems, (rank, case, problems)
 
 
-def _compare_all(every: list[Case]) -> list[tuple[Case, list[str]]]:
+def _compare_all(selected: list[Case]) -> list[tuple[Case, list[str]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    config = ParallelConfig(shard=1, **{k: v for k, v in every[0].sizes if k != "shard"})
-    config = config.model_copy(update=dict(every[0].sizes))
+    config = ParallelConfig(shard=1, **{k: v for k, v in selected[0].sizes if k != "shard"})
+    config = config.model_copy(update=dict(selected[0].sizes))
     mesh = build_mesh(config, CPU)
-    keys = dict.fromkeys((case.freeze, case.shape) for case in every)
+    keys = dict.fromkeys((case.freeze, case.shape) for case in selected)
     references = on_first_rank(lambda: {key: _references(*key) for key in keys})
     parts: Parts = {}
     return [
         (case, _compare(case, config, mesh, references[case.freeze, case.shape], parts))
-        for case in every
+        for case in selected
     ]
 
 
@@ -133,7 +136,7 @@ class Reference:
 
 def _references(freeze: str, shape: Shape) -> list[Reference]:
     model = _filled(build_model(deep_model(shape), FreezeConfig(modules=list(FREEZES[freeze]))))
-    found = []
+    steps = []
     for number, images in enumerate(STEPS):
         lengths = (64, 72, 56)
         batch = [
@@ -152,8 +155,8 @@ def _references(freeze: str, shape: Shape) -> list[Reference]:
             for name, p in model.named_parameters()
             if p.requires_grad
         }
-        found.append(Reference(batch, targets, total, gradients))
-    return found
+        steps.append(Reference(batch, targets, total, gradients))
+    return steps
 
 
 def _filled(model: MultimodalModel) -> MultimodalModel:
@@ -163,7 +166,7 @@ def _filled(model: MultimodalModel) -> MultimodalModel:
 
 
 Parts = dict[tuple[str, StageLayout], tuple[MultimodalModel, dict[int, LayeredModule]]]
-"""A rank's model and its stages, which schedules with the same layout and freezing share."""
+"""Model and stages of a rank, shared by schedules with equal layout and frozen modules."""
 
 
 def _compare(
@@ -206,13 +209,13 @@ def _gradient_problems(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     copies = model.tied_replicas()
     for name, parameter in trained.items():
-        wanted = reference.gradients[copies.get(name, name)]
+        expected = reference.gradients[copies.get(name, name)]
         grad = parameter.grad
-        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        size = wanted.norm().item()
-        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
+        actual = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        size = expected.norm().item()
+        # Gradients of key biases are zero except for rounding: use the norm of all gradients.
         scale = size if size > 1e-6 * reference.norm else max(reference.norm, 1e-6)
-        error = (found - wanted).norm().item() / scale
+        error = (actual - expected).norm().item() / scale
         if error > 1e-5:
             problems.append(f"step {number}: {name} is off by {error}")
     norm = global_grad_norm(group_by_replicas(model), mesh).item()

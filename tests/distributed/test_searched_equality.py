@@ -1,8 +1,8 @@
-"""Searched schedules give the loss and the gradients of the single process, batch after batch.
+"""Searched schedules give the loss and gradients of the single process in every batch.
 
-Every batch has other images, and is planned with other speeds of modules, so that orders differ;
-data-parallel replicas plan for their own microbatches. Every other plan is tuned to half-way the
-memory it could use.
+Every batch has different images and is planned with different relative speeds of the modules, so
+that schedules differ. Data-parallel replicas plan their own microbatches. Every second plan is
+tuned to a memory limit half-way between its bounds.
 """
 
 import random
@@ -26,7 +26,7 @@ LAYOUTS = {
     2: [{"pipeline": 2, "virtual_stages": 2}],
     4: [{"pipeline": 4}, {"pipeline": 2, "shard": 2}],
 }
-"""By number of ranks."""
+"""Layouts by number of ranks."""
 
 
 def compute_order(plan: PipelinePlan) -> list[list]:
@@ -34,9 +34,13 @@ def compute_order(plan: PipelinePlan) -> list[list]:
 
 
 def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int, int]:
-    """What is wrong, and how many batches ran in another order than the separated schedule's, and
-    how many recomputed something."""
-    of = build_searched(layout, composite, evaluations=80)
+    """Compare all batches with the single process.
+
+    Returns:
+        Problems, the number of schedules that differ from the separated schedule, and the number of
+        plans that recompute layers.
+    """
+    searched_model = build_searched(layout, composite, evaluations=80)
     tolerance = TOLERANCES.get(composite, 1e-5)
     problems, searched, tuned = [], 0, 0
     for seed in range(BATCHES // 4 if composite else BATCHES):
@@ -50,20 +54,22 @@ def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int
             for name in ("llm", *towers_of(composite))
             for kind in (ActionType.F, ActionType.B)
         }
-        of.model.zero_grad(set_to_none=True)
-        share = of.share(batch)
+        searched_model.model.zero_grad(set_to_none=True)
+        share = searched_model.share(batch)
         tuning = None
         if seed % 2:
-            tuning = half_way(of.pipeline, [m.meta for m in share], factors)
+            tuning = half_way(searched_model.pipeline, [m.meta for m in share], factors)
         metas = [m.task_meta for m in share]
-        plan = plan_pipeline_step(of.pipeline, metas, factors=factors, tuning=tuning)
-        outcome = of.step.run(plan, share, targets)
+        plan = plan_pipeline_step(searched_model.pipeline, metas, factors=factors, tuning=tuning)
+        outcome = searched_model.step.run(plan, share, targets)
         tuned += bool(outcome.plan.recompute)
-        loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
-        wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets
-        if abs(loss / wanted - 1) > 1e-5:
-            problems.append(f"batch {seed}: loss {loss}, expected {wanted}")
-        errors = gradient_errors(of.model, of.alone)
+        loss = searched_model.mesh.sum_over_data(
+            [outcome.loss.item() * searched_model.mesh.pipeline_size]
+        )[0]
+        expected = sum(shared_losses(searched_model.alone, [batch], targets)[0]) / targets
+        if abs(loss / expected - 1) > 1e-5:
+            problems.append(f"batch {seed}: loss {loss}, expected {expected}")
+        errors = gradient_errors(searched_model.model, searched_model.alone)
         problems += [
             f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= tolerance
         ]
@@ -81,10 +87,10 @@ def compare_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS, ids=["pp2", "pp4 and pp2 x fsdp2"])
-def test_searched_plans_equal_the_single_process(ranks):
-    for rank, found in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
-        assert len(found) == len(LAYOUTS[ranks])
-        for layout, (problems, searched, tuned) in zip(LAYOUTS[ranks], found, strict=True):
+def test_searched_plans_equal_single_process(ranks):
+    for rank, results in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
+        assert len(results) == len(LAYOUTS[ranks])
+        for layout, (problems, searched, tuned) in zip(LAYOUTS[ranks], results, strict=True):
             assert not problems, (rank, layout, problems)
             assert searched > BATCHES // 3, (rank, layout)
             assert BATCHES // 3 < tuned <= BATCHES // 2, (rank, layout)
@@ -92,9 +98,9 @@ def test_searched_plans_equal_the_single_process(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("composite", COMPOSITES)
-def test_so_do_those_of_composites(composite):
+def test_searched_multimodal_plans_equal_single_process(composite):
     layout = {"pipeline": 2, "virtual_stages": 2}
-    for rank, found in enumerate(run_distributed(compare_all, 2, [layout], composite)):
-        ((problems, searched, _),) = found
+    for rank, results in enumerate(run_distributed(compare_all, 2, [layout], composite)):
+        ((problems, searched, _),) = results
         assert not problems, (rank, problems)
         assert searched, rank

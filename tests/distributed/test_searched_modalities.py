@@ -1,7 +1,7 @@
-"""Searched schedules with sounds, two vision encoders, or pictures and sounds in one sample.
+"""Searched schedules with audio, two vision encoders, or images and audio in one sample.
 
-Every sample has its own modalities: some lack one, some all. Two ranks give the loss and the
-gradients of the single process, batch after batch.
+Samples have random modalities, including none. Two ranks give the loss and gradients of the single
+process in every batch.
 """
 
 import random
@@ -60,23 +60,25 @@ WAV2VEC2 = {
     **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
     "layerdrop": 0.0,
 }
-WAVES = Kind({"modality": "audio", "config": WAV2VEC2}, [(1, 1, n) for n in (1, 5, 12)], (10,))
+WAV2VEC2_KIND = Kind(
+    {"modality": "audio", "config": WAV2VEC2}, [(1, 1, n) for n in (1, 5, 12)], (10,)
+)
 MODELS = {
-    "sounds": {"speech": KINDS["whisper"]},
+    "audio": {"speech": KINDS["whisper"]},
     "two vision encoders": {"vision": KINDS["clip"], "glance": KINDS["siglip2"]},
-    "pictures and sounds": {"vision": KINDS["siglip2"], "speech": WAVES},
+    "images and audio": {"vision": KINDS["siglip2"], "speech": WAV2VEC2_KIND},
 }
 
 
 def batch_of(kinds: dict[str, Kind], seed: int) -> list[Microbatch]:
-    """Four microbatches; in every fifth batch nobody needs the last encoder."""
+    """Return four microbatches. In every fifth batch, no sample uses the last encoder."""
     rng = random.Random(seed)
-    here = list(kinds)[: -1 if seed % 5 == 4 else None]
-    return [_microbatch({n: kinds[n] for n in here}, rng, 10 * seed + i) for i in range(4)]
+    names = list(kinds)[: -1 if seed % 5 == 4 else None]
+    return [_microbatch({n: kinds[n] for n in names}, rng, 10 * seed + i) for i in range(4)]
 
 
 def _microbatch(kinds: dict[str, Kind], rng: random.Random, seed: int) -> Microbatch:
-    """Samples of any modalities, what is seen and heard before the text."""
+    """Build samples with random modalities, whose tokens precede the text."""
     generator = torch.Generator().manual_seed(seed)
     samples, shares = [], {name: ([], []) for name in kinds}
     begin, unseen = 0, []
@@ -90,7 +92,7 @@ def _microbatch(kinds: dict[str, Kind], rng: random.Random, seed: int) -> Microb
                 shares[name][0].append(grid)
                 shares[name][1].extend(range(begin, begin + tokens))
                 begin += tokens
-        unseen += range(start, begin)  # neither these nor the first word are predicted
+        unseen += range(start, begin)  # neither these nor the first text token are targets
         begin += rng.randint(3, 8)
         samples.append(SampleMeta("random", index, begin - start, tuple(shown)))
     starts = [0, *accumulate(sample.tokens for sample in samples)]
@@ -98,19 +100,19 @@ def _microbatch(kinds: dict[str, Kind], rng: random.Random, seed: int) -> Microb
     targets = torch.roll(ids, -1)
     targets[torch.tensor([*unseen, *(stop - 1 for stop in starts[1:])])] = IGNORE_TARGET
     inputs = {}
-    for name, (grids, places) in shares.items():
+    for name, (grids, positions_of) in shares.items():
         if grids:
             shape = kinds[name].pixels
             count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
             pixels = torch.randn((count, *shape), generator=generator)
-            inputs[name] = EncoderInputs(pixels, grids, torch.tensor(places))
+            inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions_of))
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
     meta = MicrobatchMeta(tuple(samples), begin)
     return Microbatch(ids, targets, positions, starts, inputs, meta)
 
 
-def _whole(kinds: dict[str, Kind]) -> MultimodalModel:
-    """On the meta device."""
+def _unsharded_model(kinds: dict[str, Kind]) -> MultimodalModel:
+    """Build the unsharded model on the meta device."""
     config = {
         "llm": {"config": {**LLM, "tie_word_embeddings": False}},
         "encoders": {name: kind.section for name, kind in kinds.items()},
@@ -119,39 +121,43 @@ def _whole(kinds: dict[str, Kind]) -> MultimodalModel:
 
 
 def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
-    """What is wrong; batches in another order than the separated schedule's; samples that lack a
-    modality others of their batch have."""
+    """Compare all batches with the single process.
+
+    Returns:
+        Problems, the number of schedules that differ from the separated schedule, and the number of
+        samples without a modality that the batch contains.
+    """
     search = {"evaluations": 60}
     config = ParallelConfig.model_validate(
         {"shard": 1, "schedule": "searched", "pipeline": 2, "virtual_stages": 2, "search": search}
     )
     mesh = mesh_for(config)
-    model = _whole(kinds)
+    model = _unsharded_model(kinds)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch_of(kinds, 0)])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
-    none = ActivationCheckpointConfig(mode="none")
-    parallelize(model, mesh, config, none, CompileConfig(), torch.float32)
+    no_recomputation = ActivationCheckpointConfig(mode="none")
+    parallelize(model, mesh, config, no_recomputation, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     step = TrainStep(pipeline, mesh)
-    alone, problems, searched, lacking = filled(_whole(kinds)), [], 0, 0
+    reference, problems, searched, incomplete = filled(_unsharded_model(kinds)), [], 0, 0
     for seed in range(BATCHES):
         batch = batch_of(kinds, seed)
         targets = sum(m.target_count for m in batch)
         model.zero_grad(set_to_none=True)
         outcome = step.run(pipeline.plan_training(batch), batch, targets)
         loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
-        wanted = sum(shared_losses(alone, [batch], targets)[0]) / targets
-        if abs(loss / wanted - 1) > 1e-5:
-            problems.append(f"batch {seed}: loss {loss}, expected {wanted}")
-        errors = gradient_errors(model, alone)
+        expected = sum(shared_losses(reference, [batch], targets)[0]) / targets
+        if abs(loss / expected - 1) > 1e-5:
+            problems.append(f"batch {seed}: loss {loss}, expected {expected}")
+        errors = gradient_errors(model, reference)
         problems += [f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= 1e-5]
         order = [[a for a in row if a.type in COMPUTE] for row in outcome.plan.actions]
         searched += order != [list(row) for row in separated(outcome.plan.graph)]
-        there = [{i.encoder for i in s.images} for m in batch for s in m.meta.samples]
-        lacking += sum(found < set().union(*there) for found in there)
-    return problems, searched, lacking
+        modalities = [{i.encoder for i in s.images} for m in batch for s in m.meta.samples]
+        incomplete += sum(present < set().union(*modalities) for present in modalities)
+    return problems, searched, incomplete
 
 
 def compare_all() -> dict[str, tuple[list[str], int, int]]:
@@ -160,9 +166,9 @@ def compare_all() -> dict[str, tuple[list[str], int, int]]:
 
 
 @pytest.mark.slow
-def test_searched_plans_of_all_modalities_equal_the_single_process():
-    for found in run_distributed(compare_all, 2):
-        for name, (problems, searched, lacking) in found.items():
+def test_searched_plans_of_all_modalities_equal_process():
+    for results in run_distributed(compare_all, 2):
+        for name, (problems, searched, incomplete) in results.items():
             assert not problems, (name, problems)
             assert searched >= BATCHES // 3, name
-            assert lacking > BATCHES, name
+            assert incomplete > BATCHES, name

@@ -1,4 +1,4 @@
-"""One plan on all ranks of a pipeline: the same bits wherever it is made, errors on all ranks."""
+"""All ranks of a pipeline share one plan: results are bitwise equal, errors reach all ranks."""
 
 import logging
 import os
@@ -34,11 +34,11 @@ STEPS = 8
 
 
 PLANNED: list[int] = []
-"""Steps of which a process had the plan, in this rank."""
+"""Steps whose plan came from the planning process, on this rank."""
 
 
-class Here:
-    """Does what a process does, at once and in this one: processes wait for a core."""
+class SynchronousProcess:
+    """Planning process that plans synchronously in this process, to avoid contention."""
 
     def __init__(self, setup: PlanningSetup, priority: Priority) -> None:
         self.work = PlanWork(setup)
@@ -57,8 +57,8 @@ class Here:
         self.planned = None
 
 
-class Lost(StepProcess[PlannedStep]):
-    """A process that gets a signal before its third step."""
+class KilledProcess(StepProcess[PlannedStep]):
+    """Planning process that receives a signal before its third step."""
 
     number: ClassVar = signal.SIGKILL
 
@@ -74,75 +74,75 @@ class Lost(StepProcess[PlannedStep]):
         return planned
 
 
-class Stopped(Lost):
+class StoppedProcess(KilledProcess):
     number = signal.SIGSTOP
 
 
-def run(of: Searched, start: type | None) -> list:
-    """Losses and gradients of all steps, to the bit."""
+def run(searched_model: Searched, start: type | None) -> list:
+    """Return the exact losses and gradients of all steps."""
     PLANNED.clear()
     step_process.MIN_BACKGROUND_MS = 1e9 if start is None else 1e-9
     planner = BackgroundPlanner(
-        of.pipeline, None, of.mesh, logging.getLogger("shared"), in_background=True,
-        steps=STEPS, start=start or start_planning,
+        searched_model.pipeline, None, searched_model.mesh, logging.getLogger("shared"),
+        in_background=True, steps=STEPS, start=start or start_planning,
     )  # fmt: skip
-    found = []
+    results = []
     for step in range(1, STEPS + 1):
         batches = [batch_of(s) for s in (step, step + 1)]
-        share, coming = (of.share(batch) for batch in batches)
-        metas = [m.meta for m in coming]
-        upcoming = [metas] * of.mesh.data_parallel_size
+        share, next_share = (searched_model.share(batch) for batch in batches)
+        metas = [m.meta for m in next_share]
+        upcoming = [metas] * searched_model.mesh.data_parallel_size
         planned = planner.plan(step, share, lambda upcoming=upcoming: upcoming)
-        of.model.zero_grad()
-        outcome = of.step.run(planned.plan, share, 100)
-        gradients = [p.grad for p in of.model.parameters() if p.grad is not None]
+        searched_model.model.zero_grad()
+        outcome = searched_model.step.run(planned.plan, share, 100)
+        gradients = [p.grad for p in searched_model.model.parameters() if p.grad is not None]
         local = [getattr(g, "to_local", lambda g=g: g)().clone() for g in gradients]
-        found.append((outcome.loss.item(), local, planned.statistics.get("planner_ms")))
+        results.append((outcome.loss.item(), local, planned.statistics.get("planner_ms")))
         planner.learn(step, planned, outcome.result, share, 100.0)
     planner.close()
-    return found
+    return results
 
 
-def bits_differ(one: list, other: list) -> bool:
+def bits_differ(first: list, second: list) -> bool:
     return any(
         a[0] != b[0] or not all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
 def compare(schedule: str) -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=120), CPU)
-    of = build_searched({**LAYOUT, "schedule": schedule})
-    before = run(of, None)
-    wrong = []
-    if not bits_differ(before, before[1:] + before[:1]):
-        wrong.append("all steps are the same")
-    for start in (Here, Lost, Stopped):
+    searched_model = build_searched({**LAYOUT, "schedule": schedule})
+    expected = run(searched_model, None)
+    problems = []
+    if not bits_differ(expected, expected[1:] + expected[:1]):
+        problems.append("all steps have equal results")
+    for start in (SynchronousProcess, KilledProcess, StoppedProcess):
         name = start.__name__
-        found = run(of, start)
-        if bits_differ(before, found):
-            wrong.append(f"{name}: other losses or gradients")
-        # Two steps are planned in place, the third is the first to be announced.
-        had = list(range(4, STEPS + 1)) if of.mesh.pipeline_rank == 0 else []
-        if start is Here and had != PLANNED:
-            wrong.append(f"plans of {PLANNED} came from the process")
-        if start is not Here and STEPS in PLANNED:
-            wrong.append(f"{name}: a process that is gone had a plan")
-        if any((ms is None) == (of.mesh.pipeline_rank == 0) for *_, ms in found):
-            wrong.append(f"{name}: the first rank, and no other, has the time of planning")
-    return wrong
+        results = run(searched_model, start)
+        if bits_differ(expected, results):
+            problems.append(f"{name}: different losses or gradients")
+        # The first two steps are planned synchronously. The third is planned in advance.
+        expected_steps = list(range(4, STEPS + 1)) if searched_model.mesh.pipeline_rank == 0 else []
+        if start is SynchronousProcess and expected_steps != PLANNED:
+            problems.append(f"the process planned {PLANNED}")
+        if start is not SynchronousProcess and STEPS in PLANNED:
+            problems.append(f"{name}: a process that exited has a plan")
+        if any((ms is None) == (searched_model.mesh.pipeline_rank == 0) for *_, ms in results):
+            problems.append(f"{name}: not only the first rank has the planning time")
+    return problems
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_where_a_plan_is_made_changes_no_bit(schedule):
+def test_planning_process_keeps_bitwise_results(schedule):
     assert run_distributed(compare, 4, schedule) == [[]] * 4
 
 
 def plan_error(
-    of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]
+    searched_model: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]
 ) -> str:
-    planner = StaticPlanner(of.pipeline, of.mesh)
+    planner = StaticPlanner(searched_model.pipeline, searched_model.mesh)
     change(planner)
     try:
         planner.plan(1, share)
@@ -151,65 +151,74 @@ def plan_error(
     return ""
 
 
-def disagree() -> list[str]:
-    """What every rank says: where all are alike, where rank 3 has another batch, where the second
-    pipeline's step cannot be planned."""
+def plan_errors() -> list[str]:
+    """Return the errors of every rank in four cases.
+
+    The cases are equal batches, a different batch on rank 3, a planning error in the second
+    pipeline, and equal batches again.
+    """
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    of = build_searched({**LAYOUT, "schedule": "separated"})
-    share = of.share(batch_of(1))
-    rank = of.mesh.rank
+    searched_model = build_searched({**LAYOUT, "schedule": "separated"})
+    share = searched_model.share(batch_of(1))
+    rank = searched_model.mesh.rank
 
     def fail(planner: StaticPlanner) -> None:
-        if planner._shared.leads and of.mesh.data_parallel_rank == 1:
-            config = of.pipeline.config.model_copy(update={"schedule": "of another world"})
-            planner._pipeline = SimpleNamespace(**{**vars(of.pipeline), "config": config})
+        if planner._shared.leads and searched_model.mesh.data_parallel_rank == 1:
+            config = searched_model.pipeline.config.model_copy(
+                update={"schedule": "of another world"}
+            )
+            planner._pipeline = SimpleNamespace(
+                **{**vars(searched_model.pipeline), "config": config}
+            )
 
-    other = of.share(batch_of(2)) if rank == 3 else share
+    different = searched_model.share(batch_of(2)) if rank == 3 else share
     return [
-        plan_error(of, share, lambda planner: None),
-        plan_error(of, other, lambda planner: None),
-        plan_error(of, share, fail),
-        plan_error(of, share, lambda planner: None),
+        plan_error(searched_model, share, lambda planner: None),
+        plan_error(searched_model, different, lambda planner: None),
+        plan_error(searched_model, share, fail),
+        plan_error(searched_model, share, lambda planner: None),
     ]
 
 
 @pytest.mark.slow
-def test_all_ranks_are_told_what_one_of_them_has():
-    outcomes = run_distributed(disagree, 4)
-    for alike, differing, failing, again in outcomes:
-        assert alike == again == ""
-        assert "step 1: ranks [3] have different microbatches" in differing
-        assert "than rank 1" in differing
+def test_all_ranks_raise_error_of_one():
+    outcomes = run_distributed(plan_errors, 4)
+    for equal, different, failing, repeated in outcomes:
+        assert equal == repeated == ""
+        assert "step 1: ranks [3] have different microbatches" in different
+        assert "than rank 1" in different
         assert "of another world" in failing
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
-def own_programs() -> list[str]:
-    """What is wrong with what ranks have of a plan."""
+def decoded_plan_problems() -> list[str]:
+    """Return the problems of the decoded plan on this rank."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    of = build_searched({"pipeline": 4, "schedule": "separated"})
-    share = of.share(batch_of(1))
-    plan, _ = StaticPlanner(of.pipeline, of.mesh).plan(1, share)
-    whole: PipelinePlan = of.pipeline.plan_training(share)
-    rank = of.mesh.pipeline_rank
-    wrong = []
+    searched_model = build_searched({"pipeline": 4, "schedule": "separated"})
+    share = searched_model.share(batch_of(1))
+    plan, _ = StaticPlanner(searched_model.pipeline, searched_model.mesh).plan(1, share)
+    full: PipelinePlan = searched_model.pipeline.plan_training(share)
+    rank = searched_model.mesh.pipeline_rank
+    problems = []
     if set(plan.actions._decoded) != {rank}:
-        wrong.append(f"programs of {set(plan.actions._decoded)} were decoded")
-    if plan.actions != whole.actions or plan.graph != whole.graph:
-        wrong.append("another plan than every rank would make for itself")
-    if not plan.specs or any(whole.specs[message] != own for message, own in plan.specs.items()):
-        wrong.append("other tensors")
-    if len(plan.specs) >= len(whole.specs):
-        wrong.append("tensors of messages that others exchange")
-    return wrong
+        problems.append(f"programs of {set(plan.actions._decoded)} were decoded")
+    if plan.actions != full.actions or plan.graph != full.graph:
+        problems.append("the plan differs from a local plan")
+    if not plan.specs or any(
+        full.specs[message] != tensors for message, tensors in plan.specs.items()
+    ):
+        problems.append("different tensors")
+    if len(plan.specs) >= len(full.specs):
+        problems.append("tensors of messages of other ranks")
+    return problems
 
 
 @pytest.mark.slow
-def test_ranks_read_their_own_programs():
-    assert run_distributed(own_programs, 4) == [[]] * 4
+def test_ranks_decode_only_local_actions():
+    assert run_distributed(decoded_plan_problems, 4) == [[]] * 4
 
 
-def test_plans_are_told_apart_by_what_they_are_made_from():
+def test_plan_digest_depends_on_inputs():
     metas = [m.meta for m in batch_of(1)]
     digest = digest_of("", metas)
     assert digest == digest_of("", list(metas)) == int(np.float64(digest))

@@ -1,8 +1,8 @@
-"""Nothing is silent for long: whatever takes its time says so, from a program's start to its end.
+"""Programs log long operations from start to exit, so that no silence is long.
 
-Functions that take long for large models, data and clusters are made to, in real processes, and
-every one of them has to be told while it runs. That does not depend on how fast a machine is: the
-functions sleep, and are told twenty times as often as there is need to.
+Functions that are slow for large models, data and clusters are slowed in real processes. Each of
+them must be logged while it runs. This does not depend on the speed of the machine: the functions
+sleep, and progress is logged twenty times as often as by default.
 """
 
 import json
@@ -20,11 +20,11 @@ from tiny_recipe import arguments
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1.0
-"""That a function takes."""
+"""Duration of a slowed function."""
 LATE_S = 0.3
-"""That a line may be read behind its being written."""
-MOST_S = 15.0
-"""Between two lines, on a machine that does other things as well; 5 on one that does not."""
+"""Maximum delay between writing and reading a line."""
+MAX_GAP_S = 15.0
+"""Maximum time between two lines on a machine under load. It is 5 s on an idle machine."""
 BEFORE_STEPS = (
     "torchmm.training.run:resolve",
     "torchmm.training.model_build:recipe_model",
@@ -43,7 +43,7 @@ STEPS = (
     "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
-AT_THE_END = (
+FINAL_STEPS = (
     "torchmm.models.hf.export:_save",
     "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
@@ -79,7 +79,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "scripts/simulate.py": QUICKSTART,
     "scripts/text_baseline.py": ("outputs/mine",),
 }
-"""What takes seconds to import, with what it is asked."""
+"""Arguments of the programs whose imports take seconds."""
 SIZES = """
 name = "small"
 [model.llm.config]
@@ -111,36 +111,41 @@ images = [0, 8]
 """
 
 
-class Told(NamedTuple):
-    """What a program wrote.
+class ProgramOutput(NamedTuple):
+    """Output of a program.
 
     Attributes:
-        lines: with when they came, as `time.time()`.
-        notes: name, begin and end of what took long.
+        lines: Lines with the `time.time()` at which they were read.
+        notes: Name, start and end of each slow function.
     """
 
     lines: list[tuple[float, str]]
     notes: list[tuple[str, float, float]]
 
     def silent(self) -> list[str]:
-        """What took long and was not told meanwhile; what is read late was said before."""
+        """Return the slow functions that were not logged while they ran.
+
+        Lines that are read within `LATE_S` of the start were written before it.
+        """
         return [
             name
             for name, begin, end in self.notes
-            if not any(begin + LATE_S < came <= end for came, _ in self.lines)
+            if not any(begin + LATE_S < read_s <= end for read_s, _ in self.lines)
         ]
 
     def gaps(self) -> list[tuple[float, str]]:
-        """Seconds between two lines, and the second one, longest first."""
+        """Return the seconds between consecutive lines and the second line, longest first."""
         return sorted(((b[0] - a[0], b[1]) for a, b in pairwise(self.lines)), reverse=True)
 
 
-def tell(notes: Path, functions: Sequence[str], command: Sequence[str | Path]) -> Told:
-    """Runs a program whose functions take long."""
+def run_slowed(
+    notes: Path, functions: Sequence[str], command: Sequence[str | Path]
+) -> ProgramOutput:
+    """Run a program whose functions are slow."""
     slowed = ROOT / "tests" / "helpers" / "slowed.py"
-    words = [sys.executable, slowed, notes, SECONDS, *functions, "--", *command]
+    arguments = [sys.executable, slowed, notes, SECONDS, *functions, "--", *command]
     with subprocess.Popen(
-        [str(word) for word in words],
+        [str(word) for word in arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -150,23 +155,24 @@ def tell(notes: Path, functions: Sequence[str], command: Sequence[str | Path]) -
         lines = [(time.time(), line.rstrip()) for line in process.stdout]
     text = "\n".join(line for _, line in lines)
     assert process.returncode == 0, text
-    found = Told(lines, [json.loads(line) for line in notes.read_text().splitlines()])
-    assert {name for name, *_ in found.notes} == {*functions, SILENT}, text
-    assert SILENT in found.silent(), "what nobody tells was not found"
-    return found
+    output = ProgramOutput(lines, [json.loads(line) for line in notes.read_text().splitlines()])
+    assert {name for name, *_ in output.notes} == {*functions, SILENT}, text
+    assert SILENT in output.silent(), "a function without logs was not detected"
+    return output
 
 
 @pytest.mark.parametrize(
-    "function", [*BEFORE_STEPS, *STEPS, *AT_THE_END, *EXPORT, *GENERATE, *EVALUATE, *INSPECT, *PLAN]
+    "function",
+    [*BEFORE_STEPS, *STEPS, *FINAL_STEPS, *EXPORT, *GENERATE, *EVALUATE, *INSPECT, *PLAN],
 )
-def test_what_takes_long_exists(function):
-    """Seen in every run of the tests; the programs run in campaigns only."""
+def test_slow_functions_exist(function):
+    """Check the names in every test run, because the programs run in campaigns only."""
     owner, name = owner_of(function)
     assert callable(getattr(owner, name))
 
 
 @pytest.mark.slow
-def test_a_whole_run_and_an_export_say_what_takes_long(tmp_path, real_data):
+def test_run_and_export_log_slow_functions(tmp_path, real_data):
     recipe = arguments(
         tmp_path / "run",
         real_data,
@@ -178,42 +184,56 @@ def test_a_whole_run_and_an_export_say_what_takes_long(tmp_path, real_data):
         checkpoint__export_hf="true",
         metrics__log_interval=100,
     )
-    told = tell(
+    output = run_slowed(
         tmp_path / "notes.jsonl",
-        [*BEFORE_STEPS, *STEPS, *AT_THE_END],
+        [*BEFORE_STEPS, *STEPS, *FINAL_STEPS],
         [ROOT / "train.py", *recipe],
     )
-    assert told.silent() == [SILENT]
-    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+    assert output.silent() == [SILENT]
+    assert output.gaps()[0][0] < MAX_GAP_S, output.gaps()[:3]
 
-    told = tell(
+    output = run_slowed(
         tmp_path / "exporting.jsonl", EXPORT, [ROOT / "scripts/export.py", tmp_path / "run"]
     )
-    assert told.silent() == [SILENT]
-    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+    assert output.silent() == [SILENT]
+    assert output.gaps()[0][0] < MAX_GAP_S, output.gaps()[:3]
 
-    asked = [tmp_path / "run", "--prompt", "A", "--max-new-tokens", "2"]
-    told = tell(tmp_path / "generating.jsonl", GENERATE, [ROOT / "scripts/generate.py", *asked])
-    assert told.silent() == [SILENT]
+    options = [tmp_path / "run", "--prompt", "A", "--max-new-tokens", "2"]
+    output = run_slowed(
+        tmp_path / "generating.jsonl", GENERATE, [ROOT / "scripts/generate.py", *options]
+    )
+    assert output.silent() == [SILENT]
 
-    asked = [tmp_path / "run", "--samples", "2", "--max-new-tokens", "2", "--scores", "exact_match"]
-    told = tell(tmp_path / "evaluating.jsonl", EVALUATE, [ROOT / "scripts/evaluate.py", *asked])
-    assert told.silent() == [SILENT]
+    options = [
+        tmp_path / "run",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "2",
+        "--scores",
+        "exact_match",
+    ]
+    output = run_slowed(
+        tmp_path / "evaluating.jsonl", EVALUATE, [ROOT / "scripts/evaluate.py", *options]
+    )
+    assert output.silent() == [SILENT]
 
-    asked = ["--config", tmp_path / "run/recipe.toml", "--samples", "2", "--limit", "10"]
-    asked += ["--out", tmp_path / "page"]
-    told = tell(tmp_path / "inspecting.jsonl", INSPECT, [ROOT / "scripts/inspect_data.py", *asked])
-    assert told.silent() == [SILENT]
+    options = ["--config", tmp_path / "run/recipe.toml", "--samples", "2", "--limit", "10"]
+    options += ["--out", tmp_path / "page"]
+    output = run_slowed(
+        tmp_path / "inspecting.jsonl", INSPECT, [ROOT / "scripts/inspect_data.py", *options]
+    )
+    assert output.silent() == [SILENT]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_say_at_once_that_they_import(program, tmp_path):
-    """And answer --help without."""
-    asked = [word.format(folder=tmp_path) for word in PROGRAMS[program]]
-    told = tell(tmp_path / "notes.jsonl", [IMPORTS], [ROOT / program, *asked])
-    assert told.silent() == [SILENT]
-    (_, begin, _), _ = told.notes
-    assert told.lines[0][0] < begin + LATE_S, told
+def test_programs_log_imports_at_once(program, tmp_path):
+    """Imports are logged at once, and --help does not need them."""
+    options = [word.format(folder=tmp_path) for word in PROGRAMS[program]]
+    output = run_slowed(tmp_path / "notes.jsonl", [IMPORTS], [ROOT / program, *options])
+    assert output.silent() == [SILENT]
+    (_, begin, _), _ = output.notes
+    assert output.lines[0][0] < begin + LATE_S, output
 
     command = [sys.executable, "-X", "importtime", str(ROOT / program), "--help"]
     helped = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -221,13 +241,13 @@ def test_programs_say_at_once_that_they_import(program, tmp_path):
     assert "argparse" in imported and not imported & set(HEAVY)
 
 
-def test_all_programs_that_import_for_long_are_known():
-    found = {
+def test_programs_with_slow_imports_are_listed():
+    programs = {
         str(file.relative_to(ROOT))
         for file in [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
         if "with loading():" in command_of(file).read_text()
     }
-    assert found == set(PROGRAMS)
+    assert programs == set(PROGRAMS)
 
 
 def command_of(program: Path) -> Path:
@@ -237,10 +257,10 @@ def command_of(program: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_planning_a_cluster_says_what_takes_long(tmp_path):
+def test_cluster_planning_logs_slow_functions(tmp_path):
     (tmp_path / "small.toml").write_text(SIZES)
     command = [ROOT / "scripts/plan.py", "--config", tmp_path / "small.toml"]
     command += ["--placement", "auto", "--budget-s", "0"]
-    told = tell(tmp_path / "notes.jsonl", PLAN, command)
-    assert told.silent() == [SILENT]
-    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+    output = run_slowed(tmp_path / "notes.jsonl", PLAN, command)
+    assert output.silent() == [SILENT]
+    assert output.gaps()[0][0] < MAX_GAP_S, output.gaps()[:3]

@@ -1,9 +1,9 @@
-"""Under sequence parallelism ranks send each other slices, and what is computed stays the same.
+"""With sequence parallelism, pipeline messages are slices, and results are unchanged.
 
-Cases of other tests of equality run here with `sequence_parallel`: chains of stages, encoders in
-bubbles, also over fewer tensor-parallel ranks than the LLM, modules apart over other numbers of
-them. Meanwhile every byte that is sent is counted. As a control each rank of a group gets another
-one's slice.
+Cases of other equality tests run with `sequence_parallel`: single pipelines, and encoders in
+bubbles, also with fewer tensor-parallel ranks than the LLM. Disaggregated modules have different
+numbers of tensor-parallel ranks. All sent bytes are counted. As a negative control, ranks of a
+group receive swapped slices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shared_reference import on_first_rank
 from test_colocated_equality import SIZES as COLOCATED_SIZES
 from test_colocated_equality import Case as Colocated
 from test_colocated_equality import _compare as compare_colocated
-from test_disaggregated_equality import Case as Apart
+from test_disaggregated_equality import Case as Disaggregated
 from test_disaggregated_equality import compare as compare_apart
 from test_disaggregated_equality import unit
-from test_schedule_equality import Case as Chain
+from test_schedule_equality import Case as SinglePipeline
 from test_schedule_equality import Reference, _references
 from test_schedule_equality import _compare as compare_chain
 from torch import Tensor
@@ -41,21 +41,21 @@ CPU = torch.device("cpu")
 SLICED = {"sequence_parallel": True}
 PP2_TP2 = (("pipeline", 2), ("tensor", 2))
 ONE, TP2 = unit(), unit(tensor=2)
-CASES: dict[int, list[Chain | Colocated | Apart]] = {
+CASES: dict[int, list[SinglePipeline | Colocated | Disaggregated]] = {
     3: [
-        Apart(ONE, TP2, parallel=SLICED),
-        Apart(TP2, ONE, parallel=SLICED),
-        Apart(ONE, TP2, schedule="zero_bubble", parallel=SLICED),
-        Apart(TP2, ONE, freeze="tower", parallel=SLICED),
-        Apart(ONE, TP2, freeze="all but the encoder", parallel=SLICED),
+        Disaggregated(ONE, TP2, parallel=SLICED),
+        Disaggregated(TP2, ONE, parallel=SLICED),
+        Disaggregated(ONE, TP2, schedule="zero_bubble", parallel=SLICED),
+        Disaggregated(TP2, ONE, freeze="tower", parallel=SLICED),
+        Disaggregated(ONE, TP2, freeze="all but the encoder", parallel=SLICED),
     ],
     4: [
-        Chain("1f1b", "nothing", PP2_TP2),
-        Chain("interleaved_1f1b", "nothing", PP2_TP2, 2),
-        Chain("zero_bubble", "nothing", PP2_TP2),
-        Chain("separated", "nothing", PP2_TP2, 2),
-        Chain("searched", "nothing", PP2_TP2),
-        Chain("separated", "encoder", PP2_TP2),
+        SinglePipeline("1f1b", "nothing", PP2_TP2),
+        SinglePipeline("interleaved_1f1b", "nothing", PP2_TP2, 2),
+        SinglePipeline("zero_bubble", "nothing", PP2_TP2),
+        SinglePipeline("separated", "nothing", PP2_TP2, 2),
+        SinglePipeline("searched", "nothing", PP2_TP2),
+        SinglePipeline("separated", "encoder", PP2_TP2),
         Colocated(2, 1, tensor=2, sequence_parallel=True),
         Colocated(2, 2, tensor=2, slices=2, sequence_parallel=True, llm_schedule="zero_bubble"),
         Colocated(2, 2, tensor=2, split=1, slices=2, sequence_parallel=True),
@@ -64,7 +64,7 @@ CASES: dict[int, list[Chain | Colocated | Apart]] = {
         Colocated(2, 1, tensor=2, split=1, freeze="all but connector", sequence_parallel=True,
                   llm_schedule="zero_bubble"),
         Colocated(1, 1, tensor=4, split=2, slices=2, sequence_parallel=True),
-        # Encoders over different numbers of ranks.
+        # Encoders with different tensor-parallel sizes.
         Colocated(1, 1, tensor=4, split=2, second_split=1, slices=None, encoders=2,
                   sequence_parallel=True),
         Colocated(1, 1, tensor=4, second_split=2, slices=2, encoders=2, freeze="tower",
@@ -73,126 +73,131 @@ CASES: dict[int, list[Chain | Colocated | Apart]] = {
                   sequence_parallel=True, llm_schedule="searched"),
         Colocated(2, 2, tensor=2, split=1, second_split=2, slices=2, encoders=2,
                   sequence_parallel=True, llm_schedule="zero_bubble"),
-        Apart(TP2, TP2, parallel=SLICED),
-        Apart(ONE, TP2, ONE, parallel=SLICED),
-        Apart(ONE, unit(pipeline=3), parallel=SLICED),
+        Disaggregated(TP2, TP2, parallel=SLICED),
+        Disaggregated(ONE, TP2, ONE, parallel=SLICED),
+        Disaggregated(ONE, unit(pipeline=3), parallel=SLICED),
     ],
-    8: [  # parameters of a stage are gathered by its first layer, which slices reach first
-        Chain("1f1b", "nothing", (*PP2_TP2, ("shard", 2))),
-        Chain("interleaved_1f1b", "nothing", (*PP2_TP2, ("shard", 2)), 2),
-        Chain("separated", "encoder", (*PP2_TP2, ("shard", 2)), 2),
+    8: [  # the first layer of a stage gathers parameters and receives slices
+        SinglePipeline("1f1b", "nothing", (*PP2_TP2, ("shard", 2))),
+        SinglePipeline("interleaved_1f1b", "nothing", (*PP2_TP2, ("shard", 2)), 2),
+        SinglePipeline("separated", "encoder", (*PP2_TP2, ("shard", 2)), 2),
     ],
 }  # fmt: skip
-"""By number of ranks."""
+"""Cases by number of ranks."""
 
 
 @dataclass
 class Traffic:
-    """What this rank sent in training steps, in bytes."""
+    """Bytes that this rank sent in training steps."""
 
     sent: int = 0
-    """Counted."""
+    """Counted bytes."""
     planned: int = 0
-    """As its plans say."""
-    whole: int = 0
-    """Had it sent all of each tensor."""
+    """Bytes according to the plans."""
+    unsliced: int = 0
+    """Bytes of the unsliced tensors."""
     slices: int = 0
-    """Tensors of which it sent a slice."""
+    """Number of tensors of which a slice was sent."""
     tensors: int = 0
 
 
 @dataclass
-class Found:
-    """Of a case, on one rank."""
+class CaseResult:
+    """Results of a case on one rank."""
 
     problems: list[str]
     wrong_slices: list[str]
-    """Problems where ranks get each other's slices."""
+    """Problems if ranks receive swapped slices."""
     traffic: Traffic = field(default_factory=Traffic)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def outcomes(request) -> list[list[Found]]:
-    """By rank and case, of a world."""
+def outcomes(request) -> list[list[CaseResult]]:
+    """Return the results of a world by rank and case."""
     pytest.importorskip("diffusers")
     return run_distributed(_run_all, request.param, request.param)
 
 
-def _cases(outcomes: list[list[Found]]) -> Iterator[tuple[Any, list[Found]]]:
-    """Cases, with what all ranks found."""
+def _cases(outcomes: list[list[CaseResult]]) -> Iterator[tuple[Any, list[CaseResult]]]:
+    """Yield cases with the results of all ranks."""
     cases = CASES[len(outcomes)]
-    assert all(len(found) == len(cases) for found in outcomes)
+    assert all(len(results) == len(cases) for results in outcomes)
     yield from zip(cases, map(list, zip(*outcomes, strict=True)), strict=True)
 
 
 @pytest.mark.slow
-def test_losses_and_gradients_are_those_of_one_process(outcomes):
+def test_sliced_messages_keep_losses_and_gradients(outcomes):
     for case, ranks in _cases(outcomes):
-        assert not any(found.problems for found in ranks), (case, ranks)
+        assert not any(result.problems for result in ranks), (case, ranks)
 
 
 @pytest.mark.slow
-def test_slices_of_other_ranks_are_noticed(outcomes):
-    """The control."""
+def test_swapped_slices_change_results(outcomes):
+    """Negative control."""
     for case, ranks in _cases(outcomes):
-        assert any(found.wrong_slices for found in ranks) == _is_split(case), case
+        assert any(result.wrong_slices for result in ranks) == _is_split(case), case
 
 
 @pytest.mark.slow
-def test_what_is_sent_is_what_the_plan_says_and_a_share_of_the_whole(outcomes):
+def test_sent_bytes_match_plan_and_slices(outcomes):
     for case, ranks in _cases(outcomes):
-        for rank, found in enumerate(ranks):
-            traffic = found.traffic
+        for rank, result in enumerate(ranks):
+            traffic = result.traffic
             assert traffic.sent == traffic.planned, (case, rank)
             if not _is_split(case):
                 assert traffic.slices == 0
-                assert traffic.sent == traffic.whole
-        every = [found.traffic for found in ranks if found.traffic.slices]
-        assert bool(every) == _is_split(case)
-        for traffic in every if _alike(case) else ():  # else some are between single ranks
+                assert traffic.sent == traffic.unsliced
+        sliced = [result.traffic for result in ranks if result.traffic.slices]
+        assert bool(sliced) == _is_split(case)
+        for traffic in (
+            sliced if _is_uniform(case) else ()
+        ):  # otherwise, some messages are between single ranks
             assert traffic.slices == traffic.tensors, case
-        if _alike(case) and every:
-            sent, whole = sum(t.sent for t in every), sum(t.whole for t in every)
-            assert 1 / 2 <= sent / whole < 0.55, (case, sent / whole)  # the rest is padding
+        if _is_uniform(case) and sliced:
+            sent, unsliced = sum(t.sent for t in sliced), sum(t.unsliced for t in sliced)
+            assert 1 / 2 <= sent / unsliced < 0.55, (
+                case,
+                sent / unsliced,
+            )  # the remainder is padding
 
 
 def _is_split(case: Any) -> bool:
-    sizes = case.units.values() if isinstance(case, Apart) else ()
-    return not isinstance(case, Apart) or any(size.tensor > 1 for size in sizes)
+    sizes = case.units.values() if isinstance(case, Disaggregated) else ()
+    return not isinstance(case, Disaggregated) or any(size.tensor > 1 for size in sizes)
 
 
-def _alike(case: Any) -> bool:
-    """Whether all modules are split over two ranks."""
-    if isinstance(case, Apart):
+def _is_uniform(case: Any) -> bool:
+    """Return True if all modules have two tensor-parallel ranks."""
+    if isinstance(case, Disaggregated):
         return all(size.tensor == 2 for size in case.units.values())
-    return isinstance(case, Chain) or (case.tensor == 2 and not _has_mirrors(case))
+    return isinstance(case, SinglePipeline) or (case.tensor == 2 and not _has_mirrors(case))
 
 
 def _has_mirrors(case: Any) -> bool:
-    """Whether the LLM's groups are several ranks of the plan."""
+    """Return True if the LLM has several ranks of the plan per tensor-parallel group."""
     return isinstance(case, Colocated) and case.parallel.mirrors > 1
 
 
-def _run_all(ranks: int) -> list[Found]:
+def _run_all(ranks: int) -> list[CaseResult]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     meshes: dict[tuple, Any] = {}
     references: dict[tuple, list[Reference]] = {}
-    found = []
+    results = []
     for case in CASES[ranks]:
         run = _run_of(case, meshes, references)
-        with _counted() as traffic:
+        with _count_traffic() as traffic:
             problems = run()
-        with _swapped(case):
+        with _swap_slices(case):
             wrong = run()
-        found.append(Found(problems, wrong, traffic))
-    return found
+        results.append(CaseResult(problems, wrong, traffic))
+    return results
 
 
 def _run_of(
     case: Any, meshes: dict[tuple, Any], references: dict[tuple, list[Reference]]
 ) -> Callable[[], list[str]]:
-    """Compares a case with a single process."""
-    if isinstance(case, Apart):
+    """Return a function that compares a case with a single process."""
+    if isinstance(case, Disaggregated):
         return lambda: compare_apart(case)
     if isinstance(case, Colocated):
         config = case.parallel
@@ -208,8 +213,8 @@ def _run_of(
 
 
 @contextmanager
-def _counted() -> Iterator[Traffic]:
-    """Counts what training steps send."""
+def _count_traffic() -> Iterator[Traffic]:
+    """Count the bytes that training steps send."""
     traffic = Traffic()
     step, post = PipelineRuntime.step, P2PChannels._post
     training = False
@@ -219,9 +224,9 @@ def _counted() -> Iterator[Traffic]:
         training = plan.training
         if training:
             _add_planned(traffic, plan, self.plan_rank)
-        found: StepResult = step(self, plan, *args, **kw)
+        result: StepResult = step(self, plan, *args, **kw)
         training = False
-        return found
+        return result
 
     def counted_post(
         self: P2PChannels, operation: Any, tensors: Any, parts: Any, action: Any
@@ -249,28 +254,27 @@ def _add_planned(traffic: Traffic, plan: PipelinePlan, rank: int) -> None:
         ends = (action.stage, action.other)
         source, destination = ends[::-1] if backward else ends
         key = source, destination, action.microbatch, action.sub_microbatch
-        specs = [s for m, found in plan.specs.items() if m == key for s in found]
+        specs = [s for m, message_specs in plan.specs.items() if m == key for s in message_specs]
         moved: list[TensorSpec] = [s for s in specs if s.requires_grad or not backward]
         traffic.tensors += len(moved)
         traffic.slices += sum(s.slices is not None for s in moved)
-        traffic.whole += sum(s.nbytes for s in moved)
+        traffic.unsliced += sum(s.nbytes for s in moved)
         traffic.planned += sum(s.on_rank(source=not backward).nbytes for s in moved)
 
 
 @contextmanager
-def _swapped(case: Any) -> Iterator[None]:
-    """Lets ranks get each other's slices: over the wire, or, where groups are several ranks of a
-    plan, as they gather."""
-    parts, all_gather_rows = P2PChannels._parts, MeshRows.all_gather_rows
+def _swap_slices(case: Any) -> Iterator[None]:
+    """Swap the slices of ranks: in messages, or in all-gathers if the LLM has mirrors."""
+    parts, every_row = P2PChannels._parts, MeshRows.every_row
 
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
     ) -> Any:
-        others = peers if cut == (1, 1) else peers[::-1]  # whole ones have one way to go
+        others = peers if cut == (1, 1) else peers[::-1]  # unsliced tensors have one peer
         return parts(self, tensor, cut, others, sends=sends)
 
-    def swapped_rows(self: MeshRows, own: Tensor) -> Tensor:
-        slices = all_gather_rows(self, own).split(own.shape[-2], -2)
+    def swapped_rows(self: MeshRows, local: Tensor) -> Tensor:
+        slices = every_row(self, local).split(local.shape[-2], -2)
         return torch.cat(slices[::-1], -2)
 
     if _has_mirrors(case):

@@ -1,4 +1,4 @@
-"""Host work of a training step: what runs before the step waits for its device."""
+"""Order of host work in a training step: it runs before the step waits for its device."""
 
 from itertools import pairwise
 from types import ModuleType
@@ -20,13 +20,13 @@ STEPS = 4
 
 
 def log_calls(owner: type | ModuleType, method: str, log: list[str]) -> None:
-    """Let every call of the function append its name to the log when it returns."""
-    plain = getattr(owner, method)
+    """Append the name of the function to the log whenever it returns."""
+    original = getattr(owner, method)
 
     def logged(*args: object, **kwargs: object) -> object:
-        found = plain(*args, **kwargs)
+        result = original(*args, **kwargs)
         log.append(method)
-        return found
+        return result
 
     setattr(owner, method, logged)
 
@@ -56,14 +56,14 @@ def plan_late(recipe: Recipe) -> None:
 
 def plan_other_steps_ahead(recipe: Recipe) -> None:
     """Announce the microbatches of the next step in another order."""
-    plain = SinglePlanner.plan_ahead
+    original = SinglePlanner.plan_ahead
 
     def plan_ahead(self, upcoming):
         def reversed_metas():
-            every = upcoming()
-            return every and [list(metas)[::-1] for metas in every]
+            replicas = upcoming()
+            return replicas and [list(metas)[::-1] for metas in replicas]
 
-        plain(self, reversed_metas)
+        original(self, reversed_metas)
 
     SinglePlanner.plan_ahead = plan_ahead
     train(recipe)
@@ -75,19 +75,19 @@ def test_step_counts_and_plans_before_it_waits(tmp_path, real_data):
 
 
 def test_planning_ahead_keeps_losses_and_weights(tmp_path, real_data):
-    found = {}
+    by_change = {}
     for change in (train_only, plan_late, plan_other_steps_ahead):
         run_dir = tmp_path / change.__name__
         recipe = tiny_recipe(
             run_dir, real_data, training__steps=STEPS, data__workers=1, checkpoint__interval=STEPS
         )
         run_distributed(change, 1, recipe)
-        figures = [(r["loss"], r["grad_norm"]) for r in records(run_dir)]
-        found[change] = figures, weights(run_dir)
-    ours, saved = found[train_only]
-    assert len(ours) == STEPS
-    for figures, other in found.values():
-        assert figures == ours
+        metrics = [(r["loss"], r["grad_norm"]) for r in records(run_dir)]
+        by_change[change] = metrics, weights(run_dir)
+    expected, saved = by_change[train_only]
+    assert len(expected) == STEPS
+    for metrics, other in by_change.values():
+        assert metrics == expected
         assert other.keys() == saved.keys()
         assert all(other[name].equal(tensor) for name, tensor in saved.items())
 

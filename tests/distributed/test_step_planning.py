@@ -1,4 +1,4 @@
-"""Plans made beside training: which one a step gets, and what happens if there is none."""
+"""Plans that are made in the background: the plan of each step, and the fallback without one."""
 
 import logging
 from collections.abc import Mapping
@@ -29,21 +29,21 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 @dataclass
 class FakeProcess:
-    """Has a plan when the test wants it to."""
+    """Planning process whose state the test controls."""
 
     setup: PlanningSetup
     requests: list[PlanRequest] = field(default_factory=list)
-    mood: str = "finished"
+    state: str = "finished"
     closed: bool = False
 
     def submit(self, step: int, request: PlanRequest) -> None:
         self.requests.append(request)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
-        if self.mood == "dead":
+        if self.state == "dead":
             raise StepProcessError("the planning process exited with code -9")
         request = self.requests[-1] if self.requests else None
-        if self.mood == "late" or request is None or request.step != step:
+        if self.state == "late" or request is None or request.step != step:
             return None
         graph = self.graph(request)
         order = tuple(tuple(row) for row in reversed_microbatches(graph, self.setup.config))
@@ -53,7 +53,7 @@ class FakeProcess:
             "planner_evaluations": 33,
             "predicted_step_ms": 50.0 if request.rates else None,
         }
-        return PlannedStep(step, encode_plan(plan), statistics, self.mood == "finished")
+        return PlannedStep(step, encode_plan(plan), statistics, self.state == "finished")
 
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)
@@ -63,10 +63,10 @@ class FakeProcess:
 
 
 def reversed_microbatches(graph: StageGraph, config: ParallelConfig) -> list:
-    """An order that nobody would plan: all forwards of the last microbatch first."""
-    found = SEARCHED_SCHEDULE.plan(config, graph, lambda action: 1.0)[1]
+    """Return an unusual order: all forwards of the last microbatch first."""
+    order = SEARCHED_SCHEDULE.plan(config, graph, lambda action: 1.0)[1]
     last = graph.microbatches - 1
-    return [[a._replace(microbatch=last - a.microbatch) for a in row] for row in found]
+    return [[a._replace(microbatch=last - a.microbatch) for a in row] for row in order]
 
 
 class Lines(logging.Handler):
@@ -83,43 +83,47 @@ def compute_order(plan: PipelinePlan) -> list[list]:
 
 
 HARD, TEXT = 0, 9
-"""Batches whose first two microbatches make a step: one whose search does not come to its bound, so
-that it makes all its evaluations, and one without images."""
+"""Seeds of batches whose first two microbatches are a step.
+
+The search of the HARD step does not reach its bound, so that it uses all evaluations. The TEXT step
+has no images.
+"""
 
 
 class Run:
-    """Steps of two microbatches, which may be reversed; all replicas have the same."""
+    """Steps of two microbatches, which are equal on all replicas, with fake planning processes."""
 
-    def __init__(self, of: Searched, **options: bool) -> None:
-        self.of, self.log = of, Lines()
-        self.made: list[FakeProcess] = []
+    def __init__(self, searched_model: Searched, **options: bool) -> None:
+        self.searched_model, self.log = searched_model, Lines()
+        self.processes: list[FakeProcess] = []
         logger = logging.Logger("planning")
         logger.addHandler(self.log)
         self.planner = MeasuringPlanner(
-            of.pipeline, None, of.mesh, logger, CostModel(load_profile("cpu"), "float32"),
+            searched_model.pipeline, None, searched_model.mesh, logger,
+            CostModel(load_profile("cpu"), "float32"),
             deterministic=options.get("deterministic", False), steps=20, start=self.start,
         )  # fmt: skip
         self.number = 0
 
     def start(self, setup: PlanningSetup, priority: Priority) -> FakeProcess:
-        self.made.append(FakeProcess(setup))
-        return self.made[-1]
+        self.processes.append(FakeProcess(setup))
+        return self.processes[-1]
 
     def step(self, announced: int = 0) -> tuple[Mapping[str, Any], list[list]]:
-        """A hard step; it is announced as the next one too, or text is."""
-        of = self.of
+        """Run the hard step. Announce the same step as the next one, or a step without images."""
+        searched_model = self.searched_model
         self.number += 1
         share = batch_of(HARD)[:2]
         metas = [m.meta for m in batch_of(TEXT if announced else HARD)[:2]]
-        replicas = of.mesh.data_parallel_size
+        replicas = searched_model.mesh.data_parallel_size
         planned = self.planner.plan(self.number, share, lambda: [metas] * replicas)
-        outcome = of.step.run(planned.plan, share, 50)
+        outcome = searched_model.step.run(planned.plan, share, 50)
         self.planner.learn(self.number, planned, outcome.result, share, 100.0)
         return planned.statistics, compute_order(outcome.plan)
 
 
 STEPS = (
-    # mood of the process, announced images for the next step -> evaluations, predicted ms
+    # name, process state, announced next step -> evaluations, predicted ms
     ("first", "finished", 0, 40, None),
     ("planned before anything was measured", "finished", 0, 33, None),
     ("planned", "finished", 1, 33, 50.0),
@@ -127,11 +131,11 @@ STEPS = (
     ("late", "late", 0, 1, None),
     ("unfinished", "unfinished", 0, 33, 50.0),
     ("dead", "dead", 0, 1, None),
-    ("nobody there", "dead", 0, 1, None),
+    ("no process", "dead", 0, 1, None),
     ("started again", "finished", 0, 1, None),
     ("planned again", "finished", 0, 33, 50.0),
 )
-TOLD = (
+LOGGED = (
     "step 4: the samples differ",
     "step 5: the plan is late",
     "step 6: the time limit of planning is reached; the best of 33 schedules",
@@ -140,51 +144,51 @@ TOLD = (
 
 
 def scenario(layout: dict[str, int]) -> list[str]:
-    """All that is wrong."""
+    """Run all steps and return the problems."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    of = build_searched(layout, evaluations=40)
-    run, wrong, orders = Run(of), [], {}
-    leads = of.mesh.pipeline_rank == 0
-    for name, mood, announced, *expected in STEPS:
-        for made in run.made:
-            made.mood = mood
+    searched_model = build_searched(layout, evaluations=40)
+    run, problems, orders = Run(searched_model), [], {}
+    leads = searched_model.mesh.pipeline_rank == 0
+    for name, state, announced, *expected in STEPS:
+        for process in run.processes:
+            process.state = state
         statistics, orders[name] = run.step(announced)
-        found = [statistics.get(key) for key in ("planner_evaluations", "predicted_step_ms")]
-        if found != (expected if leads else [None, None]):
-            wrong.append(f"{name}: {statistics}")
+        values = [statistics.get(key) for key in ("planner_evaluations", "predicted_step_ms")]
+        if values != (expected if leads else [None, None]):
+            problems.append(f"{name}: {statistics}")
         if (
             name == "planned"
             and leads
             and abs(statistics["speedup_over_default_order"] - 0.2) > 1e-12
         ):
-            wrong.append(f"gain {statistics['speedup_over_default_order']}")
+            problems.append(f"gain {statistics['speedup_over_default_order']}")
     planned = [name for name, order in orders.items() if order == orders["planned"]]
     if planned != [STEPS[1][0], "planned", "unfinished", "planned again"]:
-        wrong.append(f"the process's order was run in {planned}")
+        problems.append(f"the order of the process was used in {planned}")
     if leads:
-        wrong += problems_of_leader(run)
+        problems += problems_of_leader(run)
     dist.barrier()
-    repeatable = Run(of, deterministic=True)
+    repeatable = Run(searched_model, deterministic=True)
     evaluations = repeatable.step()[0].get("planner_evaluations")
-    if evaluations != (40 if leads else None) or repeatable.made:
-        wrong.append("a run that has to repeat does not search before its steps")
-    return wrong
+    if evaluations != (40 if leads else None) or repeatable.processes:
+        problems.append("a deterministic run does not plan synchronously")
+    return problems
 
 
 def problems_of_leader(run: Run) -> list[str]:
-    wrong, lines = [], run.log.lines
-    if len(lines) != 4 or not all(t in line for t, line in zip(TOLD, lines, strict=True)):
-        wrong.append(f"told {lines}")
-    if run.made[0].setup.planners != 2:
-        wrong.append("two pipelines have not shared the machine's cores")
-    if [made.closed for made in run.made] != [True, False]:
-        wrong.append(f"{len(run.made)} processes, or not closed")
-    seconds = [request.seconds for request in run.made[0].requests]
+    problems, lines = [], run.log.lines
+    if len(lines) != 4 or not all(t in line for t, line in zip(LOGGED, lines, strict=True)):
+        problems.append(f"logged {lines}")
+    if run.processes[0].setup.planners != 2:
+        problems.append("two pipelines do not share the CPU cores")
+    if [process.closed for process in run.processes] != [True, False]:
+        problems.append(f"{len(run.processes)} processes, or not closed")
+    seconds = [request.seconds for request in run.processes[0].requests]
     if seconds[0] is not None or any(abs(s - 0.08) > 1e-9 for s in seconds[1:]):
-        wrong.append(f"budgets of {seconds} s")
-    return wrong
+        problems.append(f"budgets of {seconds} s")
+    return problems
 
 
 @pytest.mark.slow
-def test_steps_get_the_plan_that_is_there():
+def test_steps_use_available_background_plans():
     assert run_distributed(scenario, 4, {"pipeline": 2, "shard": 2}) == [[]] * 4

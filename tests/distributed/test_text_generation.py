@@ -1,4 +1,4 @@
-"""Every layout writes the text that one process writes without a cache."""
+"""Every layout generates the text that one process generates without a cache."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 from launch import run_distributed
 from meshes import mesh_for, units_for
 from shared_reference import on_first_rank
-from test_disaggregated_equality import Case as Apart
+from test_disaggregated_equality import Case as Disaggregated
 from test_disaggregated_equality import a_batch, a_model, unit
 from test_generator_equality import filled
 from test_layouts import Case
@@ -27,7 +27,7 @@ PP3 = {"pipeline": 3, "schedule": "1f1b"}
 COLOCATED = {"placement": "colocated", "schedule": "optimus"}
 DEEP = {"num_hidden_layers": 4}
 DELTA = {"llm": "qwen3_5_text"}
-CASES: dict[int, list[Case | Apart]] = {
+CASES: dict[int, list[Case | Disaggregated]] = {
     2: [
         Case("pp2", pipeline=PP2),
         Case("pp2, delta nets", pipeline={**PP2, "schedule": "zero_bubble"}, **DELTA),
@@ -61,8 +61,8 @@ CASES: dict[int, list[Case | Apart]] = {
     3: [
         Case("pp3", pipeline=PP3),
         Case("pp3, short convolutions", pipeline=PP3, llm="lfm2"),
-        Apart(unit(), unit(pipeline=2), composite="qwen3_vl"),
-        Apart(unit(), unit(tensor=2)),
+        Disaggregated(unit(), unit(pipeline=2), composite="qwen3_vl"),
+        Disaggregated(unit(), unit(tensor=2)),
     ],
     4: [
         Case("pp2 x fsdp2", shard=2, pipeline=PP2),
@@ -72,7 +72,7 @@ CASES: dict[int, list[Case | Apart]] = {
         ),
         Case("pp2 x replicate2, delta nets", replicate=2, pipeline=PP2, **DELTA),
         Case("fsdp2 x tp2", shard=2, tensor=2),
-        Apart(unit(shard=2), unit(shard=2)),
+        Disaggregated(unit(shard=2), unit(shard=2)),
     ],
 }
 
@@ -81,39 +81,41 @@ CASES: dict[int, list[Case | Apart]] = {
     ("ranks", "every"),
     [(2, 2), *(pytest.param(ranks, 1, marks=pytest.mark.campaign) for ranks in (2, 3, 4))],
 )
-def test_layouts_write_what_one_process_writes(ranks: int, every: int) -> None:
-    for rank, found in enumerate(run_distributed(compare_all, ranks, ranks, every)):
-        assert len(found) == len(CASES[ranks][::every])
-        for case, problems in found:
+def test_layouts_generate_text_of_one_process(ranks: int, every: int) -> None:
+    for rank, results in enumerate(run_distributed(compare_all, ranks, ranks, every)):
+        assert len(results) == len(CASES[ranks][::every])
+        for case, problems in results:
             assert not problems, (rank, case, problems)
 
 
-def compare_all(ranks: int, every: int) -> list[tuple[Case | Apart, list[str]]]:
+def compare_all(ranks: int, every: int) -> list[tuple[Case | Disaggregated, list[str]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     return [(case, compare(case)) for case in CASES[ranks][::every]]
 
 
-def compare(case: Case | Apart) -> list[str]:
+def compare(case: Case | Disaggregated) -> list[str]:
     model, batch, config = parts_of(case)
     prompts = prompts_of(batch, 3)
-    wanted = on_first_rank(partial(reference, case, prompts))
-    mesh = units_for(case.units) if isinstance(case, Apart) else mesh_for(config)
+    expected = on_first_rank(partial(reference, case, prompts))
+    mesh = units_for(case.units) if isinstance(case, Disaggregated) else mesh_for(config)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.units or None)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     recompute = ActivationCheckpointConfig.model_validate(
-        {"mode": "none" if isinstance(case, Apart) else case.recompute}
+        {"mode": "none" if isinstance(case, Disaggregated) else case.recompute}
     )
     names = [encoder.name for encoder in model.encoder_modules()]
     meshes = encoder_meshes(config, mesh, names)
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32, meshes=meshes)
     filled(model).eval()
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-    return differences(pipeline, prompts, mesh, wanted)
+    return differences(pipeline, prompts, mesh, expected)
 
 
-def parts_of(case: Case | Apart) -> tuple[MultimodalModel, list[Microbatch], ParallelConfig]:
-    if isinstance(case, Apart):
+def parts_of(
+    case: Case | Disaggregated,
+) -> tuple[MultimodalModel, list[Microbatch], ParallelConfig]:
+    if isinstance(case, Disaggregated):
         settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
         model = a_model(False, case.freeze, case.composite)
         return model, a_batch(False, case.composite), ParallelConfig.model_validate(settings)
@@ -127,5 +129,5 @@ def parts_of(case: Case | Apart) -> tuple[MultimodalModel, list[Microbatch], Par
     return case.model(), case.batch, ParallelConfig.model_validate(settings)
 
 
-def reference(case: Case | Apart, prompts: list[Microbatch]) -> Written:
+def reference(case: Case | Disaggregated, prompts: list[Microbatch]) -> Written:
     return written_again(filled(parts_of(case)[0]).eval(), prompts)

@@ -1,4 +1,4 @@
-"""Whole runs on real data: curves of all layouts, resuming, reading the export back."""
+"""Complete runs on real data: losses of all layouts, resuming, and reading the export."""
 
 import json
 import math
@@ -23,9 +23,9 @@ from torchmm.training.shutdown import read_status
 pytestmark = pytest.mark.slow
 STEPS = 20
 SMALL = {"training__global_batch_size": 4, "training__sequence_length": 64}
-CURVE = {"training__steps": STEPS, **SMALL}
+FULL_RUN = {"training__steps": STEPS, **SMALL}
 COMPARED = 4
-"""Steps of the curve that each layout takes."""
+"""Number of steps of each layout."""
 SHORT = {"training__steps": COMPARED, **SMALL}
 LAYOUTS = {
     "2": {
@@ -65,27 +65,29 @@ LAYOUTS = {
 
 
 def run(ranks: int, *recipes: Recipe) -> None:
-    """Runs the recipes one after the other on the same processes."""
+    """Run the recipes sequentially on the same processes."""
     run_distributed(_train_all, ranks, recipes, [free_port() for _ in recipes])
 
 
 def _train_all(recipes: tuple[Recipe, ...], ports: list[int]) -> None:
     for recipe, port in zip(recipes, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)  # the last run's store may still be up
+        os.environ["MASTER_PORT"] = str(
+            port
+        )  # the store of the previous run can still use its port
         train(recipe)
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, real_data) -> list[dict]:
-    """Records of the single-process run."""
+    """Return the records of the single-process run."""
     run_dir = tmp_path_factory.mktemp("single") / "run"
-    run(1, tiny_recipe(run_dir, real_data, **CURVE))
-    assert not unlisted(run_dir)
+    run(1, tiny_recipe(run_dir, real_data, **FULL_RUN))
+    assert not undocumented(run_dir)
     return records(run_dir)
 
 
-def unlisted(run_dir):
-    """Files of the run, and keys of its records, that the reference does not list."""
+def undocumented(run_dir):
+    """Return files of the run and keys of its records that the reference does not document."""
     reference = Path(__file__).parents[2] / "docs" / "reference"
     files, keys = (
         set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (.*?) \|", page, re.MULTILINE))))
@@ -95,15 +97,15 @@ def unlisted(run_dir):
     return (names - files) | (set(records(run_dir)[0]) - keys)
 
 
-def test_what_the_reference_does_not_list_is_found(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mood": 2}\n')
+def test_undocumented_files_and_metrics_are_detected(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "unknown_metric": 2}\n')
     (tmp_path / "hf").mkdir()
     (tmp_path / "notes.txt").touch()
-    assert unlisted(tmp_path) == {"notes.txt", "mood"}
+    assert undocumented(tmp_path) == {"notes.txt", "unknown_metric"}
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_layouts_give_the_single_process_curve(layouts, single, tmp_path, real_data):
+def test_layouts_give_single_process_losses(layouts, single, tmp_path, real_data):
     ranks = int(layouts[0])
     recipes = [
         tiny_recipe(tmp_path / name, real_data, ranks, **SHORT, **layout)
@@ -111,13 +113,15 @@ def test_layouts_give_the_single_process_curve(layouts, single, tmp_path, real_d
     ]
     run(ranks, *recipes)
     for name in LAYOUTS[layouts]:
-        found = records(tmp_path / name)
-        assert [r["step"] for r in found] == list(range(1, COMPARED + 1))
-        assert found[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-5), name
-        assert found[0]["grad_norm"] == pytest.approx(single[0]["grad_norm"], rel=1e-5), name
-        for ours, reference in zip(found, single[:COMPARED], strict=True):
-            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3), name
-    assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
+        layout_records = records(tmp_path / name)
+        assert [r["step"] for r in layout_records] == list(range(1, COMPARED + 1))
+        assert layout_records[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-5), name
+        assert layout_records[0]["grad_norm"] == pytest.approx(single[0]["grad_norm"], rel=1e-5), (
+            name
+        )
+        for record, reference in zip(layout_records, single[:COMPARED], strict=True):
+            assert record["loss"] == pytest.approx(reference["loss"], rel=1e-3), name
+    assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the loss must decrease"
 
 
 NARROW = {
@@ -138,37 +142,37 @@ NARROW = {
         ("shard", (0, 0), NARROW),
     ],
 )
-def test_resume_continues_with_the_same_bits(layout, workers, changes, tmp_path, real_data):
-    """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights.
+def test_resume_is_bitwise_equal(layout, workers, changes, tmp_path, real_data):
+    """Compare 6 steps with 3 + 3 steps and a different number of workers.
 
-    The resumed run sets the passes of 6 steps as `training.epochs`.
+    The resumed run sets the passes of 6 steps as `training.epochs`. Losses and weights are equal.
     """
-    first, then = workers
+    first_workers, second_workers = workers
     common = SMALL | {"checkpoint__interval": 3, f"parallel__{layout}": 2, **changes}
 
     def recipe(name: str, steps: int, workers: int) -> Recipe:
         changes = {**common, "training__steps": steps, "data__workers": workers}
         return tiny_recipe(tmp_path / name, real_data, 2, **changes)
 
-    whole, begun = recipe("whole", 6, first), recipe("parts", 3, first)
-    samples = training_samples(whole, *build_unfilled_model(resolve(whole, 2)))
+    uninterrupted, first_half = recipe("whole", 6, first_workers), recipe("parts", 3, first_workers)
+    samples = training_samples(uninterrupted, *build_unfilled_model(resolve(uninterrupted, 2)))
     assert samples is not None
-    _, passes = plan_passes(samples, whole, math.inf, 6)
-    length = whole.training.model_copy(update={"steps": 1, "epochs": passes})
-    ended = recipe("parts", 6, then).model_copy(update={"training": length})
-    run(2, whole, begun)
-    run(2, ended)
+    _, passes = plan_passes(samples, uninterrupted, math.inf, 6)
+    length = uninterrupted.training.model_copy(update={"steps": 1, "epochs": passes})
+    second_half = recipe("parts", 6, second_workers).model_copy(update={"training": length})
+    run(2, uninterrupted, first_half)
+    run(2, second_half)
     for straight, resumed in zip(
         records(tmp_path / "whole"), records(tmp_path / "parts"), strict=True
     ):
         for key in ("step", "loss", "grad_norm", "epoch", "lr"):
             assert straight[key] == resumed[key]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one if "rng" not in name)
+    expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected if "rng" not in name)
 
 
-def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_data):
+def test_checkpoint_resumes_in_other_layouts(single, tmp_path, real_data):
     run_dir = tmp_path / "run"
     layouts: list[tuple[int, dict]] = [
         (2, {"shard": 2}),
@@ -178,14 +182,14 @@ def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_da
         (4, {"pipeline": 2, "llm.context": 2}),
         (2, {"shard": 2}),
     ]
-    for turn, (ranks, sizes) in enumerate(layouts, 1):
-        changes = CURVE | {"training__steps": 3 * turn, "checkpoint__interval": 3}
+    for index, (ranks, sizes) in enumerate(layouts, 1):
+        changes = FULL_RUN | {"training__steps": 3 * index, "checkpoint__interval": 3}
         changes |= {f"parallel__{name}": size for name, size in sizes.items()}
         run(ranks, tiny_recipe(run_dir, real_data, ranks, **changes))
-    found = records(run_dir)
-    assert [r["step"] for r in found] == list(range(1, 19))
-    for ours, reference in zip(found, single, strict=False):
-        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3)
+    run_records = records(run_dir)
+    assert [r["step"] for r in run_records] == list(range(1, 19))
+    for record, reference in zip(run_records, single, strict=False):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-3)
     assert read_status(run_dir).state == "done"
 
 
@@ -198,8 +202,8 @@ EXPERTS = {
 }
 
 
-def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
-    """3 steps with experts divided among two ranks, then 3 on a single one; and 6 on that one."""
+def test_expert_parallel_checkpoint_resumes_on_one_rank(tmp_path, real_data):
+    """Train 3 steps with experts on two ranks, then 3 steps on one rank."""
     divided = {"parallel__shard": 2, "parallel__expert": 2, "checkpoint__export_hf": "true"}
     common = SMALL | EXPERTS | {"checkpoint__interval": 3}
     run(1, tiny_recipe(tmp_path / "one", real_data, 1, **common, training__steps=6))
@@ -209,19 +213,22 @@ def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
         assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
     run(1, tiny_recipe(tmp_path / "parts", real_data, 1, **common, training__steps=6))
     one = records(tmp_path / "one")
-    parts = records(tmp_path / "parts")
-    assert [r["step"] for r in parts] == list(range(1, 7))
-    for ours, reference in zip(parts, one, strict=True):
-        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
-        assert 1.0 <= ours["max_expert_load_ratio"] <= 4.0
-        assert ours["max_expert_load_ratio"] == pytest.approx(
+    two_parts = records(tmp_path / "parts")
+    assert [r["step"] for r in two_parts] == list(range(1, 7))
+    for record, reference in zip(two_parts, one, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+        assert 1.0 <= record["max_expert_load_ratio"] <= 4.0
+        assert record["max_expert_load_ratio"] == pytest.approx(
             reference["max_expert_load_ratio"], rel=1e-2
         )
 
 
-def test_the_best_checkpoints_stay_and_are_exported(tmp_path, real_data):
-    """By the highest loss, which is that of the first steps; the run goes on after the fourth."""
+def test_best_checkpoints_are_kept_and_exported(tmp_path, real_data):
+    """Keep the checkpoints with the highest loss, which are the first ones.
+
+    The run continues after the fourth step.
+    """
     common = SMALL | {
         "checkpoint__interval": 1,
         "checkpoint__keep_latest": 1,
@@ -241,8 +248,11 @@ def test_the_best_checkpoints_stay_and_are_exported(tmp_path, real_data):
     assert f"- step {best[-1]} of 4" in card
 
 
-def test_ranks_that_share_rows_write_the_records_of_one(tmp_path, real_data):
-    """Losses, rates, held-out losses and texts; rows have lengths that ranks do not divide."""
+def test_context_parallel_records_equal_single_process(tmp_path, real_data):
+    """Compare losses, rates, validation losses and texts.
+
+    The ranks do not divide the sequence lengths.
+    """
     common = {
         "training__steps": 3,
         "training__global_batch_size": 2,

@@ -1,4 +1,4 @@
-"""What a recipe can switch on, each through train.py on real data."""
+"""Optional features of recipes, each with train.py on real data."""
 
 import json
 import re
@@ -20,7 +20,7 @@ COMMON = {"training__steps": STEPS, "training__global_batch_size": 4}
 
 @pytest.fixture
 def train(tmp_path, real_data, train_server):
-    """train(name, ranks=1, **changes): run directory of a run that ended with 0."""
+    """Return a function that runs a recipe and returns its run directory."""
 
     def run(name: str, ranks: int = 1, env: dict | None = None, **changes: object) -> Path:
         command = arguments(tmp_path / name, real_data, **{**COMMON, **changes})
@@ -33,8 +33,8 @@ def train(tmp_path, real_data, train_server):
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory, real_data, train_server) -> Path:
-    """A run with all records, pictures and trackers switched on."""
+def full_run(tmp_path_factory, real_data, train_server) -> Path:
+    """Run a recipe with all records, images and trackers enabled."""
     run_dir = tmp_path_factory.mktemp("everything") / "run"
     changes = {
         "validation__interval": 2,
@@ -54,19 +54,19 @@ def everything(tmp_path_factory, real_data, train_server) -> Path:
 
 
 @pytest.fixture(scope="module")
-def losses(everything) -> list[float]:
-    """Losses of the plain float32 run on one process: none of those switches may change them."""
-    return [r["loss"] for r in records(everything)]
+def losses(full_run) -> list[float]:
+    """Return the losses of the float32 run on one process, which no feature may change."""
+    return [r["loss"] for r in records(full_run)]
 
 
 def losses_of(run_dir: Path) -> list[float]:
     return [r["loss"] for r in records(run_dir)]
 
 
-def test_metrics_have_every_field_with_sane_values(everything):
-    found = records(everything)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
-    for record in found:
+def test_metrics_have_all_fields_in_range(full_run):
+    steps = records(full_run)
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    for record in steps:
         assert set(record) == set(METRICS)
         for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "media_per_s"):
             assert record[key] > 0, key
@@ -77,17 +77,17 @@ def test_metrics_have_every_field_with_sane_values(everything):
         assert record["slowest_rank"] == record["skipped_samples"] == 0
         assert 0 < record["epoch"] < 1 and record["filtered_samples"] is None
         assert record["bubble_fraction"] is None
-    told = json.loads((everything / "memory.json").read_text())
-    (rank,) = told["ranks"]
-    # On a CPU the whole process is measured, with its libraries.
+    memory = json.loads((full_run / "memory.json").read_text())
+    (rank,) = memory["ranks"]
+    # On CPU, the measurement includes the process and its libraries.
     assert 1e6 < rank["predicted_bytes"] < rank["measured_bytes"] < 1e11
-    assert rank["measured_bytes"] == found[told["step"] - 1]["peak_memory_bytes"]
-    assert [r["validation_loss"] is None for r in found] == [True, False, True, False]
-    assert found[-1]["validation_loss"] < found[1]["validation_loss"]
+    assert rank["measured_bytes"] == steps[memory["step"] - 1]["peak_memory_bytes"]
+    assert [r["validation_loss"] is None for r in steps] == [True, False, True, False]
+    assert steps[-1]["validation_loss"] < steps[1]["validation_loss"]
 
 
-def test_samples_show_prompt_truth_and_generated_text(everything):
-    samples = json.loads((everything / "samples.json").read_text())
+def test_samples_have_prompt_truth_and_text(full_run):
+    samples = json.loads((full_run / "samples.json").read_text())
     assert [s["step"] for s in samples] == [2, 2, 4, 4]
     for sample in samples:
         assert sample["truth"] and isinstance(sample["generated"], str)
@@ -95,21 +95,21 @@ def test_samples_show_prompt_truth_and_generated_text(everything):
     assert [s["truth"] for s in samples[:2]] == [s["truth"] for s in samples[2:]]
 
 
-def test_profiler_trace_is_json_and_names_step_and_phases(everything):
-    assert [p.name for p in (everything / "profile").iterdir()] == ["step-3-rank-0.json"]
-    trace = json.loads((everything / "profile/step-3-rank-0.json").read_text())
+def test_profiler_trace_names_step_and_phases(full_run):
+    assert [p.name for p in (full_run / "profile").iterdir()] == ["step-3-rank-0.json"]
+    trace = json.loads((full_run / "profile/step-3-rank-0.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"step 3", "data", "0F0", "0B0", "aten::mm"} <= names
 
 
-def test_trackers_leave_their_files(everything):
-    events = EventAccumulator(str(everything / "tensorboard")).Reload()
+def test_trackers_write_files(full_run):
+    events = EventAccumulator(str(full_run / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
-    assert list((everything / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert list((full_run / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
-def test_the_saved_recipe_is_the_run_again(everything):
-    recipe = load_recipe(everything / "recipe.toml", world_size=1).recipe
+def test_saved_recipe_reproduces_settings(full_run):
+    recipe = load_recipe(full_run / "recipe.toml", world_size=1).recipe
     assert recipe.training.steps == STEPS and recipe.metrics.wandb == "offline"
 
 
@@ -121,16 +121,17 @@ def test_unreachable_wandb_does_not_stop_training(train, losses):
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_activation_checkpointing_changes_no_loss(mode, train, losses):
+def test_activation_checkpointing_keeps_losses(mode, train, losses):
     assert losses_of(train(mode, activation_checkpoint__mode=mode)) == losses
 
 
-def test_tuned_layers_change_no_loss_and_what_cannot_fit_is_refused(
+def test_auto_recomputation_keeps_losses_within_limit(
     train, losses, tmp_path, real_data, train_server
 ):
+    """A limit below the minimum is rejected. A sufficient limit does not change losses."""
     limit = {"activation_checkpoint__mode": "auto", "activation_checkpoint__memory_limit": "1 MiB"}
-    command = arguments(tmp_path / "refused", real_data, **{**COMMON, **limit})
-    codes, output = train_server.run(command, tmp_path / "refused-log", 1)
+    command = arguments(tmp_path / "rejected", real_data, **{**COMMON, **limit})
+    codes, output = train_server.run(command, tmp_path / "rejected-log", 1)
     assert codes == [2] and "Traceback" not in output, output
     needed = re.search(r"\((\d+) bytes\) even with full recomputation", " ".join(output.split()))
     assert needed and "activation_checkpoint.memory_limit" in output
@@ -138,8 +139,8 @@ def test_tuned_layers_change_no_loss_and_what_cannot_fit_is_refused(
     assert losses_of(train("tuned", **limit)) == losses
 
 
-def test_bfloat16_stays_close_to_float32_on_one_rank_and_two(train, losses):
-    """bfloat16 has 8 bits: 2**-8 relative per operation, far less in a mean over many targets."""
+def test_bfloat16_is_close_to_float32(train, losses):
+    """bfloat16 has 8 significant bits: 2**-8 relative per operation, less in means."""
     alone = losses_of(train("one", training__dtype="bfloat16"))
     sharded = losses_of(train("two", ranks=2, training__dtype="bfloat16"))
     assert alone != losses
@@ -158,7 +159,7 @@ def test_deterministic_runs_give_the_same_bits(train, losses):
 
 
 def changed_modules(run_dir: Path) -> tuple[set[str], set[str]]:
-    """Modules whose parameters differ between steps 1 and 4, and those with optimizer state."""
+    """Return modules that change between steps 1 and 4, and those with optimizer state."""
     early, late = (
         {
             name: value
@@ -202,7 +203,7 @@ def test_learning_rate_by_module(train):
         ("cosine", [0.5, 1, 0.55, 0.1]),
     ],
 )
-def test_schedules(schedule, expected, train):
+def test_learning_rate_schedules(schedule, expected, train):
     changes = {"optimizer__lr_schedule": schedule, "optimizer__decay_fraction": 0.5}
     changes["optimizer__min_lr_ratio"] = 0.1
     run_dir = train(schedule, training__global_batch_size=1, optimizer__lr=1e-3, **changes)
@@ -210,10 +211,11 @@ def test_schedules(schedule, expected, train):
     assert rates == pytest.approx([1e-3 * factor for factor in expected])
 
 
-def test_compiled_layers_have_two_graphs_of_a_kind(train, losses):
-    """Packing gives every microbatch other segments and numbers of images, validation others yet.
+def test_compiled_layers_have_two_graphs_each(train, losses):
+    """Packing gives every microbatch different segments and image counts.
 
-    Traced only, as to compile would take a minute."""
+    Layers are only traced, because compilation takes a minute.
+    """
     run_dir = train(
         "traced",
         compile__enabled="true",
@@ -224,29 +226,29 @@ def test_compiled_layers_have_two_graphs_of_a_kind(train, losses):
         validation__max_new_tokens=3,
     )
     assert losses_of(run_dir) == pytest.approx(losses, rel=1e-5)
-    found = records(run_dir)
-    assert 2 <= sum(r["compiled_graphs"] for r in found) <= 4, (
+    steps = records(run_dir)
+    assert 2 <= sum(r["compiled_graphs"] for r in steps) <= 4, (
         "two modules: several images, a single one"
     )
-    assert [r["compile_ms"] is None for r in found] == [r["compiled_graphs"] == 0 for r in found]
+    assert [r["compile_ms"] is None for r in steps] == [r["compiled_graphs"] == 0 for r in steps]
     assert not (run_dir / "logs/rank-0.log").exists(), "no warning"
 
 
 @pytest.mark.campaign
-def test_compiled_code_gives_the_same_loss_and_is_kept(tmp_path, real_data, train_server, train):
-    """One step of one microbatch: a single graph, as the compiler takes seconds for each."""
+def test_compiled_code_is_cached_with_same_loss(tmp_path, real_data, train_server, train):
+    """Run one step with one microbatch, because compiling a graph takes seconds."""
     short = {**COMMON, "training__steps": 1, "training__global_batch_size": 1}
     short["optimizer__warmup_steps"] = 0
     eager = records(train("eager", **short))[0]
     changes = {**short, "compile__enabled": "true", "compile__modules": '["llm"]'}
     run_dir, cache = tmp_path / "compiled", tmp_path / "cache"
     command = arguments(run_dir, real_data, **changes)
-    for kept in (0, 1):  # the second run finds what the first has compiled
+    for cached in (0, 1):  # the second run uses the cache of the first
         env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        codes, output = train_server.run(command, tmp_path / f"log-{kept}", 1, **env)
+        codes, output = train_server.run(command, tmp_path / f"log-{cached}", 1, **env)
         assert codes == [0], output
         assert "compile_cache" not in {path.name for path in run_dir.iterdir()}
-        assert re.search(rf"step 1: 1 graphs of layers compiled in .* s, {kept} of them", output)
+        assert re.search(rf"step 1: 1 graphs of layers compiled in .* s, {cached} of them", output)
         compiled = records(tmp_path / "compiled")[0]
         assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
         assert compiled["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-5)
@@ -256,7 +258,7 @@ def test_compiled_code_gives_the_same_loss_and_is_kept(tmp_path, real_data, trai
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file begins like a pickle of protocol 2 or later."""
+    """Return True if a file starts like a pickle of protocol 2 or later."""
     return path.is_file() and re.match(rb"\x80[\x02-\x05]", path.read_bytes()[:2]) is not None
 
 

@@ -1,4 +1,4 @@
-"""float8 products, emulated: every layout that is not refused trains like one process."""
+"""Emulated float8 matmuls: every supported layout trains like one process."""
 
 import functools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory, real_data, train_server):
-    """train(name, ranks, **changes): records of a run that ended with 0."""
+    """Return a function that runs a recipe and returns its records."""
     directory = tmp_path_factory.mktemp("float8")
 
     def run(name: str, ranks: int = 1, **changes: object) -> list[dict]:
@@ -56,11 +56,11 @@ def train(tmp_path_factory, real_data, train_server):
 
 @pytest.fixture(scope="module")
 def alone(train) -> Callable[[str], list[dict]]:
-    """alone(recipe): records of one process with a recipe of float8, trained once."""
+    """Return a cached function that trains one process with a float8 recipe."""
     return functools.cache(lambda recipe: train(recipe, float8__scaling=recipe))
 
 
-def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
+def test_float8_changes_losses_within_tolerance(alone):
     plain = [r["loss"] for r in alone("none")]
     for recipe in ("rowwise", "tensorwise"):
         rounded = [r["loss"] for r in alone(recipe)]
@@ -71,12 +71,12 @@ def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_layouts_round_as_one_process_does(layout, train, alone):
+def test_float8_layouts_equal_one_process(layout, train, alone):
     ranks, changes = LAYOUTS[layout]
-    found = train(layout, ranks, **changes)
+    actual = train(layout, ranks, **changes)
     expected = alone(changes["float8__scaling"])
     for key in ("loss", "grad_norm"):
-        assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
-    assert found[0]["grad_norm"] != pytest.approx(alone("none")[0]["grad_norm"], rel=2e-5)
-    losses = [r["loss"] for r in found]
+        assert actual[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
+    assert actual[0]["grad_norm"] != pytest.approx(alone("none")[0]["grad_norm"], rel=2e-5)
+    losses = [r["loss"] for r in actual]
     assert losses == pytest.approx([r["loss"] for r in expected], rel=1e-3)

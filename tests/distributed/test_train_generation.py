@@ -1,4 +1,4 @@
-"""Encoder, LLM and generator through train.py on real data: reading and drawing in one run."""
+"""Encoder, LLM and generator with train.py on real data: image input and output in one run."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ LOSSES = [
 
 
 def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
-    """Every picture is read from one source and drawn from the other."""
+    """Return arguments with two sources: images as input, and images as target."""
     values = {**CHANGES, **changes}
     dotted = {key.replace("__", "."): value for key, value in values.items()}
     sources = []
@@ -51,66 +51,72 @@ def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
-    """One rank; a pipeline of two; the same, stopped in the middle and resumed."""
+    """Run one rank, a two-stage pipeline, and a two-stage pipeline that resumes at step 2."""
     root = tmp_path_factory.mktemp("generation")
-    found = {}
+    directories = {}
     for name, ranks, steps in (("one", 1, [4]), ("pipeline", 2, [4]), ("resumed", 2, [2, 4])):
         for last in steps:
             changes = {"parallel__pipeline": ranks, "training__steps": last}
-            given = command(root / name, real_data, **changes)
-            codes, output = train_server.run(given, root / f"log-{name}-{last}", ranks)
+            arguments = command(root / name, real_data, **changes)
+            codes, output = train_server.run(arguments, root / f"log-{name}-{last}", ranks)
             assert codes == [0] * ranks, output
-        found[name] = root / name
-    return found
+        directories[name] = root / name
+    return directories
 
 
-def test_losses_are_the_same_in_a_pipeline(runs):
+def test_generation_losses_are_equal_in_pipeline(runs):
     for one, two in zip(records(runs["one"]), records(runs["pipeline"]), strict=True):
         for key in (*LOSSES, "grad_norm"):
             assert two[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
 
 
-def test_the_loss_is_the_weighted_sum_and_falls(runs):
-    found = records(runs["one"])
-    for record in found:
+def test_loss_is_weighted_sum_and_decreases(runs):
+    steps = records(runs["one"])
+    for record in steps:
         for prefix in ("", "validation_") if record["validation_loss"] is not None else ("",):
             text, image = record[f"{prefix}loss_text"], record[f"{prefix}loss_image"]
             assert record[f"{prefix}loss"] == pytest.approx(0.5 * text + 2.0 * image, rel=1e-5)
         assert 0 < record["generator_ms"] < record["step_ms"]
         assert record["generated_images_per_s"] > 0 < record["media_per_s"]
-    assert found[-1]["validation_loss_image"] < found[1]["validation_loss_image"]
+    assert steps[-1]["validation_loss_image"] < steps[1]["validation_loss_image"]
 
 
-def test_resuming_goes_on_bit_by_bit(runs):
-    whole, resumed = weights(runs["pipeline"]), weights(runs["resumed"])
-    assert whole.keys() == resumed.keys()
-    assert any(name.startswith("optimizer.generator.") for name in whole)
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+def test_generation_resume_is_bitwise_equal(runs):
+    uninterrupted, resumed = weights(runs["pipeline"]), weights(runs["resumed"])
+    assert uninterrupted.keys() == resumed.keys()
+    assert any(name.startswith("optimizer.generator.") for name in uninterrupted)
+    assert [
+        name for name in uninterrupted if not torch.equal(uninterrupted[name], resumed[name])
+    ] == []
 
 
 @pytest.mark.campaign
 def test_balanced_generator_resumes_exactly(tmp_path, real_data, train_server):
-    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+    for name, steps in (("uninterrupted", [4]), ("resumed", [2, 4])):
         for last in steps:
             changes = {"data__balance": "images", "training__steps": last}
-            given = command(tmp_path / name, real_data, checkpoint__export_hf="false", **changes)
-            codes, output = train_server.run(given, tmp_path / f"log-{name}-{last}", 2)
+            arguments = command(
+                tmp_path / name, real_data, checkpoint__export_hf="false", **changes
+            )
+            codes, output = train_server.run(arguments, tmp_path / f"log-{name}-{last}", 2)
             assert codes == [0, 0], output
-    assert all(record["image_imbalance"] >= 1 for record in records(tmp_path / "whole"))
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
-    assert whole.keys() == resumed.keys()
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert all(record["image_imbalance"] >= 1 for record in records(tmp_path / "uninterrupted"))
+    uninterrupted, resumed = weights(tmp_path / "uninterrupted"), weights(tmp_path / "resumed")
+    assert uninterrupted.keys() == resumed.keys()
+    assert [
+        name for name in uninterrupted if not torch.equal(uninterrupted[name], resumed[name])
+    ] == []
 
 
-def test_drawings_of_every_validation_are_saved(runs):
+def test_validation_saves_generated_images(runs):
     for run_dir in runs.values():
         for step in (2, 4):
-            with Image.open(run_dir / "generated_images" / f"step-{step}.png") as picture:
-                assert min(picture.size) > 100
+            with Image.open(run_dir / "generated_images" / f"step-{step}.png") as image:
+                assert min(image.size) > 100
         assert json.loads((run_dir / "samples.json").read_text())
 
 
-def test_the_export_is_a_diffusers_model_with_the_trained_weights(runs):
+def test_export_is_diffusers_model_with_weights(runs):
     directory = runs["pipeline"] / "hf" / "generator"
     loaded, notes = diffusers.PixArtTransformer2DModel.from_pretrained(
         directory, output_loading_info=True
@@ -121,22 +127,24 @@ def test_the_export_is_a_diffusers_model_with_the_trained_weights(runs):
     assert torch.equal(exported["proj_out.weight"], saved["model.generator.dit.proj_out.weight"])
     connector = saved["model.generator.connector.linear_1.weight"]
     assert torch.equal(loaded.caption_projection.linear_1.weight, connector)
-    assert (runs["pipeline"] / "hf" / "config.json").exists(), "the LLM and its encoder"
+    assert (runs["pipeline"] / "hf" / "config.json").exists(), (
+        "the export contains the LLM and its encoder"
+    )
 
 
-def test_an_export_is_where_another_run_begins(runs, tmp_path, real_data, train_server):
-    """Without learning rate nothing but the LLM and encoder, which are new, differs."""
+def test_exported_generator_initializes_another_run(runs, tmp_path, real_data, train_server):
+    """The weights stay equal to the export, because the learning rate is 0."""
     directory = runs["one"] / "hf" / "generator"
-    still = {"optimizer__lr": 0.0, "optimizer__module_lr": "{}", "training__steps": 2}
-    given = command(tmp_path / "more", real_data, **still, checkpoint__export_hf="false")
-    given = [a for a in given if not a.startswith("--model.generator.config=")]
-    given.append(f"--model.generator.source={directory}")
-    codes, output = train_server.run(given, tmp_path / "log", 1)
+    no_update = {"optimizer__lr": 0.0, "optimizer__module_lr": "{}", "training__steps": 2}
+    options = command(tmp_path / "more", real_data, **no_update, checkpoint__export_hf="false")
+    options = [a for a in options if not a.startswith("--model.generator.config=")]
+    options.append(f"--model.generator.source={directory}")
+    codes, output = train_server.run(options, tmp_path / "log", 1)
     assert codes == [0], output
-    trained, begun = weights(runs["one"]), weights(tmp_path / "more")
+    trained, initialized = weights(runs["one"]), weights(tmp_path / "more")
     names = [name for name in trained if name.startswith("model.generator.")]
     assert len(names) > 30
-    assert [name for name in names if not torch.equal(trained[name], begun[name])] == []
+    assert [name for name in names if not torch.equal(trained[name], initialized[name])] == []
 
 
 GENERATE = Path(__file__).parents[2] / "scripts" / "generate.py"
@@ -153,14 +161,14 @@ VAE = (
 )
 
 
-def test_latents_of_an_autoencoder_are_drawn(tmp_path, real_data, train_server):
-    """It is exported beside the generator; a pipeline that is given it does the same steps."""
+def test_autoencoder_latents_are_generated_and_exported(tmp_path, real_data, train_server):
+    """The autoencoder is exported with the generator. A pipeline that loads it has equal losses."""
     one, pipeline = tmp_path / "one", tmp_path / "pipeline"
-    given = command(one, real_data, **LATENT, model__generator__vae__config=VAE)
-    codes, output = train_server.run(given, tmp_path / "log-one", 1)
+    options = command(one, real_data, **LATENT, model__generator__vae__config=VAE)
+    codes, output = train_server.run(options, tmp_path / "log-one", 1)
     assert codes == [0], output
     exported = one / "hf" / "generator" / "vae"
-    given = command(
+    options = command(
         pipeline,
         real_data,
         **LATENT,
@@ -168,28 +176,28 @@ def test_latents_of_an_autoencoder_are_drawn(tmp_path, real_data, train_server):
         model__generator__vae__source=exported,
         checkpoint__export_hf="false",
     )
-    codes, output = train_server.run(given, tmp_path / "log-pipeline", 2)
+    codes, output = train_server.run(options, tmp_path / "log-pipeline", 2)
     assert codes == [0, 0], output
     for first, second in zip(records(one), records(pipeline), strict=True):
         for key in (*LOSSES, "grad_norm"):
             assert second[key] == (first[key] and pytest.approx(first[key], rel=1e-4)), key
     for run_dir in (one, pipeline):
         assert (run_dir / "generated_images" / "step-4.png").exists()
-    words = ["--prompt", "A red fish.", "--prompt", "A boat.", "--denoising-steps", "2"]
-    given = [str(pipeline), *words, "--generate-images", str(tmp_path / "drawn")]
-    codes, output = train_server.run(given, tmp_path / "log-drawn", 1, script=GENERATE)
+    prompts = ["--prompt", "A red fish.", "--prompt", "A boat.", "--denoising-steps", "2"]
+    options = [str(pipeline), *prompts, "--generate-images", str(tmp_path / "generated")]
+    codes, output = train_server.run(options, tmp_path / "log-generated", 1, script=GENERATE)
     assert codes == [0], output
-    assert f"A boat.: {tmp_path / 'drawn' / '1.png'}" in output
-    pictures = [Image.open(tmp_path / "drawn" / f"{number}.png") for number in range(2)]
-    assert {picture.size for picture in pictures} == {(16, 16)}
-    assert pictures[0].tobytes() != pictures[1].tobytes()
+    assert f"A boat.: {tmp_path / 'generated' / '1.png'}" in output
+    images = [Image.open(tmp_path / "generated" / f"{number}.png") for number in range(2)]
+    assert {image.size for image in images} == {(16, 16)}
+    assert images[0].tobytes() != images[1].tobytes()
     vae, notes = diffusers.AutoencoderKL.from_pretrained(exported, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"]
     saved = {name.partition("[")[0]: value for name, value in weights(one).items()}
     name = "encoder.conv_in.weight"
     assert torch.equal(saved[f"model.generator.latent_encoder.{name}"], vae.get_parameter(name))
-    begun = {name.partition("[")[0]: value for name, value in weights(pipeline).items()}
+    loaded = {name.partition("[")[0]: value for name, value in weights(pipeline).items()}
     for name, value in saved.items():
         if ".latent_" in name:
-            assert torch.equal(begun[name], value), name
+            assert torch.equal(loaded[name], value), name
     assert not any(".latent_" in name for name in saved if name.startswith("optimizer."))

@@ -1,4 +1,4 @@
-"""Model families and data formats through train.py: they train, resume and export."""
+"""Model families and data formats with train.py: they train, resume and export."""
 
 import io
 import json
@@ -57,7 +57,7 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video
 
 @pytest.fixture(scope="module")
 def vision_tokenizer(tmp_path_factory, real_data) -> Path:
-    """The captions' tokenizer with the marker tokens of Qwen2.5-VL."""
+    """Return the tokenizer of the captions with the special tokens of Qwen2.5-VL."""
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
@@ -67,7 +67,7 @@ def vision_tokenizer(tmp_path_factory, real_data) -> Path:
 
 @pytest.fixture
 def qwen(vision_tokenizer) -> dict[str, Any]:
-    """`[model]` of a tiny Qwen2.5-VL."""
+    """Return the `[model]` section of a tiny Qwen2.5-VL."""
     tokenizer = AutoTokenizer.from_pretrained(vision_tokenizer)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
     vision = {
@@ -95,7 +95,7 @@ def qwen(vision_tokenizer) -> dict[str, Any]:
 
 @pytest.fixture
 def train(tmp_path, real_data, train_server):
-    """train(name, model, source, ranks=1, **sections): run directory of a run that ended with 0."""
+    """Return a function that runs a recipe and returns its run directory."""
 
     def run(
         name: str, model: dict[str, Any], source: object, ranks: int = 1, **sections: Any
@@ -124,7 +124,7 @@ def train(tmp_path, real_data, train_server):
     return run
 
 
-def picture(width: int, height: int, seed: int) -> bytes:
+def noise_png(width: int, height: int, seed: int) -> bytes:
     noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, "PNG")
@@ -145,19 +145,19 @@ def write_text(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def one_sample(tmp_path) -> Path:
-    """A held-out source of one captioned picture."""
-    image = {"bytes": picture(56, 56, 7), "path": None}
+    """Return a validation source of one captioned image."""
+    image = {"bytes": noise_png(56, 56, 7), "path": None}
     return write_parquet(tmp_path / "one", [{"image": image, "text": "A large red chicken."}])
 
 
 def hugging_face_loss(
     export: Path, seed: int, prefix: list[int], suffix: list[int], per_image: int
 ) -> float:
-    """Loss of the exported model on `one_sample` (seed 7), with Hugging Face code alone."""
+    """Compute the loss of the exported model on `one_sample` (seed 7) with Hugging Face."""
     model = AutoModelForImageTextToText.from_pretrained(export, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(export)
     processor = AutoImageProcessor.from_pretrained(export, use_fast=False)
-    inputs = processor(Image.open(io.BytesIO(picture(56, 56, seed))), return_tensors="pt")
+    inputs = processor(Image.open(io.BytesIO(noise_png(56, 56, seed))), return_tensors="pt")
     text = tokenizer.encode("A large red chicken.", add_special_tokens=False)
     image_id = model.config.image_token_id
     before = [1, *prefix, *[image_id] * per_image, *suffix]
@@ -175,28 +175,30 @@ VALIDATION = {"validation": {"interval": 2, "batches": 1}, "checkpoint": {"inter
 
 
 @pytest.mark.parametrize("name", ["pair", "llava", "qwen2_5_vl"])
-def test_the_export_has_our_validation_loss(name, train, real_data, one_sample, qwen):
+def test_export_has_validation_loss_of_run(name, train, real_data, one_sample, qwen):
     model = {"pair": PAIR, "llava": LLAVA, "qwen2_5_vl": qwen}[name]
     data = {"validation": [{"path": str(one_sample)}]}
     captions = real_data / "tuxpaint_stamps/train"
     training = {"sequence_length": 512} if name == "qwen2_5_vl" else {}
     run_dir = train(name, model, captions, data=data, training=training, **VALIDATION)
-    ours = records(run_dir)[-1]["validation_loss"]
+    expected = records(run_dir)[-1]["validation_loss"]
     markers: list[list[int]] = [[], []]
     if name == "qwen2_5_vl":
         markers = [[qwen["config"][f"vision_{end}_token_id"]] for end in ("start", "end")]
     per_image = 4 if name == "qwen2_5_vl" else 16
-    theirs, other = (
+    exported, other_image = (
         hugging_face_loss(run_dir / "hf", seed, *markers, per_image) for seed in (7, 8)
     )
-    assert theirs == pytest.approx(ours, abs=1e-4)
-    assert abs(theirs - ours) < 0.1 * abs(theirs - other), "another picture, another loss"
+    assert exported == pytest.approx(expected, abs=1e-4)
+    assert abs(exported - expected) < 0.1 * abs(exported - other_image), (
+        "a different image gives a different loss"
+    )
 
 
 def test_naflex_trains_on_images_of_all_sizes(train, tmp_path):
     sizes = [(20, 90), (64, 64), (200, 40), (33, 57), (16, 16)]
     rows = [
-        {"image": {"bytes": picture(*sizes[i % 5], i), "path": None}, "text": f"noise {i}"}
+        {"image": {"bytes": noise_png(*sizes[i % 5], i), "path": None}, "text": f"noise {i}"}
         for i in range(40)
     ]
     eye = {"model_type": "siglip2_vision_model", **TOWER, "patch_size": 8, "num_patches": 16}
@@ -247,10 +249,8 @@ ONEVISION = {
     ],
     ids=["internvl, fsdp", "internvl, balanced", "onevision, balanced", "onevision, pipeline"],
 )
-def test_tiles_give_the_same_losses_on_two_ranks(
-    model, layout, balance, train, tmp_path, real_data
-):
-    """Tiles of one picture are images like any other, in sequences of at most 8."""
+def test_tiles_give_same_losses_on_two_ranks(model, layout, balance, train, tmp_path, real_data):
+    """Tiles are processed like images, with at most 8 per sequence."""
     directory = tmp_path / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<img>", "</img>"]})
@@ -261,49 +261,49 @@ def test_tiles_give_the_same_losses_on_two_ranks(
         "data": {"max_tiles_per_sequence": 8},
         "training": {"sequence_length": 256, "global_batch_size": 4, "steps": 3},
     }
-    alone = records(train("whole", model, captions, **sections))
+    alone = records(train("alone", model, captions, **sections))
     sections["data"]["balance"] = balance
     ranks = records(train("ranks", model, captions, ranks=2, parallel=layout, **sections))
     images = [r["media_per_s"] / r["samples_per_s"] for r in alone]
     assert min(images) > 2
-    for ours, reference in zip(ranks, alone, strict=True):
-        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    for record, reference in zip(ranks, alone, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
 def test_interleaved_documents_train(train, tmp_path):
-    image = {"bytes": picture(32, 32, 0), "path": None}
+    image = {"bytes": noise_png(32, 32, 0), "path": None}
     rows = [
         {"images": [image, None, image], "texts": [None, f"a picture {i} and another", None]}
         for i in range(40)
     ]
-    found = records(train("inter", PAIR, write_parquet(tmp_path / "inter", rows)))
-    assert found[-1]["loss"] < found[0]["loss"]
-    for r in found:
+    steps = records(train("inter", PAIR, write_parquet(tmp_path / "inter", rows)))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    for r in steps:
         assert r["media_per_s"] == pytest.approx(2 * r["samples_per_s"])
 
 
-def test_chat_trains_on_the_answers(train, tmp_path):
-    """Questions are the same and answers too, so that the loss falls towards the answers'."""
+def test_chat_trains_on_answers(train, tmp_path):
+    """The loss approaches the loss of the answer, because all samples are equal."""
     question = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
     messages = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": "A large red chicken."},
     ]
     (tmp_path / "chat").mkdir()
-    (tmp_path / "chat/a.png").write_bytes(picture(32, 32, 0))
+    (tmp_path / "chat/a.png").write_bytes(noise_png(32, 32, 0))
     rows = [{"messages": messages, "images": ["a.png"]}] * 40
     source = write_text(tmp_path / "chat/a.jsonl", rows)
-    found = records(train("chat", PAIR, source, training={"steps": 8}))
-    assert found[-1]["loss"] < 0.9 * found[0]["loss"]
+    steps = records(train("chat", PAIR, source, training={"steps": 8}))
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
 
 
 @pytest.mark.parametrize(
     "layout", [{"replicate": 2, "shard": 1}, {"shard": 2}], ids=["ddp", "fsdp"]
 )
-def test_ranks_without_images_join_those_with(layout, train, tmp_path):
-    """Mostly text: there are fewer images in a step than microbatches."""
-    image = {"bytes": picture(32, 32, 0), "path": None}
+def test_ranks_without_images_train_with_others(layout, train, tmp_path):
+    """Most samples are text, so that steps have fewer images than microbatches."""
+    image = {"bytes": noise_png(32, 32, 0), "path": None}
     captions = [{"image": image, "text": f"noise {i}"} for i in range(9)]
     texts = [{"text": f"A large red chicken, and {i} more of them in the sun."} for i in range(400)]
     sources = [
@@ -315,31 +315,35 @@ def test_ranks_without_images_join_those_with(layout, train, tmp_path):
     ranks = records(train("ranks", PAIR, sources, ranks=2, parallel=layout, **training))
     images = [r["media_per_s"] * r["step_ms"] / 1e3 for r in alone]
     assert sum(images) > 0 and min(images) < 8
-    for ours, reference in zip(ranks, alone, strict=True):
-        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    for record, reference in zip(ranks, alone, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
-def test_balanced_stream_of_two_ranks_resumes_exactly(train, real_data):
-    """Losses are those of a rank that reads the stream alone and encodes its own images."""
+def test_balanced_stream_resumes_exactly(train, real_data):
+    """Losses equal those of one rank that reads the stream without balancing."""
     source = [{"path": str(real_data / "tuxpaint_stamps/train"), "streaming": True}]
     data = {"shuffle_window": 64}
     balanced = {"ranks": 2, "data": {**data, "balance": "images"}}
     common = {"checkpoint": {"interval": 3, "export_hf": False}}
-    whole = train("whole", PAIR, source, training={"steps": 6}, **common, **balanced)
+    uninterrupted = train(
+        "uninterrupted", PAIR, source, training={"steps": 6}, **common, **balanced
+    )
     train("parts", PAIR, source, training={"steps": 3}, **common, **balanced)
-    parts = train("parts", PAIR, source, training={"steps": 6}, **common, **balanced)
+    resumed = train("parts", PAIR, source, training={"steps": 6}, **common, **balanced)
     alone = train("alone", PAIR, source, training={"steps": 6}, **common, data=data)
-    assert [r["loss"] for r in records(parts)] == [r["loss"] for r in records(whole)]
-    for both, one in zip(records(whole), records(alone), strict=True):
-        assert both["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    ours, theirs = weights(parts), weights(whole)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [r["loss"] for r in records(resumed)] == [r["loss"] for r in records(uninterrupted)]
+    for balanced_record, record in zip(records(uninterrupted), records(alone), strict=True):
+        assert balanced_record["loss"] == pytest.approx(record["loss"], rel=1e-5)
+    resumed_weights, expected_weights = weights(resumed), weights(uninterrupted)
+    assert resumed_weights.keys() == expected_weights.keys()
+    assert all(
+        torch.equal(resumed_weights[name], expected_weights[name]) for name in resumed_weights
+    )
 
 
-def test_training_starts_from_the_weights_of_local_directories(train, real_data, tmp_path):
-    """With a learning rate of 0 the export holds what the sources held."""
+def test_training_loads_weights_of_local_directories(train, real_data, tmp_path):
+    """The export has the weights of the sources, because the learning rate is 0."""
     llm = LlamaForCausalLM(LlamaConfig(**LLM))
     llm.save_pretrained(tmp_path / "llm")
     AutoTokenizer.from_pretrained(real_data / "tokenizer").save_pretrained(tmp_path / "llm")
@@ -349,13 +353,16 @@ def test_training_starts_from_the_weights_of_local_directories(train, real_data,
         "llm": {"source": str(tmp_path / "llm")},
         "encoders": {"eye": {"source": str(tmp_path / "tower")}},
     }
-    still = {"optimizer": {"lr": 0.0, "lr_schedule": "constant"}, "checkpoint": {"export_hf": True}}
-    run_dir = train("start", model, real_data / "tuxpaint_stamps/train", ranks=2, **still)
+    no_update = {
+        "optimizer": {"lr": 0.0, "lr_schedule": "constant"},
+        "checkpoint": {"export_hf": True},
+    }
+    run_dir = train("start", model, real_data / "tuxpaint_stamps/train", ranks=2, **no_update)
     export = AutoModelForImageTextToText.from_pretrained(run_dir / "hf").model
-    for ours, theirs in ((export.language_model, llm.model), (export.vision_tower, tower)):
-        expected = theirs.state_dict()
-        found = {k.removeprefix("vision_model."): v for k, v in ours.state_dict().items()}
-        shared = {k: v for k, v in expected.items() if k.removeprefix("vision_model.") in found}
+    for exported, source in ((export.language_model, llm.model), (export.vision_tower, tower)):
+        expected = source.state_dict()
+        actual = {k.removeprefix("vision_model."): v for k, v in exported.state_dict().items()}
+        shared = {k: v for k, v in expected.items() if k.removeprefix("vision_model.") in actual}
         assert len(shared) >= 2 * 9
         for name, value in shared.items():
-            assert torch.equal(found[name.removeprefix("vision_model.")], value), name
+            assert torch.equal(actual[name.removeprefix("vision_model.")], value), name

@@ -1,4 +1,4 @@
-"""A recipe that scripts/plan.py has written trains, with the losses of one process."""
+"""A recipe that scripts/plan.py has written trains with the losses of one process."""
 
 import runpy
 
@@ -11,7 +11,7 @@ CHANGES = {"training__steps": 2, "training__global_batch_size": 4}
 
 
 @pytest.mark.campaign
-def test_planned_recipes_train_as_they_are(tmp_path, real_data, train_server):
+def test_planned_recipe_trains_unchanged(tmp_path, real_data, train_server):
     plan = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
     out = tmp_path / "planned.toml"
     options = ["--config", str(QUICKSTART), "--gpus", "3", "--device", "cpu", "--out", str(out)]

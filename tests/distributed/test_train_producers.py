@@ -1,4 +1,4 @@
-"""Training on samples that other processes prepare: the same run, bit for bit."""
+"""Training on samples that producers prepare is bitwise equal to training without producers."""
 
 import json
 import os
@@ -27,7 +27,9 @@ NOWHERE = {
 
 def _train(recipes: list[Recipe], ports: list[int]) -> None:
     for recipe, port in zip(recipes, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)  # the last run's store may still be up
+        os.environ["MASTER_PORT"] = str(
+            port
+        )  # the store of the previous run can still use its port
         train(recipe)
 
 
@@ -97,8 +99,8 @@ def test_wrong_producer_does_not_change_losses(tmp_path, real_data):
     assert plain == both and len(plain) == 3
 
 
-def test_two_ranks_train_on_what_producers_prepare_and_plan(tmp_path, real_data):
-    """Also where ranks have neither the data nor their index, of which samples are held out too."""
+def test_two_ranks_train_with_producers(tmp_path, real_data):
+    """In one run, the ranks have neither the data nor the index, including for validation."""
     changes = {
         "training__steps": 3,
         "checkpoint__interval": 3,
@@ -130,6 +132,6 @@ def test_two_ranks_train_on_what_producers_prepare_and_plan(tmp_path, real_data)
 
 
 def outcome(run_dir):
-    """Losses, held-out losses and texts, weights and states."""
-    found = [{k: r.get(k) for k in ("loss", "validation_loss")} for r in records(run_dir)]
-    return found, json.loads((run_dir / "samples.json").read_text()), weights(run_dir)
+    """Return losses, validation losses, generated texts, weights and states."""
+    losses = [{k: r.get(k) for k in ("loss", "validation_loss")} for r in records(run_dir)]
+    return losses, json.loads((run_dir / "samples.json").read_text()), weights(run_dir)

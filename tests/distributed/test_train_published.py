@@ -1,4 +1,4 @@
-"""Data as others publish them, from our real pictures, through train.py and the inspector."""
+"""Published data formats, written from test images, with train.py and the data inspector."""
 
 import io
 import json
@@ -45,7 +45,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, real_data) -> Path:
-    """The same pictures as LLaVA's JSON, the Cauldron's parquet and an agent's chats."""
+    """Write the same images as LLaVA JSON, Cauldron parquet and agent chats."""
     root = tmp_path_factory.mktemp("published")
     files = sorted((real_data / "tuxpaint_stamps/train").glob("*.parquet"))
     table = datasets.load_dataset("parquet", data_files=[str(f) for f in files], split="train")
@@ -54,8 +54,8 @@ def published(tmp_path_factory, real_data) -> Path:
     for number, row in enumerate(rows):
         name = f"{number}.png"
         Image.open(io.BytesIO(row["image"]["bytes"])).save(root / name)
-        said = [("human", "<image>\nDescribe it."), ("gpt", row["text"])]
-        turns = [{"from": who, "value": text} for who, text in said]
+        messages = [("human", "<image>\nDescribe it."), ("gpt", row["text"])]
+        turns = [{"from": who, "value": text} for who, text in messages]
         conversations.append({"id": str(number), "image": name, "conversations": turns})
         pair = {"user": "Describe it.", "assistant": row["text"], "source": "stamps"}
         pairs.append({"images": [row["image"]], "texts": [pair]})
@@ -71,7 +71,7 @@ def published(tmp_path_factory, real_data) -> Path:
 
 @pytest.fixture
 def train(tmp_path, published, real_data, train_server):
-    """Trains a recipe on one published file for two steps; returns its directory."""
+    """Return a function that trains a recipe on a published file for two steps."""
 
     def run(name, file, *changes, recipe=None):
         values = {**STEPS, "name": name, "output_dir": tmp_path, "data.workers": 0}
@@ -91,7 +91,7 @@ def train(tmp_path, published, real_data, train_server):
     return run
 
 
-def test_llavas_two_stages_train_on_llavas_json(train, real_data):
+def test_llava_stages_train_on_llava_json(train, real_data):
     tokenizer = f"--model.tokenizer={real_data / 'tokenizer'}"
     export = "--checkpoint.export_hf=true"
     llm, _ = train("llm", "llava.json", tokenizer, export, recipe="recipes/tiny/llava_llm.toml")
@@ -107,20 +107,20 @@ def test_llavas_two_stages_train_on_llavas_json(train, real_data):
     assert all(0 < loss < 10 for loss in losses)
 
 
-def test_the_cauldrons_parquet_trains(train):
+def test_cauldron_parquet_trains(train):
     _, log = train("cauldron", "cauldron.parquet")
     assert f"cauldron.parquet {SAMPLES}; 0 corrupt" in log
 
 
-def test_an_agents_chats_train_and_the_page_shows_what_is_learnt(train, published, tmp_path):
+def test_agent_chats_train_on_calls_and_answers(train, published, tmp_path):
     tokenizer = f"--model.tokenizer={published / 'agent_tokenizer'}"
     length = "--training.sequence_length=1024"
     directory, _ = train("agent", "agent.jsonl", tokenizer, length)
     recipe = directory / "recipe.toml"
     assert INSPECT(["--config", str(recipe), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page/index.html").read_text()
-    learnt = page.split('<span class="loss">')[2:]  # the first one explains the colours
-    calls, answers = learnt[::2], learnt[1::2]
+    targets = page.split('<span class="loss">')[2:]  # the first one is the legend
+    calls, answers = targets[::2], targets[1::2]
     assert all(call.split("</span>")[0].count("&quot;look&quot;") == 1 for call in calls)
-    assert not any("it moves" in text.split("</span>")[0] for text in learnt)
+    assert not any("it moves" in text.split("</span>")[0] for text in targets)
     assert len(calls) == len(answers) > 1

@@ -1,4 +1,4 @@
-"""Data-aware reordering through train.py: other ranks, other places, the same losses."""
+"""Data-aware reordering with train.py: other ranks and positions, and equal losses."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +12,7 @@ CHANGES = {
     "training__global_batch_size": 16,
     "training__sequence_length": 64,
 }
-APART = {
+DISAGGREGATED = {
     "parallel__placement": "disaggregated",
     "parallel__schedule": "1f1b",
     "parallel__shard": 2,
@@ -31,7 +31,7 @@ RUNS = {
         2,
         {"data__reorder": "both", "parallel__pipeline": 2, "parallel__schedule": "1f1b"},
     ),
-    "apart": (3, {"data__reorder": "both", **APART}),
+    "disaggregated": (3, {"data__reorder": "both", **DISAGGREGATED}),
     "searched": (
         4,
         {
@@ -66,7 +66,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, real_data, train_server) -> Callable[[str], list[dict]]:
-    """Function that returns the records of a run; each run starts when it is first requested."""
+    """Return a function that returns the records of a run, which starts at the first request."""
     root = tmp_path_factory.mktemp("reordering")
 
     @cache
@@ -81,7 +81,7 @@ def runs(tmp_path_factory, real_data, train_server) -> Callable[[str], list[dict
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("alone")])
-def test_losses_and_gradients_are_those_of_one_process(runs, name):
+def test_reordering_keeps_losses_and_gradients(runs, name):
     packed = RUNS[name][1].get("data__packing") is not None
     alone, other = ("alone-packed", "alone") if packed else ("alone", "alone-packed")
     for one, two in zip(runs(alone), runs(name), strict=True):
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_those_of_one_process(runs, name):
             assert two[key] == pytest.approx(one[key], rel=1e-4), key
         counts = [r["tokens_per_s"] * r["step_ms"] for r in (one, two)]
         assert counts[0] == pytest.approx(counts[1])
-        next_step = runs(alone)[one["step"] % 3]  # has other samples, and another loss
+        next_step = runs(alone)[one["step"] % 3]  # different samples, different loss
         assert two["loss"] != pytest.approx(next_step["loss"], rel=1e-4)
         assert two["loss"] != pytest.approx(runs(other)[one["step"] - 1]["loss"], rel=1e-4)
 

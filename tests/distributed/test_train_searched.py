@@ -1,4 +1,4 @@
-"""A searched schedule through train.py: steps planned beside training, and what the user sees."""
+"""A searched schedule with train.py: plans that are made in the background, and the metrics."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -14,7 +14,7 @@ CHANGES = {
     "parallel__search__evaluations": 200,
     "metrics__timeline_step": 5,
 }
-FIGURES = (
+PLANNING_METRICS = (
     "predicted_step_ms",
     "planner",
     "planner_ms",
@@ -25,13 +25,13 @@ FIGURES = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
-    """One rank; a pipeline planned in a process of its own; one that is planned before steps."""
+    """Run one rank, a pipeline with background planning, and one with synchronous planning."""
     root = tmp_path_factory.mktemp("searched")
     searched = {"parallel__pipeline": 2, "parallel__schedule": "searched"}
     variants = {
         "alone": {},
-        "beside": searched,
-        "before": searched | {"parallel__search__background": "false"},
+        "background": searched,
+        "synchronous": searched | {"parallel__search__background": "false"},
     }
     for name, changes in variants.items():
         ranks = 2 if changes else 1
@@ -41,46 +41,48 @@ def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
     return {name: root / name for name in variants}
 
 
-def test_losses_are_those_of_one_rank(runs):
+def test_searched_losses_equal_one_rank(runs):
     alone = records(runs["alone"])
-    for name in ("beside", "before"):
+    for name in ("background", "synchronous"):
         for one, two in zip(alone, records(runs[name]), strict=True):
             for key in ("loss", "grad_norm"):
                 assert two[key] == pytest.approx(one[key], rel=1e-4), (name, key)
 
 
-def test_figures_of_planning_are_recorded(runs):
-    assert all(r[key] is None for r in records(runs["alone"]) for key in FIGURES)
-    for record in records(runs["before"]):
+def test_planning_metrics_are_recorded(runs):
+    assert all(r[key] is None for r in records(runs["alone"]) for key in PLANNING_METRICS)
+    for record in records(runs["synchronous"]):
         assert record["planner_evaluations"] == 200
         assert record["planner_ms"] > 0
         assert (
             record["speedup_over_default_order"] is None
             or record["speedup_over_default_order"] >= 0
         )
-    beside = records(runs["beside"])
-    assert beside[0]["planner_evaluations"] == 200  # nobody could plan it before
-    assert beside[0]["predicted_step_ms"] is None
-    for record in beside:
+    background = records(runs["background"])
+    assert background[0]["planner_evaluations"] == 200  # the first step has no background plan
+    assert background[0]["predicted_step_ms"] is None
+    for record in background:
         assert record["planner_evaluations"] >= 1
         assert record["planner"] and record["pipeline_ms"] > 0
         assert (
             record["speedup_over_default_order"] is None
             or record["speedup_over_default_order"] >= 0
         )
-    predicted = [r["predicted_step_ms"] for r in beside if r["predicted_step_ms"] is not None]
-    log = (runs["beside"].parent / "log-beside" / "rank-0.log").read_text(errors="replace")
+    predicted = [r["predicted_step_ms"] for r in background if r["predicted_step_ms"] is not None]
+    log = (runs["background"].parent / "log-background" / "rank-0.log").read_text(errors="replace")
     late = " ".join(log.split()).count("the plan is late")
-    assert len(predicted) >= len(beside) - 2 - late  # the second was planned without times
+    assert (
+        len(predicted) >= len(background) - 2 - late
+    )  # the second step is planned without measured times
     assert all(ms > 0 for ms in predicted)
 
 
-def test_the_picture_compares_schedules(runs):
-    for name in ("beside", "before"):
+def test_timeline_compares_schedules(runs):
+    for name in ("background", "synchronous"):
         file = runs[name] / "timeline" / "step-5.schedules.svg"
         ET.parse(file)
         text = file.read_text()
         assert all(label in text for label in ("searched", "separated", "measured")), name
     assert not (runs["alone"] / "timeline").exists()
-    saved = json.loads((runs["beside"] / "timeline" / "step-5.json").read_text())
+    saved = json.loads((runs["background"] / "timeline" / "step-5.json").read_text())
     assert saved

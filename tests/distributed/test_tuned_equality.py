@@ -1,8 +1,8 @@
 """Plans that are tuned to a memory limit give the loss and gradients of the single process.
 
-Half-way between the least and the most memory that a plan may need, some tasks recompute all, some
-nothing, and both ranks and all replicas choose for themselves. Without sharding, which has memory
-of its own, no rank ever uses more than the limit, its optimizer's state included.
+The limit is half-way between the lowest and highest memory use of a plan. Some tasks recompute all
+layers and some none. Each rank and each replica selects separately. Without sharding, which uses
+additional memory, no rank exceeds the limit, including optimizer states.
 """
 
 import random
@@ -49,11 +49,11 @@ LAYOUTS = {
         {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
     ],
 }
-"""By number of ranks."""
+"""Layouts by number of ranks."""
 
 
 def batch_of(seed: int) -> list[Microbatch]:
-    """Eight microbatches, four for each of two replicas; pixels are bytes, as loaders give them."""
+    """Return four microbatches for each of two replicas, with pixels as bytes like a loader."""
     rng = random.Random(seed)
     counts = [rng.choice((0, 1, 2, 5)) for _ in range(8)]
     return [
@@ -75,7 +75,7 @@ def with_bytes(microbatch: Microbatch, seed: int) -> Microbatch:
     return replace(microbatch, encoders=encoders)
 
 
-def whole_model() -> MultimodalModel:
+def unsharded_model() -> MultimodalModel:
     config = MODEL.model_copy(deep=True)
     config.llm.config.update(num_hidden_layers=5, tie_word_embeddings=False)
     config.encoders["vision"].config["num_hidden_layers"] = 4
@@ -89,10 +89,10 @@ def filled(model: MultimodalModel) -> MultimodalModel:
 
 
 def compare(layout: dict) -> tuple[list[str], list[int]]:
-    """What is wrong, and how many layers each step's plan recomputes in each of the two modes."""
+    """Return the problems, and the number of layers that the plan of each step recomputes."""
     config = ParallelConfig(shard=1).model_copy(update=layout)
     mesh = mesh_for(config)
-    model = whole_model()
+    model = unsharded_model()
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
@@ -100,7 +100,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
-    step, alone = TrainStep(pipeline, mesh), filled(whole_model())
+    step, reference = TrainStep(pipeline, mesh), filled(unsharded_model())
     problems: list[str] = []
     recomputed = []
     for seed in range(STEPS):
@@ -116,13 +116,13 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         peak, limit = counter.peak_bytes + 8 * trained, tuning.memory_limit_bytes
         if pipeline.sharding == "none" and peak > limit:
             problems.append(f"batch {seed}: {peak} bytes of {limit}")
-        chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]
-        recomputed.append(len(chosen) - chosen.count("none"))
-        whole = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
-        wanted = sum(shared_losses(alone, [batch], targets)[0]) / targets
-        if abs(whole / wanted - 1) > 1e-5:
-            problems.append(f"batch {seed}: loss {whole}, expected {wanted}")
-        errors = gradient_errors(model, alone)
+        modes_of_layers = [mode for modes in outcome.plan.recompute.values() for mode in modes]
+        recomputed.append(len(modes_of_layers) - modes_of_layers.count("none"))
+        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        expected = sum(shared_losses(reference, [batch], targets)[0]) / targets
+        if abs(loss / expected - 1) > 1e-5:
+            problems.append(f"batch {seed}: loss {loss}, expected {expected}")
+        errors = gradient_errors(model, reference)
         problems += [f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= 1e-5]
     return problems, recomputed
 
@@ -134,9 +134,9 @@ def compare_all(layouts: list[dict]) -> list[tuple[list[str], list[int]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_tuned_plans_equal_the_single_process(ranks):
-    for rank, found in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
-        assert len(found) == len(LAYOUTS[ranks])
-        for layout, (problems, recomputed) in zip(LAYOUTS[ranks], found, strict=True):
+def test_tuned_plans_equal_single_process(ranks):
+    for rank, results in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
+        assert len(results) == len(LAYOUTS[ranks])
+        for layout, (problems, recomputed) in zip(LAYOUTS[ranks], results, strict=True):
             assert not problems, (rank, layout, problems)
             assert min(recomputed) > 0, (rank, layout, recomputed)

@@ -1,6 +1,6 @@
-"""Updates of sharded parameters: those of torch on DTensors, and nothing after non-finite numbers.
+"""Updates of sharded parameters equal those of torch, and non-finite values skip the update.
 
-Every rank gets its part of the same gradients, so only norm, clipping and optimizer can differ.
+All ranks have shards of the same gradients, so that only norm, clipping and optimizer can differ.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ NAN = float("nan")
 
 
 class Net(nn.Module):
-    """Rows that do not divide by the number of ranks, a number, linears for tensor parallelism."""
+    """Model with indivisible dimensions, a scalar, and linear layers for tensor parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Net(nn.Module):
         return []
 
 
-class Trained:
-    """A net in a layout with all that an update changes."""
+class TrainedNet:
+    """A net in a layout, with its optimizer and weight averages."""
 
     def __init__(self, layout: str, mesh: ParallelMesh, **settings: object) -> None:
         self.net = net = Net()
@@ -99,14 +99,14 @@ class Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of the local parameters, states and averages."""
-        found = {}
+        tensors = {}
         for name, parameter in self.net.named_parameters():
-            found[name] = local(parameter.detach()).clone()
+            tensors[name] = local(parameter.detach()).clone()
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = local(value).clone()
+                tensors[f"{name}.{key}"] = local(value).clone()
             if parameter in self.average.averages:
-                found[f"{name}.average"] = local(self.average.averages[parameter]).clone()
-        return found
+                tensors[f"{name}.average"] = local(self.average.averages[parameter]).clone()
+        return tensors
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -116,14 +116,14 @@ def local(tensor: Tensor) -> Tensor:
 def set_gradients(net: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in net.parameters():
-        whole = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        parameter.grad = whole
+            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+        parameter.grad = gradient
 
 
-def differing(a: dict[str, Tensor], b: dict[str, Tensor], bound: float = 0.0) -> list[str]:
+def different_names(a: dict[str, Tensor], b: dict[str, Tensor], bound: float = 0.0) -> list[str]:
     assert a.keys() == b.keys()
     if bound:
         return [k for k in a if not torch.allclose(a[k], b[k], bound, bound * 0.1)]
@@ -138,31 +138,31 @@ def meshes() -> Iterator[tuple[str, ParallelMesh]]:
 def compare_with_torch(max_norm: float, bound: float) -> list[str]:
     """Return differences from fused AdamW on DTensors, clipped by a factor of the host."""
     dist.init_process_group("gloo")
-    wrong = []
+    problems = []
     for layout, mesh in meshes():
-        ours = Trained(layout, mesh, max_grad_norm=max_norm)
-        theirs = Trained(layout, mesh)
+        torchmm_net = TrainedNet(layout, mesh, max_grad_norm=max_norm)
+        torch_net = TrainedNet(layout, mesh)
         settings = ("params", "weight_decay")
-        groups = [{k: g[k] for k in settings} for g in theirs.optimizer.param_groups]
-        theirs.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+        groups = [{k: g[k] for k in settings} for g in torch_net.optimizer.param_groups]
+        torch_net.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
         for number in range(1, 4):
-            norm = ours.step(number)
-            set_gradients(theirs.net, number)
-            grads = [p.grad for p in theirs.net.parameters()]
+            norm = torchmm_net.step(number)
+            set_gradients(torch_net.net, number)
+            grads = [p.grad for p in torch_net.net.parameters()]
             full = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
             exact = torch.stack([g.double().square().sum() for g in full]).sum().sqrt().item()
             if abs(norm / exact - 1) > 2e-7:
-                wrong.append(f"{layout}: norm {norm}, expected {exact}")
+                problems.append(f"{layout}: norm {norm}, expected {exact}")
             if len({row[0] for row in gather_floats([norm])}) > 1:
-                wrong.append(f"{layout}: ranks have different norms")
+                problems.append(f"{layout}: ranks have different norms")
             if (factor := max_norm / (exact + 1e-6)) < 1:
                 for grad in grads:
                     local(grad).mul_(factor)
-            theirs.optimizer.step()
-            theirs.average.update()
-        names = differing(ours.tensors(), theirs.tensors(), bound)
-        wrong += [f"{layout}: {name}" for name in names]
-    return wrong
+            torch_net.optimizer.step()
+            torch_net.average.update()
+        names = different_names(torchmm_net.tensors(), torch_net.tensors(), bound)
+        problems += [f"{layout}: {name}" for name in names]
+    return problems
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -172,59 +172,62 @@ def test_update_equals_fused_adamw_on_dtensors(ranks, max_norm, bound):
     assert run_distributed(compare_with_torch, ranks, max_norm, bound) == [[]] * ranks
 
 
-def disturb() -> list[str]:
+def update_with_non_finite_values() -> list[str]:
     """Return the problems after non-finite numbers of one rank in the middle of a run."""
     dist.init_process_group("gloo")
-    wrong = []
+    problems = []
     last = dist.get_world_size() - 1
     bad_steps = ({"bad_rank": last}, {"bad_rank": 0}, {"loss": NAN if dist.get_rank() else 1.0})
     for layout, mesh in meshes():
         for kind in KINDS:
             if kind.get("state_dtype") == "int8" and mesh.own.sizes.tensor > 1:
-                continue  # 8-bit blocks would be cut
-            trained, undisturbed = Trained(layout, mesh, **kind), Trained(layout, mesh, **kind)
+                continue  # shards would split 8-bit blocks
+            trained, undisturbed = (
+                TrainedNet(layout, mesh, **kind),
+                TrainedNet(layout, mesh, **kind),
+            )
             for number in (1, 2):
                 trained.step(number)
                 undisturbed.step(number)
             before = trained.tensors()
             for bad in bad_steps:
                 trained.step(3, **bad)
-                names = differing(trained.tensors(), before)
-                wrong += [f"{layout}, {kind}, {bad}: {name} changed" for name in names]
+                names = different_names(trained.tensors(), before)
+                problems += [f"{layout}, {kind}, {bad}: {name} changed" for name in names]
             trained.step(3)
             undisturbed.step(3)
-            names = differing(trained.tensors(), undisturbed.tensors())
-            wrong += [f"{layout}, {kind}: {name} differs afterwards" for name in names]
-    return wrong
+            names = different_names(trained.tensors(), undisturbed.tensors())
+            problems += [f"{layout}, {kind}: {name} differs afterwards" for name in names]
+    return problems
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_non_finite_numbers_of_one_rank_change_nothing(ranks):
-    assert run_distributed(disturb, ranks) == [[]] * ranks
+def test_non_finite_values_on_one_rank_skip_update(ranks):
+    assert run_distributed(update_with_non_finite_values, ranks) == [[]] * ranks
 
 
-def disturb_without_agreement() -> bool:
-    """Return whether something changed on this rank, which does not add up over the ranks."""
+def update_without_agreement() -> bool:
+    """Return True if this rank changes, when flags are not summed over ranks."""
     dist.init_process_group("gloo")
     mesh = mesh_for(ParallelConfig(shard=2))
-    trained = Trained("fsdp", mesh)
+    trained = TrainedNet("fsdp", mesh)
     trained.step(1)
     trained.updates._mesh = SimpleNamespace(sum_over_ranks=lambda values: values)
     before = trained.tensors()
     trained.step(2, bad_rank=1)
-    return bool(differing(trained.tensors(), before))
+    return bool(different_names(trained.tensors(), before))
 
 
 def test_ranks_without_agreement_update_differently():
-    """The test above notices it."""
-    assert run_distributed(disturb_without_agreement, 2) == [True, False]
+    """Negative control of the previous test."""
+    assert run_distributed(update_without_agreement, 2) == [True, False]
 
 
 def update_from_partial_sums() -> list[str]:
-    """Return differences between gradients as sums over ranks and complete ones."""
+    """Return differences between partial and complete gradients."""
     dist.init_process_group("gloo")
     mesh = mesh_for(ParallelConfig(tensor=2))
-    complete, partial = Trained("tp", mesh), Trained("tp", mesh)
+    complete, partial = TrainedNet("tp", mesh), TrainedNet("tp", mesh)
     for trained in (complete, partial):
         set_gradients(trained.net, 1)
     replicated = [
@@ -244,7 +247,7 @@ def update_from_partial_sums() -> list[str]:
         norms.append(trained.updates.measure([torch.tensor(1.0)]).item())
         trained.updates.apply(1)
         trained.updates.finish()
-    wrong = differing(complete.tensors(), partial.tensors())
+    wrong = different_names(complete.tensors(), partial.tensors())
     return wrong if norms[0] == norms[1] else [*wrong, f"norms {norms}"]
 
 

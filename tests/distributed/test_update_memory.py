@@ -1,4 +1,4 @@
-"""What planners take an update with Muon to need, against every allocation of one."""
+"""Predicted memory of an update with Muon, compared with all allocations of the update."""
 
 import pytest
 import torch
@@ -30,19 +30,22 @@ EXPERTS = {
     "qwen3_moe": {"moe_intermediate_size": 96, "num_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
 }
-"""As many for every rank: shards are counted as equal."""
-CASES = ["llama", "phi3", "qwen3_moe", "gpt_oss", "llama, adapters", "qwen3_moe, experts apart"]
-"""Linears by themselves, packed ones, stacks of experts; low-rank matrices; experts on a mesh of
-their own."""
+"""Expert counts that all ranks divide, because the prediction assumes equal shards."""
+CASES = ["llama", "phi3", "qwen3_moe", "gpt_oss", "llama, adapters", "qwen3_moe, expert parallel"]
+"""Model families and variants.
+
+They have separate linear layers, packed linear layers, stacked experts, low-rank matrices, and
+experts on a separate mesh.
+"""
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_update_needs_what_planners_think(ranks):
+def test_update_memory_matches_prediction(ranks):
     cases = CASES if ranks > 1 else CASES[:-1]
     for outcomes in zip(*run_distributed(_measure_all, ranks, cases), strict=True):
         case, _, predicted = outcomes[0]
-        most = max(needed for _, needed, _ in outcomes)
-        assert predicted == pytest.approx(most, rel=0.06), case
+        max_needed = max(needed for _, needed, _ in outcomes)
+        assert predicted == pytest.approx(max_needed, rel=0.06), case
 
 
 def _measure_all(cases: list[str]) -> list[tuple[str, int, int]]:
@@ -51,29 +54,29 @@ def _measure_all(cases: list[str]) -> list[tuple[str, int, int]]:
 
 
 def _measure(case: str) -> tuple[int, int]:
-    """Bytes at the update's peak, and what they are predicted to be."""
+    """Return the measured and the predicted peak memory of the update, in bytes."""
     family, _, variant = case.partition(", ")
     ranks = torch.distributed.get_world_size()
-    expert = 2 if variant == "experts apart" else 1
+    expert = 2 if variant == "expert parallel" else 1
     parallel = ParallelConfig(shard=ranks, expert=expert)
-    own = WIDE | EXPERTS.get(family, {})
-    config = ModelConfig(llm=LlmConfig(config={**LLMS[family], **own}))
+    dimensions = WIDE | EXPERTS.get(family, {})
+    config = ModelConfig(llm=LlmConfig(config={**LLMS[family], **dimensions}))
     adapters = {"a": AdapterConfig(modules=["llm"], rank=8)} if variant == "adapters" else {}
     model = build_model(config, FreezeConfig(), adapters=adapters)
     description = model.llm.describe()
-    nothing = ActivationCheckpointConfig(), CompileConfig()
-    parallelize(model, mesh_for(parallel), parallel, *nothing, torch.float32)
+    disabled = ActivationCheckpointConfig(), CompileConfig()
+    parallelize(model, mesh_for(parallel), parallel, *disabled, torch.float32)
     materialize(model, "cpu")
     init_weights(model, seed=1)
     muon = OptimizerConfig(name="muon")
     optimizer = build_optimizer(model, module_of, muon, (), model.layer_matrices(), torch.float32)
     trained = [p for p in model.parameters() if p.requires_grad]
-    for _ in range(2):  # states are made by the first
+    for _ in range(2):  # the first step creates states
         for parameter in trained:
             parameter.grad = parameter.detach().clone()
         states = [x for state in optimizer.state.values() for x in state.values()]
-        held = [*model.parameters(), *(p.grad for p in trained), *states]
-        with CountPeak(map(local_tensor, held)) as counter:
+        tensors = [*model.parameters(), *(p.grad for p in trained), *states]
+        with CountPeak(map(local_tensor, tensors)) as counter:
             optimizer.step()
     states = States(layer_moments=4.0, orthogonal=True)
     execution = Execution(shard=ranks, expert=expert, states=states)

@@ -1,7 +1,7 @@
-"""Clips in a pipeline with a searched schedule: the loss and gradients of the single process.
+"""Videos in a pipeline with a searched schedule: the loss and gradients of the single process.
 
-Samples have clips of different lengths, an image, both or neither; whole microbatches, and a whole
-batch, have neither.
+Samples have videos of different lengths, an image, both or neither. Some microbatches and one batch
+have neither.
 """
 
 import random
@@ -68,40 +68,40 @@ MODEL = ModelConfig(
         "vision_end_token_id": 63,
     }
 )
-CLIPS = ((2, 4, 4), (4, 4, 2), (3, 2, 6))
+VIDEOS = ((2, 4, 4), (4, 4, 2), (3, 2, 6))
 IMAGES = ((1, 4, 4), (1, 2, 6))
 BATCHES = 12
 
 
 def microbatch(rng: random.Random, shown: bool) -> Microbatch:
-    """A few samples and padding; with `shown`, all but the last have a clip, an image or both."""
+    """Build samples and padding. With `shown`, all but the last have videos or images."""
     generator = torch.Generator().manual_seed(rng.randrange(10**6))
-    kinds = [rng.choice(("clip", "image", "both")) for _ in range(rng.choice((1, 2, 3)))]
+    kinds = [rng.choice(("video", "image", "both")) for _ in range(rng.choice((1, 2, 3)))]
     ids, targets, starts, samples, positions = [], [], [0], [], []
-    places, grids = [], []
+    visual_positions, grids = [], []
     for number, kind in enumerate([*kinds, "text"] if shown else ["text", "text"]):
-        own = [rng.choice(CLIPS)] * (kind in ("clip", "both"))
-        own += [rng.choice(IMAGES)] * (kind in ("image", "both"))
+        sample_grids = [rng.choice(VIDEOS)] * (kind in ("video", "both"))
+        sample_grids += [rng.choice(IMAGES)] * (kind in ("image", "both"))
         at, blocks, images = 1, [], []
-        for grid in own:
-            tokens, clip = prod(grid) // 4, grid[0] > 1
-            step = 4 * 0.75 if clip else 1.0
+        for grid in sample_grids:
+            tokens, is_video = prod(grid) // 4, grid[0] > 1
+            step = 4 * 0.75 if is_video else 1.0
             blocks.append(VisionBlock(at, grid[0], grid[1] // 2, grid[2] // 2, step))
-            places += range(starts[-1] + at, starts[-1] + at + tokens)
-            duration_ms = 750 * grid[0] * clip
+            visual_positions += range(starts[-1] + at, starts[-1] + at + tokens)
+            duration_ms = 750 * grid[0] * is_video
             images.append(ImageMeta(16, 16, prod(grid), tokens, grid[0], duration_ms=duration_ms))
             at += tokens + 1
         length = at + rng.randrange(4, 9)
         tokens_L = torch.randint(1, 60, (length,), generator=generator)
-        wanted_L = torch.roll(tokens_L, -1)
-        wanted_L[: at - 1] = wanted_L[-1] = IGNORE_TARGET
+        targets_L = torch.roll(tokens_L, -1)
+        targets_L[: at - 1] = targets_L[-1] = IGNORE_TARGET
         ids.append(tokens_L)
-        targets.append(wanted_L)
+        targets.append(targets_L)
         positions.append(mrope_positions(length, blocks))
         starts.append(starts[-1] + length)
         encoder = "vision" if images else None
-        samples.append(SampleMeta("made", number, length, tuple(images), encoder))
-        grids += own
+        samples.append(SampleMeta("random", number, length, tuple(images), encoder))
+        grids += sample_grids
     padding = 128 - starts[-1]
     assert padding > 0
     ids.append(torch.zeros(padding, dtype=torch.int64))
@@ -110,7 +110,7 @@ def microbatch(rng: random.Random, shown: bool) -> Microbatch:
     encoders = {}
     if grids:
         pixels = torch.randn(sum(map(prod, grids)), 3 * 2 * 16, generator=generator)
-        encoders["vision"] = EncoderInputs(pixels, grids, torch.tensor(places))
+        encoders["vision"] = EncoderInputs(pixels, grids, torch.tensor(visual_positions))
     return Microbatch(
         torch.cat(ids),
         torch.cat(targets),
@@ -122,13 +122,13 @@ def microbatch(rng: random.Random, shown: bool) -> Microbatch:
 
 
 def batch_of(seed: int) -> list[Microbatch]:
-    """Six microbatches, about two of them without pictures; in every sixth batch all."""
+    """Return six microbatches, about two of them without images. Every sixth batch has none."""
     rng = random.Random(seed)
     return [microbatch(rng, seed % 6 != 5 and rng.random() < 0.7) for _ in range(6)]
 
 
 def build(schedule: str) -> Searched:
-    """Everything for two ranks. Creating it is collective."""
+    """Build the model and pipeline of two ranks. Collective."""
     settings = {"shard": 1, "pipeline": 2, "schedule": schedule, "search": {"evaluations": 60}}
     config = ParallelConfig.model_validate({**settings, "vision": {"sub_microbatch_images": 2}})
     mesh = mesh_for(config)
@@ -145,11 +145,11 @@ def build(schedule: str) -> Searched:
 
 
 def compare() -> list[str]:
-    """What is wrong."""
+    """Compare all batches with the single process and return the problems."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     problems = []
     for schedule in ("searched", "separated"):
-        of = build(schedule)
+        searched_model = build(schedule)
         for seed in range(BATCHES if schedule == "searched" else 3):
             batch, speed = batch_of(seed), random.Random(seed)
             targets = sum(m.target_count for m in batch)
@@ -158,30 +158,34 @@ def compare() -> list[str]:
                 for name in ("llm", "vision")
                 for kind in (ActionType.F, ActionType.B)
             }
-            of.model.zero_grad(set_to_none=True)
-            plan = plan_pipeline_step(of.pipeline, [m.task_meta for m in batch], factors=factors)
-            outcome = of.step.run(plan, batch, targets)
-            loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
-            wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets
-            if abs(loss / wanted - 1) > 1e-5:
-                problems.append(f"{schedule} {seed}: loss {loss}, expected {wanted}")
-            errors = gradient_errors(of.model, of.alone)
+            searched_model.model.zero_grad(set_to_none=True)
+            plan = plan_pipeline_step(
+                searched_model.pipeline, [m.task_meta for m in batch], factors=factors
+            )
+            outcome = searched_model.step.run(plan, batch, targets)
+            loss = searched_model.mesh.sum_over_data(
+                [outcome.loss.item() * searched_model.mesh.pipeline_size]
+            )[0]
+            expected = sum(shared_losses(searched_model.alone, [batch], targets)[0]) / targets
+            if abs(loss / expected - 1) > 1e-5:
+                problems.append(f"{schedule} {seed}: loss {loss}, expected {expected}")
+            errors = gradient_errors(searched_model.model, searched_model.alone)
             problems += [
                 f"{schedule} {seed}: {n} off by {e}" for n, e in errors.items() if e > 1e-5
             ]
     return problems
 
 
-def test_batches_have_clips_images_and_neither() -> None:
-    found = [m for seed in range(BATCHES) for m in batch_of(seed)]
-    without = [m for m in found if not m.encoders]
-    images = [i for m in found for i in m.meta.images_read_by("vision")]
-    assert 12 <= len(without) < len(found)
+def test_batches_have_videos_images_and_neither() -> None:
+    microbatches = [m for seed in range(BATCHES) for m in batch_of(seed)]
+    without = [m for m in microbatches if not m.encoders]
+    images = [i for m in microbatches for i in m.meta.images_read_by("vision")]
+    assert 12 <= len(without) < len(microbatches)
     assert {image.frames for image in images} == {1, 2, 3, 4}
     assert not any(m.encoders for m in batch_of(5))
 
 
 @pytest.mark.slow
-def test_searched_plans_of_clips_equal_the_single_process() -> None:
+def test_searched_video_plans_equal_single_process() -> None:
     for rank, problems in enumerate(run_distributed(compare, 2)):
         assert not problems, (rank, problems)

@@ -1,4 +1,4 @@
-"""Sharded parameters are filled from Hugging Face files and saved as Hugging Face would."""
+"""Sharded parameters load Hugging Face files and save the same files as Hugging Face."""
 
 import json
 from pathlib import Path
@@ -83,34 +83,34 @@ LAYOUTS = {
 
 
 ADAPTERS = {
-    "words": AdapterConfig(modules=["llm"], rank=3),
-    "sights": AdapterConfig(modules=["vision"], rank=3, method="dora"),
+    "text": AdapterConfig(modules=["llm"], rank=3),
+    "images": AdapterConfig(modules=["vision"], rank=3, method="dora"),
 }
 
 
 def _round_trip(directory: Path) -> list[str]:
-    """Loads and saves every composite in every layout; returns what went wrong."""
+    """Load and save every model in every layout, and return the problems."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
-    wrong = []
+    problems = []
     for name in COMPOSITES:
         source = directory / name
         reference = AutoModelForImageTextToText.from_pretrained(source).state_dict()
         for layout, parallel in LAYOUTS.items():
             model = _split(build_model(ModelConfig(source=str(source)), FreezeConfig()), parallel)
             init_weights(model, 0, skip=load_weights(model))
-            wrong += [f"{name}, {layout}: {p}" for p in _wrong_weights(model, reference)]
+            problems += [f"{name}, {layout}: {p}" for p in _wrong_weights(model, reference)]
             export_hf(model, directory / f"{name}, {layout}", _tokenizer())
-    return wrong
+    return problems
 
 
 def _round_trip_of_adapters(directory: Path) -> None:
-    """The same with adapters, which are loaded, saved alone and saved in the weights."""
+    """Load adapters in every layout, and save them separately and merged."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     for layout, parallel in LAYOUTS.items():
         model = _split(_adapted(directory), parallel)
         sources = {name: str(directory / "adapters" / name) for name in ADAPTERS}
-        known = load_adapters(model, sources)
-        init_weights(model, 0, skip=load_weights(model) | known)
+        loaded = load_adapters(model, sources)
+        init_weights(model, 0, skip=load_weights(model) | loaded)
         save_adapters(model, directory / f"adapters, {layout}")
         export_hf(model, directory / f"merged, {layout}", _tokenizer())
 
@@ -121,14 +121,14 @@ def _adapted(directory: Path) -> MultimodalModel:
 
 
 def _split(model: MultimodalModel, parallel: ParallelConfig) -> MultimodalModel:
-    """This rank's part, with memory."""
+    """Parallelize the model and allocate the parameters of this rank."""
     mesh = mesh_for(parallel)
     descriptions = [module.describe() for module in model.modality_modules()]
-    cut = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
-    cut_for_rank(model, cut, mesh.pipeline_rank)
+    layout = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
+    cut_for_rank(model, layout, mesh.pipeline_rank)
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
-    own = encoder_meshes(parallel, mesh, ["vision"])
-    parallelize(model, mesh, parallel, *plain, meshes=own)
+    meshes = encoder_meshes(parallel, mesh, ["vision"])
+    parallelize(model, mesh, parallel, *plain, meshes=meshes)
     materialize(model, "cpu")
     return model
 
@@ -139,42 +139,42 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _wrong_weights(model: MultimodalModel, reference: dict[str, torch.Tensor]) -> list[str]:
-    """Of the token embedding and the image encoder's patch embedding, where this rank has them."""
-    wrong = []
-    for own, file_name in (
+    """Check the token embedding and the patch embedding, if this rank has them."""
+    problems = []
+    for suffix, file_name in (
         ("embed_tokens.weight", "model.language_model.embed_tokens.weight"),
         ("patch_embedding.weight", "model.vision_tower.embeddings.patch_embedding.weight"),
         ("patch_embed.proj.weight", "model.visual.patch_embed.proj.weight"),
     ):
         for name, parameter in model.named_parameters():
-            if name.endswith(own):
+            if name.endswith(suffix):
                 assert isinstance(parameter, DTensor)
                 if not torch.equal(parameter.full_tensor(), reference[file_name]):
-                    wrong.append(f"{name} differs")
-    return wrong
+                    problems.append(f"{name} differs")
+    return problems
 
 
 @pytest.mark.slow
-def test_every_layout_loads_and_saves_the_same_files(tmp_path: Path) -> None:
+def test_layouts_load_and_save_same_files(tmp_path: Path) -> None:
     for name, settings in COMPOSITES.items():
         torch.manual_seed(0)
         config = AutoConfig.for_model(name, **settings)
         AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / name)
-        again = AutoModelForImageTextToText.from_pretrained(tmp_path / name)
-        again.save_pretrained(tmp_path / name)
+        reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path / name)
+        reloaded.save_pretrained(tmp_path / name)
     assert run_distributed(_round_trip, 4, tmp_path) == [[], [], [], []]
     for name in COMPOSITES:
         for layout in LAYOUTS:
             for file in (tmp_path / name).iterdir():
                 saved = tmp_path / f"{name}, {layout}" / file.name
                 if file.name == "config.json":
-                    here, there = (json.loads(f.read_text()) for f in (saved, file))
-                    assert without_legacy_keys(here) == without_legacy_keys(there), layout
+                    actual, expected = (json.loads(f.read_text()) for f in (saved, file))
+                    assert without_legacy_keys(actual) == without_legacy_keys(expected), layout
                     continue
                 assert saved.read_bytes() == file.read_bytes(), (layout, file)
 
 
-def test_every_layout_loads_and_saves_the_same_adapters(tmp_path: Path) -> None:
+def test_layouts_load_and_save_same_adapters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen2_5_vl", **COMPOSITES["qwen2_5_vl"])
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "qwen2_5_vl")

@@ -1,4 +1,4 @@
-"""Memory limits that plans can meet, but not with everything kept."""
+"""Memory limits that plans can satisfy only with recomputation."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +21,10 @@ def half_way(
     factors: Mapping[ActionKind, float] | None = None,
     kinds: Collection[str] = ("encoder", "llm", "generator"),
 ) -> LayerTuning:
-    """Half-way between the least and the most that the step's plan may need on any rank.
+    """Return a limit half-way between the lowest and highest memory use of the plan on any rank.
 
     Args:
-        kinds: of the modules that may recompute.
+        kinds: Kinds of modules that may recompute.
     """
     modules = pipeline.descriptions
     names = frozenset(module.name for module in modules if module.kind in kinds)
@@ -34,5 +34,5 @@ def half_way(
     needs = memory_needs(
         plan_pipeline_step(pipeline, metas, factors=factors), modules, metas, tuning
     )
-    least, most = (max(each) for each in zip(*needs, strict=True))
-    return replace(tuning, memory_limit_bytes=(least + most) // 2)
+    min_bytes, max_bytes = (max(each) for each in zip(*needs, strict=True))
+    return replace(tuning, memory_limit_bytes=(min_bytes + max_bytes) // 2)

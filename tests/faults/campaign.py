@@ -32,7 +32,7 @@ class Fault(NamedTuple):
     """Injections per case of a test."""
 
 
-class Refused(NamedTuple):
+class Limitation(NamedTuple):
     """A known limitation."""
 
     number: str
@@ -84,8 +84,8 @@ FAULTS = [
         "other ranks exit within seconds and name rank, process and step",
         "resumed run, bitwise",
         (
-            f"{SMALL}test_a_killed_rank_is_named_and_the_run_resumes_exactly",
-            f"{TRAIN}test_a_lost_peer_is_named",
+            f"{SMALL}test_killed_rank_is_named_and_run_resumes",
+            f"{TRAIN}test_lost_peer_is_named",
         ),
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS = [
         "done",
         "resumed each time",
         "losses, metrics, last checkpoint, bitwise",
-        (f"{TRAIN}test_torchrun_recovers_from_five_kills_with_the_same_bits",),
+        (f"{TRAIN}test_torchrun_recovers_from_five_kills_exactly",),
         each=5,
     ),
     Fault(
@@ -105,7 +105,7 @@ FAULTS = [
         "done",
         "resumed",
         "parameters, bitwise",
-        (f"{SMALL}test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits",),
+        (f"{SMALL}test_torchrun_restarts_killed_rank_exactly",),
     ),
     Fault(
         "F2",
@@ -114,7 +114,7 @@ FAULTS = [
         "done",
         "the remaining node continues",
         "losses within 1e-5, every step once",
-        (f"{TRAIN}test_what_is_left_goes_on_when_a_node_is_lost",),
+        (f"{TRAIN}test_remaining_node_continues_after_node_loss",),
     ),
     Fault(
         "F3",
@@ -123,7 +123,7 @@ FAULTS = [
         "preempted",
         "all ranks save the same step",
         "resumed run, bitwise",
-        (f"{TRAIN}test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits",),
+        (f"{TRAIN}test_sigterm_to_torchrun_saves_and_resumes_exactly",),
     ),
     Fault(
         "F4",
@@ -132,7 +132,7 @@ FAULTS = [
         "preempted",
         "all ranks save the same step",
         "resumed run, bitwise",
-        (f"{TRAIN}test_sigterm_to_one_rank_stops_all_at_the_same_step",),
+        (f"{TRAIN}test_sigterm_to_one_rank_stops_all_together",),
     ),
     Fault(
         "F5",
@@ -151,9 +151,9 @@ FAULTS = [
         "first signal applies; one complete checkpoint",
         "resumed run, bitwise",
         (
-            f"{SMALL}test_sigterm_to_one_rank_saves_the_same_step_on_all",
-            f"{PREEMPT}test_signal_sets_flag_only",
-            f"{PREEMPT}test_first_signal_is_recorded",
+            f"{SMALL}test_sigterm_saves_same_step_on_all_ranks",
+            f"{PREEMPT}test_a_signal_only_sets_a_flag",
+            f"{PREEMPT}test_the_first_signal_counts",
         ),
     ),
     Fault(
@@ -163,7 +163,7 @@ FAULTS = [
         "failed",
         "other ranks time out and name rank, step and phase",
         "-",
-        (f"{SMALL}test_a_rank_that_stands_still_is_named_in_time",),
+        (f"{SMALL}test_stalled_rank_is_named_within_timeout",),
     ),
     Fault(
         "F7, R1",
@@ -173,10 +173,10 @@ FAULTS = [
         "after `data.timeout_s`; error names worker, samples and waiting rank",
         "-",
         (
-            f"{HUNG}test_the_run_ends_and_names_workers_and_samples",
-            f"{HUNG}test_peers_name_the_rank_that_waits_for_data",
-            "unit/data/test_waiting.py::test_stopped_worker_is_reported_and_killed",
-            "unit/data/test_waiting.py::test_unresponsive_file_raises_after_timeout",
+            f"{HUNG}test_hung_workers_end_run_with_names",
+            f"{HUNG}test_peers_name_rank_waiting_for_data",
+            "unit/data/test_waiting.py::test_a_stopped_worker_is_named_with_its_samples_and_ended",
+            "unit/data/test_waiting.py::test_a_file_that_never_answers_ends_the_wait",
         ),
     ),
     Fault(
@@ -186,7 +186,7 @@ FAULTS = [
         "preempted",
         "all ranks save the last complete step",
         "every step once",
-        (f"{HUNG}test_a_stop_signal_ends_a_wait_for_data_and_saves",),
+        (f"{HUNG}test_stop_signal_while_waiting_for_data_saves",),
     ),
     Fault(
         "F8",
@@ -196,9 +196,9 @@ FAULTS = [
         "warning before the first step; `slowest_rank` in metrics",
         "-",
         (
-            "distributed/test_preflight.py::test_two_ranks_compare_themselves",
-            "distributed/test_preflight.py::test_the_slow_rank_is_named_with_its_machine",
-            f"{METRICS}test_rates_are_summed_and_times_are_maxima",
+            "distributed/test_preflight.py::test_two_ranks_compare_their_speeds",
+            "distributed/test_preflight.py::test_slow_rank_is_reported_with_host",
+            f"{METRICS}test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest",
         ),
     ),
     Fault(
@@ -208,7 +208,7 @@ FAULTS = [
         "failed",
         "STATUS.json has its message",
         "-",
-        (f"{SMALL}test_an_exception_on_one_rank_ends_all_and_is_the_reported_cause",),
+        (f"{SMALL}test_exception_on_one_rank_is_reported_cause",),
     ),
     Fault(
         "R9",
@@ -227,8 +227,8 @@ FAULTS = [
         "other ranks exit after `parallel.timeout_s`",
         "-",
         (
-            f"{TRAIN}test_a_peer_that_never_comes_is_waited_for_only_so_long",
-            f"{STARTS}test_a_rank_that_dies_while_groups_are_made_is_not_waited_for",
+            f"{TRAIN}test_missing_peer_times_out",
+            f"{STARTS}test_rank_that_dies_during_setup_times_out",
         ),
     ),
     Fault(
@@ -238,7 +238,7 @@ FAULTS = [
         "failed",
         "all ranks exit after `parallel.timeout_s`",
         "-",
-        (f"{STARTS}test_a_mute_program_on_the_port_is_not_waited_for",),
+        (f"{STARTS}test_silent_program_on_port_times_out",),
     ),
     Fault(
         "R11",
@@ -248,8 +248,8 @@ FAULTS = [
         "error names the variable",
         "-",
         (
-            f"{STARTS}test_bad_environments_are_refused_by_variable",
-            f"{STARTS}test_train_ends_with_2_and_no_traceback",
+            f"{STARTS}test_bad_environment_error_names_variable",
+            f"{STARTS}test_bad_environment_exits_with_2",
         ),
     ),
     Fault(
@@ -260,9 +260,9 @@ FAULTS = [
         "no worker remains",
         "-",
         (
-            "faults/test_data_workers.py::test_workers_end_when_their_process_is_killed",
-            "faults/test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
-            "faults/test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
+            "faults/test_data_workers.py::test_workers_exit_with_killed_process",
+            "faults/test_data_workers.py::test_process_with_idle_workers_exits",
+            "faults/test_data_workers.py::test_process_with_stopped_workers_exits",
         ),
     ),
     # Checkpoints
@@ -273,7 +273,7 @@ FAULTS = [
         "-",
         "incomplete saves are never loaded; the previous one is",
         "parameters and optimizer states, bitwise",
-        ("faults/test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",),
+        ("faults/test_kill_while_saving.py::test_thirty_kills_leave_complete_checkpoints",),
         each=30,
     ),
     Fault(
@@ -283,7 +283,7 @@ FAULTS = [
         "failed, then done",
         "only this save is lost; its files are removed",
         "resumed run, bitwise",
-        (f"{TRAIN}test_kill_while_saving_in_the_background_loses_only_that_save",),
+        (f"{TRAIN}test_kill_during_async_save_loses_that_save",),
     ),
     Fault(
         "F11",
@@ -315,9 +315,9 @@ FAULTS = [
         "error names file and reason; restart works with free space",
         "checkpoints",
         (
-            f"{DIRECTORY}test_a_disk_too_small_for_a_checkpoint",
-            f"{DIRECTORY}test_a_disk_that_fills_up_while_training",
-            f"{DIRECTORY}test_a_disk_too_small_for_the_export",
+            f"{DIRECTORY}test_disk_too_small_for_checkpoint",
+            f"{DIRECTORY}test_disk_that_fills_during_training",
+            f"{DIRECTORY}test_disk_too_small_for_export",
         ),
     ),
     Fault(
@@ -328,8 +328,8 @@ FAULTS = [
         "before initialization; error names key, file and reason",
         "-",
         (
-            f"{DIRECTORY}test_a_read_only_output_directory",
-            f"{DIRECTORY}test_a_directory_that_cannot_be",
+            f"{DIRECTORY}test_read_only_output_directory_is_rejected",
+            f"{DIRECTORY}test_impossible_directory_is_rejected",
         ),
     ),
     Fault(
@@ -378,10 +378,10 @@ FAULTS = [
         "error names the file; never a fresh start",
         "files",
         (
-            f"{DAMAGE}test_shards_of_different_step_are_rejected",
-            f"{DAMAGE}test_renamed_step_is_rejected",
-            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error",
-            f"{TRAIN}test_a_damaged_checkpoint_is_refused_by_name",
+            f"{DAMAGE}test_shards_of_another_step_are_refused",
+            f"{DAMAGE}test_a_renamed_step_is_refused",
+            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error_not_a_fresh_start",
+            f"{TRAIN}test_damaged_checkpoint_error_names_file",
         ),
     ),
     Fault(
@@ -450,7 +450,7 @@ FAULTS = [
         "-",
         "loads",
         "parameters and optimizer states, bitwise",
-        ("distributed/test_checkpoint_layouts.py::test_any_layout_loads_into_any_other",),
+        ("distributed/test_checkpoint_layouts.py::test_checkpoint_loads_into_every_layout",),
     ),
     Fault(
         "F18",
@@ -469,10 +469,10 @@ FAULTS = [
         "error lists all differences before loading",
         "model values",
         (
-            f"{SAVED}test_missing_and_extra_names_are_rejected",
-            f"{SAVED}test_different_shapes_and_dtypes_change_no_state",
-            f"{SAVED}test_different_frozen_parameters_are_rejected",
-            f"{TRAIN}test_a_finished_run_says_so_and_a_changed_model_is_refused",
+            f"{SAVED}test_missing_and_extra_names_are_refused_and_listed",
+            f"{SAVED}test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded",
+            f"{SAVED}test_another_choice_of_frozen_parameters_is_refused",
+            f"{TRAIN}test_finished_run_rejects_changed_model",
         ),
     ),
     Fault(
@@ -492,10 +492,10 @@ FAULTS = [
         "error names the change; `checkpoint.allow_data_change` accepts it",
         "harmless changes are accepted",
         (
-            "unit/data/test_changed_data.py::test_changed_data_is_rejected_unless_accepted",
-            "unit/data/test_changed_data.py::test_changed_chat_loss_mask_is_rejected",
-            "unit/data/test_changed_data.py::test_changed_stream_files_are_rejected",
-            f"{TRAIN}test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says",
+            "unit/data/test_changed_data.py::test_changed_data_are_refused_by_name_unless_accepted",
+            "unit/data/test_changed_data.py::test_chats_that_count_otherwise_are_refused_by_name",
+            "unit/data/test_changed_data.py::test_the_files_of_a_stream_are_compared",
+            f"{TRAIN}test_changed_data_require_recipe_permission",
         ),
     ),
     Fault(
@@ -506,8 +506,8 @@ FAULTS = [
         "error names process and host",
         "files of the first run",
         (
-            f"{DIRECTORY}test_a_run_in_the_directory_of_another_touches_nothing",
-            f"{SAVED}test_second_process_is_rejected",
+            f"{DIRECTORY}test_second_run_in_directory_changes_nothing",
+            f"{SAVED}test_a_second_process_is_kept_out",
         ),
     ),
     Fault(
@@ -528,7 +528,7 @@ FAULTS = [
         "-",
         "continues from its disk or from uploads; incomplete data are ignored",
         "every start, upload and the end, bitwise",
-        ("faults/test_kill_while_training.py::test_ten_kills_lose_nothing_and_tear_nothing",),
+        ("faults/test_kill_while_training.py::test_ten_kills_lose_no_step_or_upload",),
         each=10,
     ),
     Fault(
@@ -538,7 +538,7 @@ FAULTS = [
         "done",
         "another machine continues from the latest upload",
         "losses and last checkpoint, bitwise",
-        (f"{UPLOADS}test_a_lost_machine_costs_only_the_steps_since_the_last_copy",),
+        (f"{UPLOADS}test_lost_machine_resumes_from_last_upload",),
     ),
     Fault(
         "U3",
@@ -548,10 +548,10 @@ FAULTS = [
         "ignored, then repeated or removed",
         "weights on another machine",
         (
-            f"{UPLOADS}test_killed_while_copying_then_resumed_and_copied_again",
-            f"{COPIES}test_upload_without_manifest_is_repeated",
-            f"{COPIES}test_incomplete_upload_is_removed_by_next_upload",
-            f"{COPIES}test_upload_with_missing_file_is_not_committed",
+            f"{UPLOADS}test_run_killed_during_upload_uploads_again",
+            f"{COPIES}test_a_copy_without_a_manifest_does_not_count_and_is_made_again",
+            f"{COPIES}test_what_an_unfinished_copy_left_goes_with_the_next",
+            f"{COPIES}test_a_copy_that_lost_a_file_is_not_committed",
         ),
     ),
     Fault(
@@ -562,11 +562,10 @@ FAULTS = [
         "detected by hash on all ranks; the previous one is used",
         "older upload, bitwise",
         (
-            f"{COPIES}test_damaged_upload_is_skipped_for_older_one",
-            f"{COPIES}test_start_fails_if_all_uploads_are_damaged",
-            f"{UPLOADS}test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
-            "distributed/test_checkpoint_sites.py"
-            "::test_all_nodes_take_the_older_one_where_the_newest_is_damaged",
+            f"{COPIES}test_damaged_copies_are_found_and_an_older_one_is_taken",
+            f"{COPIES}test_all_damaged_stops_the_start",
+            f"{UPLOADS}test_damaged_upload_is_skipped_at_start",
+            "distributed/test_checkpoint_sites.py::test_damaged_upload_resumes_older_on_all_nodes",
         ),
     ),
     Fault(
@@ -577,10 +576,10 @@ FAULTS = [
         "warning and metric; training continues; next upload works",
         "stored objects",
         (
-            f"{UPLOADS}test_a_store_that_takes_nothing_more_is_told_and_training_goes_on",
-            f"{COPIES}test_full_store_is_reported_and_training_continues",
+            f"{UPLOADS}test_rejected_uploads_warn_and_training_continues",
+            f"{COPIES}test_a_full_store_is_told_and_training_goes_on",
             "distributed/test_checkpoint_sites.py"
-            "::test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made",
+            "::test_failed_upload_skips_checkpoint_on_all_nodes",
         ),
     ),
     Fault(
@@ -591,8 +590,8 @@ FAULTS = [
         "the latest is uploaded; training does not wait",
         "training result",
         (
-            f"{UPLOADS}test_a_slow_store_gets_the_newest_and_the_same_is_trained",
-            f"{COPIES}test_slow_store_receives_newest_checkpoint",
+            f"{UPLOADS}test_slow_store_receives_latest_checkpoint",
+            f"{COPIES}test_a_slow_store_gets_the_newest_and_nothing_waits_for_it",
         ),
     ),
     Fault(
@@ -603,8 +602,8 @@ FAULTS = [
         "error names URL, variable or key; secrets are hidden",
         "-",
         (
-            f"{UPLOADS}test_what_is_wrong_with_the_store_at_the_start_is_named",
-            f"{COPIES}test_unreachable_store_stops_start",
+            f"{UPLOADS}test_store_errors_at_start_are_named",
+            f"{COPIES}test_a_store_that_cannot_be_asked_stops_the_start",
         ),
     ),
     Fault(
@@ -614,7 +613,7 @@ FAULTS = [
         "-",
         "all resume from uploads",
         "parameters and optimizer states, bitwise",
-        ("distributed/test_checkpoint_sites.py::test_what_two_nodes_saved_is_resumed_by_others",),
+        ("distributed/test_checkpoint_sites.py::test_checkpoint_of_two_nodes_resumes_elsewhere",),
     ),
     Fault(
         "U9",
@@ -731,7 +730,7 @@ FAULTS = [
         "-",
         "no rank waits",
         "losses and gradients of one process",
-        ("distributed/test_train_models.py::test_ranks_without_images_join_those_with",),
+        ("distributed/test_train_models.py::test_ranks_without_images_train_with_others",),
     ),
     Fault(
         "F27",
@@ -740,10 +739,7 @@ FAULTS = [
         "-",
         "same training",
         "losses and gradients of one process",
-        (
-            "distributed/test_train_reordering.py"
-            "::test_losses_and_gradients_are_those_of_one_process",
-        ),
+        ("distributed/test_train_reordering.py::test_sliced_messages_keep_losses_and_gradients",),
     ),
     Fault(
         "R8, S3",
@@ -783,10 +779,9 @@ FAULTS = [
         "error names URL and fix; secrets are hidden",
         "resumed run, bitwise",
         (
-            "faults/test_stores.py"
-            "::test_faults_that_last_end_with_code_3_and_name_address_and_remedy",
-            "faults/test_stores.py::test_killed_and_resumed_with_the_store_away_meanwhile",
-            "faults/test_stores.py::test_slow_or_away_for_20_seconds_while_training",
+            "faults/test_stores.py::test_permanent_store_faults_exit_with_3",
+            "faults/test_stores.py::test_killed_run_resumes_after_store_outage",
+            "faults/test_stores.py::test_slow_or_absent_store_keeps_losses",
         ),
     ),
     Fault(
@@ -796,7 +791,7 @@ FAULTS = [
         "failed",
         "before weights are loaded; error shows ten samples",
         "-",
-        (f"{TRAIN}test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read",),
+        (f"{TRAIN}test_unusable_source_fails_before_weights_load",),
     ),
     Fault(
         "F21",
@@ -806,10 +801,8 @@ FAULTS = [
         "the next one is used; error names the rejection",
         "losses and weights, bitwise",
         (
-            "faults/test_disaggregated_faults.py"
-            "::test_what_producers_refuse_ends_the_run_and_is_named",
-            "faults/test_disaggregated_faults.py"
-            "::test_a_killed_producer_and_a_killed_rank_cost_no_sample",
+            "faults/test_disaggregated_faults.py::test_producer_rejection_ends_run_with_message",
+            "faults/test_disaggregated_faults.py::test_killed_producer_and_rank_lose_no_sample",
         ),
     ),
     # Numbers, recipes, trackers
@@ -821,9 +814,9 @@ FAULTS = [
         "all ranks stop before the update; error names the first module",
         "parameters and rerun, bitwise",
         (
-            f"{SMALL}test_nan_on_one_rank_stops_all_with_parameters_unchanged",
-            f"{TRAIN}test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint",
-            "unit/parallel/test_health.py::test_non_finite_values_name_step_and_rank",
+            f"{SMALL}test_nan_on_one_rank_keeps_parameters",
+            f"{TRAIN}test_non_finite_loss_stops_all_ranks",
+            "unit/parallel/test_health.py::test_non_finite_values_are_named_with_step_and_rank",
         ),
     ),
     Fault(
@@ -835,9 +828,9 @@ FAULTS = [
         "before initialization; error names file, key and fix",
         "-",
         (
-            f"{STARTS}test_bad_recipes_are_refused_by_key",
-            f"{TRAIN}test_a_bad_recipe_lists_all_mistakes",
-            f"{TRAIN}test_model_mistakes_fail_before_rendezvous",
+            f"{STARTS}test_bad_recipe_error_names_key",
+            f"{TRAIN}test_bad_recipe_lists_all_errors",
+            f"{TRAIN}test_model_errors_fail_before_rendezvous",
         ),
     ),
     Fault(
@@ -928,7 +921,7 @@ FAULTS = [
         "-",
         ("unit/data/test_sources.py::test_hub_ids_are_distinguished_from_paths",),
     ),
-    # Processes beside a run
+    # Background processes
     Fault(
         "P1",
         "stream reader: stopped, killed; clients without the secret",
@@ -1021,10 +1014,10 @@ FAULTS = [
         "done",
         "Ray restarts it; all are used; none remains at the end",
         "losses and last checkpoint, bitwise",
-        (f"{RAY}test_one_of_three_is_killed_and_one_is_added",),
+        (f"{RAY}test_ray_producers_are_killed_and_added",),
         each=2,
     ),
-    # Modules on ranks of their own
+    # Disaggregated modules
     Fault(
         "M1",
         "disaggregated encoder, LLM, generator: killed, stopped, hung; manual restart",
@@ -1032,7 +1025,7 @@ FAULTS = [
         "failed, then done",
         "other ranks exit within `parallel.timeout_s` and name rank and process",
         "losses, every step once, last checkpoint, bitwise",
-        (f"{UNITS}test_a_unit_is_lost_and_the_same_command_goes_on",),
+        (f"{UNITS}test_lost_module_resumes_with_same_command",),
     ),
     Fault(
         "M2",
@@ -1041,7 +1034,7 @@ FAULTS = [
         "done",
         "torchrun restarts all ranks",
         "losses, every step once, last checkpoint, bitwise",
-        (f"{UNITS}test_torchrun_restarts_all_units",),
+        (f"{UNITS}test_torchrun_restarts_all_modules",),
     ),
     Fault(
         "M3",
@@ -1050,7 +1043,7 @@ FAULTS = [
         "failed",
         "detected by its heartbeat, although saves may take half an hour",
         "-",
-        (f"{UNITS}test_a_unit_that_is_stopped_in_a_save_is_missed_soon",),
+        (f"{UNITS}test_module_stopped_during_save_is_detected",),
     ),
     Fault(
         "M4",
@@ -1059,7 +1052,7 @@ FAULTS = [
         "done",
         "continues with the remaining replicas",
         "bitwise equal to a run with these sizes; losses within 1e-5",
-        (f"{UNITS}test_what_is_left_goes_on_when_a_node_of_the_encoder_is_lost",),
+        (f"{UNITS}test_remaining_node_continues_after_encoder_loss",),
     ),
     # Schedulers
     Fault(
@@ -1069,7 +1062,7 @@ FAULTS = [
         "preempted, then done",
         "saved; Slurm requeues the job",
         "losses, every step once, last checkpoint, bitwise",
-        (f"{SLURM}test_a_preempted_job_is_queued_again_and_ends_with_the_same_bits",),
+        (f"{SLURM}test_preempted_slurm_job_is_requeued_exactly",),
     ),
     # Exports
     Fault(
@@ -1190,7 +1183,7 @@ FAULTS = [
         "-",
         "not read; compiled code is in the user cache directory",
         "loss",
-        ("distributed/test_train_features.py::test_compiled_code_gives_the_same_loss_and_is_kept",),
+        ("distributed/test_train_features.py::test_compiled_code_is_cached_with_same_loss",),
     ),
     Fault(
         "N5",
@@ -1351,7 +1344,7 @@ FAULTS = [
         "-",
         "no process remains; ports on loopback only",
         "-",
-        (f"{RAY}test_local_cluster_is_private_and_ends_with_its_process",),
+        (f"{RAY}test_local_cluster_is_private_and_exits",),
     ),
     Fault(
         "N17",
@@ -1401,29 +1394,29 @@ FAULTS = [
     ),
 ]
 
-REFUSED = [
-    Refused(
+LIMITATIONS = [
+    Limitation(
         "R11",
         "operating system memory limit on one rank",
         "threads of torch and gloo end the process without an exception; other ranks exit with "
         "code 6 after `parallel.timeout_s`",
     ),
-    Refused(
+    Limitation(
         "S8",
         "the torch store listens on all interfaces, also with MASTER_ADDR=127.0.0.1",
         "torch has no setting for it; run in a private network (SECURITY.md)",
     ),
-    Refused(
+    Limitation(
         "S9",
         "ranks send pickled objects to each other through torch",
         "ranks trust each other; files are never unpickled (SECURITY.md)",
     ),
-    Refused(
+    Limitation(
         "S10",
         "files have mode 0644; W&B receives the recipe with its paths",
         "the umask sets the mode; trackers are off by default",
     ),
-    Refused(
+    Limitation(
         "F12",
         "disk that becomes read-only during training",
         "not injected, because open files stay writable; errors are those of a full disk",

@@ -1,4 +1,4 @@
-"""What several files of fault tests share."""
+"""Fixtures that several fault tests share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""train.py whose rank 1 dies when all are about to make the group that checkpoints are saved in."""
+"""Run train.py and exit rank 1 before it creates the group for checkpoint saves."""
 
 import os
 import runpy
@@ -9,7 +9,7 @@ from torchmm.training.checkpoint import manager
 
 
 def main() -> int:
-    """As that of train.py."""
+    """Run `main` of train.py."""
     if os.environ["RANK"] == "1":
         manager.SideGroup.create = lambda: os._exit(9)
     return int(runpy.run_path(str(TRAIN))["main"]())

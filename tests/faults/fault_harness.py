@@ -1,13 +1,13 @@
-"""Starting ranks as processes, waiting for what they print, killing them, reading what is left.
+"""Start ranks as processes, wait for their output, and kill them.
 
     with Job(train_server, SCRIPT, [run_dir], ranks=2, log_dir=tmp_path) as job:
         job.wait_for("step 3")
         job.signal(1, signal.SIGKILL)
         codes = job.wait(30)
 
-`Job` starts plain processes with the environment torchrun would give them, which is fast (they are
-forks of the train server) and leaves each rank's exit code visible; `TorchrunJob` goes through
-torchrun itself, for restarts. Leaving the block kills what still runs.
+`Job` starts processes with the environment variables of torchrun. It is fast, because they are
+forks of the train server, and shows the exit code of each rank. `TorchrunJob` starts torchrun, for
+restarts. Leaving the `with` block kills remaining processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 
 class Job:
-    """One process per rank over gloo on this machine."""
+    """Local processes, one per rank, with the gloo backend."""
 
     processes: Sequence[ForkedRank | subprocess.Popen[bytes]]
 
@@ -53,11 +53,11 @@ class Job:
             process.wait()
 
     def output(self, rank: int = 0) -> str:
-        """What a rank has written to stdout and stderr so far."""
+        """Return the stdout and stderr of a rank so far."""
         return self.logs[rank].read_text(errors="replace")
 
     def wait_for(self, marker: str, timeout_s: float = 60) -> None:
-        """Until every rank has written `marker`; fails if a rank ends before."""
+        """Wait until every rank has written `marker`. Fail if a rank exits earlier."""
         deadline = time.monotonic() + timeout_s
         for rank in range(len(self.logs)):
             while marker not in self.output(rank):
@@ -67,11 +67,11 @@ class Job:
                 time.sleep(POLL_S)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Sends a signal to one rank's process alone."""
+        """Send a signal to the process of one rank only."""
         self.processes[rank].send_signal(number)
 
     def wait(self, timeout_s: float = 60) -> list[int]:
-        """Exit codes by rank (-N: killed by signal N) when all have ended."""
+        """Wait for all ranks and return their exit codes (-N if signal N killed the rank)."""
         deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):
             try:
@@ -84,9 +84,9 @@ class Job:
 
 
 class TorchrunJob(Job):
-    """The same through torchrun: one process to wait for, one log for all ranks."""
+    """A job of torchrun, with one process and one log for all ranks."""
 
-    def __init__(  # its own processes, hence no super().__init__
+    def __init__(  # starts other processes, so no super().__init__
         self,
         script: Path,
         args: Sequence[object],
@@ -106,7 +106,7 @@ class TorchrunJob(Job):
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+                os.killpg(process.pid, signal.SIGKILL)  # including the ranks
             process.wait()
 
 

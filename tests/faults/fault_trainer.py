@@ -1,9 +1,10 @@
-"""A training loop of one page with all the safety devices, for tests to do harm to.
+"""Run a small training loop with all safety mechanisms, for fault injection.
 
 usage: fault_trainer.py RUN_DIR STEPS [FAULT]
 
 FAULT is KIND:RANK:STEP with KIND "nan" (loss), "hang" (sleeps), "stop" (SIGSTOP), "kill" (SIGKILL
 to itself, on the first start only) or "raise".
+
 Prints "step N" on every rank and "final HASH" at the end.
 """
 
@@ -35,14 +36,14 @@ from torchmm.training.shutdown import Status, StopSignal, write_status
 TIMEOUT_S = int(os.environ.get("TIMEOUT_S", "10"))
 
 
-def say(*words: object) -> None:
-    """A line the tests wait for."""
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
+def print_line(*values: object) -> None:
+    """Print a line that tests wait for."""
+    sys.stdout.write(" ".join(map(str, values)) + "\n")
     sys.stdout.flush()
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model with dropout, so that resuming exactly needs the random state."""
+    """Build a sharded model with dropout, so that exact resuming requires the random state."""
     seed_everything(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
     fully_shard(model)
@@ -50,13 +51,13 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 of all parameters."""
+    """Return the SHA-256 hash of all parameters."""
     full = [p.full_tensor().detach() for p in model.parameters()]
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in full)).hexdigest()
 
 
 class Trainer:
-    """State of the loop that the exit path needs."""
+    """State of the training loop that the exit path needs."""
 
     def __init__(self, run_dir: Path, steps: int, fault: str) -> None:
         self.run_dir, self.steps = run_dir, steps
@@ -69,7 +70,7 @@ class Trainer:
         self.logger = logging.getLogger("fault_trainer")
 
     def run(self, stop: StopSignal) -> str:
-        """Trains; returns how it ended."""
+        """Train and return the final state."""
         model, optimizer = build()
         config = CheckpointConfig(interval=1)
         with CheckpointManager(config, self.run_dir, self.logger, {"shard": 2}, "r") as checkpoints:
@@ -82,7 +83,7 @@ class Trainer:
             state = "running"
             while state == "running":
                 state = self.train(model, optimizer, checkpoints, stop)
-        say("final", digest(model))
+        print_line("final", digest(model))
         return state
 
     def train(
@@ -92,7 +93,7 @@ class Trainer:
         checkpoints: CheckpointManager,
         stop: StopSignal,
     ) -> str:
-        """One step, saved; returns what to do next."""
+        """Train one step, save it, and return the state."""
         step = self.step + 1
         self.health.check(step)
         with self.health.phase(step, "forward"):
@@ -113,19 +114,19 @@ class Trainer:
         if any(row[2] for row in values_RN):
             checkpoints.wait()  # raises the reason
         checkpoints.save(step, model, optimizer, {"data": step})
-        say("step", step)
+        print_line("step", step)
         time.sleep(float(os.environ.get("STEP_S", "0")))
         if any(row[1] for row in values_RN):
             return "preempted"
         return "done" if step == self.steps else "running"
 
     def show_digest(self, when: str, model: nn.Module) -> None:
-        """For tests that look at the parameters around an update."""
+        """Print the hash of the parameters, for tests that compare them around an update."""
         if os.environ.get("SHOW_DIGEST"):
-            say(when, "update", digest(model))
+            print_line(when, "update", digest(model))
 
     def do_fault(self, step: int) -> None:
-        """Misbehaves if it is this rank's turn."""
+        """Inject the fault if the rank and step match."""
         if step != self.fault_step:
             return
         if self.fault == "hang":
@@ -139,19 +140,19 @@ class Trainer:
 
 
 def restarted() -> bool:
-    """Whether torchrun started this process in place of one that died."""
+    """Return True if torchrun restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def main() -> int:
-    """Maps outcomes to exit codes as train.py does."""
+    """Run the trainer and map errors to exit codes like train.py."""
     logging.basicConfig(level=logging.INFO)
     start_process_group(ParallelConfig(timeout_s=TIMEOUT_S), torch.device("cpu"))
     run_dir = Path(sys.argv[1])
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(run_dir, int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
     write_status(run_dir, Status("running", 0, trainer.rank))
-    say("started")
+    print_line("started")
     code, message = 1, ""
     try:
         with StopSignal() as stop:
@@ -161,7 +162,7 @@ def main() -> int:
         state, code, message = "failed", error.exit_code, str(error)
     except Exception as error:
         state, message = "failed", repr(error)
-    say(message)
+    print_line(message)
     write_status(run_dir, Status(state, trainer.step, trainer.rank, code, message))
     return code
 

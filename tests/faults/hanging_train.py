@@ -1,4 +1,7 @@
-"""train.py whose main thread stands still for ever when its process gets SIGUSR2; others go on."""
+"""Run train.py with a main thread that hangs after SIGUSR2.
+
+Other threads continue.
+"""
 
 import runpy
 import signal
@@ -8,7 +11,7 @@ from train_server import TRAIN
 
 
 def main() -> int:
-    """As that of train.py."""
+    """Run `main` of train.py."""
     signal.signal(signal.SIGUSR2, lambda number, frame: time.sleep(1e6))
     return int(runpy.run_path(str(TRAIN))["main"]())
 

@@ -1,4 +1,4 @@
-"""train.py, but without waiting for another run in its directory to end."""
+"""Run train.py without waiting for another run in the same directory."""
 
 import runpy
 
@@ -8,6 +8,6 @@ from torchmm.training.checkpoint import directory as checkpoint_directory
 
 
 def main() -> int:
-    """As that of train.py."""
+    """Run `main` of train.py."""
     checkpoint_directory._CLAIM_WAIT_S = 0.1
     return int(runpy.run_path(str(TRAIN))["main"]())

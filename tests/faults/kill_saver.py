@@ -1,9 +1,10 @@
-"""Saves, is killed, looks what is left; again and again. Prints one JSON line per kill.
+"""Kill saves repeatedly and check the remaining files. Prints one JSON line per kill.
 
 usage: kill_saver.py RUN_DIR KILLS
 
-Importing torch takes seconds and a save milliseconds, so this process imports once and forks two
-ranks per attempt. It starts no threads itself: a forked child would wait for them for ever.
+Importing torch takes seconds and a save takes milliseconds. Therefore this process imports torch
+once and forks two ranks per attempt. It starts no threads, because a forked child would wait for
+them forever.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger("kill_saver")
 
 
 def fork(function: Callable[[], None]) -> int:
-    """Process id of a child that runs `function` and exits."""
+    """Run `function` in a child process that exits afterwards, and return its process id."""
     child = os.fork()
     if child:
         return child
@@ -50,7 +51,7 @@ def fork(function: Callable[[], None]) -> int:
 
 
 def build(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer whose every value follows from `step`."""
+    """Build a model and an optimizer whose values depend only on `step`."""
     torch.manual_seed(step)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     if dist.is_initialized():
@@ -61,24 +62,26 @@ def build(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(run_dir: Path, step: int, rank: int, store: Path, ready: int, asynchronous: bool) -> None:
-    """One rank: resumes, says that it is ready, and saves `step`."""
+def save(
+    run_dir: Path, step: int, rank: int, store: Path, ready_pipe: int, asynchronous: bool
+) -> None:
+    """Resume one rank, signal that it is ready, and save `step`."""
     shared = dist.FileStore(str(store), RANKS)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=RANKS)
     model, optimizer = build(step)
     config = CheckpointConfig(async_save=asynchronous)
     checkpoints = CheckpointManager(config, run_dir, logger, {}, "recipe")
     dist.barrier()
-    os.write(ready, b"x")
+    os.write(ready_pipe, b"x")
     with contextlib.suppress(PeerError, RuntimeError):  # the other rank was killed first
         checkpoints.save(step, model, optimizer, {"step": step})
         checkpoints.wait()
-        os.write(ready, b"y")
+        os.write(ready_pipe, b"y")
         dist.barrier()
 
 
-def attempt(run_dir: Path, step: int, delay_s: float | None, random_: random.Random) -> float:
-    """Lets two ranks save, kills one or both after `delay_s`; returns how long they saved."""
+def attempt(run_dir: Path, step: int, delay_s: float | None, generator: random.Random) -> float:
+    """Save on two ranks, kill them after `delay_s`, and return the duration of the save."""
     read, write = os.pipe()
     store = run_dir / f"store-{step}"
     asynchronous = bool(step % 2)
@@ -94,10 +97,10 @@ def attempt(run_dir: Path, step: int, delay_s: float | None, random_: random.Ran
             assert os.read(read, 1) == b"y"
     else:
         time.sleep(delay_s)
-        first = random_.randrange(RANKS)
+        first = generator.randrange(RANKS)
         os.kill(children[first], signal.SIGKILL)
         # In half of the attempts the other rank continues for a moment.
-        time.sleep(random_.choice([0.0, 0.05]))
+        time.sleep(generator.choice([0.0, 0.05]))
         os.kill(children[1 - first], signal.SIGKILL)
     saved_s = time.monotonic() - start
     for child in children:
@@ -109,16 +112,19 @@ def attempt(run_dir: Path, step: int, delay_s: float | None, random_: random.Ran
 
 
 def report(run_dir: Path, step: int) -> None:
-    """Resumes in a fresh process and compares every bit with what that step must hold."""
+    """Resume in a new process and compare all values bitwise with those of the step."""
     torn = len(list((run_dir / "checkpoints").glob("*.tmp-*")))
     model, optimizer = build(10_000)
     checkpoints = CheckpointManager(CheckpointConfig(), run_dir, logger, {}, "recipe")
     restored = checkpoints.resume(model, optimizer)
     assert restored is not None and restored.state == {"step": restored.step}
     expected, expected_optimizer = build(restored.step)
-    found, wanted = optimizer.state[model.weight], expected_optimizer.state[expected.weight]
+    actual, optimizer_state = (
+        optimizer.state[model.weight],
+        expected_optimizer.state[expected.weight],
+    )
     equal = torch.equal(model.weight, expected.weight) and all(
-        torch.equal(found[key], wanted[key]) for key in wanted
+        torch.equal(actual[key], optimizer_state[key]) for key in optimizer_state
     )
     outcome = {"killed_at": step, "resumed": restored.step, "equal": equal, "torn": torn}
     sys.stdout.write(json.dumps(outcome) + "\n")
@@ -126,16 +132,16 @@ def report(run_dir: Path, step: int) -> None:
 
 
 def main() -> None:
-    """One undisturbed save to learn how long it takes, then the kills."""
+    """Measure the duration of an undisturbed save, then kill saves."""
     run_dir, kills = Path(sys.argv[1]), int(sys.argv[2])
     run_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    build(0)  # the first optimizer step imports much; children inherit that
-    random_ = random.Random(0)
-    attempt(run_dir, 1, None, random_)
-    usual_s = attempt(run_dir, 2, None, random_)
+    build(0)  # the first optimizer step imports modules that children inherit
+    generator = random.Random(0)
+    attempt(run_dir, 1, None, generator)
+    usual_s = attempt(run_dir, 2, None, generator)
     for step in range(3, 3 + kills):
-        attempt(run_dir, step, random_.uniform(0, 1.1 * usual_s), random_)
+        attempt(run_dir, step, generator.uniform(0, 1.1 * usual_s), generator)
         os.waitpid(fork(lambda s=step: report(run_dir, s)), 0)
 
 

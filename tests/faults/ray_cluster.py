@@ -1,4 +1,4 @@
-"""Starts a Ray cluster as a run does, prints a line, and waits."""
+"""Start a Ray cluster like a run, print a line, and wait."""
 
 import os
 import time
@@ -17,7 +17,7 @@ class Actor:
     """A process of the cluster."""
 
     def process(self) -> int:
-        """Return its id."""
+        """Return the process id."""
         return os.getpid()
 
 

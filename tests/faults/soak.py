@@ -1,11 +1,11 @@
-"""A long run with workers, planner, checkpoints and uploads: does anything grow?
+"""Measure whether memory, files or threads grow in a long run.
 
     python tests/faults/soak.py --steps 2000 --json soak.json
 
-Memory (proportional set size: pages that several processes share are divided among them), open
-files and threads of all processes of a small run, launcher included, are looked at every few
-seconds and shown by steps. Not a test: it takes long, and how much growth is too much is for
-people to say.
+The run has data workers, a background planner, checkpoints and uploads. The program measures all
+its processes, including the launcher, every few seconds. Memory is the proportional set size, in
+which shared pages are divided among processes. This is not a test, because it takes long and has no
+limit for the growth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PERIODS = 10
 
 
 class Use(NamedTuple):
-    """Of all processes of a run."""
+    """Resource use of all processes of a run."""
 
     step: int
     processes: int
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 def command(steps: int, directory: Path) -> list[str]:
-    """The run: two ranks, planned in a process of its own, small steps, many checkpoints."""
+    """Return the command of a run with two ranks, small steps and many checkpoints."""
     overrides = {
         "training.steps": steps,
         "training.global_batch_size": 4,
@@ -46,14 +46,14 @@ def command(steps: int, directory: Path) -> list[str]:
         "validation.interval": 100,
         "output_dir": directory / "outputs",
     }
-    words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+    options = [option for key, value in overrides.items() for option in (f"--{key}", str(value))]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     config = ["--config", "recipes/quickstart_searched.toml", "--name", "soak"]
-    return [*launch, "--standalone", "train.py", *config, *words]
+    return [*launch, "--standalone", "train.py", *config, *options]
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of a process and all that it has started, directly or not."""
+    """Return the ids of a process and all its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -62,31 +62,31 @@ def descendants(root: int) -> list[int]:
             except OSError:
                 continue
             parents[int(entry.name)] = int(fields[1])
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found
+    pids = [root]
+    for pid in pids:
+        pids += [child for child, parent in parents.items() if parent == pid]
+    return pids
 
 
 def use_of(pids: list[int], step: int) -> Use:
-    """What processes use now; those that end meanwhile do not count."""
+    """Return the current resource use of processes, without those that exit during the call."""
     threads = files = memory_kb = count = 0
     for pid in pids:
         folder = Path(f"/proc/{pid}")
         try:
             lines = (folder / "smaps_rollup").read_text().splitlines()
-            own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            process_kb = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
             threads += sum(1 for _ in (folder / "task").iterdir())
             files += sum(1 for _ in (folder / "fd").iterdir())
         except (OSError, StopIteration):
             continue
-        memory_kb += own
+        memory_kb += process_kb
         count += 1
     return Use(step, count, threads, files, memory_kb / 1e3)
 
 
 def last_step(metrics: Path) -> int:
-    """Of metrics.jsonl; 0: none yet."""
+    """Return the last step in metrics.jsonl, or 0."""
     try:
         lines = metrics.read_text().splitlines()
     except OSError:
@@ -95,7 +95,7 @@ def last_step(metrics: Path) -> int:
 
 
 def main() -> int:
-    """Runs it, prints the table; the run's exit code."""
+    """Run the recipe, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path)
@@ -107,26 +107,28 @@ def main() -> int:
             run = subprocess.Popen(
                 command(arguments.steps, directory), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
             )
-            found: list[Use] = []
+            samples: list[Use] = []
             while run.poll() is None:
                 time.sleep(EVERY_S)
                 step = last_step(metrics)
                 if 0 < step < arguments.steps:
-                    found.append(use_of(descendants(run.pid), step))
+                    samples.append(use_of(descendants(run.pid), step))
         if run.returncode:
             print((directory / "log").read_text()[-4000:], file=sys.stderr)
             return run.returncode
     print(f"{'steps':>14} {'processes':>9} {'threads':>8} {'files':>6} {'memory MB':>10}")
     size = arguments.steps / PERIODS
     for period in range(PERIODS):
-        own = [use for use in found if period * size < use.step <= (period + 1) * size]
-        if own:
-            means = [mean(column) for column in list(zip(*own, strict=True))[1:]]
+        in_period = [use for use in samples if period * size < use.step <= (period + 1) * size]
+        if in_period:
+            means = [mean(column) for column in list(zip(*in_period, strict=True))[1:]]
             print(
-                "{:>14} {:>9.1f} {:>8.1f} {:>6.1f} {:>10.1f}".format(f"to {own[-1].step}", *means)
+                "{:>14} {:>9.1f} {:>8.1f} {:>6.1f} {:>10.1f}".format(
+                    f"to {in_period[-1].step}", *means
+                )
             )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([use._asdict() for use in found]) + "\n")
+        arguments.json.write_text(json.dumps([use._asdict() for use in samples]) + "\n")
     return 0
 
 

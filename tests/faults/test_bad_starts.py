@@ -1,7 +1,7 @@
-"""Starts that cannot be: recipes and environments, each refused by name before ranks meet.
+"""Invalid recipes and environments are rejected by name before initialization.
 
-Every entry is one injection. Most are read in this process; some go through train.py, which makes
-exit codes of what they raise.
+Every entry is one injection. Most are read in this process. Some run train.py, which maps errors to
+exit codes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 DEEP = "[" * 1000 + "]" * 1000
 
 RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
-    # what: (lines of the recipe, overrides, what the message names)
+    # error: (lines of the recipe, overrides, text of the message)
     "unknown key": ("[optimizer]\nlearning_rate = 1.0", [], ["optimizer.learning_rate", "lr"]),
     "unknown section": ("[optimiser]\nlr = 1.0", [], ["optimiser"]),
     "wrong type": ('[training]\nsteps = "many"', [], ["training.steps", "integer"]),
@@ -125,13 +125,13 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], str]] = {
     "MASTER_PORT = x": ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
     "MASTER_PORT = 70000": ({"MASTER_PORT": "70000"}, "MASTER_PORT = 70000 is not a port"),
 }
-PLACE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
-PLACE["MASTER_ADDR"] = "127.0.0.1"
+RANK_ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+RANK_ENVIRONMENT["MASTER_ADDR"] = "127.0.0.1"
 
 
-@pytest.mark.parametrize("what", RECIPES)
-def test_bad_recipes_are_refused_by_key(tmp_path, what):
-    lines, changes, words = RECIPES[what]
+@pytest.mark.parametrize("error", RECIPES)
+def test_bad_recipe_error_names_key(tmp_path, error):
+    lines, changes, expected = RECIPES[error]
     (tmp_path / "bad.toml").write_text(f'base = "{QUICKSTART}"\n{lines}\n'.replace(
         f'base = "{QUICKSTART}"\nbase', "base"
     ))  # fmt: skip
@@ -141,33 +141,33 @@ def test_bad_recipes_are_refused_by_key(tmp_path, what):
     message = str(caught.value)
     assert time.monotonic() - began_s < 10 and len(message) < 60_000
     assert caught.value.exit_code == 2
-    assert [word for word in words if word not in message] == [], message
+    assert [text for text in expected if text not in message] == [], message
     assert "hunter2" not in message
 
 
-def test_the_recipe_that_is_spoilt_is_valid(real_data, tmp_path):
-    """Without what is spoilt: otherwise all the above would show nothing."""
+def test_unmodified_recipe_is_valid(real_data, tmp_path):
+    """Control: the recipe is valid without the injected errors."""
     load_recipe(QUICKSTART, overrides(tmp_path / "run", real_data), 2)
 
 
-@pytest.mark.parametrize("what", ENVIRONMENTS)
-def test_bad_environments_are_refused_by_variable(what):
-    changes, words = ENVIRONMENTS[what]
+@pytest.mark.parametrize("error", ENVIRONMENTS)
+def test_bad_environment_error_names_variable(error):
+    changes, words = ENVIRONMENTS[error]
     with pytest.raises(ConfigError, match="environment: ") as caught:
-        launched({**PLACE, **changes})
+        launched({**RANK_ENVIRONMENT, **changes})
     assert words in str(caught.value) and "docs/guides/cluster.md" in str(caught.value)
 
 
-def test_good_environments_are_read():
-    assert launched(PLACE) == Launched(1, 2)
+def test_valid_environments_are_parsed():
+    assert launched(RANK_ENVIRONMENT) == Launched(1, 2)
     assert launched({}) == Launched(0, 1)
     assert launched({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}) == Launched(0, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["RANK = x", "WORLD_SIZE = two", "no MASTER_ADDR"])
-def test_train_ends_with_2_and_no_traceback(tmp_path, real_data, train_server, what):
-    changes, words = ENVIRONMENTS[what]
+@pytest.mark.parametrize("error", ["RANK = x", "WORLD_SIZE = two", "no MASTER_ADDR"])
+def test_bad_environment_exits_with_2(tmp_path, real_data, train_server, error):
+    changes, words = ENVIRONMENTS[error]
     command = arguments(tmp_path / "run", real_data)
     run = train_server.start(command, tmp_path / "logs", ranks=2, **changes)
     assert run.wait() == [2, 2]
@@ -177,7 +177,7 @@ def test_train_ends_with_2_and_no_traceback(tmp_path, real_data, train_server, w
 
 
 @pytest.mark.campaign
-def test_a_mute_program_on_the_port_is_not_waited_for(tmp_path, real_data, train_server):
+def test_silent_program_on_port_times_out(tmp_path, real_data, train_server):
     command = arguments(tmp_path / "run", real_data, parallel__timeout_s=2)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -192,10 +192,8 @@ def test_a_mute_program_on_the_port_is_not_waited_for(tmp_path, real_data, train
 
 
 @pytest.mark.campaign
-def test_a_rank_that_dies_while_groups_are_made_is_not_waited_for(
-    tmp_path, real_data, train_server
-):
-    """Saves may wait half an hour for each other, but only ranks that have met."""
+def test_rank_that_dies_during_setup_times_out(tmp_path, real_data, train_server):
+    """Saves may take half an hour, but only after initialization."""
     command = arguments(tmp_path / "run", real_data, parallel__timeout_s=4)
     began_s = time.monotonic()
     run = train_server.start(command, tmp_path / "logs", ranks=2, script=DYING)

@@ -1,4 +1,4 @@
-"""Data workers and the death of the process they work for."""
+"""Data workers exit with the process that started them."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def alive(pid):
 def assert_gone(pids, within_s):
     deadline = time.monotonic() + within_s
     while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"workers {pids} are still there"
+        assert time.monotonic() < deadline, f"workers {pids} are still running"
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_workers_end_when_their_process_is_killed(tmp_path):
+def test_workers_exit_with_killed_process(tmp_path):
     process, workers = start(tmp_path, sleep_s=60)
     assert len(workers) == 2 and all(alive(pid) for pid in workers)
     os.kill(process.pid, signal.SIGKILL)
@@ -80,14 +80,14 @@ def test_workers_end_when_their_process_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_with_idle_workers_exits_at_once(tmp_path):
+def test_process_with_idle_workers_exits(tmp_path):
     process, workers = start(tmp_path, sleep_s=0)
     assert process.wait(timeout=15) == 0
     assert_gone(workers, within_s=10)
 
 
 @pytest.mark.slow
-def test_a_process_with_stopped_workers_exits_too(tmp_path):
+def test_process_with_stopped_workers_exits(tmp_path):
     process, workers = start(tmp_path, sleep_s=1)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)

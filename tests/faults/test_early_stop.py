@@ -1,4 +1,4 @@
-"""Stop signals before the first step end a run within seconds, wherever it is."""
+"""Stop signals before the first step end a run within seconds."""
 
 import json
 import signal

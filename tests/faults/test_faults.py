@@ -1,4 +1,4 @@
-"""What happens to the other ranks, the checkpoints and STATUS.json when one rank comes to harm."""
+"""Effects of a fault on one rank on other ranks, checkpoints and STATUS.json."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ def final_hash(output: str) -> str:
 
 
 def newest(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint, which must be whole."""
+    """Return the step of the newest checkpoint, which must be complete."""
     path = list_steps(run_dir / "checkpoints")[0]
     assert not find_problems(path)
     return step_of(path)
@@ -28,7 +28,7 @@ def newest(run_dir: Path) -> int | None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, train_server) -> str:
-    """Hash of the parameters after 12 steps on 2 ranks."""
+    """Return the hash of the parameters after 12 steps on 2 ranks."""
     run_dir = tmp_path_factory.mktemp("uninterrupted")
     with Job(train_server, TRAINER, [run_dir, 12], 2, run_dir / "logs") as job:
         assert job.wait() == [0, 0]
@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory, train_server) -> str:
         return final_hash(job.output())
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrupted, train_server):
+def test_killed_rank_is_named_and_run_resumes(tmp_path, uninterrupted, train_server):
     with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
         job.wait_for("step 4")
         job.signal(1, signal.SIGKILL)
@@ -50,14 +50,14 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrup
         assert final_hash(job.output()) == uninterrupted
 
 
-def test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits(tmp_path, uninterrupted):
+def test_torchrun_restarts_killed_rank_exactly(tmp_path, uninterrupted):
     with TorchrunJob(TRAINER, [tmp_path, 12, "kill:1:6"], 2, tmp_path / "logs", restarts=1) as job:
         assert job.wait() == [0], job.output()
         assert final_hash(job.output()) == uninterrupted
     assert read_status(tmp_path).state == "done"
 
 
-def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted, train_server):
+def test_sigterm_saves_same_step_on_all_ranks(tmp_path, uninterrupted, train_server):
     with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
         job.wait_for("step 4")
         job.signal(1, signal.SIGTERM)
@@ -74,8 +74,8 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted,
 
 
 @pytest.mark.parametrize("fault", ["hang", "stop"])
-def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault, train_server):
-    """Asleep it still writes heartbeats and only misses a barrier; stopped it does neither."""
+def test_stalled_rank_is_named_within_timeout(tmp_path, fault, train_server):
+    """A sleeping rank writes heartbeats and misses a barrier. A stopped rank does neither."""
     timeout_s = 2.0
     with Job(
         train_server, TRAINER, [tmp_path, 99, f"{fault}:1:4"], 2, tmp_path, TIMEOUT_S="2"
@@ -89,19 +89,19 @@ def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault, train_server
     assert "rank 1" in read_status(tmp_path).message
 
 
-def test_an_exception_on_one_rank_ends_all_and_is_the_reported_cause(tmp_path, train_server):
+def test_exception_on_one_rank_is_reported_cause(tmp_path, train_server):
     with Job(train_server, TRAINER, [tmp_path, 99, "raise:1:4"], 2, tmp_path) as job:
         assert job.wait(25) == [6, 1]
     status = read_status(tmp_path)
     assert (status.rank, status.exit_code, status.message) == (1, 1, "KeyError('bad sample')")
 
 
-def test_nan_on_one_rank_stops_all_with_parameters_unchanged(tmp_path, train_server):
+def test_nan_on_one_rank_keeps_parameters(tmp_path, train_server):
     with Job(train_server, TRAINER, [tmp_path, 99, "nan:1:4"], 2, tmp_path, SHOW_DIGEST="1") as job:
         assert job.wait() == [5, 5]
         for rank in range(2):
             digests = re.findall(r"(before|after) update (\w+)", job.output(rank))
-            assert len(digests) == 7, "three whole steps, and the fourth up to the check"
+            assert len(digests) == 7, "three complete steps, and the fourth until the check"
             assert digests[-1] == ("before", digests[-2][1])
             assert "step 4: loss = nan on rank 1;" in job.output(rank)
     assert read_status(tmp_path).exit_code == 5

@@ -1,5 +1,7 @@
-"""A run whose producers Ray starts, and which plan for it: one is killed, one is added, and no bit
-of the run changes."""
+"""A run with producers and planning on Ray.
+
+One producer is killed and one is added. The results of the run are bitwise unchanged.
+"""
 
 import os
 import signal
@@ -27,25 +29,25 @@ CHANGES = {"parallel__shard": 2, "training__steps": STEPS, "checkpoint__interval
 PATIENCE_S = 240
 
 
-def known(registry: str) -> list[Reported]:
+def registered_producers(registry: str) -> list[Reported]:
     return ask_registry(connect(registry, None, 10**6))
 
 
 def wait_for_producers(registry: str, count: int) -> set[str]:
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        found = set()
-        with suppress(flight.FlightUnavailableError):  # its rank has not come so far
-            found = {each.address for each in known(registry)}
-        if len(found) == count:
-            return found
-        assert time.monotonic() < deadline, found
+        addresses = set()
+        with suppress(flight.FlightUnavailableError):  # its rank has not started it yet
+            addresses = {each.address for each in registered_producers(registry)}
+        if len(addresses) == count:
+            return addresses
+        assert time.monotonic() < deadline, addresses
         time.sleep(0.2)
 
 
 def actors_of(rank: int) -> list[int]:
-    """Processes of Ray's producers that a rank has started."""
-    found = []
+    """Return the processes of the Ray producers that a rank has started."""
+    actors = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             if b"ray::ProducerActor" not in (directory / "cmdline").read_bytes():
@@ -53,21 +55,21 @@ def actors_of(rank: int) -> list[int]:
             process = int(directory.name)
             while process > 1 and process != rank:
                 process = parent_of(process)
-            found += [int(directory.name)] * (process == rank)
-        except OSError:  # it has ended
+            actors += [int(directory.name)] * (process == rank)
+        except OSError:  # it has exited
             continue
-    return found
+    return actors
 
 
-def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_server):
-    whole, served = tmp_path / "whole", tmp_path / "served"
+def test_ray_producers_are_killed_and_added(tmp_path, real_data, train_server):
+    undisturbed, served = tmp_path / "undisturbed", tmp_path / "served"
     codes, output = train_server.run(
-        arguments(whole, real_data, **CHANGES), tmp_path / "log-whole", RANKS
+        arguments(undisturbed, real_data, **CHANGES), tmp_path / "log-undisturbed", RANKS
     )
     assert codes == [0] * RANKS, output
 
     registry = f"127.0.0.1:{free_port()}"
-    given = {
+    producers = {
         "data__producers__engine": "ray",
         "data__producers__plan": "true",
         "data__producers__count": 3,
@@ -79,8 +81,8 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
         "data__prefetch": 1,
         "parallel__timeout_s": 1200,
     }
-    given = arguments(served, real_data, **CHANGES | given)
-    run = train_server.start(given, tmp_path / "log-served", RANKS)
+    options = arguments(served, real_data, **CHANGES | producers)
+    run = train_server.start(options, tmp_path / "log-served", RANKS)
     added = None
     try:
         wait_for_step(served, 1, timeout_s=PATIENCE_S)
@@ -90,22 +92,24 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
         assert len(actors) == 3
         os.kill(actors[0], signal.SIGKILL)
         program = [sys.executable, "-m", "torchmm.data.serve", "--bind", "127.0.0.1:0"]
-        own = ["--workers", "1", "--registry", registry, *given]
-        added = subprocess.Popen([*program, *own], stdout=subprocess.DEVNULL)
-        assert len(records(served)) < STEPS, "over before anything has happened to it"
+        producer_options = ["--workers", "1", "--registry", registry, *options]
+        added = subprocess.Popen([*program, *producer_options], stdout=subprocess.DEVNULL)
+        assert len(records(served)) < STEPS, "the run finished before the fault"
         assert run.wait() == [0] * RANKS, run.output()
     finally:
         if added is not None:
             added.terminate()
-            # The run may be over before it has started; test_ray_producers.py shows who serves.
+            # The run may finish before the producer starts (see test_ray_producers.py).
             assert added.wait(60) in (0, -signal.SIGTERM)
-    assert first and [r["loss"] for r in records(served)] == [r["loss"] for r in records(whole)]
-    ours, theirs = weights(served), weights(whole)
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert first and [r["loss"] for r in records(served)] == [
+        r["loss"] for r in records(undisturbed)
+    ]
+    actual, expected = weights(served), weights(undisturbed)
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
     assert actors_of(rank) == []
 
 
-def test_local_cluster_is_private_and_ends_with_its_process(tmp_path):
+def test_local_cluster_is_private_and_exits(tmp_path):
     psutil = pytest.importorskip("psutil")
     before = set(Path("/tmp").glob("torchmm-ray-*"))
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}

@@ -1,4 +1,4 @@
-"""Run directories that belong to another run, are full, or cannot be written."""
+"""Run directories that another run uses, that are full, or that are not writable."""
 
 import logging
 import re
@@ -14,64 +14,64 @@ from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.shutdown import Status, read_status, write_status
 
 pytestmark = pytest.mark.slow
-SHORT_RETRY = Path(__file__).with_name("impatient_train.py")
-MISTAKE = {"model__llm__config__hiden_size": 64}
+IMPATIENT = Path(__file__).with_name("impatient_train.py")
+INVALID_KEY = {"model__llm__config__hiden_size": 64}
 
 
 @pytest.fixture
 def live_run(tmp_path) -> Iterator[Path]:
-    """Directory of a run that looks alive to another process."""
+    """Return the directory of a run that another process considers active."""
     run_dir = tmp_path / "run"
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger(__name__))
     directory.claim()
     write_status(run_dir, Status("running", 7, 0))
-    (run_dir / "recipe.toml").write_text("what it trains\n")
+    (run_dir / "recipe.toml").write_text("name = 'other'\n")
     (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
     yield run_dir
     directory.release()
 
 
 def fill(disk: Path) -> None:
-    """Down to the last byte."""
+    """Fill the disk completely."""
     with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
 def contents(run_dir: Path) -> dict[Path, bytes]:
-    """All but the lock, which this process would give up by closing it."""
+    """Return all files except the lock file, which closing it would release."""
     files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock")
     return {path: path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("mistake", [False, True])
-def test_a_run_in_the_directory_of_another_touches_nothing(
-    live_run, tmp_path, real_data, train_server, ranks, mistake
+@pytest.mark.parametrize("is_invalid", [False, True])
+def test_second_run_in_directory_changes_nothing(
+    live_run, tmp_path, real_data, train_server, ranks, is_invalid
 ):
     before = contents(live_run)
-    changes = {"training__steps": 2, "optimizer__lr": 0.5, **(MISTAKE if mistake else {})}
+    changes = {"training__steps": 2, "optimizer__lr": 0.5, **(INVALID_KEY if is_invalid else {})}
     command = arguments(live_run, real_data, **changes)
     run = train_server.start(command, tmp_path / "logs", ranks, script=SHORT_RETRY)
     codes = run.wait()
     output = "".join(run.output(rank) for rank in range(ranks))
-    assert codes == [2 if mistake else 4] * ranks, output
+    assert codes == [2 if is_invalid else 4] * ranks, output
     assert "Traceback" not in output
-    if not mistake:
+    if not is_invalid:
         assert output.count("in use by another run") == 1
     assert contents(live_run) == before
     assert read_status(live_run) == Status("running", 7, 0)
 
 
-def test_mistakes_found_before_ranks_meet_are_the_status(tmp_path, real_data, train_server):
+def test_early_config_error_is_in_status(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
-    write_status_of_before(run_dir)
-    command = arguments(run_dir, real_data, **MISTAKE)
+    write_previous_status(run_dir)
+    command = arguments(run_dir, real_data, **INVALID_KEY)
     assert train_server.run(command, tmp_path / "logs", ranks=2)[0] == [2, 2]
     assert read_status(run_dir).exit_code == 2
 
 
-def test_a_disk_too_small_for_a_checkpoint(disk, tmp_path, real_data, train_server):
+def test_disk_too_small_for_checkpoint(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=2m") / "run"
     changes = {
         "training__steps": 4,
@@ -91,7 +91,7 @@ def test_a_disk_too_small_for_a_checkpoint(disk, tmp_path, real_data, train_serv
     assert read_status(run_dir).state == "done"
 
 
-def test_a_disk_that_fills_up_while_training(disk, tmp_path, real_data, train_server):
+def test_disk_that_fills_during_training(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=64m") / "run"
     changes = {"training__steps": 100_000, "data__index_cache_dir": tmp_path / "index"}
     run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
@@ -108,7 +108,7 @@ def test_a_disk_that_fills_up_while_training(disk, tmp_path, real_data, train_se
     assert read_status(run_dir).exit_code == 2
 
 
-def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server):
+def test_disk_too_small_for_export(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=300k") / "run"
     changes = {"training__steps": 2, "checkpoint__export_hf": "true"}
     command = arguments(run_dir, real_data, **changes, data__index_cache_dir=tmp_path / "index")
@@ -117,7 +117,7 @@ def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server
     assert read_status(run_dir).exit_code == 4
 
 
-def test_what_a_killed_export_left_is_gone_at_the_next_start(tmp_path, real_data, train_server):
+def test_incomplete_exports_are_removed_at_start(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     for name in (".hf-7.partial", ".weights-abc.partial"):
         (run_dir / name).mkdir(parents=True)
@@ -127,13 +127,13 @@ def test_what_a_killed_export_left_is_gone_at_the_next_start(tmp_path, real_data
     codes, output = train_server.run(command, tmp_path / "logs")
     assert codes == [0], output
     assert not list(run_dir.glob(".hf*")) and not list(run_dir.glob(".weights*"))
-    assert (run_dir / "hf").is_dir()  # the one that was to be replaced
+    assert (run_dir / "hf").is_dir()  # the previous export
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_read_only_output_directory(disk, tmp_path, real_data, train_server, ranks):
+def test_read_only_output_directory_is_rejected(disk, tmp_path, real_data, train_server, ranks):
     run_dir = disk("size=1m") / "run"
-    write_status_of_before(run_dir)
+    write_previous_status(run_dir)
     disk("ro")
     run = train_server.start(arguments(run_dir, real_data), tmp_path / "logs", ranks)
     codes = run.wait()
@@ -144,7 +144,7 @@ def test_a_read_only_output_directory(disk, tmp_path, real_data, train_server, r
 
 
 @pytest.mark.parametrize("key", ["output_dir", "data__index_cache_dir"])
-def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
+def test_impossible_directory_is_rejected(tmp_path, real_data, train_server, key):
     (tmp_path / "file").write_text("not a directory")
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data)
@@ -157,6 +157,6 @@ def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
         assert read_status(run_dir).exit_code == 2
 
 
-def write_status_of_before(run_dir: Path) -> None:
+def write_previous_status(run_dir: Path) -> None:
     run_dir.mkdir()
-    write_status(run_dir, Status("failed", 5, 0, 3, "what happened last time"))
+    write_status(run_dir, Status("failed", 5, 0, 3, "previous error"))

@@ -1,7 +1,6 @@
-"""scripts/launch/slurm.sh on a real Slurm: one controller and two nodes on this machine.
+"""scripts/launch/slurm.sh on a local Slurm with one controller and two nodes.
 
-Skipped where Slurm is not installed (Debian: slurmd, slurmctld, slurm-client, munge), or where
-it is not ours to start.
+Skipped if Slurm is not installed (Debian: slurmd, slurmctld, slurm-client, munge), or without root.
 """
 
 import os
@@ -36,10 +35,10 @@ SlurmctldPort={control}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={munge}
-StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/%n
-SlurmctldPidFile={place}/control.pid
-SlurmdPidFile={place}/%n.pid
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/%n
+SlurmctldPidFile={root}/control.pid
+SlurmdPidFile={root}/%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -52,27 +51,27 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 @pytest.fixture
 def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """Environment in which sbatch and its like speak to two nodes on this machine."""
-    place = tmp_path_factory.mktemp("slurm")
-    place.chmod(0o755)
-    key, munge = place / "munge.key", place / "munge.socket"
+    """Start Slurm with two local nodes, and return the environment of its commands."""
+    root = tmp_path_factory.mktemp("slurm")
+    root.chmod(0o755)
+    key, munge = root / "munge.key", root / "munge.socket"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     ports = {name: free_port() for name in ("control", "first", "second")}
-    config = place / "slurm.conf"
+    config = root / "slurm.conf"
     config.write_text(
-        CONFIG.format(host=socket.gethostname().split(".")[0], place=place, munge=munge, **ports)
+        CONFIG.format(host=socket.gethostname().split(".")[0], root=root, munge=munge, **ports)
     )
-    (place / "state").mkdir()
+    (root / "state").mkdir()
     daemons = [
         ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}",
-         f"--pid-file={place}/munge.pid", f"--seed-file={place}/munge.seed"],
+         f"--pid-file={root}/munge.pid", f"--seed-file={root}/munge.seed"],
         ["slurmctld", "-D", "-f", str(config)],
         *(["slurmd", "-D", "-f", str(config), "-N", node] for node in ("n1", "n2")),
     ]  # fmt: skip
     with ExitStack() as stack:
         for number, command in enumerate(daemons):
-            log = stack.enter_context((place / f"{command[0]}{number}.log").open("wb"))
+            log = stack.enter_context((root / f"{command[0]}{number}.log").open("wb"))
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             stack.callback(process.wait)
             stack.callback(process.send_signal, signal.SIGKILL)
@@ -81,38 +80,42 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
 
 
 def call(environment: dict[str, str], *command: object) -> str:
-    """What a command prints."""
+    """Run a command and return its output."""
     words = list(map(str, command))
-    done = subprocess.run(
-        words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    process = subprocess.run(
+        words,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout.strip()
 
 
-def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bits(
-    slurm, tmp_path, real_data, undisturbed
-):
+def test_preempted_slurm_job_is_requeued_exactly(slurm, tmp_path, real_data, undisturbed):
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data, **{**COMMON, "checkpoint__interval": STEPS})
-    here = {**slurm, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment = {**slurm, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     log = tmp_path / "job.log"
     sizes = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
     script = ROOT / "scripts" / "launch" / "slurm.sh"
-    job = call(here, "sbatch", "--parsable", *sizes, f"--output={log}", script, *command)
+    job = call(environment, "sbatch", "--parsable", *sizes, f"--output={log}", script, *command)
     wait_for_step(run_dir, 4)
-    call(here, "scancel", "--signal=USR1", job)
+    call(environment, "scancel", "--signal=USR1", job)
     _wait_until(lambda: "queued again" in log.read_text(), log)
     status = read_status(run_dir)
     assert (status.state, status.exit_code) == ("preempted", 75) and status.step < STEPS
-    # Slurm lets a job that was queued again wait for two minutes. Some seconds it needs: nodes
-    # refuse credentials of the very second in which they took back those of the first try.
-    _wait_until(lambda: "PENDING" in call(here, "squeue", "-h", "-j", job, "-o", "%T"), log)
-    call(here, "scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    # Slurm delays requeued jobs by two minutes. Start after 5 s: nodes reject credentials of the
+    # second in which they revoked those of the first attempt.
+    _wait_until(lambda: "PENDING" in call(environment, "squeue", "-h", "-j", job, "-o", "%T"), log)
+    call(environment, "scontrol", "update", f"JobId={job}", "StartTime=now+5")
     _wait_until(lambda: read_status(run_dir).state == "done", log, 200)
-    # Until Slurm knows it, too: what it runs would stay behind when its daemons are killed.
-    _wait_until(lambda: "COMPLETED" in call(here, "scontrol", "show", "job", job), log)
-    assert "Restarts=1" in call(here, "scontrol", "show", "job", job)
+    # Wait for Slurm as well: processes of running jobs would outlive its daemons.
+    _wait_until(lambda: "COMPLETED" in call(environment, "scontrol", "show", "job", job), log)
+    assert "Restarts=1" in call(environment, "scontrol", "show", "job", job)
     assert_same_end(run_dir, undisturbed)
 
 

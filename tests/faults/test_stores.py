@@ -1,4 +1,4 @@
-"""Runs on data in an object store: the same bits as on the same files here, whatever goes wrong."""
+"""Runs on data in an object store are bitwise equal to runs on local files, also with faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmm.extensions.remote.storage.remote_files import Storage
 pytestmark = pytest.mark.slow
 
 
-SETS = "s3://stores/tuxpaint_stamps"  # as in data/: the order depends on the last two parts
+SETS = "s3://stores/tuxpaint_stamps"  # the sample order depends on the last two path components
 STEPS = 6
 OPTIONS = {
     "training__steps": STEPS,
@@ -41,7 +41,7 @@ def store(object_server, real_data) -> ObjectServer:
 
 @pytest.fixture(scope="module")
 def reference(train_server, real_data, tmp_path_factory) -> Path:
-    """A run on the same files on this machine."""
+    """Run on the same local files."""
     folder = tmp_path_factory.mktemp("reference")
     args = arguments(folder / "run", real_data, **OPTIONS)
     with Job(train_server, TRAIN, args, 1, folder / "logs") as job:
@@ -62,9 +62,8 @@ def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run_dir)]
 
 
-def test_a_run_equals_that_on_local_files_and_no_secret_is_written(
-    store, reference, train_server, real_data, tmp_path
-):
+def test_object_store_run_equals_local_run(store, reference, train_server, real_data, tmp_path):
+    """The results are equal, and no secret is written."""
     run_dir = tmp_path / "run"
     args = command(run_dir, real_data)
     with run(train_server, tmp_path / "logs", args, store.environment) as job:
@@ -73,16 +72,14 @@ def test_a_run_equals_that_on_local_files_and_no_secret_is_written(
     assert store.sent_bytes > 0
     assert losses(run_dir) == losses(reference) and len(losses(reference)) == STEPS
     written = [f for f in tmp_path.rglob("*") if f.is_file()]
-    assert any(SETS.encode() in f.read_bytes() for f in written)  # the search finds what is there
+    assert any(SETS.encode() in f.read_bytes() for f in written)  # control: the search works
     assert not any(SECRET.encode() in f.read_bytes() for f in written)
     assert SECRET not in output
 
 
 @pytest.mark.campaign
-def test_killed_and_resumed_with_the_store_away_meanwhile(
-    store, reference, train_server, real_data, tmp_path
-):
-    """Nothing is lost and nothing doubled: the same samples, losses and weights."""
+def test_killed_run_resumes_after_store_outage(store, reference, train_server, real_data, tmp_path):
+    """Samples, losses and weights are equal to the reference."""
     run_dir = tmp_path / "run"
     args = command(run_dir, real_data)
     with run(train_server, tmp_path / "1", args, store.environment) as job:
@@ -90,7 +87,7 @@ def test_killed_and_resumed_with_the_store_away_meanwhile(
         job.signal(0, signal.SIGKILL)
         assert job.wait(30) == [-signal.SIGKILL]
     for file in entries(tmp_path):
-        file.unlink()  # as on another machine
+        file.unlink()  # like on another machine
     store.go_away()
     timer = threading.Timer(3.0, store.come_back)
     timer.start()
@@ -100,9 +97,9 @@ def test_killed_and_resumed_with_the_store_away_meanwhile(
     timer.join()
     assert losses(run_dir) == losses(reference)
     expected = weights(reference)
-    found = weights(run_dir)
-    assert expected.keys() == found.keys()
-    assert all(expected[name].equal(found[name]) for name in expected)
+    actual = weights(run_dir)
+    assert expected.keys() == actual.keys()
+    assert all(expected[name].equal(actual[name]) for name in expected)
 
 
 def entries(folder: Path) -> list[Path]:
@@ -116,15 +113,16 @@ def wait_until(done, job: Job, timeout_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["away", "refused", "no credentials", "no bucket", "wrong bytes"])
-def test_faults_that_last_end_with_code_3_and_name_address_and_remedy(
-    store, train_server, real_data, tmp_path, fault
-):
+@pytest.mark.parametrize(
+    "fault", ["away", "rejected", "no credentials", "no bucket", "wrong bytes"]
+)
+def test_permanent_store_faults_exit_with_3(store, train_server, real_data, tmp_path, fault):
+    """The error names the URL and the fix, and hides secrets."""
     args = command(tmp_path / "run", real_data, data__storage__retry_timeout_s=2)
     env = store.environment
     expected = {
         "away": (f"{SETS}/validation", "did not respond", "data.storage.retry_timeout_s"),
-        "refused": (f"{SETS}/validation", "AWS_ACCESS_KEY_ID"),
+        "rejected": (f"{SETS}/validation", "AWS_ACCESS_KEY_ID"),
         "no credentials": ("no credentials found", "set AWS_ACCESS_KEY_ID"),
         "no bucket": ("s3://stumps/", "no such bucket; correct `path`"),
         "wrong bytes": (
@@ -135,20 +133,20 @@ def test_faults_that_last_end_with_code_3_and_name_address_and_remedy(
     }[fault]
     if fault == "away":
         store.go_away()
-    elif fault == "refused":
+    elif fault == "rejected":
         store.faults.status = 403
     elif fault == "no credentials":
-        # Where machines in Amazon's cloud get theirs: here nobody listens.
+        # Machines in AWS get credentials from this address. No server listens on it.
         env = {"AWS_ENDPOINT_URL": env["AWS_ENDPOINT_URL"], "AWS_REGION": "us-east-1"}
         env["AWS_METADATA_ENDPOINT"] = "http://127.0.0.1:9"
     elif fault == "no bucket":
         args = [part.replace("s3://stores", "s3://stumps") for part in args]
-    else:  # other than those that another process got
+    else:  # different bytes than those that another process read
         storage = Storage(tmp_path / "index" / "storage", 10**9, 20.0)
         for file in storage.list(SETS):
             file.read_bytes()
-        for kept in entries(tmp_path):
-            kept.unlink()
+        for entry in entries(tmp_path):
+            entry.unlink()
         store.faults.spoil = lambda path, number: True
     try:
         with run(train_server, tmp_path / "1", args, env) as job:
@@ -164,7 +162,7 @@ def test_faults_that_last_end_with_code_3_and_name_address_and_remedy(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", ["slow", "away"])
-def test_slow_or_away_for_20_seconds_while_training(
+def test_slow_or_absent_store_keeps_losses(
     store, reference, train_server, real_data, tmp_path, fault
 ):
     run_dir = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""train.py under kills, stop signals, bad recipes, bad data, bad checkpoints, bad numbers."""
+"""train.py with kills, stop signals, bad recipes, data and checkpoints, and non-finite values."""
 
 import json
 import os
@@ -25,38 +25,36 @@ KILLS = 5
 
 
 def process_of(run_dir: Path, rank: int) -> int:
-    """Process id of a rank, from its heartbeat."""
+    """Return the process id of a rank from its heartbeat."""
     return json.loads((run_dir / f"heartbeats/rank-{rank:05}.json").read_text())["process"]
 
 
 def parent_of(process: int) -> int:
-    """Process id of a process's parent."""
+    """Return the parent process id."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_torchrun_recovers_from_five_kills_with_the_same_bits(
-    tmp_path, real_data, undisturbed, train_server
-):
-    # With torchrun's own rendezvous, and nothing in the environment: what people type.
+def test_torchrun_recovers_from_five_kills_exactly(tmp_path, real_data, undisturbed, train_server):
+    # Uses the rendezvous of torchrun and no environment variables, like a user.
     run_dir = tmp_path / "run"
-    random_ = random.Random(0)
+    generator = random.Random(0)
     command = [train_server.address, *arguments(run_dir, real_data, **COMMON)]
-    ended: set[int] = set()
+    killed: set[int] = set()
     with TorchrunJob(CLIENT, command, 2, tmp_path / "logs", restarts=KILLS) as job:
         for kill in range(KILLS):
-            wait_for_step(run_dir, 2 + 4 * kill + random_.randrange(2))
-            time.sleep(random_.uniform(0, 0.05))
-            while (processes := {process_of(run_dir, rank) for rank in range(2)}) & ended:
+            wait_for_step(run_dir, 2 + 4 * kill + generator.randrange(2))
+            time.sleep(generator.uniform(0, 0.05))
+            while (processes := {process_of(run_dir, rank) for rank in range(2)}) & killed:
                 time.sleep(0.01)
-            os.kill(process_of(run_dir, random_.randrange(2)), signal.SIGKILL)
-            ended |= processes
+            os.kill(process_of(run_dir, generator.randrange(2)), signal.SIGKILL)
+            killed |= processes
         assert job.wait(120) == [0], job.output()
         assert job.output().count("resumed from") == KILLS
     assert_same_end(run_dir, undisturbed)
 
 
 @pytest.mark.campaign
-def test_what_is_left_goes_on_when_a_node_is_lost(tmp_path, real_data, undisturbed):
+def test_remaining_node_continues_after_node_loss(tmp_path, real_data, undisturbed):
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data, **COMMON)
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
@@ -66,26 +64,26 @@ def test_what_is_left_goes_on_when_a_node_is_lost(tmp_path, real_data, undisturb
     def start(node: int) -> TorchrunJob:
         options = [*rendezvous, f"--rdzv-conf=is_host={int(node == 0)},{quick}"]
         logs = tmp_path / f"node{node}"
-        own_stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return TorchrunJob(TRAIN, command, 1, logs, restarts=2, options=options, **own_stores)
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return TorchrunJob(TRAIN, command, 1, logs, restarts=2, options=options, **environment)
 
-    with start(0) as left, start(1) as lost:
+    with start(0) as remaining, start(1) as lost:
         wait_for_step(run_dir, 4)
-        # Of a node that is lost nothing remains: neither its launcher nor its rank.
+        # A lost node has neither its launcher nor its rank.
         launcher = lost.processes[0].pid
         ranks = [process_of(run_dir, rank) for rank in range(2)]
         for process in [launcher, *(r for r in ranks if parent_of(r) == launcher)]:
             os.kill(process, signal.SIGKILL)
-        assert left.wait(200) == [0], left.output()
-    after = left.output().partition("resumed from")
+        assert remaining.wait(200) == [0], remaining.output()
+    after = remaining.output().partition("resumed from")
     assert "ranks             2" in after[0] and "ranks             1" in after[0]
     assert read_status(run_dir).state == "done"
-    found, expected = records(run_dir), records(undisturbed)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
+    actual, expected = records(run_dir), records(undisturbed)
+    assert [r["step"] for r in actual] == list(range(1, STEPS + 1))
+    assert [r["loss"] for r in actual] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
 
 
-def test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits(
+def test_sigterm_to_torchrun_saves_and_resumes_exactly(
     tmp_path, real_data, undisturbed, train_server
 ):
     run_dir = tmp_path / "run"
@@ -97,15 +95,13 @@ def test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits(
         job.wait(40)
         assert job.output().count("Preempted: ") == 1
     assert_preempted(run_dir)
-    again = arguments(run_dir, real_data, **COMMON)
-    codes, output = train_server.run(again, tmp_path / "again", ranks=2)
+    rerun = arguments(run_dir, real_data, **COMMON)
+    codes, output = train_server.run(rerun, tmp_path / "again", ranks=2)
     assert codes == [0, 0], output
     assert_same_end(run_dir, undisturbed)
 
 
-def test_sigterm_to_one_rank_stops_all_at_the_same_step(
-    tmp_path, real_data, undisturbed, train_server
-):
+def test_sigterm_to_one_rank_stops_all_together(tmp_path, real_data, undisturbed, train_server):
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data, **{**COMMON, "checkpoint__interval": STEPS})
     run = train_server.start(command, tmp_path / "logs", ranks=2)
@@ -120,7 +116,7 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(
 
 
 def assert_preempted(run_dir: Path) -> None:
-    """STATUS.json, metrics.jsonl and the newest checkpoint speak of the same step."""
+    """Check that STATUS.json, metrics.jsonl and the newest checkpoint have the same step."""
     status = read_status(run_dir)
     assert (status.state, status.exit_code) == ("preempted", 75)
     newest = list_steps(run_dir / "checkpoints")[0]
@@ -128,31 +124,29 @@ def assert_preempted(run_dir: Path) -> None:
     assert step_of(newest) == status.step == records(run_dir)[-1]["step"] < STEPS
 
 
-def test_kill_while_saving_in_the_background_loses_only_that_save(
-    tmp_path, real_data, undisturbed, train_server
-):
+def test_kill_during_async_save_loses_that_save(tmp_path, real_data, undisturbed, train_server):
     run_dir = tmp_path / "run"
     command = arguments(run_dir, real_data, **COMMON)
-    torn: list[Path] = []
+    incomplete: list[Path] = []
     for first_step in range(3, STEPS, 4):
         run = train_server.start(command, tmp_path / "logs", ranks=2)
         wait_for_step(run_dir, first_step)
         deadline = time.monotonic() + 60
-        while not (torn := list(run_dir.glob("checkpoints/*.tmp-*"))):
+        while not (incomplete := list(run_dir.glob("checkpoints/*.tmp-*"))):
             assert time.monotonic() < deadline, "no save was seen"
             time.sleep(0.0005)
         run.kill(0, signal.SIGKILL)
         assert run.wait() == [-9, 6], run.output(1)
-        if torn[0].exists():
+        if incomplete[0].exists():
             break
-    assert torn and torn[0].exists(), "no kill hit a save"
-    assert find_problems(torn[0])
+    assert incomplete and incomplete[0].exists(), "no kill hit a save"
+    assert find_problems(incomplete[0])
     assert train_server.run(command, tmp_path / "again", ranks=2)[0] == [0, 0]
-    assert not torn[0].exists()
+    assert not incomplete[0].exists()
     assert_same_end(run_dir, undisturbed)
 
 
-def test_a_bad_recipe_lists_all_mistakes(tmp_path):
+def test_bad_recipe_lists_all_errors(tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text(
         f'base = "{ROOT}/recipes/quickstart.toml"\n[optimizer]\nlearning_rate = 1.0\n'
@@ -178,14 +172,16 @@ def test_plain_python_trains_and_exits_with_0(tmp_path, real_data):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "step 2/2 | loss" in run.stdout
-    # Where torchao is installed, transformers imports it, and it says what it cannot load.
-    of_torchao = ("torchao", "torch/utils/_pytree.py")
-    said = [line for line in run.stderr.splitlines() if not any(t in line for t in of_torchao)]
-    assert said == []
+    # If torchao is installed, transformers imports it, and torchao logs missing libraries.
+    torchao_paths = ("torchao", "torch/utils/_pytree.py")
+    messages = [
+        line for line in run.stderr.splitlines() if not any(t in line for t in torchao_paths)
+    ]
+    assert messages == []
     assert read_status(tmp_path / "run").state == "done"
 
 
-def test_model_mistakes_fail_before_rendezvous(tmp_path, real_data, train_server):
+def test_model_errors_fail_before_rendezvous(tmp_path, real_data, train_server):
     changes = {"model__llm__config__hiden_size": 64, "model__tokenizer": tmp_path}
     command = arguments(tmp_path / "run", real_data, **changes)
     run = train_server.start(command, tmp_path, ranks=2, MASTER_ADDR="192.0.2.1")
@@ -200,13 +196,13 @@ def test_model_mistakes_fail_before_rendezvous(tmp_path, real_data, train_server
 
 @pytest.fixture
 def broken_images(tmp_path) -> Path:
-    """A JSON-lines source of 100 captions: 5 images are no images, 5 are cut off."""
+    """Write a JSON Lines source of 100 captions: 5 files are not images, 5 are truncated."""
     from PIL import Image  # noqa: PLC0415
 
     Image.effect_noise((32, 32), 50).save(tmp_path / "good.png")
-    whole = (tmp_path / "good.png").read_bytes()
+    content = (tmp_path / "good.png").read_bytes()
     (tmp_path / "text.png").write_bytes(b"no image")
-    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     names = {0: "text.png", 10: "cut.png"}
     rows = [{"image": names.get(i % 20, "good.png"), "text": f"noise {i}"} for i in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -240,9 +236,7 @@ def test_corrupt_samples_within_the_limit_are_named(
 
 
 @pytest.mark.parametrize("section", ["sources", "validation"])
-def test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read(
-    tmp_path, real_data, train_server, section
-):
+def test_unusable_source_fails_before_weights_load(tmp_path, real_data, train_server, section):
     llm = tmp_path / "llm"
     llm.mkdir()
     (llm / "config.json").write_text('{"model_type": "llama", "vocab_size": 4000}')
@@ -262,10 +256,10 @@ def test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read(
     assert f"{file}:10: no record format matches the columns" in output and "and 2 more" in output
     assert read_status(tmp_path / "run").exit_code == 3
     codes, output = train_server.run(command, tmp_path / "logs")
-    assert codes == [4] and "model.safetensors" in output, "weights are read after that"
+    assert codes == [4] and "model.safetensors" in output, "weights are loaded after the sources"
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_server):
+def test_damaged_checkpoint_error_names_file(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     changes = {"checkpoint__interval": 1, "training__steps": 2}
     assert train_server.run(arguments(run_dir, real_data, **changes), tmp_path)[0] == [0]
@@ -274,21 +268,19 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_serv
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    again = {**changes, "training__steps": 4, "checkpoint__resume": damaged}
-    run = train_server.start(arguments(run_dir, real_data, **again), tmp_path, ranks=2)
+    resumed = {**changes, "training__steps": 4, "checkpoint__resume": damaged}
+    run = train_server.start(arguments(run_dir, real_data, **resumed), tmp_path, ranks=2)
     assert run.wait() == [4, 4]
     output = run.output(0) + run.output(1)
     assert output.count("CheckpointError: ") == 1 and "Traceback" not in output
     assert f"{file} was modified" in output
-    again["checkpoint__resume"] = "auto"
-    codes, output = train_server.run(arguments(run_dir, real_data, **again), tmp_path)
+    resumed["checkpoint__resume"] = "auto"
+    codes, output = train_server.run(arguments(run_dir, real_data, **resumed), tmp_path)
     assert codes == [0] and "resumed from" in output and "checkpoints/step-1" in output
 
 
-def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
-    tmp_path, real_data, undisturbed, train_server
-):
-    """Steps 1 and 2 are sane, step 3 makes the weights huge, so that step 4 overflows."""
+def test_non_finite_loss_stops_all_ranks(tmp_path, real_data, undisturbed, train_server):
+    """Step 3 makes the weights huge, so that step 4 overflows. The checkpoint is valid."""
     run_dir = tmp_path / "run"
 
     def run(**changes):
@@ -296,9 +288,9 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
         return train_server.start(command, tmp_path, ranks=2)
 
     assert run(training__steps=2).wait() == [0, 0]
-    wild = run(optimizer__lr="1e30", checkpoint__interval=10)
-    assert wild.wait() == [5, 5]
-    output = wild.output(0) + wild.output(1)
+    overflowing = run(optimizer__lr="1e30", checkpoint__interval=10)
+    assert overflowing.wait() == [5, 5]
+    output = overflowing.output(0) + overflowing.output(1)
     assert output.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
     first = "first non-finite output is that of encoders.vision.tower.encoder.layers.0."
     assert f"Where: after running the step again, the {first}" in output
@@ -309,21 +301,21 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
     assert_same_end(run_dir, undisturbed)
 
 
-def test_a_lost_peer_is_named(tmp_path, real_data, train_server):
+def test_lost_peer_is_named(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     run = train_server.start(arguments(run_dir, real_data, **COMMON), tmp_path, ranks=2)
     wait_for_step(run_dir, 3)
     run.kill(1, signal.SIGSEGV)
     assert run.wait() == [6, -signal.SIGSEGV]
-    last_words = run.output(1)
-    assert "Fatal Python error: Segmentation fault" in last_words and " in _train" in last_words
+    last_output = run.output(1)
+    assert "Fatal Python error: Segmentation fault" in last_output and " in _train" in last_output
     assert "PeerError: rank 0 lost a peer at step " in run.output()
     assert f"rank 1 (process {run.processes[1].pid} on " in run.output()
     assert "Traceback" not in run.output()
     assert read_status(run_dir).exit_code == 6
 
 
-def test_a_peer_that_never_comes_is_waited_for_only_so_long(tmp_path, real_data, train_server):
+def test_missing_peer_times_out(tmp_path, real_data, train_server):
     command = arguments(tmp_path / "run", real_data, **{**COMMON, "parallel__timeout_s": 2})
     run = train_server.start(command, tmp_path, ranks=1, WORLD_SIZE="2", RANK="0",
                              MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # fmt: skip
@@ -332,7 +324,8 @@ def test_a_peer_that_never_comes_is_waited_for_only_so_long(tmp_path, real_data,
     assert "parallel.timeout_s" in run.output() and "Traceback" not in run.output()
 
 
-def test_a_finished_run_says_so_and_a_changed_model_is_refused(tmp_path, real_data, train_server):
+def test_finished_run_rejects_changed_model(tmp_path, real_data, train_server):
+    """A finished run exits with 0 and a message."""
     changes = {"training__steps": 2, "checkpoint__interval": 1}
     command = arguments(tmp_path / "run", real_data, **changes)
     assert train_server.run(command, tmp_path)[0] == [0]
@@ -345,17 +338,15 @@ def test_a_finished_run_says_so_and_a_changed_model_is_refused(tmp_path, real_da
         assert "Restore [model] and [freeze]" in output and "Traceback" not in output
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_a_mistake_in_the_recipe(tmp_path, real_data, train_server):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a CUDA device")
+def test_missing_device_is_config_error(tmp_path, real_data, train_server):
     command = arguments(tmp_path / "run", real_data, training__device="cuda")
     codes, output = train_server.run(command, tmp_path)
     assert codes == [2]
     assert 'training.device = "cuda": no CUDA device' in output and "Traceback" not in output
 
 
-def test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says(
-    tmp_path, real_data, train_server
-):
+def test_changed_data_require_recipe_permission(tmp_path, real_data, train_server):
     rows = [{"text": f"stamp number {i} of a green bird"} for i in range(60)]
     file = tmp_path / "a.jsonl"
     source = f'--data.sources=[{{path="{file}"}}]'

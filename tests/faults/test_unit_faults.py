@@ -1,9 +1,8 @@
-"""Encoder, LLM and generator on ranks of their own: whichever of them is lost, in whatever way, is
-named, and the run goes on from its checkpoint to the bits of one that nothing happened to.
+"""Disaggregated encoder, LLM and generator: lost ranks are named, and the run resumes exactly.
 
-By hand: the same command again. By restart: torchrun, with its own rendezvous. Where a node with a
-replica of the encoder is lost for good, torchrun starts what is left on the other nodes, and the
-encoder gets the ranks that the others leave.
+The run is resumed manually with the same command, or by torchrun with its rendezvous. If a node
+with an encoder replica is lost permanently, torchrun restarts the remaining node, and the encoder
+gets the ranks that the LLM does not use.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ pytest.importorskip("diffusers")
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 HANGING = Path(__file__).with_name("hanging_train.py")
 UNITS = ("vision", "llm", "generator")
-"""By rank."""
+"""Modules by rank."""
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": signal.SIGUSR2}
 STEPS = 8
 GENERATOR = (
@@ -50,64 +49,66 @@ CHANGES = {
 
 
 def command(run_dir: Path, data: Path) -> list[str]:
-    """Every picture is read from one source and drawn from the other."""
+    """Return arguments with two sources: images as input, and images as target."""
     path = f'path="{data}/tuxpaint_stamps/train"'
     sources = f'--data.sources=[{{{path}}},{{{path},target_image_column="image"}}]'
     return [*arguments(run_dir, data, **CHANGES), sources]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, real_data, train_server) -> Path:
-    """The run directory of a run that nothing happens to."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
+def undisturbed_run(tmp_path_factory, real_data, train_server) -> Path:
+    """Return the run directory of an undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     logs = run_dir.parent / "logs"
     codes, output = train_server.run(command(run_dir, real_data), logs, len(UNITS))
     assert codes == [0] * len(UNITS), output
     return run_dir
 
 
-def assert_same_end(run_dir: Path, whole: Path) -> None:
-    """No step missing or doubled, the same losses, every bit of the last checkpoint the same."""
+def assert_same_end(run_dir: Path, undisturbed_run: Path) -> None:
+    """Check that each step is recorded once, and losses and weights are bitwise equal."""
     assert read_status(run_dir).state == "done"
-    found, expected = records(run_dir), records(whole)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    steps, expected = records(run_dir), records(undisturbed_run)
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
     for name in ("loss", "loss_text", "loss_image"):
-        assert [r[name] for r in found] == [r[name] for r in expected]
-    ours, theirs = weights(run_dir), weights(whole)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+        assert [r[name] for r in steps] == [r[name] for r in expected]
+    actual, expected_weights = weights(run_dir), weights(undisturbed_run)
+    assert actual.keys() == expected_weights.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected_weights[name])] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_is_lost_and_the_same_command_goes_on(
-    tmp_path, real_data, train_server, whole, unit, fault
+def test_lost_module_resumes_with_same_command(
+    tmp_path, real_data, train_server, undisturbed_run, unit, fault
 ):
     run_dir, lost = tmp_path / "run", UNITS.index(unit)
-    given, ranks = command(run_dir, real_data), len(UNITS)
-    with Job(train_server, HANGING, given, ranks, tmp_path / "logs") as job:
+    arguments_of_run, ranks = command(run_dir, real_data), len(UNITS)
+    with Job(train_server, HANGING, arguments_of_run, ranks, tmp_path / "logs") as job:
         wait_for_step(run_dir, 4)  # saved: step 3
         since = time.monotonic()
         job.signal(lost, FAULTS[fault])
-        others = [rank for rank in range(ranks) if rank != lost]
-        for rank in others:
+        survivors = [rank for rank in range(ranks) if rank != lost]
+        for rank in survivors:
             left_s = since + 4 * PATIENCE_S - time.monotonic()
             assert job.processes[rank].wait(left_s) == PeerError.exit_code, job.output(rank)
-        said = "".join(map(job.output, others))
-        assert re.search(rf"rank {lost} \(process {job.processes[lost].pid}", said), said
+        output_of_others = "".join(map(job.output, survivors))
+        assert re.search(rf"rank {lost} \(process {job.processes[lost].pid}", output_of_others), (
+            output_of_others
+        )
     status = read_status(run_dir)
     assert (status.state, status.exit_code) == ("failed", PeerError.exit_code)
     assert len(records(run_dir)) < STEPS
-    codes, output = train_server.run(given, tmp_path / "again", ranks)
+    codes, output = train_server.run(arguments_of_run, tmp_path / "again", ranks)
     assert codes == [0] * ranks and "resumed from" in output, output
-    assert_same_end(run_dir, whole)
+    assert_same_end(run_dir, undisturbed_run)
 
 
-def test_a_unit_that_is_stopped_in_a_save_is_missed_soon(tmp_path, real_data, train_server):
-    """Ranks wait half an hour for the slowest disk, but not for one without a heartbeat."""
+def test_module_stopped_during_save_is_detected(tmp_path, real_data, train_server):
+    """Ranks wait half an hour for a slow disk, but not for a rank without a heartbeat."""
     run_dir = tmp_path / "run"
-    given = [*command(run_dir, real_data), "--checkpoint.interval=1"]
-    with Job(train_server, HANGING, given, len(UNITS), tmp_path / "logs") as job:
+    options = [*command(run_dir, real_data), "--checkpoint.interval=1"]
+    with Job(train_server, HANGING, options, len(UNITS), tmp_path / "logs") as job:
         wait_for_step(run_dir, 2)
         job.signal(1, signal.SIGSTOP)
         for rank in (0, 2):
@@ -118,21 +119,21 @@ def test_a_unit_that_is_stopped_in_a_save_is_missed_soon(tmp_path, real_data, tr
 @pytest.mark.parametrize(
     ("unit", "fault"), [("vision", "killed"), ("llm", "hung"), ("generator", "stopped")]
 )
-def test_torchrun_restarts_all_units(tmp_path, real_data, whole, unit, fault):
+def test_torchrun_restarts_all_modules(tmp_path, real_data, undisturbed_run, unit, fault):
     run_dir, lost = tmp_path / "run", UNITS.index(unit)
-    given = command(run_dir, real_data)
+    options = command(run_dir, real_data)
     helpers = Path(__file__).parents[1] / "helpers"
     paths = os.pathsep.join(filter(None, [str(helpers), os.environ.get("PYTHONPATH")]))
-    job = TorchrunJob(HANGING, given, len(UNITS), tmp_path / "logs", restarts=1, PYTHONPATH=paths)
+    job = TorchrunJob(HANGING, options, len(UNITS), tmp_path / "logs", restarts=1, PYTHONPATH=paths)
     with job:
         wait_for_step(run_dir, 4)
         os.kill(process_of(run_dir, lost), FAULTS[fault])
         assert job.wait(300) == [0], job.output()
         assert "resumed from" in job.output()
-    assert_same_end(run_dir, whole)
+    assert_same_end(run_dir, undisturbed_run)
 
 
-OPEN = {
+ENCODER_ON_REMAINING_RANKS = {
     "parallel__placement": "disaggregated",
     "parallel__shard": 1,
     "parallel__vision__replicate": -1,
@@ -142,65 +143,70 @@ OPEN = {
     "checkpoint__interval": 1,
     "checkpoint__keep_latest": 24,
 }
-"""The encoder has the ranks that the LLM leaves."""
+"""Changes for an encoder that gets the ranks that the LLM does not use."""
 SIZES: dict[str, dict[str, object]] = {
     "remaining ranks": {},
-    "chosen": {"parallel__auto_sizes": "true"},
+    "planned": {"parallel__auto_sizes": "true"},
 }
 
 
-def node(number: int, ranks: int, logs: Path, options: list[str], given: list[str]) -> TorchrunJob:
-    """A launcher as on a machine of its own; that of number 0 has the rendezvous."""
+def node(
+    number: int, ranks: int, logs: Path, options: list[str], run_arguments: list[str]
+) -> TorchrunJob:
+    """Start a launcher like on a separate machine. Node 0 hosts the rendezvous."""
     quick = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-    own = [*options, f"--rdzv-conf=is_host={int(number == 0)},{quick}"]
+    rendezvous = [*options, f"--rdzv-conf=is_host={int(number == 0)},{quick}"]
     stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return TorchrunJob(TRAIN, given, ranks, logs / f"node{number}", 2, own, **stores)
+    return TorchrunJob(TRAIN, run_arguments, ranks, logs / f"node{number}", 2, rendezvous, **stores)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_what_is_left_goes_on_when_a_node_of_the_encoder_is_lost(
-    sizes, tmp_path, real_data, train_server
-):
-    """The encoder gets what the LLM leaves, or all sizes are chosen anew."""
-    changes = OPEN | SIZES[sizes]
-    run_dir, few = tmp_path / "run", tmp_path / "few"
-    given = arguments(run_dir, real_data, **changes)
+def test_remaining_node_continues_after_encoder_loss(sizes, tmp_path, real_data, train_server):
+    """The encoder gets the remaining ranks, or all sizes are planned again."""
+    changes = ENCODER_ON_REMAINING_RANKS | SIZES[sizes]
+    run_dir, two_ranks = tmp_path / "run", tmp_path / "few"
+    run_arguments = arguments(run_dir, real_data, **changes)
     options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     options += ["--rdzv-id=replicas", "--nnodes=1:2"]
-    # Ranks follow the processes' numbers: that of the node which is to be lost is the first.
+    # Ranks are sorted by process id, so the node that is lost starts first.
     with (
-        node(1, 1, tmp_path, options, given) as lost,
-        node(0, 2, tmp_path, options, given) as left,
+        node(1, 1, tmp_path, options, run_arguments) as lost,
+        node(0, 2, tmp_path, options, run_arguments) as remaining,
     ):
         wait_for_step(run_dir, 4, timeout_s=400)
         launcher = lost.processes[0].pid
         rank = next(r for r in range(3) if parent_of(process_of(run_dir, r)) == launcher)
-        assert sizes == "chosen" or rank < 2, "of the LLM"
+        assert sizes == "planned" or rank < 2, "the lost rank belongs to the LLM"
         for process in (launcher, process_of(run_dir, rank)):
             os.kill(process, signal.SIGKILL)
-        assert left.wait(400) == [0], left.output()
-    before, _, after = left.output().partition("resumed from")
-    first = "3 = [12] for vision" if sizes == "chosen" else r"3 = 2 for vision \+ 1 for llm"
+        assert remaining.wait(400) == [0], remaining.output()
+    before, _, after = remaining.output().partition("resumed from")
+    first = "3 = [12] for vision" if sizes == "planned" else r"3 = 2 for vision \+ 1 for llm"
     assert re.search(first, lost.output())
     assert "2 = 1 for vision + 1 for llm" in before
     assert read_status(run_dir).state == "done"
-    found = records(run_dir)
-    assert [r["step"] for r in found] == list(range(1, changes["training__steps"] + 1))
+    steps = records(run_dir)
+    assert [r["step"] for r in steps] == list(range(1, changes["training__steps"] + 1))
 
-    # The sizes that were left, from that step: every bit. All sizes, from the first: to 1e-5.
+    # Bitwise equal to a run with the remaining ranks from this step, and within 1e-5 of a run with
+    # all ranks.
     saved = int(after.partition("step-")[2].split()[0])
-    shutil.copytree(run_dir / f"checkpoints/step-{saved}", few / f"checkpoints/step-{saved}")
-    codes, output = train_server.run(arguments(few, real_data, **changes), tmp_path / "few-logs", 2)
-    assert codes == [0, 0] and "resumed from" in output, output
-    assert [r["loss"] for r in records(few)] == [r["loss"] for r in found[saved:]]
-    assert [n for n, v in weights(few).items() if not torch.equal(v, weights(run_dir)[n])] == []
-    whole = tmp_path / "whole"
+    shutil.copytree(run_dir / f"checkpoints/step-{saved}", two_ranks / f"checkpoints/step-{saved}")
     codes, output = train_server.run(
-        arguments(whole, real_data, **changes), tmp_path / "whole-logs", 3
+        arguments(two_ranks, real_data, **changes), tmp_path / "few-logs", 2
+    )
+    assert codes == [0, 0] and "resumed from" in output, output
+    assert [r["loss"] for r in records(two_ranks)] == [r["loss"] for r in steps[saved:]]
+    assert [
+        n for n, v in weights(two_ranks).items() if not torch.equal(v, weights(run_dir)[n])
+    ] == []
+    undisturbed_run = tmp_path / "undisturbed"
+    codes, output = train_server.run(
+        arguments(undisturbed_run, real_data, **changes), tmp_path / "undisturbed-logs", 3
     )
     assert codes == [0] * 3, output
-    losses = [r["loss"] for r in found]
-    assert losses == pytest.approx([r["loss"] for r in records(whole)], rel=1e-5)
-    # The control: a step left out or done twice would show.
+    losses = [r["loss"] for r in steps]
+    assert losses == pytest.approx([r["loss"] for r in records(undisturbed_run)], rel=1e-5)
+    # Control: a missing or repeated step would differ.
     assert losses[saved:-1] != pytest.approx(losses[saved + 1 :], rel=1e-3)

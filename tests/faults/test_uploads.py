@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are copied to an object store: lost machines, a store with troubles."""
+"""Runs with uploaded checkpoints: lost machines and object store faults."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ RUN = {
 
 @pytest.fixture
 def store(object_server, tmp_path) -> ObjectServer:
-    """A store with an empty place for each test: `address`."""
-    object_server.put(BUCKET, f"{tmp_path.name}/of-others", b"")
+    """Return an object store with an empty prefix for each test (`address`)."""
+    object_server.put(BUCKET, f"{tmp_path.name}/of-other-runs", b"")
     object_server.reset()
     return object_server
 
@@ -39,16 +39,16 @@ def address(tmp_path: Path) -> str:
 
 
 def command(machine: Path, data: Path, upload: str, **changes: object) -> list[str]:
-    """Of a run called "run" on a machine of its own."""
+    """Return the arguments of the run "run" on a separate machine."""
     return arguments(machine / "run", data, **{**RUN, "checkpoint__remote_dir": upload, **changes})
 
 
 def committed(store: ObjectServer, tmp_path: Path) -> list[int]:
-    """Steps of which there is a manifest, in order."""
-    found = [name.split("/") for name in store.names(BUCKET)]
+    """Return the steps with a manifest in ascending order."""
+    names = [name.split("/") for name in store.names(BUCKET)]
     return sorted(
         int(name[2].split("-")[1])
-        for name in found
+        for name in names
         if name[0] == tmp_path.name and name[-1] == MANIFEST_NAME
     )
 
@@ -60,12 +60,12 @@ def folder(store: ObjectServer, tmp_path: Path, step: int) -> str:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    ours, theirs = weights(a), weights(b)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
 @CAMPAIGN
-def test_a_lost_machine_costs_only_the_steps_since_the_last_copy(
+def test_lost_machine_resumes_from_last_upload(
     store, tmp_path, real_data, undisturbed, train_server
 ):
     changes = {**COMMON, "checkpoint__keep_latest": 2}
@@ -91,9 +91,9 @@ def test_a_lost_machine_costs_only_the_steps_since_the_last_copy(
 
 
 @pytest.mark.parametrize(
-    "fault", ["full", *(pytest.param(f, marks=CAMPAIGN) for f in ("away", "refuses"))]
+    "fault", ["full", *(pytest.param(f, marks=CAMPAIGN) for f in ("away", "rejects"))]
 )
-def test_a_store_that_takes_nothing_more_is_told_and_training_goes_on(
+def test_rejected_uploads_warn_and_training_continues(
     store, tmp_path, real_data, train_server, fault
 ):
     args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=2)
@@ -115,17 +115,15 @@ def test_a_store_that_takes_nothing_more_is_told_and_training_goes_on(
     assert [r["step"] for r in records(run_dir)] == list(range(1, 9))
     assert committed(store, tmp_path) == [2]
     store.reset()
-    again = command(tmp_path / "here", real_data, address(tmp_path), training__steps=8)
-    codes, output = train_server.run(again, tmp_path / "3", **store.environment)
+    rerun = command(tmp_path / "here", real_data, address(tmp_path), training__steps=8)
+    codes, output = train_server.run(rerun, tmp_path / "3", **store.environment)
     assert codes == [0], output
-    assert committed(store, tmp_path) == [2, 8], "the one that was not copied is"
+    assert committed(store, tmp_path) == [2, 8], "the missing upload is repeated"
     assert read_status(run_dir).message == ""
 
 
 @CAMPAIGN
-def test_killed_while_copying_then_resumed_and_copied_again(
-    store, tmp_path, real_data, train_server
-):
+def test_run_killed_during_upload_uploads_again(store, tmp_path, real_data, train_server):
     args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=400)
     store.faults.write_s = 0.3
     run = train_server.start(args, tmp_path / "1", **store.environment)
@@ -136,25 +134,24 @@ def test_killed_while_copying_then_resumed_and_copied_again(
     run.kill(0, signal.SIGKILL)
     assert run.wait() == [-9]
     assert committed(store, tmp_path) == []
-    torn = {name for name in store.names(BUCKET) if name.startswith(half)}
+    incomplete = {name for name in store.names(BUCKET) if name.startswith(half)}
     store.reset()
     saved = sorted((tmp_path / "here/run/checkpoints").glob("step-?*"))
     steps = max(int(p.name.split("-")[1]) for p in saved if p.name.count("-") == 1) + 2
-    again = command(tmp_path / "here", real_data, address(tmp_path), training__steps=steps)
-    codes, output = train_server.run(again, tmp_path / "2", **store.environment)
+    rerun = command(tmp_path / "here", real_data, address(tmp_path), training__steps=steps)
+    codes, output = train_server.run(rerun, tmp_path / "2", **store.environment)
     assert codes == [0] and "resumed from" in output, output
     assert committed(store, tmp_path)[-1] == steps
-    left = set(store.names(BUCKET))
-    assert torn <= left or not torn & left, "whole or gone"
+    remaining = set(store.names(BUCKET))
+    assert incomplete <= remaining or not incomplete & remaining, "complete or removed"
     store_only = command(tmp_path / "other", real_data, address(tmp_path), training__steps=steps)
     codes, output = train_server.run(store_only, tmp_path / "3", **store.environment)
     assert codes == [0] and f"all {steps} steps are complete" in output
     assert same_weights(tmp_path / "here/run", tmp_path / "other/run")
 
 
-def test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start(
-    store, tmp_path, real_data, train_server
-):
+def test_damaged_upload_is_skipped_at_start(store, tmp_path, real_data, train_server):
+    """If all uploads are damaged, the start fails."""
     args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=4)
     assert train_server.run(args, tmp_path / "1", **store.environment)[0] == [0]
     file = f"{folder(store, tmp_path, 4)}/rank-00000.safetensors"
@@ -178,20 +175,18 @@ def test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start(
     assert output.count("CheckpointError: all ") == 1 and "Traceback" not in output
 
 
-@pytest.mark.parametrize("fault", ["away", "refused", "no bucket", "password"])
-def test_what_is_wrong_with_the_store_at_the_start_is_named(
-    store, tmp_path, real_data, train_server, fault
-):
+@pytest.mark.parametrize("fault", ["away", "rejected", "no bucket", "password"])
+def test_store_errors_at_start_are_named(store, tmp_path, real_data, train_server, fault):
     upload, code = address(tmp_path), 4
     expected = {
         "away": f"{upload}/run did not respond",
-        "refused": "AWS_ACCESS_KEY_ID",
+        "rejected": "AWS_ACCESS_KEY_ID",
         "no bucket": "no such bucket; correct checkpoint.remote_dir",
         "password": "checkpoint.remote_dir",
     }[fault]
     if fault == "away":
         store.go_away()
-    elif fault == "refused":
+    elif fault == "rejected":
         store.faults.status = 403
     elif fault == "no bucket":
         upload = "s3://nowhere/runs"
@@ -209,20 +204,19 @@ def test_what_is_wrong_with_the_store_at_the_start_is_named(
 
 
 @CAMPAIGN
-def test_a_slow_store_gets_the_newest_and_the_same_is_trained(
-    store, tmp_path, real_data, train_server
-):
+def test_slow_store_receives_latest_checkpoint(store, tmp_path, real_data, train_server):
+    """The training results are unchanged."""
     store.faults.write_s = 0.4
     changes = {"training__steps": 12, "checkpoint__interval": 1, "checkpoint__keep_latest": 20}
     args = command(tmp_path / "here", real_data, address(tmp_path), **changes)
     codes, output = train_server.run(args, tmp_path / "1", **store.environment)
     assert codes == [0], output
-    copied = committed(store, tmp_path)
-    assert copied[-1] == 12 and copied[0] == 1 and len(copied) < 12
-    found = records(tmp_path / "here/run")
-    assert [r["step"] for r in found] == list(range(1, 13))
-    for ended in ("checkpoint_wait_ms", "checkpoint_save_ms", "checkpoint_bytes"):
-        assert any(r[ended] for r in found), ended
-    assert any(r["checkpoint_upload_ms"] and r["checkpoint_upload_bytes"] for r in found) == (
-        len(copied) > 2
+    uploaded = committed(store, tmp_path)
+    assert uploaded[-1] == 12 and uploaded[0] == 1 and len(uploaded) < 12
+    steps = records(tmp_path / "here/run")
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    for key in ("checkpoint_wait_ms", "checkpoint_save_ms", "checkpoint_bytes"):
+        assert any(r[key] for r in steps), key
+    assert any(r["checkpoint_upload_ms"] and r["checkpoint_upload_bytes"] for r in steps) == (
+        len(uploaded) > 2
     )

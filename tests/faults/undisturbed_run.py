@@ -1,4 +1,4 @@
-"""The run that disturbed ones have to end like: a small recipe on two ranks, saved each step."""
+"""Reference run of fault tests: a small recipe on two ranks that saves each step."""
 
 import time
 from pathlib import Path
@@ -18,18 +18,18 @@ COMMON = {
 
 
 def assert_same_end(run_dir: Path, reference: Path) -> None:
-    """Every step recorded once, the same losses, every bit of the last checkpoint the same."""
+    """Check that each step is recorded once, and losses and weights are bitwise equal."""
     assert read_status(run_dir).state == "done"
-    found, expected = records(run_dir), records(reference)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
-    assert [r["loss"] for r in found] == [r["loss"] for r in expected]
-    ours, theirs = weights(run_dir), weights(reference)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    steps, expected = records(run_dir), records(reference)
+    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    assert [r["loss"] for r in steps] == [r["loss"] for r in expected]
+    actual, expected_weights = weights(run_dir), weights(reference)
+    assert actual.keys() == expected_weights.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected_weights[name])] == []
 
 
 def wait_for_step(run_dir: Path, step: int, timeout_s: float = 120) -> None:
-    """Until metrics.jsonl has the record of `step`."""
+    """Wait until metrics.jsonl has the record of `step`."""
     deadline = time.monotonic() + timeout_s
     file = run_dir / "metrics.jsonl"
     while not file.exists() or f'{{"step": {step},' not in file.read_text():

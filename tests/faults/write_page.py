@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from campaign import FAULTS, REFUSED, Fault
+from campaign import FAULTS, LIMITATIONS, Fault
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "tests" / "faults" / "README.md"
@@ -38,7 +38,7 @@ the same after the fault. The second entry of "exit" is the state in STATUS.json
 | fault | n | exit | result | unchanged | tests |
 |---|---:|---|---|---|---|
 """
-REFUSALS = """
+LIMITATIONS_HEAD = """
 ## Known limitations
 
 | fault | reason |
@@ -61,7 +61,7 @@ python tests/faults/kill_trainer.py /tmp/kills 100    # number of kills; the tab
 NO_KILLS = "`kill_trainer.py` did not run with these results."
 
 
-class Ran(NamedTuple):
+class TestOutcomes(NamedTuple):
     """Outcomes of a test function."""
 
     passed: int
@@ -81,13 +81,13 @@ def main() -> None:
         return
     lines = [line for file in arguments.outcomes for line in file.read_text().splitlines()]
     kills = arguments.kills.read_text() if arguments.kills else ""
-    counts = [injected(fault, ran(map(json.loads, lines))) for fault in FAULTS]
+    counts = [count_injections(fault, count_outcomes(map(json.loads, lines))) for fault in FAULTS]
     if none := [fault.what for fault, count in zip(FAULTS, counts, strict=True) if not count]:
         raise SystemExit(f"nothing passed of: {'; '.join(none)}")
     PAGE.write_text(page(counts, f"ran on {date.today()}", describe_kills(kills)))
 
 
-def ran(outcomes: Iterable[Mapping[str, str]]) -> dict[str, Ran]:
+def count_outcomes(outcomes: Iterable[Mapping[str, str]]) -> dict[str, TestOutcomes]:
     """Return the outcomes by test function, as named in the table.
 
     Raises:
@@ -102,21 +102,21 @@ def ran(outcomes: Iterable[Mapping[str, str]]) -> dict[str, Ran]:
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for case, outcome in cases.items():
         counts[case.partition("[")[0]][outcome == "skipped"] += 1
-    return {name: Ran(*found) for name, found in counts.items()}
+    return {name: TestOutcomes(*numbers) for name, numbers in counts.items()}
 
 
-def injected(fault: Fault, outcomes: Mapping[str, Ran]) -> int:
+def count_injections(fault: Fault, outcomes: Mapping[str, TestOutcomes]) -> int:
     """Return the injections of a row with the expected result; 0 if a test did not run."""
-    passed = [outcomes.get(name, Ran(0, 0)).passed for name in fault.shown_by]
+    passed = [outcomes.get(name, TestOutcomes(0, 0)).passed for name in fault.shown_by]
     return fault.each * sum(passed) if all(passed) else 0
 
 
 def page(counts: Sequence[int], day: str, kills: str) -> str:
     """Return the page."""
     rows = [row(fault, count) for fault, count in zip(FAULTS, counts, strict=True)]
-    refused = [f"| {found.what} | {found.why} |" for found in REFUSED]
+    limitations = [f"| {limitation.what} | {limitation.why} |" for limitation in LIMITATIONS]
     parts = [HEAD.format(total=sum(counts), day=day), *(f"{line}\n" for line in rows)]
-    parts += [REFUSALS, *(f"{line}\n" for line in refused), TAIL.format(kills=kills)]
+    parts += [LIMITATIONS_HEAD, *(f"{line}\n" for line in limitations), TAIL.format(kills=kills)]
     return "".join(parts)
 
 
@@ -133,7 +133,7 @@ def relative(name: str) -> str:
     return name.removeprefix("faults/") if name.startswith("faults/") else f"../{name}"
 
 
-def said(text: str) -> tuple[list[int], str, str]:
+def parse_page(text: str) -> tuple[list[int], str, str]:
     """Return the counts, the date and the sentence about kills of a page."""
     table = text.partition("|---|---:|---|---|---|---|\n")[2].partition("\n\n")[0]
     counts = [int(line.split(" | ")[1]) for line in table.splitlines()]

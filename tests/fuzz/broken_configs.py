@@ -1,7 +1,7 @@
-"""Wrong values in `[model]`: each must give a model or an error that names the key.
+"""Wrong values in `[model]`, each of which must give a model or an error that names the key.
 
-Draw `index` of a seed is a pure function of both numbers. Models are built on the meta device, so a
-draw takes milliseconds.
+Draw `index` of a seed is a pure function of both numbers. Models are built on the meta device, so
+that a draw takes milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 Table = dict[str, Any]
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 LIMIT_S = 20
 LIMIT_BYTES = 4 * 2**30
@@ -64,7 +64,7 @@ class BrokenModel:
 
     name: str
     model: Table
-    changes: tuple[tuple[Place, Any], ...]
+    changes: tuple[tuple[KeyPath, Any], ...]
 
 
 def draw_broken_model(seed: int, index: int) -> BrokenModel:
@@ -75,52 +75,52 @@ def draw_broken_model(seed: int, index: int) -> BrokenModel:
     if kind == "llm":
         name = rng.choice(sorted(LLMS))
         base = {"llm": {"config": LLMS[name]}}
-        place: Place = ("llm", "config")
+        config_path: KeyPath = ("llm", "config")
     elif kind == "encoder":
         name = rng.choice(sorted(ENCODERS))
         modality = "audio" if name in AUDIO else "image"
         base["encoders"] = {"eye": {"config": ENCODERS[name], "modality": modality}}
-        place = ("encoders", "eye", "config")
+        config_path = ("encoders", "eye", "config")
     elif kind == "composite":
         name = rng.choice(sorted(COMPOSITES))
         base = {"config": COMPOSITES[name]}
         if "audio_config" in COMPOSITES[name]:
             towers = [n for n in ("vision", "audio") if f"{n}_config" in COMPOSITES[name]]
             base["modalities"] = towers
-        place = ("config",)
+        config_path = ("config",)
     else:
         name = "generator"
         base["generator"] = {"config": PIXART}
-        place = ("generator", "config")
+        config_path = ("generator", "config")
         if rng.random() < 0.5:
             base["generator"] = {
                 "config": {**PIXART, "sample_size": 8, "patch_size": 2},
                 "vae": {"config": VAE},
             }
-            place = rng.choice((place, ("generator", "vae", "config")))
+            config_path = rng.choice((config_path, ("generator", "vae", "config")))
     base = copy.deepcopy(base)
     changes = []
     original = copy.deepcopy(base)
     for _ in range(rng.choice((1, 1, 1, 2))):
-        path, value = _draw_change(rng, _at(original, place), kind)
-        _put(_at(base, place), path, value)
-        changes.append((place + path, value))
+        path, value = _draw_change(rng, _at(original, config_path), kind)
+        _put(_at(base, config_path), path, value)
+        changes.append((config_path + path, value))
     return BrokenModel(f"{seed}-{index} {name}", base, tuple(changes))
 
 
-def _draw_change(rng: Random, config: Table, kind: str) -> tuple[Place, Any]:
+def _draw_change(rng: Random, config: Table, kind: str) -> tuple[KeyPath, Any]:
     """Return the position and the new value of one change in `config`."""
     if rng.random() < 0.02 and kind != "generator":
         return ("rope_parameters", "rope_type"), rng.choice(("nope", 3, None, "yarn", "longrope"))
-    spelt = list(_leaves(config))
-    known: list[tuple[Place, Any]] = []
+    explicit = list(_leaves(config))
+    defaults: list[tuple[KeyPath, Any]] = []
     if kind != "generator":
-        known = [
+        defaults = [
             item
             for item in _leaves(_defaults(config))
             if str(item[0][-1]) != "transformers_version"
         ]
-    path, value = rng.choice(spelt if rng.random() < 0.5 or not known else known)
+    path, value = rng.choice(explicit if rng.random() < 0.5 or not defaults else defaults)
     return path, copy.deepcopy(rng.choice(wrong_values(rng, value)))
 
 
@@ -142,15 +142,15 @@ def wrong_values(rng: Random, value: Any) -> tuple[Any, ...]:
 
 
 def _defaults(config: Table) -> Table:
-    found = CONFIG_MAPPING[config["model_type"]]().to_dict() if "model_type" in config else {}
+    defaults = CONFIG_MAPPING[config["model_type"]]().to_dict() if "model_type" in config else {}
     for key, value in config.items():
         if isinstance(value, dict) and "model_type" in value:
-            found[key] = _defaults(value)
-    return found
+            defaults[key] = _defaults(value)
+    return defaults
 
 
-def _leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield all values below the root, nested tables and lists themselves included."""
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield all values below the root, including nested mappings and lists."""
     if path:
         yield path, value
     if isinstance(value, dict):
@@ -158,13 +158,13 @@ def _leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
             yield from _leaves(item, (*path, key))
 
 
-def _at(table: Any, path: Place) -> Any:
+def _at(table: Any, path: KeyPath) -> Any:
     for key in path:
         table = table[key]
     return table
 
 
-def _put(table: Table, path: Place, value: Any) -> None:
+def _put(table: Table, path: KeyPath, value: Any) -> None:
     for key in path[:-1]:
         if not isinstance(table.get(key), dict):
             table[key] = {}
@@ -183,7 +183,7 @@ def limits() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TooSlowError
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous_handler = signal.signal(signal.SIGALRM, stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, hard))
@@ -192,7 +192,7 @@ def limits() -> Iterator[None]:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
@@ -216,6 +216,6 @@ def judge_model(draw: BrokenModel) -> str:
             for _, v in draw.changes
             if isinstance(v, dict) and "model_type" in v
         }
-        keys.add("patches, not divisible")  # sizes that each are valid and do not fit each other
+        keys.add("patches, not divisible")  # valid sizes that do not match each other
         return "rejected" if any(key in str(error) for key in keys) else "unnamed"
     return "built"

@@ -1,4 +1,4 @@
-"""Damaged files of a model directory: each must give a model or an error that names the file.
+"""Damaged files of a model directory, each of which must give a model or an error with its name.
 
 Draw `index` of a seed is a pure function of both numbers, see `fuzz.broken_configs`.
 """
@@ -63,7 +63,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %
 
 @dataclass(frozen=True)
 class BrokenFile:
-    """One damaged file of a model directory."""
+    """A damaged file of a model directory."""
 
     name: str
     file: str
@@ -119,29 +119,29 @@ def damage_file(seed: int, index: int, model: Path, target: Path) -> BrokenFile:
         file.mkdir() if kind == "directory" else os.mkfifo(file)
     keys: tuple[str, ...] = ()
     if kind in ("value", "drop", "root"):
-        table = json.loads(content)
+        values = json.loads(content)
         if kind == "root":
-            table = rng.choice(([], [table], 3, None, "x", {}, True))
+            values = rng.choice(([], [values], 3, None, "x", {}, True))
         else:
-            keys = _change_value(rng, table, kind == "drop")
-        file.write_text(json.dumps(table))
+            keys = _change_value(rng, values, kind == "drop")
+        file.write_text(json.dumps(values))
     return BrokenFile(f"{seed}-{index} {name}: {kind} {'.'.join(keys)}", name, keys)
 
 
-def _change_value(rng: Random, table: Any, drop: bool) -> tuple[str, ...]:
+def _change_value(rng: Random, values: Any, drop: bool) -> tuple[str, ...]:
     """Change or drop a random value in place and return its path."""
     path: list[str] = []
     while True:
-        key: Any = rng.choice(list(table) if isinstance(table, dict) else range(len(table)))
+        key: Any = rng.choice(list(values) if isinstance(values, dict) else range(len(values)))
         path.append(str(key))
-        inner = table[key]
+        inner = values[key]
         if isinstance(inner, (dict, list)) and inner and rng.random() < 0.8:
-            table = inner
+            values = inner
             continue
         if drop:
-            del table[key]
+            del values[key]
         else:
-            table[key] = rng.choice(wrong_values(rng, inner))
+            values[key] = rng.choice(wrong_values(rng, inner))
         return tuple(path)
 
 
@@ -154,15 +154,14 @@ def judge_file(damage: BrokenFile, directory: Path) -> str:
             tokenizer = load_tokenizer(section)
             for spec in model.sample_specs(tokenizer)["image_specs"].values():
                 open_media(spec, 10**6)
-            if (
-                sum(p.numel() for p in model.parameters()) > 10**7
-            ):  # the defaults of a dropped table
+            parameters = sum(p.numel() for p in model.parameters())
+            if parameters > 10**7:  # a dropped section has default sizes
                 return "built"
             materialize(model, "cpu")
             load_weights(model)
     except (ConfigError, CheckpointError, ValidationError) as error:
         names = {damage.file, *(key for key in damage.keys if not key.isdigit())}
-        # Valid files with other names or sizes do not fit the weights or the image processor.
+        # Valid files with different names or sizes do not match the weights or the processor.
         names |= {"tokenizer", "weights do not match", "image_token", "processor"}
         return "rejected" if any(name in str(error) for name in names) else "unnamed"
     return "built"

@@ -1,4 +1,4 @@
-"""Many draws, judged by a few judges at a time; what became of them, in words."""
+"""Judge draws in several processes, and summarize the verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedDraw:
     """A draw and its verdict."""
 
     draw: Draw
@@ -31,7 +31,7 @@ class Judged:
 
     @property
     def layout(self) -> str:
-        """The first layout in one line, and what trains in it."""
+        """First layout and model of the draw in one line."""
         parts = model_types(self.draw.sections["model"])
         keys = ", ".join(sorted(features(self.draw.first.sections)))
         return f"{self.draw.first.world} ranks, {' + '.join(parts)}: {keys}"
@@ -39,30 +39,30 @@ class Judged:
 
 def judge_all(
     draws: list[Draw], jobs: int, deadline_s: float, only_read: bool = False
-) -> Iterator[Judged]:
-    """Verdicts in the order of the draws."""
+) -> Iterator[JudgedDraw]:
+    """Yield verdicts in the order of the draws."""
     judges: SimpleQueue[Judge] = SimpleQueue()
-    every = [Judge(deadline_s, only_read=only_read) for _ in range(min(jobs, len(draws)))]
-    for judge in every:
+    workers = [Judge(deadline_s, only_read=only_read) for _ in range(min(jobs, len(draws)))]
+    for judge in workers:
         judges.put(judge)
 
-    def judged(draw: Draw) -> Judged:
+    def judge_draw(draw: Draw) -> JudgedDraw:
         judge = judges.get()
         try:
-            return Judged(draw, judge(draw))
+            return JudgedDraw(draw, judge(draw))
         finally:
             judges.put(judge)
 
     try:
-        with ThreadPoolExecutor(len(every)) as pool:
-            yield from pool.map(judged, draws)
+        with ThreadPoolExecutor(len(workers)) as pool:
+            yield from pool.map(judge_draw, draws)
     finally:
-        for judge in every:
+        for judge in workers:
             judge.close()
 
 
 def features(table: Table, prefix: str = "") -> Iterator[str]:
-    """Keys of a layout; with their values where these are words."""
+    """Yield the keys and values of a layout."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -71,30 +71,30 @@ def features(table: Table, prefix: str = "") -> Iterator[str]:
             yield f"{name}={value}"
 
 
-def oddest(judged: list[Judged], count: int) -> list[Judged]:
-    """Those that ran whose keys and values are rarest together."""
-    ran = [j for j in judged if j.verdict.kind != "refused"]
-    own = {id(j): set(features(j.draw.first.sections)) for j in ran}
-    times = Counter(f for found in own.values() for f in found)
+def rarest(judged: list[JudgedDraw], count: int) -> list[JudgedDraw]:
+    """Return executed draws with the rarest combinations of keys and values."""
+    executed = [j for j in judged if j.verdict.kind != "rejected"]
+    features_of = {id(j): set(features(j.draw.first.sections)) for j in executed}
+    times = Counter(f for keys in features_of.values() for f in keys)
 
-    def oddity(j: Judged) -> float:
-        return sum(math.log(len(ran) / times[f]) for f in own[id(j)])
+    def rarity(j: JudgedDraw) -> float:
+        return sum(math.log(len(executed) / times[f]) for f in features_of[id(j)])
 
-    return sorted(ran, key=oddity, reverse=True)[:count]
+    return sorted(executed, key=rarity, reverse=True)[:count]
 
 
-def summary(judged: list[Judged]) -> str:
-    """Counts, the slowest ten, the oddest ten."""
+def summary(judged: list[JudgedDraw]) -> str:
+    """Return the counts, and the ten slowest and ten rarest draws."""
     kinds = Counter(j.verdict.kind for j in judged)
     resumed = Counter(j.verdict.then for j in judged if j.verdict.kind == "equal")
     lines = [
-        f"{len(judged)} draws: {kinds['equal']} equal, {kinds['refused']} refused, "
+        f"{len(judged)} draws: {kinds['equal']} equal, {kinds['rejected']} rejected, "
         f"{kinds['failed']} failed" + (f", {kinds['read']} only read" if kinds["read"] else ""),
-        f"of the equal ones {resumed['equal']} went on equal in another layout, for "
-        f"{resumed['refused']} all others were refused",
+        f"{resumed['equal']} of the equal draws resumed equally in another layout. For "
+        f"{resumed['rejected']}, all other layouts were rejected",
     ]
     slowest = sorted(judged, key=lambda j: j.verdict.seconds, reverse=True)[:10]
-    for title, some in (("slowest", slowest), ("oddest", oddest(judged, 10))):
+    for title, some in (("slowest", slowest), ("rarest", rarest(judged, 10))):
         lines.append(f"{title}:")
         lines += [
             f"  {j.draw.name} {j.verdict.kind} {j.verdict.seconds:.1f} s: {j.layout}" for j in some
@@ -102,27 +102,27 @@ def summary(judged: list[Judged]) -> str:
     return "\n".join(lines)
 
 
-def explain(found: Judged, file: Path) -> str:
-    """A failure in words, with the command that repeats it."""
-    problems = "\n".join(f"  {problem.strip()}" for problem in found.verdict.problems[:8])
+def explain(failure: JudgedDraw, file: Path) -> str:
+    """Return a description of a failure, with the command that repeats it."""
+    problems = "\n".join(f"  {problem.strip()}" for problem in failure.verdict.problems[:8])
     return (
-        f"draw {found.draw.name}: {found.verdict.how}; {found.layout}\n{problems}\n"
+        f"draw {failure.draw.name}: {failure.verdict.how}; {failure.layout}\n{problems}\n"
         f"again: python tests/fuzz/run.py --replay {file}"
     )
 
 
 def write_smallest(
-    found: Judged, directory: Path, judge: Callable[[Draw], Verdict], tries: int = 150
-) -> tuple[Judged, Path]:
-    """Shrinks a failure and writes what is left of it; that, and the file."""
-    small = Judged(*shrink(found.draw, found.verdict, judge, tries))
+    failure: JudgedDraw, directory: Path, judge: Callable[[Draw], Verdict], tries: int = 150
+) -> tuple[JudgedDraw, Path]:
+    """Shrink a failure, write the smallest draw, and return it with its file."""
+    small = JudgedDraw(*shrink(failure.draw, failure.verdict, judge, tries))
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"draw-{found.draw.name}.toml"
+    file = directory / f"draw-{failure.draw.name}.toml"
     notes = "".join(f"# {line}\n" for line in explain(small, file).splitlines())
     file.write_text(notes + tomli_w.dumps(small.draw.as_table()))
     return small, file
 
 
 def read_draw(file: Path) -> Draw:
-    """What `write_smallest` wrote."""
+    """Read a file of `write_smallest`."""
     return Draw.from_table(tomli.loads(file.read_text()))

@@ -196,7 +196,7 @@ def _check_model(recipe: Recipe, world: int) -> None:
     built = _MODELS.get(key := repr(sections))
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(StringIO()))
-        for name, stub in _STUBS.items():  # they read samples and simulate
+        for name, stub in _STUBS.items():  # the originals read samples and simulate
             stack.enter_context(mock.patch.object(model_build, name, stub))
         if built is None:
             built = _MODELS[key] = model_build.build_unfilled_model(run)
@@ -215,14 +215,14 @@ _MODELS: dict[str, Any] = {}
 def _directory() -> Path:
     """Return a directory with a tokenizer and an empty source, which is removed at exit."""
     temporary = tempfile.TemporaryDirectory(prefix="combinations")
-    _KEPT.append(temporary)
+    _TEMPORARY.append(temporary)
     directory = Path(temporary.name)
     make_tokenizer(directory / "tokenizer")
     (directory / "empty.jsonl").write_text("")
     return directory
 
 
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def pairs() -> Iterator[tuple[str, str]]:
@@ -322,14 +322,14 @@ def read_cells(text: str) -> Cells:
     lines = [line.strip("|\n ").split("|") for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip(" *") for cell in line] for line in lines]
     heads = next(row for row in rows if row[:2] == ["TP", "SP"])
-    found = {
+    cells = {
         (row[0], name): cell == "yes"
         for row in rows[rows.index(heads) + 2 :]
         for name, cell in zip(heads, row[1:], strict=False)
         if cell
     }
-    left = [pair for pair in pairs() if not ALWAYS.keys().isdisjoint(pair)]
-    return found | dict.fromkeys(left, True)
+    always_supported = [pair for pair in pairs() if not ALWAYS.keys().isdisjoint(pair)]
+    return cells | dict.fromkeys(always_supported, True)
 
 
 def write_page() -> None:
@@ -339,7 +339,9 @@ def write_page() -> None:
         ValueError: A feature of `ALWAYS` has an unsupported combination.
     """
     cells = {pair: not problems(pair) for pair in pairs()}
-    wrong = [pair for pair, yes in cells.items() if not yes and not ALWAYS.keys().isdisjoint(pair)]
-    if wrong:
-        raise ValueError(f"features without a column have unsupported combinations: {wrong}")
+    unsupported = [
+        pair for pair, yes in cells.items() if not yes and not ALWAYS.keys().isdisjoint(pair)
+    ]
+    if unsupported:
+        raise ValueError(f"features without a column have unsupported combinations: {unsupported}")
     PAGE.write_text(page(cells))

@@ -1,4 +1,4 @@
-"""Whether what ranks have seen is what the reference says."""
+"""Comparison of the results of ranks with the reference."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart equal numbers may be: relative, by what they are of."""
+    """Relative tolerances."""
 
     loss: float
     gradient: float
     floor: float
-    """Of a gradient, relative to the norm of all gradients."""
+    """Tolerance of a gradient, relative to the norm of all gradients."""
     update: float
-    """Of weights, relative to how far training has moved them."""
+    """Tolerance of weights, relative to their change during training."""
     rounding: float
-    """Of weights, relative to themselves."""
-    sway: float
-    """Of weights, relative to how far training has moved all of them."""
+    """Tolerance of weights, relative to their norm."""
+    total_update: float
+    """Tolerance of weights, relative to the change of all weights during training."""
     drift: float = 1.0
-    """How many times farther gradients may be apart that follow steps of training."""
+    """Factor of the gradient tolerance after previous training steps."""
 
 
 BOUNDS = {
@@ -33,72 +33,78 @@ BOUNDS = {
 }
 
 
-def bounds_of(dtype: str, sharp: bool, narrow: bool = False, noisy: bool = False) -> Bounds:
-    """For a model trained in `dtype`.
+def bounds_of(dtype: str, sharp: bool, low_precision: bool = False, noisy: bool = False) -> Bounds:
+    """Return the tolerances for a model that is trained in `dtype`.
 
     Args:
-        narrow: whether parameters or states rest in fewer bits, or matrices are made orthogonal:
-            what differs by rounding then differs by a step of theirs, here and there. That equal
-            gradients give equal bits is seen in tests/distributed/test_optimizer_layouts.py.
-        noisy: whether matrices are made orthogonal in bfloat16: all directions of a gradient become
-            equally large, and some have nothing but the noise of rounding, which differs between
-            equal layouts. Where weights go is not judged then; losses, norms and the first step's
-            gradients are.
-        sharp: see `fuzz.models.is_sharp`; in float32 the reference itself is then off by more
-            than 2e-5, against float64.
+        dtype: Dtype of the computation.
+        sharp: See `fuzz.models.is_sharp`. The float32 reference then differs from float64 by more
+            than 2e-5.
+        low_precision: Whether parameters or optimizer states have fewer bits, or matrices are
+            orthogonalized. Differences by rounding then become differences by a quantization step.
+            tests/distributed/test_optimizer_layouts.py shows that equal gradients give equal bits.
+        noisy: Whether matrices are orthogonalized in bfloat16. All directions of a gradient become
+            equally large, and some consist of rounding noise, which differs between equal layouts.
+            Weights are not compared then, in contrast to losses, norms and the first gradients.
     """
-    found, factor = BOUNDS[dtype], 10 if sharp else 1
-    if narrow:
-        update, sway = max(found.update, 0.05), max(found.sway, 0.02)
-        found = replace(found, loss=max(found.loss, 1e-4), update=update, sway=sway, drift=100.0)
+    bounds, factor = BOUNDS[dtype], 10 if sharp else 1
+    if low_precision:
+        update, total_update = max(bounds.update, 0.05), max(bounds.total_update, 0.02)
+        bounds = replace(
+            bounds,
+            loss=max(bounds.loss, 1e-4),
+            update=update,
+            total_update=total_update,
+            drift=100.0,
+        )
     if noisy:
-        found = replace(found, update=2.0)
-    if narrow and dtype == "bfloat16":
-        found = replace(found, rounding=2**-7)
+        bounds = replace(bounds, update=2.0)
+    if low_precision and dtype == "bfloat16":
+        bounds = replace(bounds, rounding=2**-7)
     return replace(
-        found,
-        gradient=factor * found.gradient,
-        floor=factor * found.floor,
-        update=factor * found.update,
-        sway=factor * found.sway,
+        bounds,
+        gradient=factor * bounds.gradient,
+        floor=factor * bounds.floor,
+        update=factor * bounds.update,
+        total_update=factor * bounds.total_update,
     )
 
 
 def differences(
     ranks: list[dict[str, Any]],
-    wanted: dict[str, Any],
+    expected: dict[str, Any],
     first: int,
     bounds: Bounds,
 ) -> Iterator[str]:
-    """What differs, in words; nothing if all is equal.
+    """Yield descriptions of all differences.
 
     Args:
-        ranks: what each rank saved.
-        wanted: what the reference saved.
-        first: number of steps done before.
+        ranks: Results that each rank saved.
+        expected: Results that the reference saved.
+        first: Number of previous steps.
     """
-    steps = wanted["steps"][first : first + len(ranks[0]["losses"])]
-    begin = wanted["initial"] if first == 0 else wanted["steps"][first - 1]["weights"]
-    met: set[str] = set()
-    for rank, seen in enumerate(ranks):
-        if len(seen["losses"]) != len(steps):
-            yield f"rank {rank}: {len(seen['losses'])} steps, not {len(steps)}"
+    steps = expected["steps"][first : first + len(ranks[0]["losses"])]
+    begin = expected["initial"] if first == 0 else expected["steps"][first - 1]["weights"]
+    all_names: set[str] = set()
+    for rank, result in enumerate(ranks):
+        if len(result["losses"]) != len(steps):
+            yield f"rank {rank}: {len(result['losses'])} steps, not {len(steps)}"
             continue
         for number, step in enumerate(steps):
-            pairs = seen["losses"][number], seen["norms"][number]
+            pairs = result["losses"][number], result["norms"][number]
             yield from _numbers(rank, *pairs, first + number, step, bounds)
         looser = replace(bounds, gradient=bounds.gradient * (bounds.drift if first else 1.0))
-        yield from _gradients(rank, seen, steps[0]["gradients"], looser)
-        copies = seen["copies"]
-        yield from _weights(rank, seen["weights"], copies, steps[-1]["weights"], begin, bounds)
+        yield from _gradients(rank, result, steps[0]["gradients"], looser)
+        copies = result["copies"]
+        yield from _weights(rank, result["weights"], copies, steps[-1]["weights"], begin, bounds)
         if averages := steps[-1]["averages"]:
-            found = _weights(rank, seen["averages"], copies, averages, begin, bounds)
-            yield from (f"average: {what}" for what in found)
-            trained = {n for n in seen["weights"] if copies.get(n, n) in averages}
-            lost = sorted(trained - seen["averages"].keys())
-            yield from (f"average: rank {rank}: {name} is not there" for name in lost)
-        met |= seen["weights"].keys()
-    if missing := sorted(wanted["initial"].keys() - met):
+            problems = _weights(rank, result["averages"], copies, averages, begin, bounds)
+            yield from (f"average: {problem}" for problem in problems)
+            trained = {n for n in result["weights"] if copies.get(n, n) in averages}
+            missing_averages = sorted(trained - result["averages"].keys())
+            yield from (f"average: rank {rank}: {name} is missing" for name in missing_averages)
+        all_names |= result["weights"].keys()
+    if missing := sorted(expected["initial"].keys() - all_names):
         yield f"no rank has {missing[0]} (and {len(missing) - 1} more)"
 
 
@@ -109,48 +115,50 @@ def _numbers(
         ("loss", loss, step["loss"], bounds.loss),
         ("grad_norm", norm, step["norm"], bounds.gradient),
     )
-    for name, found, expected, bound in pairs:
-        if not abs(found - expected) <= bound * max(abs(expected), 1e-3):
-            yield f"step {number} rank {rank}: {name} {found:.7g}, not {expected:.7g}"
+    for name, actual, expected, bound in pairs:
+        if not abs(actual - expected) <= bound * max(abs(expected), 1e-3):
+            yield f"step {number} rank {rank}: {name} {actual:.7g}, not {expected:.7g}"
 
 
 def _gradients(
-    rank: int, seen: dict[str, Any], expected: dict[str, Tensor], bounds: Bounds
+    rank: int, result: dict[str, Any], expected: dict[str, Tensor], bounds: Bounds
 ) -> Iterator[str]:
-    found = seen["gradients"]
-    every = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
-    for name, gradient in found.items():
-        original = seen["copies"].get(name, name)
+    gradients = result["gradients"]
+    total_norm = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    for name, gradient in gradients.items():
+        original = result["copies"].get(name, name)
         if original not in expected:
             yield f"rank {rank}: {name} has a gradient but is frozen"
             continue
         error = _distance(gradient, expected[original])
         norm = float(expected[original].norm())
-        if not error <= bounds.gradient * norm + bounds.floor * every:
+        if not error <= bounds.gradient * norm + bounds.floor * total_norm:
             relative = error / max(norm, 1e-30)
             yield f"rank {rank}: gradient of {name} is off by {relative:.2g}"
-    for name in seen["weights"]:
-        if seen["copies"].get(name, name) in expected and name not in found:
+    for name in result["weights"]:
+        if result["copies"].get(name, name) in expected and name not in gradients:
             yield f"rank {rank}: {name} has no gradient"
 
 
 def _weights(
     rank: int,
-    seen: dict[str, Tensor],
+    actual: dict[str, Tensor],
     copies: dict[str, str],
     expected: dict[str, Tensor],
     begin: dict[str, Tensor],
     bounds: Bounds,
 ) -> Iterator[str]:
     moves = {name: _distance(value, begin[name]) for name, value in expected.items()}
-    every = sum(move**2 for move in moves.values()) ** 0.5
-    for name, value in seen.items():
+    total_move = sum(move**2 for move in moves.values()) ** 0.5
+    for name, value in actual.items():
         original = copies.get(name, name)
         error, moved = _distance(value, expected[original]), moves[original]
-        floor = bounds.rounding * float(expected[original].norm()) + bounds.sway * every
+        floor = (
+            bounds.rounding * float(expected[original].norm()) + bounds.total_update * total_move
+        )
         if not error <= bounds.update * moved + floor:
             relative = error / max(moved, 1e-30)
-            yield f"rank {rank}: {name} is off by {relative:.2g} of how far it has moved"
+            yield f"rank {rank}: {name} is off by {relative:.2g} of its change"
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

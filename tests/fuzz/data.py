@@ -1,7 +1,7 @@
 """Training data of random recipes: random words with images, videos and audio of noise.
 
 Everything is a function of fixed seeds and needs no download. Samples have 0 to 4 images, so some
-microbatches have none; a third of the samples is text only.
+microbatches have none. A third of the samples has only text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchmm.data.media.clip_files import write_clip
 
 WORDS = 80
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
-MARKS = [
+SPECIAL_TOKENS = [
     *("<|vision_start|>", "<|vision_end|>", "<|audio_start|>", "<|audio_end|>"),
     *("[IMG_BREAK]", "[IMG_END]", "<sound>", "<video>"),
     *("[BEGIN_AUDIO]", "<|audio_bos|>", "<|audio_eos|>"),
 ]
-"""What stands beside images and sounds of composites, and their other placeholders."""
+"""Special tokens around images and audio of multimodal models, and other placeholders."""
 TOKEN_IDS = {
     token: number
-    for number, token in enumerate([*SPECIAL, *(f"w{n}" for n in range(WORDS)), *MARKS])
+    for number, token in enumerate([*SPECIAL, *(f"w{n}" for n in range(WORDS)), *SPECIAL_TOKENS])
 }
 SAMPLES = 48
 IMAGES = 12
@@ -51,7 +51,7 @@ SOURCES = (
 
 
 def make_data(directory: Path) -> None:
-    """Writes the tokenizer, the media and a JSON-lines file for each of `SOURCES`."""
+    """Write the tokenizer, the media and a JSON Lines file for each of `SOURCES`."""
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(directory / "tokenizer")
     rng = np.random.default_rng(1)
@@ -66,7 +66,7 @@ def make_data(directory: Path) -> None:
             file.writeframes(samples.tobytes())
     rng = np.random.default_rng(3)
     for number in range(VIDEOS):
-        width, height = 2 * rng.integers(8, 14, 2)  # the codec needs even sides
+        width, height = 2 * rng.integers(8, 14, 2)  # the codec requires even heights and widths
         frames = 2 * int(rng.integers(2, 5))  # two or more pairs of frames, one pair per second
         pixels = rng.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
         video = write_clip([Image.fromarray(frame) for frame in pixels], fps=VIDEO_FPS)
@@ -92,7 +92,7 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def _sample(source: str, rng: np.random.Generator) -> dict:
-    """Return an interleaved record; for "videos" a caption, whose media come first."""
+    """Return an interleaved record. "videos" are captions, whose media come first."""
     if source == "videos":
         count = int(rng.integers(0, 3))
         return {
@@ -100,12 +100,12 @@ def _sample(source: str, rng: np.random.Generator) -> dict:
             "videos": [f"video-{rng.integers(VIDEOS)}.mp4"] if count else [],
             "text": _text(rng, 14),
         }
-    images = sounds = 0
+    images = audios = 0
     if not rng.random() < 1 / 3:
         images = int(rng.integers(0, 5)) if "image" in source or "both" in source else 0
-        sounds = int(rng.integers(0, 3)) if "sound" in source or "both" in source else 0
+        audios = int(rng.integers(0, 3)) if "sound" in source or "both" in source else 0
     files = [f"image-{rng.integers(IMAGES)}.png" for _ in range(images)]
-    files += [f"sound-{rng.integers(SOUNDS)}.wav" for _ in range(sounds)]
+    files += [f"sound-{rng.integers(SOUNDS)}.wav" for _ in range(audios)]
     rng.shuffle(files)
     elements: list[str] = []
     for file in files:
@@ -117,10 +117,10 @@ def _sample(source: str, rng: np.random.Generator) -> dict:
         "audios": [e if e.endswith(".wav") else None for e in elements],
     }
     if source.startswith("drawn"):
-        drawn = rng.random() < 0.7
-        record["draw"] = f"image-{rng.integers(IMAGES)}.png" if drawn else None
+        has_target = rng.random() < 0.7
+        record["draw"] = f"image-{rng.integers(IMAGES)}.png" if has_target else None
     return record
 
 
-def _text(rng: np.random.Generator, most: int) -> str:
-    return " ".join(f"w{word}" for word in rng.integers(WORDS, size=rng.integers(2, most + 1)))
+def _text(rng: np.random.Generator, max_words: int) -> str:
+    return " ".join(f"w{word}" for word in rng.integers(WORDS, size=rng.integers(2, max_words + 1)))

@@ -1,9 +1,9 @@
-"""Draw `index` of a seed: a model, what is frozen, a batch, and two layouts of it.
+"""Random recipes: draw `index` of a seed has a model, frozen modules, a batch, and two layouts.
 
     draw = draw_recipe(seed=7, index=12)
 
-A pure function of both numbers. The run trains two steps in the first layout, saves, and goes on in
-the second for one more. Paths are left to the judge.
+A draw is a pure function of both numbers. The run trains two steps in the first layout, saves, and
+resumes in the second layout for one step. The judge adds paths.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fuzz.models import draw_model, find_experts, is_sharp, module_layers
 Table = dict[str, Any]
 
 STEPS = 2
-"""In the first layout; one more follows in the second."""
+"""Steps in the first layout. One step follows in the second layout."""
 PERTURBED = 0.18
 ADAPTED = 0.25
-"""Share of recipes with adapters."""
+"""Fraction of recipes with adapters."""
 AVERAGED = 0.25
-"""And of those with averages of weights."""
+"""Fraction of recipes with weight averages."""
 COUNTED = 0.15
 """Fraction of recipes that set `training.epochs`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sections of a recipe that decide a layout, on so many ranks."""
+    """Sections of a recipe that determine a layout, and its number of ranks."""
 
     world: int
     sections: Table = field(default_factory=dict)
@@ -40,44 +40,44 @@ class Layout:
 
 @dataclass(frozen=True)
 class Draw:
-    """One recipe to be judged."""
+    """A random recipe."""
 
     name: str
-    """What it was drawn from, such as "7-12"."""
+    """Seed and index, such as "7-12"."""
     source: str
-    """See `data.SOURCES`."""
+    """Name in `data.SOURCES`."""
     sections: Table
-    """Of the recipe, whatever the layout."""
+    """Sections that are independent of the layout."""
     first: Layout
     then: tuple[Layout, ...] = ()
-    """To go on in: the first of them that is not refused."""
+    """Layouts to resume in. The first supported layout is used."""
 
     def table(self, layout: Layout) -> Table:
-        """The recipe of a layout."""
+        """Return the recipe of a layout."""
         return merged(self.sections, layout.sections)
 
     def as_table(self) -> Table:
-        """For TOML."""
+        """Convert the draw to TOML values."""
         return asdict(self) | {"then": [asdict(layout) for layout in self.then]}
 
     @classmethod
     def from_table(cls, table: Table) -> Draw:
-        """The inverse of `as_table`."""
+        """Create a draw from the result of `as_table`."""
         then = tuple(Layout(**layout) for layout in table["then"])
         return cls(**{**table, "first": Layout(**table["first"]), "then": then})
 
 
 def merged(base: Table, over: Table) -> Table:
-    """Both, `over` winning."""
-    found = copy.deepcopy(base)
+    """Merge two mappings recursively. Values of `over` have priority."""
+    result = copy.deepcopy(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else copy.deepcopy(value)
-    return found
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
 
 
 def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> Draw:
-    """The draw itself."""
+    """Return draw `index` of a seed."""
     rng = Random(f"{seed}-{index}")
     model, source = draw_model(rng)
     layers = module_layers(model)
@@ -117,18 +117,20 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     then = []
     for _ in range(3):
         world_then = rng.choice((1, 1, 2, 2, 2, 4))
-        found = draw_layout(rng, Shape(layers, batch, world_then, experts))
-        then.append(Layout(world_then, found))
+        sections_then = draw_layout(rng, Shape(layers, batch, world_then, experts))
+        then.append(Layout(world_then, sections_then))
     if Random(f"{seed}-{index}-packing").random() < 0.3:
         sections["data"] = {"packing": "balanced"}
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
 
 
 def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
-    """Which it is and how its states rest. Rarely drawn: what layouts do is seen best in float32.
+    """Draw the optimizer and its state dtypes.
+
+    Most draws use float32, which shows the effects of layouts best.
 
     Args:
-        rng: of its own, so that all else is drawn as without.
+        rng: Separate generator, so that other values are independent of this function.
     """
     if rng.random() > 0.2 or sharp:
         return
@@ -154,16 +156,16 @@ def _compile(rng: Random, sections: Table, layers: dict[str, int]) -> None:
     sections["compile"] = {"enabled": True, "backend": rng.choice(("eager", "aot_eager"))}
     if rng.random() < 0.3:
         sections["compile"]["modules"] = [rng.choice([*layers])]
-    if rng.random() < 0.5:  # no effect on a CPU, and none on results
+    if rng.random() < 0.5:  # has no effect on CPU
         sections["compile"]["cuda_graphs"] = True
 
 
 def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:
-    """Rarely drawn, as bounds are wide then: in the middle between two values of float8, an error
-    of rounding makes it one or the other.
+    """Draw float8 settings for a small fraction of the recipes.
 
-    Scales of whole tensors are for what is refused with them: they are of a microbatch, and the
-    reference has other ones.
+    Tolerances are wide then: a rounding error in the middle between two float8 values selects one
+    or the other. Tensorwise scales only occur in rejected combinations, because they depend on the
+    microbatch, which differs in the reference.
     """
     if rng.random() > 0.1:
         return
@@ -175,15 +177,15 @@ def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:
     if rng.random() < 0.3:
         table["exclude"] = [rng.choice(("mlp.*", "self_attn.k_proj", "*down_proj"))]
     sections["float8"] = table
-    if rng.random() < 0.7:  # refused with it
+    if rng.random() < 0.7:  # float8 and adapters are not supported together
         sections.pop("adapters", None)
-        named = table.get("modules", ["llm"])
+        float8_modules = table.get("modules", ["llm"])
         frozen = sections["freeze"]
-        frozen["modules"] = [n for n in frozen["modules"] if n not in named]
+        frozen["modules"] = [n for n in frozen["modules"] if n not in float8_modules]
 
 
 def _adapters(rng: Random, layers: dict[str, int]) -> Table:
-    """Of one module or more; one of a module that has a second one is refused in words."""
+    """Draw adapters of one or more modules."""
     if rng.random() < 1 - ADAPTED:
         return {}
     modules = [name for name in layers if name != "generator"]

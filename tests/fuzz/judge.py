@@ -1,14 +1,13 @@
-"""Runs a drawn recipe and says whether it is equal to the reference, refused, or neither.
+"""Run a random recipe and return whether it equals the reference, is rejected, or fails.
 
     with Judge() as judge:
         verdict = judge(draw)
 
-The judge is a warm process without threads, which has everything imported; ranks and the reference
-are forks of it, so a rank that crashes or hangs costs its recipe and nothing else. A recipe is
-refused where reading it, or building its model, raises a `ConfigError`: that is before any process
-group; only that a step does not fit into `activation_checkpoint.memory_limit` cannot be known
-before its images are. Whatever else goes wrong later is a failure: a wrong number, a crash, a hang,
-a late refusal.
+The judge is a preloaded process without threads. Ranks and the reference are forks of it, so that a
+rank that crashes or hangs does not affect other recipes. A recipe is rejected if reading the recipe
+or building its model raises a `ConfigError`, before any process group is created. One error is only
+detected later: a step that exceeds `activation_checkpoint.memory_limit`, because it depends on the
+images. All other errors are failures: a wrong value, a crash, a hang, or a late rejection.
 """
 
 from __future__ import annotations
@@ -24,53 +23,62 @@ from typing import Literal
 
 from fuzz.draw import Draw
 
-Kind = Literal["equal", "refused", "failed", "read"]
+Kind = Literal["equal", "rejected", "failed", "read"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a draw."""
+    """Result of a draw."""
 
     kind: Kind
     how: str
-    """Of failures: "different", "crash", "hang", "late refusal", "nameless refusal"."""
+    """Kind of failure: "different", "crash", "hang", "late rejection", "error without key"."""
     problems: list[str] = field(default_factory=list)
     then: str = ""
-    """What became of going on in another layout: "equal", "refused", or "" without it."""
+    """Result of resuming in another layout: "equal", "rejected", or "" without it."""
     seconds: float = 0.0
 
 
 class Judge:
-    """The warm process.
+    """Preloaded process that judges draws.
 
     Args:
-        deadline_s: longest that the ranks of a layout may take.
-        spoil: what ranks do wrong on purpose, see `fuzz.ranks.run_rank`.
-        only_read: whether recipes that are not refused are left at that ("read"), and none is run.
+        deadline_s: Time limit of the ranks of a layout.
+        defect: Defect that ranks inject, see `fuzz.ranks.run_rank`.
+        only_read: Whether valid recipes get the verdict "read" and are not run.
     """
 
-    def __init__(self, deadline_s: float = 120.0, spoil: str = "", only_read: bool = False) -> None:
-        ours, its = get_context().Pipe()
+    def __init__(
+        self, deadline_s: float = 120.0, defect: str = "", only_read: bool = False
+    ) -> None:
+        connection, child_connection = get_context().Pipe()
         tests = Path(__file__).parents[1]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONSAFEPATH": "1",  # the tree under test is the one that is found here
+            "PYTHONSAFEPATH": "1",  # the imported torchmm is the tested one
             "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(tests)]),
         }
-        given = [str(its.fileno()), str(deadline_s), spoil, "only read" if only_read else ""]
-        command = [sys.executable, "-m", "fuzz.server", *given]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
-        its.close()
-        self._jobs: Connection = ours
+        arguments = [
+            str(child_connection.fileno()),
+            str(deadline_s),
+            defect,
+            "only read" if only_read else "",
+        ]
+        command = [sys.executable, "-m", "fuzz.server", *arguments]
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[child_connection.fileno()]
+        )
+        child_connection.close()
+        self._jobs: Connection = connection
 
     def __call__(self, draw: Draw) -> Verdict:
-        """Runs it."""
+        """Run a draw and return its verdict."""
         self._jobs.send(asdict(draw))
         return Verdict(**self._jobs.recv())
 
     def close(self) -> None:
-        """Ends the process, after what it is at."""
+        """Stop the process after the current draw."""
         self._jobs.close()
         self._process.wait()
 

@@ -1,7 +1,7 @@
-"""Random layouts of a model: everything in a recipe that decides who computes what, and when.
+"""Random layouts of a model: all recipe keys that determine where and when tasks are computed.
 
-A layout is first drawn so that it fits its number of ranks; `perturbed` then spoils one in a few,
-because what does not fit has to be refused in words.
+A layout is first drawn so that it matches its number of ranks. `perturbed` then invalidates some of
+them, which must give an error message.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SIZES = ("pipeline", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layout has to fit: the model's modules, the batch and the number of ranks."""
+    """Properties that a layout must match: the modules, the batch and the number of ranks."""
 
     layers: dict[str, int]
-    """By module, in the order of the model."""
+    """Layers by module, in the order of the model."""
     batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
     world: int
     experts: int = 0
-    """Of a layer of the LLM."""
+    """Experts per layer of the LLM."""
 
     @property
     def encoders(self) -> list[str]:
@@ -43,7 +43,7 @@ def divisors(n: int) -> list[int]:
 
 
 def draw_layout(rng: Random, shape: Shape) -> Table:
-    """Sections [parallel], [activation_checkpoint] and keys of [data] and [training]."""
+    """Draw [parallel], [activation_checkpoint] and keys of [data] and [training]."""
     placements, weights = ["interleaved"], [4]
     if shape.encoders:
         placements, weights = [*placements, "colocated"], [*weights, 5]
@@ -69,41 +69,45 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
         layout["data"] = {"reorder": rng.choice(("intra", "inter", "both"))}
     if (checkpointing := _recompute(rng, shape)) is not None:
         layout["activation_checkpoint"] = checkpointing
-    plain = placement == "interleaved" and parallel.get("pipeline", 1) == 1
-    own = Random(repr(layout))  # draws made before this key stay as they are
-    if plain and parallel.get("llm", {}).get("context", 1) == 1 and own.random() < 0.6:
+    is_single_stage = placement == "interleaved" and parallel.get("pipeline", 1) == 1
+    separate = Random(repr(layout))  # a separate generator keeps older draws unchanged
+    if (
+        is_single_stage
+        and parallel.get("llm", {}).get("context", 1) == 1
+        and separate.random() < 0.6
+    ):
         layout.setdefault("data", {})["balance"] = "images"
     values = ("auto", "auto", "none")
-    others = {"reorder": own.choice(values), "balance": own.choice(values)}
-    layout["data"] = others | layout.get("data", {})
+    defaults = {"reorder": separate.choice(values), "balance": separate.choice(values)}
+    layout["data"] = defaults | layout.get("data", {})
     return layout
 
 
 def _split(rng: Random, ranks: int, pipelines: int, batch: int) -> dict[str, int]:
-    """Sizes that make `ranks` and divide the batch."""
+    """Draw parallelism degrees whose product is `ranks`, and which divide the batch."""
     while True:
         pipeline = _middle(rng, [d for d in divisors(ranks) if d <= pipelines])
-        left = ranks // pipeline
-        tensor = rng.choice([d for d in divisors(left) if d <= 4]) if rng.random() < 0.6 else 1
-        replicate = rng.choice(divisors(left // tensor))
-        shard = left // tensor // replicate
+        remaining = ranks // pipeline
+        tensor = rng.choice([d for d in divisors(remaining) if d <= 4]) if rng.random() < 0.6 else 1
+        replicate = rng.choice(divisors(remaining // tensor))
+        shard = remaining // tensor // replicate
         if batch % (replicate * shard) == 0:
             break
     return {"pipeline": pipeline, "replicate": replicate, "shard": shard, "tensor": tensor}
 
 
 def _middle(rng: Random, sizes: list[int]) -> int:
-    """One of them, rather neither the least nor the most."""
+    """Choose a size, with a preference for sizes between the minimum and the maximum."""
     return rng.choice([*sizes, *sizes[1:-1], *sizes[1:-1]])
 
 
 def _written(rng: Random, sizes: dict[str, int], free: tuple[str, ...] = ()) -> dict[str, int]:
-    """The same sizes as a recipe may have them: one of `free` -1, or left out as the default."""
-    found = dict(sizes)
+    """Return the recipe keys of sizes: one of `free` can be -1, and defaults can be omitted."""
+    keys = dict(sizes)
     if free and rng.random() < 0.4:
-        found[rng.choice(free)] = -1
+        keys[rng.choice(free)] = -1
     defaults = {"pipeline": 1, "replicate": 1, "shard": -1, "tensor": 1}
-    return {k: v for k, v in found.items() if v != defaults[k] or rng.random() < 0.5}
+    return {k: v for k, v in keys.items() if v != defaults[k] or rng.random() < 0.5}
 
 
 def _llm_stages(rng: Random, layers: int, pipeline: int, schedule: str) -> int:
@@ -115,16 +119,16 @@ def _llm_stages(rng: Random, layers: int, pipeline: int, schedule: str) -> int:
 def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
     schedule = rng.choice(INTERLEAVED)
     if schedule == "csv" and list(shape.layers) != ["llm"]:
-        schedule = "separated"  # an order is for one number of images in each microbatch
-    least = min(shape.layers.values())
+        schedule = "separated"  # a CSV schedule requires a fixed number of images per microbatch
+    max_stages = min(shape.layers.values())
     if schedule == "megatron":
-        least = shape.layers["llm"]
+        max_stages = shape.layers["llm"]
     elif schedule not in ("separated", "searched", "csv"):
-        least = sum(shape.layers.values())
-    sizes = _split(rng, shape.world, least, shape.batch)
+        max_stages = sum(shape.layers.values())
+    sizes = _split(rng, shape.world, max_stages, shape.batch)
     parallel: Table = {"schedule": schedule, **_written(rng, sizes, ("replicate", "shard"))}
     pipeline = sizes["pipeline"]
-    virtual = _llm_stages(rng, min(least, shape.layers["llm"]), pipeline, schedule)
+    virtual = _llm_stages(rng, min(max_stages, shape.layers["llm"]), pipeline, schedule)
     if virtual > 1:
         parallel["virtual_stages"] = virtual
     if schedule in ("separated", "searched", "csv") and pipeline > 1:
@@ -143,12 +147,12 @@ def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
 
 def _fsdp(rng: Random) -> Table:
     """Draw when FSDP2 gathers and reduces, without a pipeline."""
-    found: Table = {}
+    keys: Table = {}
     if rng.random() < 0.3:
-        found["reshard_after_forward"] = rng.choice(("always", "never"))
-    if found.get("reshard_after_forward") != "never" and rng.random() < 0.5:
-        found["gradient_reduction"] = "microbatch"
-    return found
+        keys["reshard_after_forward"] = rng.choice(("always", "never"))
+    if keys.get("reshard_after_forward") != "never" and rng.random() < 0.5:
+        keys["gradient_reduction"] = "microbatch"
+    return keys
 
 
 def _experts(rng: Random, shape: Shape, sizes: dict[str, int]) -> Table:
@@ -158,7 +162,7 @@ def _experts(rng: Random, shape: Shape, sizes: dict[str, int]) -> Table:
 
 
 def _context(rng: Random, parallel: Table, shard: int) -> int:
-    """Ranks that share rows of the LLM, which may be written into `parallel`."""
+    """Draw the number of context-parallel ranks and set it in `parallel`."""
     if shard == 1 or rng.random() < 0.5:
         return 1
     context = _middle(rng, divisors(shard))
@@ -169,7 +173,7 @@ def _context(rng: Random, parallel: Table, shard: int) -> int:
 def _search(rng: Random) -> Table:
     search: Table = {"evaluations": rng.choice((20, 60))}
     if rng.random() < 0.1:
-        search["evaluations"] = 1  # the natural order
+        search["evaluations"] = 1  # the original order
     if rng.random() < 0.4:
         search["stages"] = rng.choice(("megatron", "balanced", "auto"))
     if rng.random() < 0.8:
@@ -194,8 +198,8 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
     split = rng.choice(divisors(tensor))
     splits = {name: rng.choice((split, rng.choice(divisors(tensor)))) for name in shape.encoders}
     for name in shape.encoders:
-        if own := _colocated_encoder(rng, shape, name, sizes, splits[name]):
-            parallel[name] = own
+        if encoder_keys := _colocated_encoder(rng, shape, name, sizes, splits[name]):
+            parallel[name] = encoder_keys
     if len(set(splits.values())) == 1 and tensor > 1 and rng.random() < 0.4:
         parallel["tp_comm_fraction"] = 0.2
     if rng.random() < 0.1:
@@ -207,31 +211,31 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
 def _colocated_encoder(
     rng: Random, shape: Shape, name: str, llm: dict[str, int], split: int
 ) -> dict[str, int]:
-    """An encoder's own sizes.
+    """Draw the sizes of an encoder.
 
     Args:
-        llm: sizes of the LLM.
-        split: tensor-parallel ranks of the encoder.
+        llm: Sizes of the LLM.
+        split: Tensor-parallel ranks of the encoder.
     """
-    own: dict[str, int] = {}
+    keys: dict[str, int] = {}
     fits = [d for d in divisors(llm["pipeline"]) if d <= shape.layers[name]]
     stages = 1 if rng.random() < 0.4 else rng.choice(fits)
     if stages > 1 or rng.random() < 0.3:
-        own["pipeline"] = stages
+        keys["pipeline"] = stages
     if split != llm["tensor"] or rng.random() < 0.3:
-        own["tensor"] = split
-    left = shape.world // (stages * split)
+        keys["tensor"] = split
+    remaining = shape.world // (stages * split)
     if rng.random() < 0.8:
-        replicate = rng.choice(divisors(left))
-        own |= {"replicate": replicate, "shard": left // replicate}
-        hidden = rng.choice((None, None, "replicate", "shard"))
-        if hidden is not None and rng.random() < 0.5:
-            own[hidden] = -1
-        elif hidden is not None:
-            del own[hidden]
+        replicate = rng.choice(divisors(remaining))
+        keys |= {"replicate": replicate, "shard": remaining // replicate}
+        inferred = rng.choice((None, None, "replicate", "shard"))
+        if inferred is not None and rng.random() < 0.5:
+            keys[inferred] = -1
+        elif inferred is not None:
+            del keys[inferred]
     if llm["pipeline"] > 1 and rng.random() < 0.3:
-        own["segments"] = rng.choice([s for s in (1, 2) if s * stages <= shape.layers[name]])
-    return own
+        keys["segments"] = rng.choice([s for s in (1, 2) if s * stages <= shape.layers[name]])
+    return keys
 
 
 def _disaggregated(rng: Random, shape: Shape) -> tuple[Table, int]:
@@ -254,13 +258,13 @@ def _disaggregated(rng: Random, shape: Shape) -> tuple[Table, int]:
             if virtual > 1:
                 parallel["virtual_stages"] = virtual
             continue
-        own = {key: size for key, size in sizes.items() if size > 1 or rng.random() < 0.2}
+        keys = {key: size for key, size in sizes.items() if size > 1 or rng.random() < 0.2}
         if schedule == "separated" and sizes["pipeline"] > 1 and rng.random() < 0.3:
             fits = [s for s in (1, 2) if s * sizes["pipeline"] <= shape.layers[name]]
-            own["segments"] = rng.choice(fits)
-        if own:
-            parallel[name] = own
-    if rng.random() < 0.2:  # one size is what is left
+            keys["segments"] = rng.choice(fits)
+        if keys:
+            parallel[name] = keys
+    if rng.random() < 0.2:  # one size uses the remaining ranks
         name = rng.choice(names)
         table = parallel if name == "llm" else parallel.setdefault(name, {})
         table["shard"] = -1
@@ -295,7 +299,7 @@ def _recompute(rng: Random, shape: Shape) -> Table | None:
 
 
 def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
-    """One or two keys changed to anything."""
+    """Change one or two keys to arbitrary values."""
     parallel = layout["parallel"]
     for _ in range(rng.choice((1, 1, 2))):
         size = rng.choice((1, 1, 2, 2, 3, 4, -1))

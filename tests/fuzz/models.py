@@ -1,6 +1,6 @@
-"""The models that recipes are drawn with: tiny, several families, whole sections of a recipe.
+"""Random `[model]` sections: tiny models of several families.
 
-Composites are in `fuzz.composites`.
+Multimodal models are in `fuzz.composites`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ LLM_FAMILIES: dict[str, Table] = {
     "qwen3_5_text": {"head_dim": 16, **delta_layers(0)},
     "lfm2": {"block_multiple_of": 8},
 }
-"""By model_type: keys beside those of `_llm`."""
+"""Config keys by model_type, in addition to those of `_llm`."""
 LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3, 0, 0)
-"""0: see `draw_model`."""
+"""Sampling weights. `draw_model` handles families with weight 0."""
 SCALED_ROPE = (
     *("llama", "qwen3", "qwen2", "mistral", "olmo2", "phi3", "starcoder2", "granite", "qwen3_moe"),
 )
 """Families that are also drawn with scaled RoPE types."""
 COMPOSITES, DELTA_NETS, CONVOLUTIONS = 0.2, 0.06, 0.03
-"""Shares of models."""
+"""Fractions of models."""
 
 ENCODER_FAMILIES = {
     "siglip_vision_model": {"intermediate_size": 48, "image_size": 16},
@@ -57,12 +57,12 @@ ENCODER_FAMILIES = {
     "siglip2_vision_model": {"intermediate_size": 48, "num_patches": 9},
     "whisper": {},
 }
-"""By model_type: keys beside those of `_encoder`."""
+"""Config keys by model_type, in addition to those of `_encoder`."""
 ENCODER_WEIGHTS = (7, 3, 3, 2, 3, 3)
 
 
 def draw_model(rng: Random) -> tuple[Table, str]:
-    """The section [model], without paths, and the name of the source that fits (`data.SOURCES`)."""
+    """Draw [model] without paths, and return it with a matching source (`data.SOURCES`)."""
     llm_type = rng.choices(list(LLM_FAMILIES), LLM_WEIGHTS)[0]
     model: Table = {"llm": {"config": _llm(rng, llm_type)}}
     encoders = {}
@@ -73,7 +73,7 @@ def draw_model(rng: Random) -> tuple[Table, str]:
         model["encoders"] = encoders
     if rng.random() < 0.2:
         model["generator"] = _generator(rng)
-    # Of the model drawn, not of `rng`: most seeds draw what they drew before this was there.
+    # The seed is the model instead of `rng`, so that most older draws are unchanged.
     later = Random(repr(model))
     chunked = later.random() < 0.25
     kind = later.random()
@@ -117,27 +117,29 @@ def _scale_rope(rng: Random, config: Table) -> None:
 
 
 def source_of(model: Table) -> str:
-    """The source that fits a model (`data.SOURCES`)."""
+    """Return the source that matches a model (`data.SOURCES`)."""
     if "config" in model:
         if model["config"]["model_type"] in VIDEO:
             return "videos"
-        sees, hears = (f"{kind}_config" in model["config"] for kind in ("vision", "audio"))
-        return ("both" if sees else "sounds") if hears else "images"
+        has_vision, has_audio = (
+            f"{kind}_config" in model["config"] for kind in ("vision", "audio")
+        )
+        return ("both" if has_vision else "sounds") if has_audio else "images"
     modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}
-    read = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
-    source = read[tuple(sorted(modalities))]
+    sources = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
+    source = sources[tuple(sorted(modalities))]
     if "generator" in model:
         source = "drawn" if source == "text" else f"drawn_{source}"
     return source
 
 
 def _llm(rng: Random, model_type: str) -> Table:
-    own = {k: v for k, v in LLM_FAMILIES[model_type].items() if v is not None}
+    family_keys = {k: v for k, v in LLM_FAMILIES[model_type].items() if v is not None}
     vocabulary, layers = rng.choice((96, 96, 97)), rng.choice((2, 2, 3, 4, 4))
     if model_type == "qwen3_5_text":
-        own |= delta_layers(layers)
+        family_keys |= delta_layers(layers)
     if model_type == "lfm2":
-        own["layer_types"] = [("conv", "full_attention")[i % 2] for i in range(layers)]
+        family_keys["layer_types"] = [("conv", "full_attention")[i % 2] for i in range(layers)]
     return {
         "model_type": model_type,
         "vocab_size": vocabulary,
@@ -151,7 +153,7 @@ def _llm(rng: Random, model_type: str) -> Table:
         "bos_token_id": SPECIAL.index("<s>"),
         "eos_token_id": SPECIAL.index("</s>"),
         "pad_token_id": SPECIAL.index("<pad>"),
-        **own,
+        **family_keys,
     }
 
 
@@ -203,34 +205,37 @@ def _generator(rng: Random) -> Table:
 
 
 def module_layers(model: Table) -> dict[str, int]:
-    """Layers that run, by module in the order of the model."""
+    """Return the number of executed layers by module, in the order of the model."""
     if "config" in model:
         return layers_of(model["config"])
-    found = {}
+    layers_of_module = {}
     for name, encoder in model.get("encoders", {}).items():
         config = encoder["config"]
         layers = config.get("num_hidden_layers", config.get("encoder_layers"))
-        found[name] = layers + 1 + encoder.get("feature_layer", -1)
-    found["llm"] = model["llm"]["config"]["num_hidden_layers"]
+        layers_of_module[name] = layers + 1 + encoder.get("feature_layer", -1)
+    layers_of_module["llm"] = model["llm"]["config"]["num_hidden_layers"]
     if "generator" in model:
-        found["generator"] = model["generator"]["config"]["num_layers"]
-    return found
+        layers_of_module["generator"] = model["generator"]["config"]["num_layers"]
+    return layers_of_module
 
 
-def find_experts(model: Table) -> int:
-    """Of a layer of the LLM."""
+def experts_of(model: Table) -> int:
+    """Return the number of experts per layer of the LLM."""
     text = model["config"]["text_config"] if "config" in model else model["llm"]["config"]
     return text.get("num_experts", text.get("n_routed_experts", 0))
 
 
 def is_sharp(model: Table) -> bool:
-    """Whether rounding grows in gradients: Gemma 4 does not divide scores by the root of a head's
-    width, so attention with random weights is close to a choice."""
+    """Return True if rounding errors grow in gradients.
+
+    Gemma 4 does not divide attention scores by the square root of the head size. With random
+    weights, the softmax is close to a one-hot vector.
+    """
     return model.get("config", {}).get("model_type") == "gemma4"
 
 
 def model_types(model: Table) -> list[str]:
-    """Encoders, LLM and generator; a composite's is one."""
+    """Return the model types of encoders, LLM and generator, or of the multimodal model."""
     if "config" in model:
         return [model["config"]["model_type"]]
     parts = [encoder["config"]["model_type"] for encoder in model.get("encoders", {}).values()]

@@ -1,4 +1,4 @@
-"""An order in a CSV file, for recipes with `schedule = "csv:PATH"`."""
+"""Schedules in CSV files, for recipes with `schedule = "csv:PATH"`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchmm.planning.step import plan_layout
 
 
 def write_csv(run: Resolved, model: Any, file: Path) -> None:
-    """Writes one of the classic orders for the recipe's microbatches of text.
+    """Write a random standard schedule for the text microbatches of the recipe.
 
     Args:
-        run: of a recipe with the schedule "separated".
+        run: Resolved recipe with the schedule "separated".
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     recipe, training = run.recipe, run.recipe.training

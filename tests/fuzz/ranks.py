@@ -1,6 +1,6 @@
-"""One rank of a run under test, and the process that computes what it has to give.
+"""A rank of a run under test, and the process that computes the reference.
 
-Both are forked by the judge and write what they found into files of its directory.
+The judge forks both. They write their results into files of its directory.
 """
 
 from __future__ import annotations
@@ -37,79 +37,79 @@ def run_rank(
     model: MultimodalModel,
     tokenizer: Any,
     cut: ModelCut,
-    found: Path,
-    spoil: str = "",
+    output: Path,
+    defect: str = "",
 ) -> None:
-    """Trains as `torchmm.training.run.train` does and saves what this rank has seen.
+    """Train like `torchmm.training.run.train` and save the results of this rank.
 
     Args:
-        model: on the meta device; this process may cut it.
-        found: file to be written: the first step's gradients as the optimizer gets them, losses and
-            norms of all steps, weights and their averages at the end.
-        spoil: "gradient", "rows" or "averages" makes something wrong on purpose, to test the judge.
+        model: Model on the meta device, which this process may split.
+        output: Output file. It has the gradients of the first step before clipping, losses and
+            norms of all steps, and the final weights and averages.
+        defect: "gradient", "rows" or "averages" injects a defect, to test the judge.
     """
     recipe = run.recipe
     run_dir = Path(recipe.output_dir) / recipe.name
     run_dir.mkdir(parents=True, exist_ok=True)
-    seen: dict[str, Any] = {"losses": [], "norms": []}
+    results: dict[str, Any] = {"losses": [], "norms": []}
     with StopSignal() as stop:
         device = select_device(recipe.training.device)
         with peer_errors(int(os.environ["RANK"])):
             start_process_group(recipe.parallel, device)
             parts = build_run(run, run_dir, device, model, tokenizer, cut)
-        if spoil == "rows":
-            _turn_rows(next(p for p in parts.model.parameters() if p.ndim > 1))
+        if defect == "rows":
+            _roll_rows(next(p for p in parts.model.parameters() if p.ndim > 1))
         trainer = Trainer(parts, stop)
         step = trainer.run_step
 
         def observed(batches: Any) -> Any:
-            done = step(batches)
-            seen["losses"].append(done.record["loss"])
-            seen["norms"].append(done.record["grad_norm"])
-            return done
+            finished = step(batches)
+            results["losses"].append(finished.record["loss"])
+            results["norms"].append(finished.record["grad_norm"])
+            return finished
 
         def before_update(*_: Any) -> None:
-            if spoil == "averages" and parts.average is not None:
+            if defect == "averages" and parts.average is not None:
                 for average in parts.average.averages.values():
-                    _turn_rows(average)
-            if spoil == "gradient":
+                    _roll_rows(average)
+            if defect == "gradient":
                 next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(1.001)
-            if "gradients" not in seen:
+            if "gradients" not in results:
                 named = parts.model.named_parameters()
-                whole = _whole({n: p.grad for n, p in named if p.grad is not None})
+                gradients = _gather({n: p.grad for n, p in named if p.grad is not None})
                 scale = parts.optimizer.grad_scale  # Clipping is part of the update.
-                seen["gradients"] = {name: grad / scale for name, grad in whole.items()}
+                results["gradients"] = {name: grad / scale for name, grad in gradients.items()}
 
         trainer.run_step = observed  # type: ignore[method-assign]
         parts.optimizer.register_step_pre_hook(before_update)
         trainer.run()
-    seen["weights"] = _whole(dict(parts.model.named_parameters()))
+    results["weights"] = _gather(dict(parts.model.named_parameters()))
     if (average := parts.average) is not None:
         named = parts.model.named_parameters()
-        seen["averages"] = _whole({n: average.averages[p] for n, p in named if p.requires_grad})
-    seen["copies"] = parts.model.tied_replicas()
-    torch.save(seen, found)
+        results["averages"] = _gather({n: average.averages[p] for n, p in named if p.requires_grad})
+    results["copies"] = parts.model.tied_copies()
+    torch.save(results, output)
 
 
 @torch.no_grad()
-def _turn_rows(parameter: Tensor) -> None:
+def _roll_rows(parameter: Tensor) -> None:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.copy_(local.roll(1, 0))
 
 
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of unsharded values; collective over each tensor's mesh."""
-    found = {}
+def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather copies of unsharded values. Collective over the mesh of each tensor."""
+    gathered = {}
     for name, value in tensors.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        found[name] = whole.detach().clone()
-    return found
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        gathered[name] = full.detach().clone()
+    return gathered
 
 
 def run_reference(
-    recipe: Recipe, model: MultimodalModel, tokenizer: Any, steps: int, found: Path
+    recipe: Recipe, model: MultimodalModel, tokenizer: Any, steps: int, output: Path
 ) -> None:
-    """The same steps by `fuzz.reference`, on the batches of a loader of one rank."""
+    """Run the same steps with `fuzz.reference`, on the batches of a single-rank loader."""
     materialize(model, "cpu")
     init_weights(model, recipe.training.seed, skip=load_weights(model))
     initial = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -118,19 +118,19 @@ def run_reference(
     section = recipe.model.model_dump(exclude_none=True)
     optimizer = recipe.optimizer.model_dump() | {"computed_in": recipe.training.dtype}
     frozen, names = [*recipe.freeze.modules, *recipe.adapted_modules], composite_names(model)
-    of_layers = {id(parameter) for parameter in model.layer_matrices()}
-    matrices = {n for n, p in model.named_parameters() if id(p) in of_layers}
+    layer_matrices = {id(parameter) for parameter in model.layer_matrices()}
+    matrices = {n for n, p in model.named_parameters() if id(p) in layer_matrices}
     adapters = [adapter.model_dump() for adapter in recipe.adapters.values()]
     rounded = linears_in_float8(recipe, model)
     trained = reference.train(
         section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded,
         recipe.training.ema_decay, buffers,
     )  # fmt: skip
-    torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
+    torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, output)
 
 
 def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
-    """How they are scaled, by the names of their weights."""
+    """Return the scaling of float8 linear layers by the names of their weights."""
     config = Float8Config.of(recipe)
     chosen = {
         id(linear)
@@ -143,24 +143,24 @@ def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
 
 
 def composite_names(model: MultimodalModel) -> dict[str, str]:
-    """Return names in the Hugging Face model by the names in checkpoints; only for composites."""
+    """Return Hugging Face names by checkpoint names, for multimodal models only."""
     if model.composite is None:
         return {}
-    prefixes, found = hf_prefixes(model), {}
+    prefixes, names = hf_prefixes(model), {}
     for prefix, module in model.named_modality_modules():
         for name in module.state_dict():
-            if ".lora." in name:  # no part of Hugging Face's model
+            if ".lora." in name:  # not in the Hugging Face model
                 continue
-            theirs = hf_name(prefixes, module.name, name)
-            assert theirs is not None, name
-            found[f"{prefix}.{name}"] = theirs
-    return found
+            hugging_face_name = hf_name(prefixes, module.name, name)
+            assert hugging_face_name is not None, name
+            names[f"{prefix}.{name}"] = hugging_face_name
+    return names
 
 
 def reference_batches(
     recipe: Recipe, model: MultimodalModel, tokenizer: Any, steps: int
 ) -> list[list[Any]]:
-    """The packed sequences of each global batch, in natural order."""
+    """Return the packed sequences of each global batch, in the original order."""
     loader = build_loader(
         recipe.data,
         recipe.training.model_copy(update={"microbatch_size": 1}),

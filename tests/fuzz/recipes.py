@@ -1,4 +1,4 @@
-"""A drawn recipe with all that is not drawn: paths, lengths, an optimizer that forgives."""
+"""Complete recipes of draws: paths, lengths, and an optimizer that tolerates rounding."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ OPTIMIZER = {
     "max_grad_norm": 1.0,
 }
 SMALL_STEPS = {"lr": 1e-3}
-"""Of models in which rounding grows, and of float8, where it turns values into others."""
+"""Settings for models in which rounding errors grow, and for float8."""
 
 
 def complete(table: Table, source: str, data: Path, directory: Path, steps: int) -> Table:
-    """A whole recipe.
+    """Return a complete recipe.
 
     Args:
-        table: drawn sections.
-        source: see `fuzz.data.SOURCES`.
-        data: where `make_data` wrote.
-        directory: for the run.
-        steps: to be done in all.
+        table: Sections of the draw.
+        source: Name in `fuzz.data.SOURCES`.
+        data: Directory of `make_data`.
+        directory: Directory of the run.
+        steps: Total number of steps.
     """
     entry: Table = {"path": str(data / f"{source}.jsonl")}
     if source.startswith("drawn"):
         entry["target_image_column"] = "draw"
-    sways = is_sharp(table["model"]) or "float8" in table
-    fixed: Table = {
+    is_sensitive = is_sharp(table["model"]) or "float8" in table
+    defaults: Table = {
         "name": "run",
         "output_dir": str(directory),
         "model": {"tokenizer": str(data / "tokenizer")},
@@ -49,9 +49,9 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
             "video": {"fps": VIDEO_FPS, "min_frames": 4},
         },
         "training": {"steps": steps, "device": "cpu"},
-        "optimizer": OPTIMIZER | (SMALL_STEPS if sways else {}),
+        "optimizer": OPTIMIZER | (SMALL_STEPS if is_sensitive else {}),
         "checkpoint": {"interval": 2, "export_hf": False},
         "metrics": {"peak_tflops": 1.0} | ({"timeline_step": 0} if HAS_REPORTS else {}),
         "parallel": {"timeout_s": 60},
     }
-    return merged(fixed, table)
+    return merged(defaults, table)

@@ -1,9 +1,9 @@
-"""The same training by plain Hugging Face modules and autograd, in one process.
+"""Reference training with Hugging Face modules and autograd in one process.
 
-Nothing here knows of packing, microbatches, stages, shards or plans: every sample goes through the
-models on its own, its loss is divided by the counts of the whole global batch, and AdamW is torch's
-own. From the product come the decoded samples (what a loader of one rank hands out, one sequence at
-a time, cut into samples again) and the initial values of a model that is not split.
+The reference is independent of packing, microbatches, stages, shards and plans. Every sample is
+processed separately, its loss is divided by the counts of the global batch, and the optimizer is
+AdamW of torch. From torchmm come the decoded samples (sequences of a single-rank loader, split into
+samples) and the initial weights of an unsharded model.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ Grid = tuple[int, int, int]
 
 @dataclass
 class Sample:
-    """One sample: tokens, what is to be predicted, what encoders read and where that goes."""
+    """Tokens, targets and media of a sample."""
 
     ids: Tensor
     targets: Tensor
     read: dict[str, tuple[Tensor, list[Grid], Tensor]]
-    """By encoder: pixels, patches of each image (frames, rows, columns), places of its tokens."""
-    drawn: list[tuple[Tensor, Tensor, float, Tensor]]
-    """Pixels, noise, time and places of the context of every image to be drawn."""
+    """Pixels, patch grids (frames, rows, columns) and token positions, by encoder."""
+    target_images: list[tuple[Tensor, Tensor, float, Tensor]]
+    """Pixels, noise, time and context positions of each target image."""
 
 
 class Connector(nn.Module):
-    """Linear, GELU, linear; `shuffle` x `shuffle` neighbours in a row beforehand, and perhaps a
-    norm of these."""
+    """Linear, GELU, linear.
+
+    `shuffle` x `shuffle` adjacent features are concatenated first, with an optional norm.
+    """
 
     def __init__(self, features: int, hidden: int, shuffle: int, modality: str, norm: bool) -> None:
         super().__init__()
         self.shuffle, self.modality = shuffle, modality
         wide = features * shuffle**2
         self.layer_norm = nn.LayerNorm(wide) if norm else nn.Identity()
-        owner = nn.Module() if norm else self  # as checkpoints name them
+        owner = nn.Module() if norm else self  # the names in checkpoints
         owner.linear_1 = nn.Linear(wide, hidden)
         owner.linear_2 = nn.Linear(hidden, hidden)
         if norm:
@@ -67,26 +69,26 @@ class Connector(nn.Module):
             tokens = []
             for row in range(0, side, self.shuffle):
                 for column in range(0, side, self.shuffle):
-                    near = [
+                    adjacent = [
                         x_PD[(row + i) * side + column + j]
                         for i in range(self.shuffle)
                         for j in range(self.shuffle)
                     ]
-                    tokens.append(torch.cat(near))
+                    tokens.append(torch.cat(adjacent))
             x_PD = torch.stack(tokens)
         linears: Any = getattr(self, "mlp", self)
         return linears.linear_2(functional.gelu(linears.linear_1(self.layer_norm(x_PD))))
 
 
 class Encoder(nn.Module):
-    """A Hugging Face tower up to its feature layer, and a connector."""
+    """Hugging Face encoder up to its feature layer, and a connector."""
 
     def __init__(self, section: Table, hidden: int) -> None:
         super().__init__()
         config = AutoConfig.for_model(**section["config"])
         config._attn_implementation = "eager"
-        self.sounds = config.model_type == "whisper"
-        if self.sounds:
+        self.is_audio = config.model_type == "whisper"
+        if self.is_audio:
             self.tower: Any = WhisperEncoder(config)
             layers, features = self.tower.layers, config.d_model
         else:
@@ -103,8 +105,8 @@ class Encoder(nn.Module):
         self.connector = Connector(features, hidden, shuffle, section["modality"], norm)
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
-        """Tokens of one image or sound."""
-        features = self._sound(pixels) if self.sounds else self._image(pixels, grid)
+        """Return the tokens of an image or an audio input."""
+        features = self._sound(pixels) if self.is_audio else self._image(pixels, grid)
         return self.connector(features)
 
     def _image(self, pixels: Tensor, grid: Grid) -> Tensor:
@@ -114,11 +116,11 @@ class Encoder(nn.Module):
             kept.append(output if isinstance(output, Tensor) else output[0])
 
         hook = self.layers[self.feature_layer].register_forward_hook(keep)
-        given: Table = {"pixel_values": pixels[None]}
+        arguments: Table = {"pixel_values": pixels[None]}
         if self.patches:
-            given["pixel_attention_mask"] = torch.ones(1, len(pixels), dtype=torch.long)
-            given["spatial_shapes"] = torch.tensor([grid[1:]])
-        self.tower(**given)
+            arguments["pixel_attention_mask"] = torch.ones(1, len(pixels), dtype=torch.long)
+            arguments["spatial_shapes"] = torch.tensor([grid[1:]])
+        self.tower(**arguments)
         hook.remove()
         (features,) = kept
         return features[0, int(self.class_token) :]
@@ -136,10 +138,10 @@ class Encoder(nn.Module):
 
 
 class Reference(nn.Module):
-    """The whole model.
+    """Complete model.
 
     Args:
-        model: the recipe's section.
+        model: `[model]` section of the recipe.
     """
 
     def __init__(self, model: Table) -> None:
@@ -152,25 +154,25 @@ class Reference(nn.Module):
         self.weights = 1.0, 0.0
         self.generator: Any = None
         if (section := model.get("generator")) is not None:
-            self.generator = plain_generator(section["config"], hidden)
+            self.generator = build_generator(section["config"], hidden)
             self.weights = section.get("text_loss_weight", 1.0), section.get("loss_weight", 1.0)
 
     def losses(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Sums over targets, and over images to be drawn."""
+        """Return the sums of the losses over targets and over target images."""
         embedded = self.llm.get_input_embeddings()(sample.ids)
-        for name, (pixels, grids, places) in sample.read.items():
+        for name, (pixels, grids, token_positions) in sample.read.items():
             sizes = [t * h * w for t, h, w in grids]
             parts = pixels.unbind() if pixels.ndim == 4 else pixels.split(sizes)
             encoded = [self.encoders[name](*image) for image in zip(parts, grids, strict=True)]
             tokens = torch.cat(encoded)
-            embedded = embedded.index_copy(0, places, tokens)
+            embedded = embedded.index_copy(0, token_positions, tokens)
         output = self.llm(inputs_embeds=embedded[None], use_cache=False, output_hidden_states=True)
         text = functional.cross_entropy(
             output.logits[0].float(), sample.targets, reduction="sum", ignore_index=-100
         )
         image = torch.zeros(())
-        for pixels, noise, time, places in sample.drawn:
-            context = output.hidden_states[-1][:, places]
+        for pixels, noise, time, token_positions in sample.target_images:
+            context = output.hidden_states[-1][:, token_positions]
             image = image + self._velocity_error(pixels, noise, time, context)
         return text, image
 
@@ -178,45 +180,48 @@ class Reference(nn.Module):
         self, pixels: Tensor, noise: Tensor, time: float, context: Tensor
     ) -> Tensor:
         image, noise = (self._unpatched(x) for x in (pixels, noise))
-        found = self.generator(
+        velocity = self.generator(
             (1 - time) * image + time * noise,
             encoder_hidden_states=context,
             timestep=torch.tensor([1000 * time]),
             added_cond_kwargs={"resolution": None, "aspect_ratio": None},
         ).sample
-        return (found - (noise - image)).square().mean()
+        return (velocity - (noise - image)).square().mean()
 
     def _unpatched(self, patches: Tensor) -> Tensor:
-        """(1, 3, height, width)."""
+        """Return the (1, 3, height, width) image of patches."""
         size = self.generator.config.patch_size
         side = self.generator.config.sample_size // size
         blocks = patches.view(side, side, 3, size, size).permute(2, 0, 3, 1, 4)
         return blocks.reshape(1, 3, side * size, side * size)
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names that checkpoints have."""
-        found = dict(self.named_parameters())
-        return {_checkpoint_name(name): parameter for name, parameter in found.items()}
+        """Return the parameters by their names in checkpoints."""
+        parameters = dict(self.named_parameters())
+        return {_checkpoint_name(name): parameter for name, parameter in parameters.items()}
 
 
 def write_generator(config: Table, hidden: int, directory: Path) -> None:
-    """Weights to start from: those of a new generator are zero where nothing would be tested."""
+    """Write initial weights of a generator.
+
+    A new generator has zero weights, with which most gradients would be zero.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        generator = plain_generator(config, hidden)
+        generator = build_generator(config, hidden)
         for parameter in generator.parameters():
             nn.init.normal_(parameter, std=0.1)
         generator.save_pretrained(directory)
 
 
-def plain_generator(config: Table, hidden: int) -> Any:
-    """diffusers' own PixArt, on pixels."""
+def build_generator(config: Table, hidden: int) -> Any:
+    """Build the PixArt model of diffusers on pixels."""
     from diffusers import PixArtTransformer2DModel  # noqa: PLC0415 - optional
 
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    given = {k: v for k, v in config.items() if not k.startswith("_")}
+    settings = {k: v for k, v in config.items() if not k.startswith("_")}
     return PixArtTransformer2DModel(
-        **given,
+        **settings,
         in_channels=3,
         out_channels=3,
         cross_attention_dim=width,
@@ -238,7 +243,7 @@ def _checkpoint_name(name: str) -> str:
 
 
 def module_of(name: str) -> str:
-    """As [freeze] calls it."""
+    """Return the module of a parameter as named in [freeze]."""
     parts = name.split(".")
     if parts[0] == "llm":
         return "llm"
@@ -247,26 +252,32 @@ def module_of(name: str) -> str:
 
 
 def samples_of(microbatch: Any) -> Iterator[Sample]:
-    """The samples of a packed sequence; padding is one without targets."""
+    """Yield the samples of a packed sequence. Padding is a sample without targets."""
     microbatch = microbatch.values()
     for start, stop in pairwise(microbatch.cu_seqlens):
         read = {}
         for name, inputs in microbatch.encoders.items():
             sizes = [t * h * w for t, h, w in inputs.grids_thw]
-            if inputs.patches_per_token is not None:  # what remains of a sound is no token
+            if (
+                inputs.patches_per_token is not None
+            ):  # the last positions of an audio input have no token
                 counts = [size // inputs.patches_per_token for size in sizes]
             else:
                 counts = [len(inputs.positions_K) * size // sum(sizes) for size in sizes]
-            places = inputs.positions_K.split(counts)
-            own = [i for i, at in enumerate(places) if start <= at[0] < stop]
-            if own:
+            positions_of_image = inputs.positions_K.split(counts)
+            indices = [
+                i
+                for i, token_positions in enumerate(positions_of_image)
+                if start <= token_positions[0] < stop
+            ]
+            if indices:
                 grouped = inputs.pixels.ndim == 4
                 parts = inputs.pixels.unbind() if grouped else inputs.pixels.split(sizes)
-                chosen = [parts[i] for i in own]
-                pixels = torch.stack(chosen) if grouped else torch.cat(chosen)
-                at = torch.cat([places[i] for i in own]) - start
-                read[name] = pixels, [inputs.grids_thw[i] for i in own], at
-        drawn = []
+                selected = [parts[i] for i in indices]
+                pixels = torch.stack(selected) if grouped else torch.cat(selected)
+                token_positions = torch.cat([positions_of_image[i] for i in indices]) - start
+                read[name] = pixels, [inputs.grids_thw[i] for i in indices], token_positions
+        targets_of_sample = []
         if (inputs := microbatch.generator) is not None:
             sizes = [t * h * w for t, h, w in inputs.grids_thw]
             contexts = inputs.context_positions_K.split(inputs.contexts)
@@ -277,23 +288,23 @@ def samples_of(microbatch: Any) -> Iterator[Sample]:
                 contexts,
                 strict=True,
             )
-            for pixels, noise, time, places in rows:
-                if start <= places[0] < stop:
-                    drawn.append((pixels, noise, time, places - start))
+            for pixels, noise, time, positions_of_image in rows:
+                if start <= positions_of_image[0] < stop:
+                    targets_of_sample.append((pixels, noise, time, positions_of_image - start))
         ids, targets = microbatch.input_ids_T[start:stop], microbatch.targets_T[start:stop]
-        yield Sample(ids, targets, read, drawn)
+        yield Sample(ids, targets, read, targets_of_sample)
 
 
 @dataclass
 class Step:
-    """What a step has to give.
+    """Expected results of a step.
 
     Attributes:
-        loss: before the update.
-        norm: of all gradients.
-        gradients: as the optimizer gets them, clipped.
-        weights: behind the update.
-        averages: of those that are trained, by then; empty without.
+        loss: Loss before the update.
+        norm: Norm of all gradients.
+        gradients: Clipped gradients.
+        weights: Weights after the update.
+        averages: Averages of trained weights, or empty.
     """
 
     loss: float
@@ -316,20 +327,20 @@ def train(
     ema_decay: float | None = None,
     buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Step]:
-    """A step for every batch.
+    """Train a step for every batch.
 
     Args:
-        model: the recipe's section.
-        frozen: names as in [freeze].
-        optimizer: the recipe's section, complete, and the dtype that is `computed_in`.
-        initial: weights by name.
-        batches: packed sequences (`Microbatch`) of each global batch.
-        names: of a composite's parameters in Hugging Face's model, by those in `initial`.
-        matrices: names of those that Muon is for.
-        adapters: the recipe's tables, complete.
-        rounded: how linears in float8 are scaled, by the names of their weights.
-        ema_decay: of averages of weights, if there are any.
-        buffers: buffers by name. Hugging Face has some of them as frozen parameters.
+        model: `[model]` section of the recipe.
+        frozen: Module names of [freeze].
+        optimizer: Complete `[optimizer]` section, and the dtype in `computed_in`.
+        initial: Initial weights by name.
+        batches: Packed sequences (`Microbatch`) of each global batch.
+        names: Parameter names in the Hugging Face model by names in `initial`.
+        matrices: Names of the parameters of Muon.
+        adapters: Complete adapter sections of the recipe.
+        rounded: Scaling of float8 linear layers by weight names.
+        ema_decay: Decay of weight averages, if enabled.
+        buffers: Buffers by name. Hugging Face has some of them as frozen parameters.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
@@ -342,7 +353,7 @@ def train(
             parameters[name].copy_(value)
         for name in buffers.keys() & parameters.keys():
             parameters[name].copy_(buffers[name])
-    trained = {  # Whisper's positions are fixed
+    trained = {  # the positions of Whisper are fixed
         name: parameter
         for name, parameter in parameters.items()
         if name in initial
@@ -375,15 +386,16 @@ def train(
 
 
 class Updates:
-    """torch's AdamW, or, where numbers rest in fewer bits, ours on one process; what its updates
-    are is compared with torch's in its own tests.
+    """AdamW of torch, or the torchmm optimizer on one process for low precision and Muon.
+
+    The updates of torchmm are compared with torch in separate tests.
 
     Args:
-        trained: parameters by name, in float32.
-        decays: names of those that decay.
-        optimizer: the recipe's section, complete.
-        dtype: of the run's parameters.
-        matrices: names of those that Muon is for.
+        trained: Parameters by name, in float32.
+        decays: Whether each parameter has weight decay, by name.
+        optimizer: Complete `[optimizer]` section.
+        dtype: Dtype of the parameters of the run.
+        matrices: Names of the parameters of Muon.
     """
 
     def __init__(
@@ -395,22 +407,22 @@ class Updates:
         matrices: Collection[str],
     ) -> None:
         self._trained = trained
-        self._own = {n: nn.Parameter(p.detach().to(dtype)) for n, p in trained.items()}
+        self._parameters = {n: nn.Parameter(p.detach().to(dtype)) for n, p in trained.items()}
         by_muon = set(matrices) if optimizer["name"] == "muon" else set()
         groups: dict[tuple[bool, str], Table] = {}
-        for name, parameter in self._own.items():
+        for name, parameter in self._parameters.items():
             key = decays[name], "muon" if name in by_muon else "adamw"
             decay = optimizer["weight_decay"] if decays[name] else 0.0
             empty = {"params": [], "weight_decay": decay, "rule": key[1], "lr": optimizer["lr"]}
             groups.setdefault(key, empty)["params"].append(parameter)
         betas, eps = tuple(optimizer["betas"]), optimizer["eps"]
-        narrow = optimizer["state_dtype"] != "float32" or dtype != torch.float32
-        if not narrow and not by_muon:
+        low_precision = optimizer["state_dtype"] != "float32" or dtype != torch.float32
+        if not low_precision and not by_muon:
             self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
                 [*groups.values()], lr=optimizer["lr"], betas=betas, eps=eps, foreach=False
             )
             return
-        names = {id(parameter): name for name, parameter in self._own.items()}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
         keys = OptimizerConfig.model_fields.keys() - {"offload"}
         config = OptimizerConfig(**{key: optimizer[key] for key in keys})
         dtype = DTYPES[optimizer["computed_in"]]
@@ -418,19 +430,19 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        """With the gradients of `trained`."""
+        """Apply the gradients of `trained`."""
         for name, parameter in self._trained.items():
             assert parameter.grad is not None
-            self._own[name].grad = parameter.grad.to(self._own[name].dtype)
+            self._parameters[name].grad = parameter.grad.to(self._parameters[name].dtype)
         self._optimizer.step()
         for name, parameter in self._trained.items():
-            parameter.copy_(self._own[name])
+            parameter.copy_(self._parameters[name])
 
 
 def _round(
     reference: nn.Module, parameters: Mapping[str, nn.Parameter], rounded: Mapping[str, str]
 ) -> None:
-    """Lets linears multiply as torchao does in float8, emulated."""
+    """Make linear layers multiply like emulated float8 layers of torchao."""
     if not rounded:
         return
     from torchao.float8 import Float8LinearConfig  # noqa: PLC0415 - takes seconds
@@ -449,60 +461,63 @@ def _add_adapters(
     initial: Mapping[str, Tensor],
     adapters: Sequence[Table],
 ) -> dict[str, nn.Parameter]:
-    """Adds scale * B A x to what linears return, and with DoRA scales what is no bias; parameters
-    by their names in `initial`."""
+    """Add scale * B A x to the outputs of linear layers, and the magnitudes of DoRA.
+
+    Returns:
+        Parameters by their names in `initial`.
+    """
     owners = {id(m.weight): m for m in reference.modules() if isinstance(m, nn.Linear)}
-    found = {}
+    added = {}
     for name in initial:
         linear, _, part = name.rpartition(".lora.")
         if part != "down":
             continue
-        (own,) = [a for a in adapters if module_of(name) in a["modules"]]
-        divisor = own["rank"] ** (0.5 if own["method"] == "rslora" else 1)
-        names = ("down", "up", *(["magnitude"] if own["method"] == "dora" else []))
+        (adapter,) = [a for a in adapters if module_of(name) in a["modules"]]
+        divisor = adapter["rank"] ** (0.5 if adapter["method"] == "rslora" else 1)
+        names = ("down", "up", *(["magnitude"] if adapter["method"] == "dora" else []))
         shapes = {n: initial[f"{linear}.lora.{n}"].shape for n in names}
         parts = {n: nn.Parameter(torch.empty(shape)) for n, shape in shapes.items()}
-        found |= {f"{linear}.lora.{n}": parameter for n, parameter in parts.items()}
+        added |= {f"{linear}.lora.{n}": parameter for n, parameter in parts.items()}
         owner = owners[id(parameters[f"{linear}.weight"])]
         for n, parameter in parts.items():
             owner.register_parameter(n, parameter)
-        owner.register_forward_hook(partial(_adapted, scale=own["alpha"] / divisor))
-    return found
+        owner.register_forward_hook(partial(_adapted, scale=adapter["alpha"] / divisor))
+    return added
 
 
 def _adapted(
     linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, scale: float
 ) -> Tensor:
-    own: Any = linear
-    if not hasattr(own, "magnitude"):
-        return output + scale * (inputs[0] @ own.down.T) @ own.up.T
-    weight = own.weight + scale * own.up @ own.down
+    layer: Any = linear
+    if not hasattr(layer, "magnitude"):
+        return output + scale * (inputs[0] @ layer.down.T) @ layer.up.T
+    weight = layer.weight + scale * layer.up @ layer.down
     norms = weight.detach().square().sum(1).sqrt()
     direction = inputs[0] @ weight.T
-    bias = 0 if own.bias is None else own.bias
-    return own.magnitude / norms * direction + bias
+    bias = 0 if layer.bias is None else layer.bias
+    return layer.magnitude / norms * direction + bias
 
 
 def _averaged(
-    before: dict[str, Tensor], weights: dict[str, Tensor], decay: float
+    previous: dict[str, Tensor], weights: dict[str, Tensor], decay: float
 ) -> dict[str, Tensor]:
-    """By torch's own function, from the first weights on."""
-    if not before:
+    """Average the weights with the function of torch."""
+    if not previous:
         return {n: w.float() for n, w in weights.items()}
-    found = {n: average.clone() for n, average in before.items()}
-    current = [weights[n].float() for n in found]
-    get_ema_multi_avg_fn(decay)([*found.values()], current, None)
-    return found
+    averages = {n: average.clone() for n, average in previous.items()}
+    current = [weights[n].float() for n in averages]
+    get_ema_multi_avg_fn(decay)([*averages.values()], current, None)
+    return averages
 
 
 def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:
     targets = max(1, sum(int((s.targets != -100).sum()) for s in samples))
-    images = max(1, sum(len(s.drawn) for s in samples))
-    of_text, of_images = reference.weights
+    images = max(1, sum(len(s.target_images) for s in samples))
+    text_coefficient, image_coefficient = reference.weights
     total = 0.0
     for sample in samples:
         text, image = reference.losses(sample)
-        loss = of_text * text / targets + of_images * image / images
+        loss = text_coefficient * text / targets + image_coefficient * image / images
         total += loss.item()
         if loss.requires_grad:
             loss.backward()
@@ -510,5 +525,5 @@ def _gradients(reference: Reference | CompositeReference, samples: list[Sample])
 
 
 def copied(steps: list[Step]) -> list[Step]:
-    """Independent of what trains on."""
+    """Return an independent copy of the steps."""
     return copy.deepcopy(steps)

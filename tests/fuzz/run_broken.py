@@ -1,4 +1,4 @@
-"""Judges wrong values in configs and damaged files of models.
+"""Judge wrong values in configs and damaged files of models.
 
 python tests/fuzz/run_broken.py --draws 3000 --seed 7
 """
@@ -28,22 +28,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--only", choices=("models", "files"), help="kind of draws")
     arguments = parser.parse_args()
-    found: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         model, damaged = Path(scratch) / "model", Path(scratch) / "damaged"
         save_model(model)
         for index in range(arguments.draws):
             if arguments.only != "files":
                 draw = draw_broken_model(arguments.seed, index)
-                found[_shown(f"{draw.name} {draw.changes}", judge_model, draw)] += 1
+                verdicts[_judge_and_print(f"{draw.name} {draw.changes}", judge_model, draw)] += 1
             if arguments.only != "models":
                 damage = damage_file(arguments.seed, index, model, damaged)
-                found[_shown(damage.name, judge_file, damage, damaged)] += 1
-    print(dict(found))
+                verdicts[_judge_and_print(damage.name, judge_file, damage, damaged)] += 1
+    print(dict(verdicts))
     return 0
 
 
-def _shown(name: str, judge: Callable[..., str], *arguments: object) -> str:
+def _judge_and_print(name: str, judge: Callable[..., str], *arguments: object) -> str:
     """Return the verdict of a draw; print failures and slow draws."""
     start = time.monotonic()
     try:

@@ -1,4 +1,7 @@
-"""The judge's process: `python -m fuzz.server FD DEADLINE_S SPOIL ONLY_READ`; see `fuzz.judge`."""
+"""Process of the judge, see `fuzz.judge`.
+
+python -m fuzz.server FD DEADLINE_S DEFECT ONLY_READ
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,15 @@ from torchmm.training.model_build import build_unfilled_model, cut_model
 
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"
-"""How a plan that cannot stay within memory is refused: when a step's images are known, not before
-(docs/concepts/layer_tuning.md). The one refusal that may come late."""
+"""Error message of a plan that exceeds the memory limit.
+
+It is the only error that may occur after the start, when the images of a step are known
+(docs/concepts/layer_tuning.md).
+"""
 
 
 class FailedError(Exception):
-    """How a run failed, and what it said."""
+    """Failure of a run, with its kind and messages."""
 
     def __init__(self, how: str, problems: list[str]) -> None:
         super().__init__(how)
@@ -56,20 +62,20 @@ class FailedError(Exception):
 
 
 class BeyondMemoryError(Exception):
-    """A step's plan does not fit into `memory_limit`; what the ranks said."""
+    """Messages of ranks whose plan exceeds `memory_limit`."""
 
 
 class Server:
-    """Judges draws one after the other.
+    """Judges draws sequentially.
 
     Args:
-        directory: for data and runs.
+        directory: Directory for data and runs.
     """
 
     def __init__(
-        self, directory: Path, deadline_s: float, spoil: str = "", only_read: bool = False
+        self, directory: Path, deadline_s: float, defect: str = "", only_read: bool = False
     ) -> None:
-        self._spoil = spoil
+        self._defect = defect
         self._only_read = only_read
         self._data = directory / "data"
         self._runs = directory / "runs"
@@ -78,7 +84,7 @@ class Server:
         make_data(self._data)
 
     def judge(self, draw: Draw) -> Table:
-        """Fields of a `Verdict`."""
+        """Return the fields of a `Verdict`."""
         begin = time.perf_counter()
         self._number += 1
         directory = self._runs / str(self._number)
@@ -87,15 +93,15 @@ class Server:
             verdict = self._judge(draw, directory)
         except FailedError as failure:
             verdict = {"kind": "failed", "how": failure.how, "problems": failure.problems}
-        except BeyondMemoryError as refusal:
-            verdict = refused(list(refusal.args[0]))
+        except BeyondMemoryError as error:
+            verdict = rejected(list(error.args[0]))
         shutil.rmtree(directory, ignore_errors=True)
         return verdict | {"seconds": time.perf_counter() - begin}
 
     def _judge(self, draw: Draw, directory: Path) -> Table:
         read = self._read(draw, draw.first, directory, STEPS)
         if isinstance(read, list):
-            return refused(read)
+            return rejected(read)
         if self._only_read:
             return {"kind": "read", "how": ""}
         run, model, tokenizer, _ = read
@@ -109,25 +115,29 @@ class Server:
             helper.join(self._deadline_s)
             helper.kill()
         if not expected.exists():
-            raise FailedError("no reference", [f"ended with {helper.exitcode}"])
-        wanted = torch.load(expected, weights_only=True)
+            raise FailedError("no reference", [f"the reference exited with {helper.exitcode}"])
+        expected_steps = torch.load(expected, weights_only=True)
         rounds = Float8Config.of(recipe).scaling != "none"
         dtype = "bfloat16" if rounds else recipe.training.dtype
         noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
-        bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), narrow(recipe), noisy)
-        if problems := list(differences(ranks, wanted, 0, bounds)):
+        bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), low_precision(recipe), noisy)
+        if problems := list(differences(ranks, expected_steps, 0, bounds)):
             raise FailedError("different", problems)
-        return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted, bounds)}
+        return {
+            "kind": "equal",
+            "how": "",
+            "then": self._resume(draw, directory, expected_steps, bounds),
+        }
 
-    def _go_on(self, draw: Draw, directory: Path, wanted: Table, bounds: Bounds) -> str:
-        """One more step from the checkpoint, in the first other layout that is not refused."""
+    def _resume(self, draw: Draw, directory: Path, expected_steps: Table, bounds: Bounds) -> str:
+        """Train one step from the checkpoint in the first other layout that is supported."""
         for layout in draw.then:
             read = self._read(draw, layout, directory, STEPS + 1)
             if isinstance(read, list):
                 continue
             try:
                 ranks = self._launch(layout, read, directory)
-                if problems := list(differences(ranks, wanted, STEPS, bounds)):
+                if problems := list(differences(ranks, expected_steps, STEPS, bounds)):
                     raise FailedError("different", problems)
             except BeyondMemoryError:
                 continue
@@ -135,10 +145,10 @@ class Server:
                 how = f"{failure.how} after resuming"
                 raise FailedError(how, [f"then {layout}", *failure.problems]) from failure
             return "equal"
-        return "refused" if draw.then else ""
+        return "rejected" if draw.then else ""
 
     def _read(self, draw: Draw, layout: Layout, directory: Path, steps: int) -> Any:
-        """What a rank begins with, or what is wrong with the recipe, as train.py finds it."""
+        """Return the start state of a rank, or the errors of the recipe, like train.py."""
         table = complete(draw.table(layout), draw.source, self._data, directory, steps)
         if (generator := table["model"].get("generator")) is not None:
             generator["source"] = str(directory / "generator")
@@ -146,8 +156,8 @@ class Server:
                 hidden = table["model"]["llm"]["config"]["hidden_size"]
                 write_generator(generator["config"], hidden, Path(generator["source"]))
         counts_epochs = table["training"].pop("epochs", None) is not None
-        asks_for_order = table["parallel"].get("schedule") == "csv"
-        if asks_for_order:
+        uses_csv = table["parallel"].get("schedule") == "csv"
+        if uses_csv:
             table["parallel"]["schedule"] = "separated"
         file = directory / "recipe.toml"
         file.write_text(tomli_w.dumps(table))
@@ -157,7 +167,7 @@ class Server:
             run = resolve(orchestrated(recipe, layout.world), layout.world)
             model, tokenizer = build_unfilled_model(run)
             run = with_arrangement(run, model)
-            if asks_for_order:
+            if uses_csv:
                 write_csv(run, model, directory / "order.csv")
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
                 file.write_text(tomli_w.dumps(table))
@@ -172,7 +182,7 @@ class Server:
             raise FailedError("crash before ranks", [repr(error), text]) from error
 
     def _launch(self, layout: Layout, read: tuple, directory: Path) -> list[Table]:
-        """What each rank saved."""
+        """Run all ranks and return their saved results."""
         files = [directory / f"rank-{rank}.pt" for rank in range(layout.world)]
         for file in files:
             file.unlink(missing_ok=True)
@@ -180,64 +190,76 @@ class Server:
         for rank, file in enumerate(files):
             reader, writer = get_context("fork").Pipe(duplex=False)
             readers[reader] = rank
-            place = rank, layout.world, port, file.with_suffix(".log")
-            processes.append(fork(rank_main, place, writer, (*read, file, self._spoil)))
+            address = rank, layout.world, port, file.with_suffix(".log")
+            processes.append(fork(rank_main, address, writer, (*read, file, self._defect)))
             writer.close()
-        told = listen(readers, time.monotonic() + self._deadline_s)
-        failed = any(how != "done" for how, _ in told.values()) or len(told) < layout.world
+        messages = listen(readers, time.monotonic() + self._deadline_s)
+        failed = (
+            any(outcome != "done" for outcome, _ in messages.values())
+            or len(messages) < layout.world
+        )
         for process in processes:
             process.join(2.0 if failed else 30.0)
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
             process.join()
-        found = {how for how, _ in told.values()} - {"done"}
-        texts = [f"rank {r}: {text}" for r, (how, text) in sorted(told.items()) if how != "done"]
-        if "beyond memory" in found:  # its peers miss it, or say the same
+        failures = {outcome for outcome, _ in messages.values()} - {"done"}
+        texts = [
+            f"rank {r}: {text}"
+            for r, (outcome, text) in sorted(messages.items())
+            if outcome != "done"
+        ]
+        if "beyond memory" in failures:  # other ranks fail because of it, or with the same error
             raise BeyondMemoryError(texts)
-        if "late refusal" in found:
-            raise FailedError("late refusal", texts)
-        if found or len(told) < layout.world:
-            lost = [r for r in range(layout.world) if r not in told]
-            how = "crash" if found or not hung else "hang"
-            raise FailedError(how, [*texts, *([f"ranks {lost} did not tell"] if lost else [])])
+        if "late rejection" in failures:
+            raise FailedError("late rejection", texts)
+        if failures or len(messages) < layout.world:
+            silent = [r for r in range(layout.world) if r not in messages]
+            outcome = "crash" if failures or not hung else "hang"
+            raise FailedError(
+                outcome, [*texts, *([f"ranks {silent} sent no message"] if silent else [])]
+            )
         if hung:
-            raise FailedError("hang", [f"ranks {hung} did not end"])
+            raise FailedError("hang", [f"ranks {hung} did not exit"])
         return [torch.load(file, weights_only=True) for file in files]
 
 
-def refused(problems: list[str]) -> Table:
-    """A message has to name a key of the recipe."""
+def rejected(problems: list[str]) -> Table:
+    """Return the verdict of a rejected recipe. Error messages must name a key."""
     nameless = [p for p in problems if not names_a_key(p)]
     if nameless:
-        return {"kind": "failed", "how": "nameless refusal", "problems": nameless}
-    return {"kind": "refused", "how": "", "problems": problems}
+        return {"kind": "failed", "how": "error without key", "problems": nameless}
+    return {"kind": "rejected", "how": "", "problems": problems}
 
 
 def listen(readers: dict[Connection, int], deadline: float) -> dict[int, tuple[str, str]]:
-    """What ranks told until all have, or time is over; a failure leaves the others seconds."""
-    told: dict[int, tuple[str, str]] = {}
+    """Return the messages of ranks until all have sent one or the deadline is reached.
+
+    After a failure, the other ranks have 3 s.
+    """
+    messages: dict[int, tuple[str, str]] = {}
     waiting = dict(readers)
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
         for reader in ready:
             rank = waiting.pop(reader)
             with suppress(EOFError):
-                told[rank] = reader.recv()
-            if told.get(rank, ("", ""))[0] != "done":
+                messages[rank] = reader.recv()
+            if messages.get(rank, ("", ""))[0] != "done":
                 deadline = min(deadline, time.monotonic() + 3.0)
-    return told
+    return messages
 
 
 def fork(function: Callable[..., Any], *args: Any) -> Any:
-    """A started child."""
+    """Start a child process and return it."""
     process = get_context("fork").Process(target=function, args=args)
     process.start()
     return process
 
 
-def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple) -> None:
-    """One rank of a run: tells "done", "late refusal", "beyond memory" or "crash"."""
-    rank, world, port, log = place
+def rank_main(address: tuple[int, int, int, Path], writer: Connection, args: tuple) -> None:
+    """Run a rank and send "done", "late rejection", "beyond memory" or "crash"."""
+    rank, world, port, log = address
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -250,10 +272,10 @@ def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple
         run_rank(*args)
         writer.send(("done", ""))
     except ConfigError as error:
-        writer.send(("late refusal", str(error)))
+        writer.send(("late rejection", str(error)))
     except PlanError as error:
-        told = "beyond memory" if LIMIT in str(error) else "crash"
-        writer.send((told, traceback.format_exc() if told == "crash" else str(error)))
+        outcome = "beyond memory" if LIMIT in str(error) else "crash"
+        writer.send((outcome, traceback.format_exc() if outcome == "crash" else str(error)))
     except BaseException:
         writer.send(("crash", traceback.format_exc()))
     finally:
@@ -275,20 +297,20 @@ def _with_epochs(recipe: Recipe, model: MultimodalModel, tokenizer: Any) -> Reci
     recipe = recipe.model_copy(update={"training": training})
     counted = with_steps_of_epochs(recipe, model, tokenizer)
     if counted.training.steps != steps:
-        found = f"{passes} epochs are {counted.training.steps} steps, not {steps}"
-        raise FailedError("steps of epochs", [found])
+        difference = f"{passes} epochs are {counted.training.steps} steps, not {steps}"
+        raise FailedError("steps of epochs", [difference])
     return counted
 
 
-def narrow(recipe: Recipe) -> bool:
-    """As `fuzz.compare.bounds_of` asks."""
+def low_precision(recipe: Recipe) -> bool:
+    """Return True if parameters, states or updates have low precision (see `bounds_of`)."""
     optimizer, training = recipe.optimizer, recipe.training
     small = "bfloat16" if training.parameter_dtype == "bfloat16" else optimizer.state_dtype
     return small != "float32" or optimizer.name == "muon"
 
 
 def main() -> None:
-    """Serves until the other end is closed."""
+    """Serve until the other end closes the connection."""
     jobs = Connection(int(sys.argv[1]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):

@@ -1,7 +1,6 @@
-"""From a recipe that fails to one that has nothing in it that the failure does not need.
+"""Shrink a failing recipe to a recipe with only the parts that are needed for the failure.
 
-Greedy: of the simpler variants of a draw the first that still fails in the same way is taken, until
-none does.
+Greedy: the first simpler variant that fails in the same way replaces the draw, until none does.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from fuzz.wording import generalized
 Table = dict[str, Any]
 
 
-def same_failure(one: Verdict, other: Verdict) -> bool:
-    """Whether two verdicts tell of the same failure, as far as words can tell."""
-    if (one.kind, one.how) != (other.kind, other.how):
+def same_failure(first: Verdict, second: Verdict) -> bool:
+    """Return True if two verdicts have the same kind of failure and the same message."""
+    if (first.kind, first.how) != (second.kind, second.how):
         return False
-    return _last_line(one) == _last_line(other)
+    return _last_line(first) == _last_line(second)
 
 
 def _last_line(verdict: Verdict) -> str:
-    """What differs is not compared in detail; errors are, by their last line."""
+    """Return the last line of the error. Differences are not compared in detail."""
     if verdict.how.startswith("different"):
         return ""
     text = verdict.problems[-1] if verdict.problems else ""
@@ -40,29 +39,29 @@ def shrink(
     judge: Callable[[Draw], Verdict],
     tries: int = 150,
 ) -> tuple[Draw, Verdict]:
-    """The simplest variant found, and its verdict.
+    """Return the simplest failing variant and its verdict.
 
     Args:
-        verdict: of the draw, a failure.
-        tries: variants judged at most.
+        verdict: Verdict of the draw, a failure.
+        tries: Maximum number of variants.
     """
-    left = tries
+    remaining = tries
     smaller = True
-    while smaller and left > 0:
+    while smaller and remaining > 0:
         smaller = False
         for variant in variants(draw):
-            if left == 0:
+            if remaining == 0:
                 break
-            left -= 1
-            found = judge(variant)
-            if same_failure(verdict, found):
-                draw, verdict, smaller = variant, found, True
+            remaining -= 1
+            variant_verdict = judge(variant)
+            if same_failure(verdict, variant_verdict):
+                draw, verdict, smaller = variant, variant_verdict, True
                 break
     return draw, verdict
 
 
 def variants(draw: Draw) -> Iterator[Draw]:
-    """Simpler draws, those that leave out most first."""
+    """Yield simpler draws, with the largest omissions first."""
     if draw.then:
         yield replace(draw, then=())
         for layout in draw.then if len(draw.then) > 1 else ():
@@ -99,7 +98,7 @@ def _smaller_worlds(draw: Draw) -> Iterator[Draw]:
 
 
 def _without_one(table: Table) -> Iterator[Table]:
-    """The table without one of its keys, tables as a whole first."""
+    """Yield the mapping without one of its keys, complete sub-mappings first."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield {k: v for k, v in table.items() if k != key}
@@ -112,7 +111,7 @@ def _without_one(table: Table) -> Iterator[Table]:
 
 
 def _without_module(draw: Draw, name: str) -> Iterator[Draw]:
-    """The draw without an encoder or the generator, and without what names it."""
+    """Yield the draw without an encoder or the generator, and without its references."""
     sections = copy.deepcopy(draw.sections)
     model = sections["model"]
     owner = model if name == "generator" else model["encoders"]
@@ -136,7 +135,7 @@ def _layout_without(layout: Layout, name: str) -> Layout:
 
 
 def _models(draw: Draw) -> Iterator[Table]:
-    """Sections with simpler modules, batch or set of frozen modules."""
+    """Yield sections with simpler modules, batches or frozen modules."""
     for path, value in _simpler_values(draw.sections):
         sections = copy.deepcopy(draw.sections)
         table = sections
@@ -156,20 +155,20 @@ def _models(draw: Draw) -> Iterator[Table]:
 
 
 def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Paths, and what to put there; None: nothing."""
+    """Yield key paths and simpler values. None removes the key."""
     if "config" in sections["model"]:
         yield from _simpler_composite(sections["model"]["config"])
     else:
         yield from _simpler_llm(sections["model"]["llm"]["config"])
     for name, encoder in sections["model"].get("encoders", {}).items():
-        at = ("model", "encoders", name)
+        key_path = ("model", "encoders", name)
         if "feature_layer" in encoder:
-            yield (*at, "feature_layer"), None
+            yield (*key_path, "feature_layer"), None
         if encoder["connector"] != "mlp":
-            yield (*at, "connector"), "mlp"
+            yield (*key_path, "connector"), "mlp"
         layers = "encoder_layers" if "encoder_layers" in encoder["config"] else "num_hidden_layers"
         if encoder["config"][layers] > 2:
-            yield (*at, "config", layers), 2
+            yield (*key_path, "config", layers), 2
     training = sections["training"]
     for key, value in {"global_batch_size": 4, "sequence_length": 64, "seed": 0}.items():
         if training[key] != value:
@@ -182,25 +181,28 @@ def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _simpler_llm(config: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
-    at = ("model", "llm", "config")
-    own = LLM_FAMILIES[config["model_type"]]
+    key_path = ("model", "llm", "config")
+    family_keys = LLM_FAMILIES[config["model_type"]]
     if config["model_type"] != "llama":
-        yield at, {k: v for k, v in config.items() if k not in own} | {"model_type": "llama"}
+        yield (
+            key_path,
+            {k: v for k, v in config.items() if k not in family_keys} | {"model_type": "llama"},
+        )
     simple = {"tie_word_embeddings": False, "vocab_size": 96, "num_key_value_heads": 4}
     for key, value in {**simple, "num_hidden_layers": 2}.items():
         if config.get(key) != value:
-            yield (*at, key), value
+            yield (*key_path, key), value
 
 
 def _simpler_composite(config: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Fewer layers of each part; which composite it is stays."""
-    at = ("model", "config")
+    """Yield configs with fewer layers per component of a multimodal model."""
+    key_path = ("model", "config")
     if config["tie_word_embeddings"]:
-        yield (*at, "tie_word_embeddings"), False
+        yield (*key_path, "tie_word_embeddings"), False
     for part in ("text_config", "vision_config", "audio_config"):
         for key in ("num_hidden_layers", "depth", "encoder_layers"):
-            if (found := config.get(part, {})).get(key, 2) > 2:
-                fewer = {**found, key: 2}
-                if "layer_types" in found:
-                    fewer["layer_types"] = found["layer_types"][:2]
-                yield (*at, part), fewer
+            if (section := config.get(part, {})).get(key, 2) > 2:
+                fewer = {**section, key: 2}
+                if "layer_types" in section:
+                    fewer["layer_types"] = section["layer_types"][:2]
+                yield (*key_path, part), fewer

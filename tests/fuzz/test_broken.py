@@ -1,4 +1,4 @@
-"""Wrong values and damaged files of models give models or errors that name key or file."""
+"""Wrong values and damaged files of models give models, or errors that name key or file."""
 
 from collections import Counter
 
@@ -11,31 +11,33 @@ from fuzz.broken_files import damage_file, judge_file, save_model
 
 @pytest.mark.parametrize(("seed", "draws"), [(1, 150), (2, 3000)])
 @pytest.mark.timeout(1500)
-def test_wrong_config_values_build_or_name_the_key(seed, draws):
-    found: Counter[str] = Counter()
+def test_wrong_config_values_name_key(seed, draws):
+    """A wrong value gives a model or an error that names the key."""
+    verdicts: Counter[str] = Counter()
     unnamed = []
     for index in range(draws):
         draw = draw_broken_model(seed, index)
         verdict = judge_model(draw)
-        found[verdict] += 1
+        verdicts[verdict] += 1
         unnamed += [f"{draw.name} {draw.changes}"] if verdict == "unnamed" else []
     assert not unnamed
-    assert min(found["built"], found["rejected"]) > draws / 10
+    assert min(verdicts["built"], verdicts["rejected"]) > draws / 10
 
 
 @pytest.mark.parametrize(("seed", "draws"), [(1, 120), (2, 2000)])
 @pytest.mark.timeout(1500)
-def test_damaged_files_load_or_are_named(seed, draws, tmp_path):
+def test_damaged_files_are_named(seed, draws, tmp_path):
+    """A damaged file gives a model or an error that names the file."""
     save_model(tmp_path / "model")
-    found: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     unnamed = []
     for index in range(draws):
         damage = damage_file(seed, index, tmp_path / "model", tmp_path / "damaged")
         verdict = judge_file(damage, tmp_path / "damaged")
-        found[verdict] += 1
+        verdicts[verdict] += 1
         unnamed += [damage.name] if verdict == "unnamed" else []
     assert not unnamed
-    assert min(found["built"], found["rejected"]) > draws / 20
+    assert min(verdicts["built"], verdicts["rejected"]) > draws / 20
 
 
 def test_draws_cover_all_families():

@@ -1,4 +1,4 @@
-"""docs/reference/supported_combinations.md is what the checks of recipes accept and reject."""
+"""docs/reference/supported_combinations.md matches the checks of recipes."""
 
 import pytest
 
@@ -20,6 +20,6 @@ def test_cells_match_checks_of_recipes(row: str) -> None:
     for (name, column), is_supported in read_cells(PAGE.read_text()).items():
         if name != row:
             continue
-        found = problems((row, column), SEED)
-        assert bool(found) != is_supported, (row, column, found)
-        assert all(map(names_a_key, found)), found
+        errors = problems((row, column), SEED)
+        assert bool(errors) != is_supported, (row, column, errors)
+        assert all(map(names_a_key, errors)), errors

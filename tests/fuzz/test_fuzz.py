@@ -1,6 +1,6 @@
-"""What draws are, and that the judge finds what is wrong with one.
+"""Draws are reproducible, and the judge detects defects.
 
-The draws themselves are judged by run.py, two at a time (`./scripts/test.sh`).
+run.py judges the draws (`./scripts/test.sh`).
 """
 
 from dataclasses import replace
@@ -40,36 +40,36 @@ SMALL: Draw = Draw(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("defect", "message"),
     [("", ""), ("gradient", "gradient of"), ("rows", "loss"), ("averages", "average: rank 0")],
 )
-def test_what_is_spoiled_is_found(spoil, told):
+def test_judge_detects_defect(defect, message):
     sections = merged(SMALL.sections, {"training": {"ema_decay": 0.9}})
-    with Judge(spoil=spoil) as judge:
+    with Judge(defect=defect) as judge:
         verdict = judge(replace(SMALL, sections=sections))
-    if not spoil:
+    if not defect:
         assert verdict.kind == "equal", verdict
         return
     assert (verdict.kind, verdict.how) == ("failed", "different")
-    assert any(told in problem for problem in verdict.problems)
+    assert any(message in problem for problem in verdict.problems)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("types", "spoil", "told"),
+    ("types", "defect", "message"),
     [(OMNI, "", None), (OMNI, "rows", "loss"), (["audioflamingo3"], "", None)],
 )
-def test_composites_that_hear_are_judged(types, spoil, told):
+def test_judge_supports_audio_models(types, defect, message):
     models = (draw_composite(Random(seed)) for seed in range(100))
-    found = next(m for m in models if m["config"]["model_type"] in types)
-    draw = replace(SMALL, source=source_of(found), sections={**SMALL.sections, "model": found})
-    with Judge(spoil=spoil) as judge:
+    model = next(m for m in models if m["config"]["model_type"] in types)
+    draw = replace(SMALL, source=source_of(model), sections={**SMALL.sections, "model": model})
+    with Judge(defect=defect) as judge:
         verdict = judge(draw)
-    assert verdict.kind == ("failed" if spoil else "equal"), verdict
-    assert told is None or any(told in problem for problem in verdict.problems)
+    assert verdict.kind == ("failed" if defect else "equal"), verdict
+    assert message is None or any(message in problem for problem in verdict.problems)
 
 
-def test_draws_are_a_function_of_seed_and_number():
+def test_draws_depend_on_seed_and_index():
     assert draw_recipe(7, 3) == draw_recipe(7, 3)
     assert draw_recipe(7, 3) != draw_recipe(8, 3)
     assert STEPS == 2

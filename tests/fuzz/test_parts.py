@@ -1,4 +1,4 @@
-"""Parts of tests/fuzz: which keys are drawn, how failures shrink, and error messages."""
+"""Components of tests/fuzz: keys of draws, shrinking of failures, and error messages."""
 
 import re
 
@@ -23,48 +23,48 @@ from torchmm.recipe.training_section import (
 
 NOT_DRAWN = {
     "parallel.timeout_s": "always 60",
-    "parallel.slow_rank_threshold": "decides what is logged",
-    "activation_checkpoint.offload": "for devices with memory of their own",
-    "adapters.NAME.source": "files, which decide no layout",
+    "parallel.slow_rank_threshold": "affects logs only",
+    "activation_checkpoint.offload": "requires a device with separate memory",
+    "adapters.NAME.source": "files, which do not affect layouts",
 }
-"""Keys beside layouts, and why."""
+"""Keys that draws do not set, and the reason."""
 DRAWN = 400
 
 
 def keys(table: dict, prefix: str = "") -> set[str]:
-    """Dotted names; all modules are NAME."""
-    found = set()
+    """Return dotted key names, in which NAME replaces module names."""
+    names = set()
     for key, value in table.items():
         named = re.sub(
             r"^(parallel\.|adapters\.)(llm|vision|second|audio|generator|low)$",
             r"\1NAME",
             f"{prefix}{key}",
         )
-        found |= {named} | (keys(value, f"{named}.") if isinstance(value, dict) else set())
-    return found
+        names |= {named} | (keys(value, f"{named}.") if isinstance(value, dict) else set())
+    return names
 
 
-def test_every_key_that_decides_a_layout_is_drawn():
-    wanted = {f"parallel.{key}" for key in ParallelConfig.model_fields}
-    wanted |= {f"parallel.NAME.{key}" for key in ModuleParallelConfig.model_fields}
-    wanted |= {f"parallel.search.{key}" for key in SearchConfig.model_fields}
-    wanted |= {f"activation_checkpoint.{key}" for key in ActivationCheckpointConfig.model_fields}
-    wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
-    wanted |= {"data.balance", "data.packing"}
-    of_optimizer = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
-    wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
-    wanted |= {"training.ema_decay"}
-    wanted |= {f"float8.{key}" for key in Float8Config.model_fields}
-    wanted |= {f"compile.{key}" for key in CompileConfig.model_fields}
-    wanted |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
+def test_draws_cover_layout_keys():
+    expected = {f"parallel.{key}" for key in ParallelConfig.model_fields}
+    expected |= {f"parallel.NAME.{key}" for key in ModuleParallelConfig.model_fields}
+    expected |= {f"parallel.search.{key}" for key in SearchConfig.model_fields}
+    expected |= {f"activation_checkpoint.{key}" for key in ActivationCheckpointConfig.model_fields}
+    expected |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
+    expected |= {"data.balance", "data.packing"}
+    optimizer_keys = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
+    expected |= {f"optimizer.{key}" for key in optimizer_keys} | {"training.parameter_dtype"}
+    expected |= {"training.ema_decay"}
+    expected |= {f"float8.{key}" for key in Float8Config.model_fields}
+    expected |= {f"compile.{key}" for key in CompileConfig.model_fields}
+    expected |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
     drawn = set()
     for index in range(DRAWN):
         draw = draw_recipe(7, index)
         drawn |= keys(draw.table(draw.first))
-    assert wanted - drawn == NOT_DRAWN.keys()
+    assert expected - drawn == NOT_DRAWN.keys()
 
 
-def test_draws_cover_rope_types_videos_and_composites():
+def test_draws_cover_ropes_videos_and_composites():
     models = [draw_recipe(7, index).sections["model"] for index in range(3 * DRAWN)]
     llms = [model["llm"]["config"] for model in models if "llm" in model]
     ropes = {config.get("rope_parameters", {}).get("rope_type", "default") for config in llms}
@@ -74,7 +74,7 @@ def test_draws_cover_rope_types_videos_and_composites():
     assert "videos" in map(source_of, models)
 
 
-def test_a_failure_shrinks_to_what_it_needs():
+def test_failure_shrinks_to_minimal_recipe():
     def judge(draw: Draw) -> Verdict:
         parallel = draw.first.sections.get("parallel", {})
         fails = parallel.get("tensor") == 2 and "vision" in draw.sections["model"].get(
@@ -91,10 +91,10 @@ def test_a_failure_shrinks_to_what_it_needs():
     assert list(small.sections["model"]["encoders"]) == ["vision"]
 
 
-def seen(**changes: object) -> dict:
-    """What a rank saved whose numbers are those of `WANTED`, with changes."""
-    step = WANTED["steps"][0]
-    found = {
+def rank_results(**changes: object) -> dict:
+    """Return the results of a rank that match `EXPECTED`, with changes."""
+    step = EXPECTED["steps"][0]
+    results = {
         "losses": [step["loss"]],
         "norms": [step["norm"]],
         "gradients": dict(step["gradients"]),
@@ -102,14 +102,14 @@ def seen(**changes: object) -> dict:
         "averages": dict(step["averages"]),
         "copies": {},
     }
-    return {**found, **changes}
+    return {**results, **changes}
 
 
 def matrix() -> Tensor:
     return arange(12.0).view(4, 3)
 
 
-WANTED = {
+EXPECTED = {
     "initial": {"a": matrix(), "frozen": ones(2)},
     "steps": [
         {
@@ -124,7 +124,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({}, None),
         ({"losses": [2.0001]}, "loss 2.0001"),
@@ -138,15 +138,15 @@ WANTED = {
         ({"weights": {"a": matrix() - 1, "frozen": ones(2) * 1.01}}, "frozen is off"),
         ({"weights": {"a": matrix() - 1}}, "no rank has frozen"),
         ({"averages": {"a": matrix() - 1}}, "average: rank 0: a is off"),
-        ({"averages": {}}, "average: rank 0: a is not there"),
+        ({"averages": {}}, "average: rank 0: a is missing"),
     ],
 )
-def test_what_differs_is_told(changes, told):
-    found = list(differences([seen(**changes)], WANTED, 0, BOUNDS["float32"]))
-    if told is None:
-        assert found == []
+def test_differences_are_described(changes, message):
+    problems = list(differences([rank_results(**changes)], EXPECTED, 0, BOUNDS["float32"]))
+    if message is None:
+        assert problems == []
     else:
-        assert any(told in problem for problem in found), found
+        assert any(message in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""CUDA and NCCL for a torch without them: what would run on a GPU runs here and leaves a log.
+"""Emulation of CUDA and NCCL for a torch build without CUDA. Device operations are logged.
 
     import fakecuda            before anything imports torch
     fakecuda.install(devices=8)
 
-Tensors on "cuda" hold host memory and are computed by CPU kernels at once, in program order; what
-is asynchronous on a GPU (kernels of several streams, NCCL, copies from pinned memory) is recorded
-with streams and events, so that it can be told afterwards what a GPU might have done: races between
-streams and memory handed out while in use (`races`), where the host waits (`records`), NCCL
-operations in an order that hangs (`hangs`). Backward runs in autograd's device thread, as on a GPU.
+Tensors on "cuda" use host memory, and CPU kernels compute them immediately in program order.
+Operations that are asynchronous on a GPU (kernels of several streams, NCCL, copies from pinned
+memory) are logged with streams and events. The log shows possible behavior of a GPU: races between
+streams and memory that is reused too early (`races`), waits of the host (`records`), and NCCL
+operations in an order that hangs (`hangs`). Backward runs in the device thread of autograd, as on a
+GPU.
 
-What it cannot tell: speed, numerics of GPU kernels, kernels that do not exist on CUDA (`MISSING`
-lists those it knows of), memory beyond tensors.
+The emulation does not cover speed, numerics of GPU kernels, kernels that do not exist on CUDA, and
+memory other than tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from pathlib import Path
 _SOURCE = Path(__file__).parent / "fakecuda.cpp"
 _VERSION = hashlib.sha256(_SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:12]
 BUILD = Path.home() / ".cache" / "fakecuda" / _VERSION
-"""Where the compiled part lies."""
+"""Directory of the compiled library."""
 ext = None
 
 
 def load():
-    """Loads the compiled part before torch asks for CUDA for the first time."""
+    """Load the compiled library before torch initializes CUDA."""
     global ext
     if ext is not None:
         return ext
@@ -41,7 +42,7 @@ def load():
     library = BUILD / "fakecuda_ext.so"
     if not library.exists():
         raise RuntimeError(f"{library} is missing; run python {Path(__file__).parent}/build.py")
-    # pybind modules of torch need these four, in this order.
+    # pybind modules of torch need these four libraries, in this order.
     root = Path(importlib.util.find_spec("torch").origin).parent / "lib"
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so"):
         ctypes.CDLL(str(root / name), mode=ctypes.RTLD_GLOBAL)
@@ -55,22 +56,22 @@ def load():
 
 
 def install(devices: int = 8, name: str = "NVIDIA H200", memory: int = 141 << 30) -> None:
-    """Makes torch.cuda and the backend "nccl" this module's."""
-    own = load()
+    """Replace torch.cuda and the backend "nccl" with the emulation."""
+    extension = load()
     import torch
 
-    own.set_device_count(devices)
-    _patch_cuda(torch, own, devices, name, memory)
-    _patch_storage(torch, own)
+    extension.set_device_count(devices)
+    _patch_cuda(torch, extension, devices, name, memory)
+    _patch_storage(torch, extension)
     _patch_attention(torch)
-    _patch_nccl(torch, own)
+    _patch_nccl(torch, extension)
     from fakecuda import flash, graphs, symmetric  # noqa: F401 - kernels of variable length attention
 
     graphs.install()
     symmetric.install()
 
 
-def _patch_cuda(torch, own, devices, name, memory):
+def _patch_cuda(torch, extension, devices, name, memory):
     cuda = torch.cuda
 
     class Stream(torch.Stream):
@@ -78,7 +79,7 @@ def _patch_cuda(torch, own, devices, name, memory):
             if kwargs:
                 return super().__new__(cls, **kwargs)
             return super().__new__(
-                cls, device=torch.device("cuda", own.current_device()), priority=0
+                cls, device=torch.device("cuda", extension.current_device()), priority=0
             )
 
         @property
@@ -87,11 +88,11 @@ def _patch_cuda(torch, own, devices, name, memory):
 
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-            found = super().__new__(
-                cls, device=torch.device("cuda", own.current_device()), enable_timing=True
+            event = super().__new__(
+                cls, device=torch.device("cuda", extension.current_device()), enable_timing=True
             )
-            found.timed = enable_timing
-            return found
+            event.timed = enable_timing
+            return event
 
         def record(self, stream=None):
             super().record(stream if stream is not None else current_stream())
@@ -109,15 +110,15 @@ def _patch_cuda(torch, own, devices, name, memory):
 
     def index_of(device=None):
         if device is None:
-            return own.current_device()
+            return extension.current_device()
         if isinstance(device, int):
-            return device if device >= 0 else own.current_device()
+            return device if device >= 0 else extension.current_device()
         device = torch.device(device)
-        return own.current_device() if device.index is None else device.index
+        return extension.current_device() if device.index is None else device.index
 
     def current_stream(device=None):
         return Stream(
-            stream_id=own.current_stream_id(), device_index=index_of(device), device_type=1
+            stream_id=extension.current_stream_id(), device_index=index_of(device), device_type=1
         )
 
     def default_stream(device=None):
@@ -129,27 +130,28 @@ def _patch_cuda(torch, own, devices, name, memory):
 
         def __enter__(self):
             if self.stream is not None:
-                self.before = own.exchange_stream(self.stream.stream_id)
+                self.before = extension.exchange_stream(self.stream.stream_id)
             return self.stream
 
         def __exit__(self, *_):
             if self.stream is not None:
-                own.exchange_stream(self.before)
+                extension.exchange_stream(self.before)
 
     class Device:
         def __init__(self, device):
             self.index = index_of(device)
 
         def __enter__(self):
-            self.before = own.current_device()
-            own.set_device(self.index)
+            self.before = extension.current_device()
+            extension.set_device(self.index)
 
         def __exit__(self, *_):
-            own.set_device(self.before)
+            extension.set_device(self.before)
 
     def properties(device=None):
         return types.SimpleNamespace(
-            uuid=f"fake-{own.current_device() if device is None else index_of(device)}", **shared
+            uuid=f"fake-{extension.current_device() if device is None else index_of(device)}",
+            **shared,
         )
 
     shared = dict(
@@ -160,46 +162,47 @@ def _patch_cuda(torch, own, devices, name, memory):
     )  # fmt: skip
 
     def synchronize(device=None):
-        from fakecuda.graphs import refuse_while_capturing
+        from fakecuda.graphs import reject_while_capturing
 
-        refuse_while_capturing("cudaDeviceSynchronize")
-        own.note("sync", "device.synchronize", "")
+        reject_while_capturing("cudaDeviceSynchronize")
+        extension.note("sync", "device.synchronize", "")
 
     def record_history(*args, **kwargs):
-        own.note("memory_history", "record", "")
+        extension.note("memory_history", "record", "")
 
     class Cudart:
-        """Of the runtime library: page-locking of memory that exists already."""
+        """CUDA runtime library: page-locking of existing memory."""
 
         class cudaError:
             success = 0
 
         def cudaHostRegister(self, pointer, size, flags):
-            own.note("host_register", "cudaHostRegister", str(size))
-            own.host_register(pointer, size)
+            extension.note("host_register", "cudaHostRegister", str(size))
+            extension.host_register(pointer, size)
             return 0
 
         def cudaHostUnregister(self, pointer):
-            own.host_unregister(pointer)
+            extension.host_unregister(pointer)
             return 0
 
     replacements = dict(
         cudart=Cudart,
         is_available=lambda: True, is_initialized=lambda: True, init=lambda: None,
-        _lazy_init=lambda: None, device_count=lambda: devices, current_device=own.current_device,
-        set_device=lambda d: own.set_device(index_of(d)), get_device_name=lambda d=None: name,
+        _lazy_init=lambda: None, device_count=lambda: devices,
+        current_device=extension.current_device,
+        set_device=lambda d: extension.set_device(index_of(d)), get_device_name=lambda d=None: name,
         get_device_properties=properties,
         get_device_capability=lambda d=None: (9, 0),
         is_bf16_supported=lambda including_emulation=True: True, Stream=Stream, Event=Event,
         current_stream=current_stream, default_stream=default_stream, stream=StreamContext,
         StreamContext=StreamContext, device=Device, synchronize=synchronize,
-        set_stream=lambda s: own.exchange_stream(s.stream_id),
-        max_memory_allocated=lambda d=None: own.memory()[1],
-        memory_allocated=lambda d=None: own.memory()[0],
-        max_memory_reserved=lambda d=None: own.memory()[1],
-        memory_reserved=lambda d=None: own.memory()[0],
-        reset_peak_memory_stats=lambda d=None: own.reset_peak(), empty_cache=lambda: None,
-        mem_get_info=lambda d=None: (memory - own.memory()[0], memory),
+        set_stream=lambda s: extension.exchange_stream(s.stream_id),
+        max_memory_allocated=lambda d=None: extension.memory()[1],
+        memory_allocated=lambda d=None: extension.memory()[0],
+        max_memory_reserved=lambda d=None: extension.memory()[1],
+        memory_reserved=lambda d=None: extension.memory()[0],
+        reset_peak_memory_stats=lambda d=None: extension.reset_peak(), empty_cache=lambda: None,
+        mem_get_info=lambda d=None: (memory - extension.memory()[0], memory),
         manual_seed=lambda s: None, manual_seed_all=lambda s: None, seed_all=lambda: None,
         get_rng_state=lambda d="cuda": torch.get_rng_state(),
         set_rng_state=lambda s, d="cuda": torch.set_rng_state(s),
@@ -219,34 +222,38 @@ def _patch_cuda(torch, own, devices, name, memory):
     torch._C._cuda_getDeviceCount = lambda: devices
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._cuda_isInBadFork = False
-    torch._C._cuda_getCurrentRawStream = lambda device: own.current_stream_id()
-    torch._C._cuda_getDevice = own.current_device
-    torch._C._cuda_setDevice = own.set_device
+    torch._C._cuda_getCurrentRawStream = lambda device: extension.current_stream_id()
+    torch._C._cuda_getDevice = extension.current_device
+    torch._C._cuda_setDevice = extension.set_device
     torch._C._cuda_exchangeDevice = lambda d: (
-        (own.current_device(), own.set_device(d))[0] if d >= 0 else own.current_device()
+        (extension.current_device(), extension.set_device(d))[0]
+        if d >= 0
+        else extension.current_device()
     )
     torch._C._cuda_maybeExchangeDevice = torch._C._cuda_exchangeDevice
     torch.cuda._is_compiled = lambda: True
-    torch.accelerator.synchronize = lambda device=None: own.note("sync", "device.synchronize", "")
+    torch.accelerator.synchronize = lambda device=None: extension.note(
+        "sync", "device.synchronize", ""
+    )
     torch.utils.data._utils.pin_memory.torch = torch
 
 
-def _patch_storage(torch, own):
-    plain = torch.UntypedStorage.resize_
+def _patch_storage(torch, extension):
+    original = torch.UntypedStorage.resize_
 
     def resize_(self, size):
         if self.device.type != "cuda":
-            return plain(self, size)
+            return original(self, size)
         holder = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-        own.resize_storage(holder, int(size))
+        extension.resize_storage(holder, int(size))
         return None
 
     torch.UntypedStorage.resize_ = resize_
 
 
 def _patch_attention(torch):
-    """CUDA chooses among kernels; here products, or what CUDA would refuse."""
-    plain = torch.nn.functional.scaled_dot_product_attention
+    """Compute attention with matmuls, and log the kernel that CUDA would select."""
+    original = torch.nn.functional.scaled_dot_product_attention
     math_attention = torch.ops.aten._scaled_dot_product_attention_math
 
     def attention(
@@ -260,7 +267,7 @@ def _patch_attention(torch):
         enable_gqa=False,
     ):
         if query.device.type != "cuda":
-            return plain(
+            return original(
                 query,
                 key,
                 value,
@@ -300,7 +307,7 @@ def _patch_attention(torch):
     torch._C._nn.scaled_dot_product_attention = attention
 
 
-def _patch_nccl(torch, own):
+def _patch_nccl(torch, extension):
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -326,9 +333,9 @@ def _patch_nccl(torch, own):
             gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
             ranks = list(options.global_ranks_in_group) or list(range(size))
             key = options.group_name or "default"
-            made = own.make_nccl(gloo, f"{key}", ranks, options)
+            group = extension.make_nccl(gloo, f"{key}", ranks, options)
             keep.append((gloo, options))
-            return made
+            return group
 
     ProcessGroupNCCL.Options = Options
     keep = counter.setdefault("keep", [])

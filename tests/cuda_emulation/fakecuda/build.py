@@ -1,4 +1,4 @@
-"""Compiles the emulated device, once for each version of torch and of its source."""
+"""Compile the emulated device once per version of torch and of the source."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Attention kernels that exist on CUDA only, by products; they refuse what the kernels refuse."""
+"""Matmul versions of attention kernels that exist only on CUDA, with the same input checks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def _segments(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
 
 
-def _seen(n: int, m: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+def _attention_mask(n: int, m: int, causal: bool, left: int | None, right: int | None) -> Tensor:
     i, j = torch.arange(n)[:, None] + (m - n), torch.arange(m)
-    seen = torch.ones(n, m, dtype=torch.bool)
+    mask = torch.ones(n, m, dtype=torch.bool)
     if causal:
-        seen &= j <= i
+        mask &= j <= i
     if left is not None and left >= 0:
-        seen &= j >= i - left
+        mask &= j >= i - left
     if right is not None and right >= 0:
-        seen &= j <= i + right
-    return seen
+        mask &= j <= i + right
+    return mask
 
 
-def _scores(q, k, groups, scale, seen):
+def _scores(q, k, groups, scale, mask):
     k = k.repeat_interleave(groups, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-    return scores.masked_fill(~seen, -torch.inf)
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
@@ -65,10 +65,10 @@ def forward(
         q.shape[1] // k.shape[1],
     )
     for a, b in _segments(cu_q, cu_k):
-        seen = _seen(
+        mask = _attention_mask(
             a.stop - a.start, b.stop - b.start, is_causal, window_size_left, window_size_right
         )
-        scores = _scores(q[a], k[b], groups, scale, seen)
+        scores = _scores(q[a], k[b], groups, scale, mask)
         lse[:, a] = scores.logsumexp(-1)
         out[a] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[b].repeat_interleave(groups, 1))
     device = query.device
@@ -87,12 +87,12 @@ def backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for a, b in _segments(cum_seq_q.cpu(), cum_seq_k.cpu()):
-        seen = _seen(
+        mask = _attention_mask(
             a.stop - a.start, b.stop - b.start, is_causal, window_size_left, window_size_right
         )
-        p = (_scores(q[a], k[b], groups, scale, seen) - lse[:, a, None]).exp()
-        of_p = torch.einsum("ihd,jhd->hij", g[a], v[b].repeat_interleave(groups, 1))
-        ds = p * (of_p - (g[a] * o[a]).sum(-1).T[..., None]) * scale
+        p = (_scores(q[a], k[b], groups, scale, mask) - lse[:, a, None]).exp()
+        grad_p = torch.einsum("ihd,jhd->hij", g[a], v[b].repeat_interleave(groups, 1))
+        ds = p * (grad_p - (g[a] * o[a]).sum(-1).T[..., None]) * scale
         dq[a] = torch.einsum("hij,jhd->ihd", ds, k[b].repeat_interleave(groups, 1))
         shape = (b.stop - b.start, k.shape[1], groups, -1)
         dk[b] = torch.einsum("hij,ihd->jhd", ds, q[a]).reshape(shape).sum(2)

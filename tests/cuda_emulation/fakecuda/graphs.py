@@ -1,9 +1,9 @@
 """CUDA graphs: a capture records the operators of the block, and a replay runs them again.
 
 As on a GPU, a capture computes nothing (its results are NaN), must not wait for the device, and
-needs a stream of its own. A replay writes to the memory that was captured. A graph may use memory
-of its pool that was free when it was captured, so that the tensors of two graphs share memory: a
-replay of one fills tensors of the other with NaN.
+needs a separate stream. A replay writes to the captured memory. A graph can use memory of its pool
+that was free at the capture, so that tensors of two graphs share memory. A replay of one graph
+fills these tensors of the other graph with NaN.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::equal")
 _numbers = itertools.count(1)
 _pools: dict[int, dict[int, list[Tensor]]] = {}
-"""By pool and storage that was allocated in captures: the tensors of graphs."""
+"""Tensors of graphs, by pool and storage that was allocated in captures."""
 _capturing: list[CUDAGraph] = []
 _owners: dict[int, CUDAGraph] = {}
-"""The graph that allocated a storage."""
+"""Graph that allocated a storage."""
 
 
-def refuse_while_capturing(what: str) -> None:
+def reject_while_capturing(call: str) -> None:
     """Raise the error of CUDA for calls that wait for the device."""
     if _capturing:
-        raise RuntimeError(f"CUDA error: {what}: operation not permitted when stream is capturing")
+        raise RuntimeError(f"CUDA error: {call}: operation not permitted when stream is capturing")
 
 
 class _Recorder(TorchDispatchMode):
@@ -39,23 +39,23 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        found = func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)]
+        result = func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         moves = len({t.device.type for t in tensors if t.ndim}) > 1
         if name in WAITING or (moves and "copy" in name):
-            refuse_while_capturing(name)
-        self.graph.record(func, args, kwargs, found)
-        return found
+            reject_while_capturing(name)
+        self.graph.record(func, args, kwargs, result)
+        return result
 
 
 class CUDAGraph:
-    """See `torch.cuda.CUDAGraph`."""
+    """Emulation of `torch.cuda.CUDAGraph`."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._operators: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._pool = next(_numbers)
         self._shared: list[Tensor] = []
-        """Tensors of other graphs that may have the same memory."""
+        """Tensors of other graphs that can use the same memory."""
         self.replays = 0
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -78,29 +78,29 @@ class CUDAGraph:
                 for other in {_owners[_storage(tensor)] for tensor in self._shared}:
                     other._shared.append(aliases[0])
 
-    def record(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        """Note an operator, with aliases of its tensors, which do not keep autograd graphs."""
-        args, kwargs, found = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs, found))
+    def record(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        """Record an operator, with aliases of its tensors that do not keep autograd graphs."""
+        args, kwargs, results = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs, results))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = {_storage(t) for t in tensors}
-        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
-        known = _pools[self._pool]
-        for tensor in made:
-            if _storage(tensor) not in given:
-                known[_storage(tensor)] = []
-        for tensor in (*tensors, *made):
-            if _storage(tensor) in known:
-                known[_storage(tensor)].append(tensor)
-        is_view = bool(made) and all(_storage(t) in given for t in made)
+        input_storages = {_storage(t) for t in tensors}
+        outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        storages = _pools[self._pool]
+        for tensor in outputs:
+            if _storage(tensor) not in input_storages:
+                storages[_storage(tensor)] = []
+        for tensor in (*tensors, *outputs):
+            if _storage(tensor) in storages:
+                storages[_storage(tensor)].append(tensor)
+        is_view = bool(outputs) and all(_storage(t) in input_storages for t in outputs)
         if func._schema.is_mutable or not is_view:
-            self._operators.append((func, args, kwargs, made))
+            self._operators.append((func, args, kwargs, outputs))
 
     def _unused_tensors(self) -> list[Tensor]:
         """Return a tensor of each storage of the pool that only graphs refer to."""
         return [
             aliases[0]
             for storage, aliases in _pools.get(self._pool, {}).items()
-            # Python has a reference of its own to a storage that it has seen.
+            # Python has an additional reference to a storage that it has accessed.
             if torch._C._storage_Use_Count(storage) <= len({id(t) for t in aliases}) + 1
         ]
 
@@ -108,10 +108,10 @@ class CUDAGraph:
     def replay(self) -> None:
         self.replays += 1
         for tensor in self._shared:
-            _unfilled_marker(tensor)
-        for func, args, kwargs, made in self._operators:
-            found = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
-            for old, new in zip(made, found, strict=True):
+            _poison(tensor)
+        for func, args, kwargs, outputs in self._operators:
+            results = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+            for old, new in zip(outputs, results, strict=True):
                 if _storage(old) != _storage(new):
                     old.copy_(new)
 
@@ -127,10 +127,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _unfilled_marker(tensor: Tensor) -> None:
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    if whole.is_floating_point():
-        whole.fill_(torch.nan)
+def _poison(tensor: Tensor) -> None:
+    storage_values = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor.untyped_storage()
+    )
+    if storage_values.is_floating_point():
+        storage_values.fill_(torch.nan)
 
 
 def install() -> None:

@@ -1,12 +1,12 @@
-"""Whether NCCL's operations of all ranks come to their end.
+"""Detection of NCCL operations that never complete.
 
-Communication ends when all that take part have come to it, a stream runs in order, and hosts launch
-ahead until they wait. `stuck` plays all of that, under the assumption that is asked for:
+A communication completes when all participating ranks have started it, streams run in order, and
+hosts launch operations until they wait. `find_stuck` simulates this with two options:
 
 - `shared`: point-to-point operations of a group use one communicator and stream, as in groups that
-  are bound to a device; else each pair of ranks has its own.
-- `queues`: streams are dealt out to so many hardware queues in the order of their first use; what
-  stands in a queue behind an operation that cannot begin yet waits, too.
+  are bound to a device. Otherwise, each pair of ranks has a separate communicator.
+- `queues`: streams are assigned to hardware queues in the order of their first use. Operations
+  behind an operation that cannot start yet are blocked as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ranks = dict[int, list[Record]]
 
 
 def mismatches(ranks: Ranks) -> list[str]:
-    """Communicators that not all ranks use alike."""
+    """Return communicators whose operations differ between ranks."""
     problems: list[str] = []
     uses: dict[str, Ranks] = defaultdict(lambda: defaultdict(list))
     for rank, records in ranks.items():
@@ -30,8 +30,8 @@ def mismatches(ranks: Ranks) -> list[str]:
             if r.kind == "comm":
                 uses[_communicator(r)][rank].append(r)
     for name, by_rank in uses.items():
-        of_kind = _pair_mismatches if "/" in name else _group_mismatches
-        problems += [f"{name}: {problem}" for problem in of_kind(by_rank)]
+        check = _pair_mismatches if "/" in name else _group_mismatches
+        problems += [f"{name}: {problem}" for problem in check(by_rank)]
     return problems
 
 
@@ -55,36 +55,38 @@ def _pair_mismatches(by_rank: Ranks) -> list[str]:
 
 
 def _same_on_all(record: Record) -> tuple[str, str]:
-    """What has to be the same on all ranks of a group. In an all-to-all each sends to each what it
-    has for it, so lengths are not."""
+    """Return the properties that must be equal on all ranks of a group.
+
+    The lengths of an all-to-all differ between ranks.
+    """
     if record.name == "all_to_all":
         return record.name, re.sub(r"\|\d+ ", "| ", record.text)
     return record.name, record.text
 
 
 def _group_mismatches(by_rank: Ranks) -> list[str]:
-    plain = {
+    operations = {
         rank: [_same_on_all(r) for r in records if not r.name.startswith("coalesced")]
         for rank, records in by_rank.items()
     }
-    expected = next(iter(plain.values()))
-    for rank, own in plain.items():
-        for i, (x, y) in enumerate(zip(own, expected, strict=False)):
+    expected = next(iter(operations.values()))
+    for rank, local in operations.items():
+        for i, (x, y) in enumerate(zip(local, expected, strict=False)):
             if x != y:
                 return [f"rank {rank} differs at operation {i}: {x} instead of {y}"]
-        if len(own) != len(expected):
-            return [f"{len(own)} operations on rank {rank} instead of {len(expected)}"]
+        if len(local) != len(expected):
+            return [f"{len(local)} operations on rank {rank} instead of {len(expected)}"]
     return []
 
 
-def stuck(ranks: Ranks, *, shared: bool = False, queues: int = 0) -> list[str]:
-    """What cannot go on; nothing if all ranks reach the end.
+def find_stuck(ranks: Ranks, *, shared: bool = False, queues: int = 0) -> list[str]:
+    """Return operations that never complete. Empty if all ranks reach the end.
 
     Args:
-        shared: see the module.
-        queues: hardware queues; 0: as many as streams.
+        shared: See the module.
+        queues: Number of hardware queues. 0 stands for one per stream.
     """
-    return _Play(ranks, shared, queues).stuck()
+    return _Simulation(ranks, shared, queues).find_stuck()
 
 
 def _communicator(r: Record) -> str:
@@ -97,39 +99,39 @@ def _content(r: Record) -> str:
 
 @dataclass
 class _Item:
-    """Something in a stream."""
+    """An operation in a stream."""
 
     kind: str
     event: int
     record: Record
-    meeting: Any = None
-    """Of communication: the k-th operation of a communicator is one on all its ranks."""
+    collective: Any = None
+    """Communication: the k-th operation of a communicator is the same operation on all ranks."""
     done: bool = False
     passed: bool = False
-    """A record of an event that its queue is past."""
+    """Whether an event record is past the head of its queue."""
 
 
 @dataclass
 class _Device:
-    """A rank's host and streams."""
+    """Host and streams of a rank."""
 
     program: list[tuple[int, _Item] | Record]
-    """Items with their streams, and where the host waits."""
+    """Items with their streams, and waits of the host."""
     host: int = 0
-    """Entries that it has launched."""
+    """Number of launched entries."""
     streams: dict[int, deque[_Item]] = field(default_factory=lambda: defaultdict(deque))
     queues: dict[int, deque[tuple[int, _Item]]] = field(default_factory=lambda: defaultdict(deque))
     numbers: dict[int, int] = field(default_factory=dict)
-    """Streams in the order of their first use."""
+    """Stream numbers in the order of their first use."""
     recorded: set[int] = field(default_factory=set)
-    known: set[int] = field(default_factory=set)
-    """Events that are recorded within the step; others were long ago."""
+    recorded_in_step: set[int] = field(default_factory=set)
+    """Events that are recorded within the step. Other events are complete."""
 
     def is_over(self, event: int) -> bool:
-        return event in self.recorded or event not in self.known
+        return event in self.recorded or event not in self.recorded_in_step
 
 
-class _Play:
+class _Simulation:
     def __init__(self, ranks: Ranks, shared: bool, queues: int) -> None:
         self.queues = queues
         self.arrived: dict[Any, set[int]] = defaultdict(set)
@@ -144,9 +146,9 @@ class _Play:
             for entry in device.program:
                 if isinstance(entry, Record):
                     continue
-                if (meeting := entry[1].meeting) is not None:
-                    pair = isinstance(meeting[1], tuple)
-                    self.needed[meeting] = 2 if pair else len(members[meeting[0]])
+                if (collective := entry[1].collective) is not None:
+                    pair = isinstance(collective[1], tuple)
+                    self.needed[collective] = 2 if pair else len(members[collective[0]])
 
     def _device(self, rank: int, records: list[Record], shared: bool) -> _Device:
         count: Counter[Any] = Counter()
@@ -157,17 +159,17 @@ class _Play:
             elif r.kind in ("kernel", "record", "wait"):
                 device.program.append((r.stream, _Item(r.kind, r.a, r)))
                 if r.kind == "record":
-                    device.known.add(r.a)
+                    device.recorded_in_step.add(r.a)
             elif r.kind == "comm":
-                meeting = self._meeting(rank, r, count)
-                kind = "kernel" if meeting is None else "comm"
-                device.program.append((r.stream, _Item(kind, 0, r, meeting)))
+                collective = self._collective_key(rank, r, count)
+                kind = "kernel" if collective is None else "comm"
+                device.program.append((r.stream, _Item(kind, 0, r, collective)))
         if shared:
             _share_streams(device)
         return device
 
     @staticmethod
-    def _meeting(rank: int, r: Record, count: Counter[Any]) -> Any:
+    def _collective_key(rank: int, r: Record, count: Counter[Any]) -> Any:
         name = _communicator(r)
         if r.name.startswith("coalesced"):
             return None
@@ -178,18 +180,18 @@ class _Play:
         count[key] += 1
         return (*key, count[key])
 
-    def stuck(self) -> list[str]:
-        """Plays to the end; what is left."""
+    def find_stuck(self) -> list[str]:
+        """Simulate to the end and return incomplete operations."""
         run = self._run_queues if self.queues else self._run_streams
-        # A list: every rank goes on, then is asked whether any has.
+        # The list makes every rank advance before the check.
         while any(
             [self._launch(device) | run(rank, device) for rank, device in self.devices.items()]
         ):
             pass
-        return [line for rank, device in self.devices.items() for line in _left(rank, device)]
+        return [line for rank, device in self.devices.items() for line in _incomplete(rank, device)]
 
     def _launch(self, device: _Device) -> bool:
-        """The host goes on until it has to wait."""
+        """Launch operations of the host until it waits."""
         begin = device.host
         while device.host < len(device.program):
             entry = device.program[device.host]
@@ -216,28 +218,28 @@ class _Play:
     def _start(self, rank: int, device: _Device, item: _Item) -> None:
         if item.kind == "record":
             device.recorded.add(item.event)
-        if item.meeting is None:
+        if item.collective is None:
             item.done = True
         else:
-            self.arrived[item.meeting].add(rank)
+            self.arrived[item.collective].add(rank)
 
     def _ends(self, rank: int, item: _Item) -> bool:
-        met = self.arrived[item.meeting]
-        return rank in met and len(met) >= self.needed[item.meeting]
+        arrived = self.arrived[item.collective]
+        return rank in arrived and len(arrived) >= self.needed[item.collective]
 
     def _run_streams(self, rank: int, device: _Device) -> bool:
         moved = False
-        for own in device.streams.values():
-            while own:
-                item = own[0]
+        for items in device.streams.values():
+            while items:
+                item = items[0]
                 if item.kind == "wait" and not device.is_over(item.event):
                     break
-                if item.meeting is not None and rank not in self.arrived[item.meeting]:
+                if item.collective is not None and rank not in self.arrived[item.collective]:
                     moved = True
                 self._start(rank, device, item)
-                if item.meeting is not None and not self._ends(rank, item):
+                if item.collective is not None and not self._ends(rank, item):
                     break
-                own.popleft()
+                items.popleft()
                 moved = True
         return moved
 
@@ -246,41 +248,41 @@ class _Play:
         for queue in device.queues.values():
             while queue:
                 stream, item = queue[0]
-                own = device.streams[stream]
-                moved |= self._settle(rank, device, own)
+                items = device.streams[stream]
+                moved |= self._remove_completed(rank, device, items)
                 if item.kind == "record":
-                    # It completes with what is in front of it in its stream, and holds nothing up.
+                    # It completes with the previous operations of its stream and blocks no other.
                     item.passed = True
-                elif not own or own[0] is not item:
-                    break  # kernels wait for the one before them in their stream
+                elif not items or items[0] is not item:
+                    break  # kernels wait for the previous kernel of their stream
                 elif item.kind == "wait" and not device.is_over(item.event):
                     break
                 else:
                     self._start(rank, device, item)
                 queue.popleft()
                 moved = True
-        for own in device.streams.values():
-            moved |= self._settle(rank, device, own)
+        for items in device.streams.values():
+            moved |= self._remove_completed(rank, device, items)
         return moved
 
-    def _settle(self, rank: int, device: _Device, own: deque[_Item]) -> bool:
-        """Takes what has ended off the head of a stream."""
+    def _remove_completed(self, rank: int, device: _Device, items: deque[_Item]) -> bool:
+        """Remove completed operations from the head of a stream."""
         moved = False
-        while own:
-            item = own[0]
-            if item.meeting is not None:
+        while items:
+            item = items[0]
+            if item.collective is not None:
                 item.done = self._ends(rank, item)
             if item.kind == "record" and item.passed:
                 self._start(rank, device, item)
             if not item.done:
                 break
-            own.popleft()
+            items.popleft()
             moved = True
         return moved
 
 
 def _share_streams(device: _Device) -> None:
-    """Moves the operations of all pairs of a group, and all else there, to one stream."""
+    """Move the operations of all pairs of a group to one stream."""
     renamed: dict[int, int] = {}
     groups: dict[str, int] = {}
     for entry in device.program:
@@ -293,16 +295,16 @@ def _share_streams(device: _Device) -> None:
     ]
 
 
-def _left(rank: int, device: _Device) -> list[str]:
-    found = []
+def _incomplete(rank: int, device: _Device) -> list[str]:
+    lines = []
     if device.host < len(device.program):
         waits = device.program[device.host]
         assert isinstance(waits, Record)
-        place = f"{action_of(waits.label)}, {short(waits.site)}"
-        found.append(f"rank {rank}: host in {waits.name} ({place})")
-    for stream, own in device.streams.items():
-        if own:
-            r = own[0].record
-            what = f"{r.name or own[0].kind} {r.label}"
-            found.append(f"rank {rank}, stream {stream}: {what} {own[0].meeting or ''}")
-    return found
+        location = f"{action_of(waits.label)}, {short(waits.site)}"
+        lines.append(f"rank {rank}: host in {waits.name} ({location})")
+    for stream, items in device.streams.items():
+        if items:
+            r = items[0].record
+            operation = f"{r.name or items[0].kind} {r.label}"
+            lines.append(f"rank {rank}, stream {stream}: {operation} {items[0].collective or ''}")
+    return lines

@@ -1,9 +1,9 @@
-"""Accesses to the same memory from two streams that nothing orders.
+"""Detection of unordered accesses to the same memory from two streams.
 
-Every stream has a vector clock: how far it is, and how far behind it knows the other streams to be,
-from events that it waited for. What the host has waited for, all streams know. Memory that is freed
-goes back to the pool of the stream that allocated it, and may be handed out there at once: a race
-if another stream was not known to be done with it (`record_stream` delays that).
+Every stream has a vector clock with its progress and the known progress of other streams, from
+events that it waited for. All streams know the operations that the host has waited for. Freed
+memory returns to the pool of the stream that allocated it, and can be reused immediately. This is a
+race if another stream may still use it (`record_stream` delays the reuse).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from fakecuda.records import Record, action_of, described
+from fakecuda.records import Record, action_of, describe
 
 Clock = dict[int, int]
-"""By stream: number of its last operation that is known to be over."""
+"""Number of the last completed operation, by stream."""
 
 
 class Race(NamedTuple):
@@ -41,17 +41,17 @@ class _Memory:
     stream: int
     size: int = 0
     at: int = 0
-    """The clock of its stream when it was allocated."""
+    """Clock of the stream at the allocation."""
     number: int = 0
-    """The record that allocated it."""
-    born: bool = True
-    """Whether that was logged."""
+    """Index of the record of the allocation."""
+    is_logged: bool = True
+    """Whether the allocation was logged."""
     uses: list[_Use] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
 
 
 class _Returned(NamedTuple):
-    """Memory that went back into a pool while another stream could still use it."""
+    """Memory that was freed while another stream could still use it."""
 
     number: int
     stream: int
@@ -60,36 +60,38 @@ class _Returned(NamedTuple):
 
 
 def races(records: list[Record]) -> Counter[Race]:
-    """The races of a rank's step, with how often each was seen."""
-    return _Races(records).found
+    """Return the races of a step of a rank, with their counts."""
+    return _Races(records).counts
 
 
-def operations_beside(records: list[Record], place: str) -> int:
-    """How many operations that a place in the code launches on other streams need not wait for
-    the last one of the stream that computes (the busiest one)."""
-    return _Beside(records, place).found_beside
+def overlapped_operations(records: list[Record], source_file: str) -> int:
+    """Count operations of a source file that can overlap the last compute operation.
+
+    The compute stream is the stream with the most kernels. Operations of other streams are counted
+    if they do not wait for its last operation.
+    """
+    return _OverlapRaces(records, source_file).overlapped
 
 
-def operations_before_the_end(records: list[Record], place: str) -> int:
-    """How many operations the stream that computes begins while nothing says that those are over
-    which a place in the code has launched on other streams."""
-    return _Ahead(records, place).found_ahead
+def operations_before_end(records: list[Record], source_file: str) -> int:
+    """Count compute operations that start before operations of a source file are complete."""
+    return _AheadRaces(records, source_file).ahead_count
 
 
 def still_running(records: list[Record], later: list[Record]) -> set[int]:
-    """Streams whose operations the host has not waited for when it goes on.
+    """Return streams whose operations the host has not waited for.
 
     Args:
-        later: what follows; all waits that it begins with count.
+        later: Following records. Waits at their start are included.
     """
     begins = list(takewhile(lambda r: r.kind == "sync", later))
     clocks = _Races([*records, *begins])
-    return {s for s, own in clocks.clocks.items() if clocks.host.get(s, 0) < own.get(s, 0)}
+    return {s for s, clock in clocks.clocks.items() if clocks.host.get(s, 0) < clock.get(s, 0)}
 
 
 class _Races:
     def __init__(self, records: list[Record]) -> None:
-        self.found: Counter[Race] = Counter()
+        self.counts: Counter[Race] = Counter()
         self.clocks: dict[int, Clock] = defaultdict(dict)
         self.host: Clock = {}
         self.events: dict[int, Clock] = {}
@@ -114,27 +116,31 @@ class _Races:
         _merge(clock, self.host)
         clock[r.stream] = clock.get(r.stream, 0) + 1
         for allocation, begin, end, write in r.accesses:
-            block = self.memory.setdefault(allocation, _Memory(0, born=False))
-            if block.born and not block.uses:
+            block = self.memory.setdefault(allocation, _Memory(0, is_logged=False))
+            if block.is_logged and not block.uses:
                 self._first_use(block, r, clock)
-            if block.born and r.stream != block.stream and clock.get(block.stream, 0) < block.at:
-                what = f"allocation of {block.size} B"
-                kind = "used on another stream before its allocation's is there"
-                self.found[Race(kind, what, described(r))] += 1
+            if (
+                block.is_logged
+                and r.stream != block.stream
+                and clock.get(block.stream, 0) < block.at
+            ):
+                allocation_text = f"allocation of {block.size} B"
+                kind = "used on another stream before the allocation"
+                self.counts[Race(kind, allocation_text, describe(r))] += 1
             self._use(block, _Use(r.stream, clock[r.stream], begin, end, write, r), clock)
 
     def _first_use(self, block: _Memory, r: Record, clock: Clock) -> None:
-        """It may be any memory that its pool has been given back."""
-        left = []
+        """Check memory that may have been freed in the pool of its stream before."""
+        remaining = []
         for returned in self.returned[block.stream]:
             if clock.get(returned.stream, 0) >= returned.at:
                 if r.stream == block.stream:
-                    continue  # from here on this stream is behind that use
+                    continue  # all later operations of this stream follow that use
             elif returned.number < block.number:
-                kind = "handed out again while another stream may use it"
-                self.found[Race(kind, returned.text, described(r))] += 1
-            left.append(returned)
-        self.returned[block.stream] = left
+                kind = "reused while another stream may use it"
+                self.counts[Race(kind, returned.text, describe(r))] += 1
+            remaining.append(returned)
+        self.returned[block.stream] = remaining
 
     def _use(self, block: _Memory, new: _Use, clock: Clock) -> None:
         keep = []
@@ -142,9 +148,9 @@ class _Races:
             overlap = use.begin < new.end and new.begin < use.end
             ordered = clock.get(use.stream, 0) >= use.at
             if overlap and (new.write or use.write) and not ordered:
-                race = Race("unordered", described(use.record), described(new.record))
-                self.found[race] += 1
-            # What is overwritten after it was ordered need not be remembered.
+                race = Race("unordered", describe(use.record), describe(new.record))
+                self.counts[race] += 1
+            # Ordered uses that are overwritten are not needed any longer.
             covered = new.begin <= use.begin and use.end <= new.end
             if not (ordered and new.write and covered):
                 keep.append(use)
@@ -159,12 +165,12 @@ class _Races:
         block = self.memory.pop(r.a, None)
         if block is None:
             return
-        own = self.clocks[block.stream]
+        clock = self.clocks[block.stream]
         for use in block.uses:
             if use.stream == block.stream or use.stream in block.recorded:
                 continue
-            if max(own.get(use.stream, 0), self.host.get(use.stream, 0)) < use.at:
-                used = f"{block.size} B of stream {block.stream}, used by {described(use.record)}"
+            if max(clock.get(use.stream, 0), self.host.get(use.stream, 0)) < use.at:
+                used = f"{block.size} B of stream {block.stream}, used by {describe(use.record)}"
                 text = f"{used}, freed in {action_of(r.label)}"
                 returned = _Returned(number, use.stream, use.at, text)
                 self.returned[block.stream].append(returned)
@@ -186,41 +192,41 @@ class _Races:
             for clock in self.clocks.values():
                 _merge(self.host, clock)
         else:
-            known = self.events.get(r.a, {}) if r.stream == -1 else self.clocks[r.stream]
-            _merge(self.host, known)
+            completed = self.events.get(r.a, {}) if r.stream == -1 else self.clocks[r.stream]
+            _merge(self.host, completed)
 
 
-class _Beside(_Races):
-    def __init__(self, records: list[Record], place: str) -> None:
-        self._place = place
+class _OverlapRaces(_Races):
+    def __init__(self, records: list[Record], source_file: str) -> None:
+        self._source_file = source_file
         self._computing = Counter(r.stream for r in records if r.kind == "kernel").most_common(1)
-        self.found_beside = 0
+        self.overlapped = 0
         super().__init__(records)
 
     def _operation(self, number: int, r: Record) -> None:
         super()._operation(number, r)
         main = self._computing[0][0]
         last = self.clocks[main].get(main, 0)
-        if self._place in r.site and r.stream != main:
-            self.found_beside += self.clocks[r.stream].get(main, 0) < last
+        if self._source_file in r.site and r.stream != main:
+            self.overlapped += self.clocks[r.stream].get(main, 0) < last
 
 
-class _Ahead(_Races):
-    def __init__(self, records: list[Record], place: str) -> None:
-        self._place = place
+class _AheadRaces(_Races):
+    def __init__(self, records: list[Record], source_file: str) -> None:
+        self._source_file = source_file
         self._computing = Counter(r.stream for r in records if r.kind == "kernel").most_common(1)
         self._launched: Clock = {}
-        self.found_ahead = 0
+        self.ahead_count = 0
         super().__init__(records)
 
     def _operation(self, number: int, r: Record) -> None:
         super()._operation(number, r)
         main = self._computing[0][0]
         if r.stream == main:
-            known = self.clocks[main]
-            ahead = any(known.get(s, 0) < at for s, at in self._launched.items())
-            self.found_ahead += ahead
-        elif self._place in r.site:
+            clock = self.clocks[main]
+            ahead = any(clock.get(s, 0) < at for s, at in self._launched.items())
+            self.ahead_count += ahead
+        elif self._source_file in r.site:
             self._launched[r.stream] = self.clocks[r.stream].get(r.stream, 0)
 
 

@@ -1,4 +1,4 @@
-"""What an emulated device has logged, and where the host waited for it."""
+"""Logged operations of an emulated device, and waits of the host."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """An operation of a rank, in the order in which the host launched them."""
+    """Operation of a rank, in the order of the host."""
 
     kind: str
-    """kernel, comm, alloc, free, record_stream, record, wait, sync, sdpa."""
+    """kernel, comm, alloc, free, record_stream, record, wait, sync or sdpa."""
     stream: int
-    """On which it runs; of a sync -1: an event's, -2: all of the device."""
+    """Stream of the operation. For sync, -1 stands for an event and -2 for the device."""
     name: str
     site: str
     """Innermost line of torchmm, and the line that called torch."""
     label: str
-    """The plan's action, or the part of the step."""
+    """Action of the plan, or phase of the step."""
     accesses: list[tuple[int, int, int, bool]]
-    """(allocation, begin, end, whether it is written), bytes."""
+    """(allocation, begin, end, is_write) in bytes."""
     a: int
     """Event, allocation or peer."""
     b: int
     """Size of an allocation."""
     text: str
-    """Of communication: communicator|elements and types."""
+    """Communicator|elements and types of a communication."""
     thread: int
 
 
-def read_records(directory: Path, step: int, what: str = "step") -> dict[int, list[Record]]:
-    """By rank, of one step, or of saving behind it ("save")."""
-    found = {}
-    for path in sorted(directory.glob(f"{what}-{step}-rank-*.json")):
+def read_records(directory: Path, step: int, kind: str = "step") -> dict[int, list[Record]]:
+    """Return the records of a step, or of the save after it ("save"), by rank."""
+    by_rank = {}
+    for path in sorted(directory.glob(f"{kind}-{step}-rank-*.json")):
         rank = int(path.stem.rpartition("-")[2])
-        found[rank] = as_records(json.loads(path.read_text()))
-    return found
+        by_rank[rank] = as_records(json.loads(path.read_text()))
+    return by_rank
 
 
 class Wait(NamedTuple):
-    """The host waits for its device."""
+    """Wait of the host for its device."""
 
     what: str
     action: str
@@ -50,33 +50,33 @@ class Wait(NamedTuple):
 
 
 def host_waits(records: list[Record]) -> Counter[Wait]:
-    """How often the host waits, and where."""
+    """Count the waits of the host by position."""
     return Counter(
         Wait(r.name, action_of(r.label), short(r.site)) for r in records if r.kind == "sync"
     )
 
 
 def attention_kernels(records: list[Record]) -> Counter[str]:
-    """Calls of scaled_dot_product_attention by the kernel that CUDA would choose."""
+    """Count scaled_dot_product_attention calls by the kernel that CUDA would select."""
     return Counter(r.name for r in records if r.kind == "sdpa")
 
 
 def action_of(label: str) -> str:
-    """F of 3F2, for example."""
+    """Return the action type of a label, such as F of 3F2."""
     match = re.match(r"\d+([A-Z_]+)", label)
     return match[1] if match else label
 
 
 def short(site: str) -> str:
-    """A place without where packages lie."""
+    """Return a source position without the package directory."""
     return site.replace("site-packages/", "")
 
 
-def described(r: Record) -> str:
-    """A record in a message."""
+def describe(r: Record) -> str:
+    """Return the description of a record in messages."""
     return f"{r.name} [{action_of(r.label)}] {short(r.site)} (stream {r.stream})"
 
 
 def as_records(rows: Any) -> list[Record]:
-    """Of what the device hands out."""
+    """Convert the log of the device to records."""
     return [Record(*row) for row in rows]

@@ -1,4 +1,4 @@
-"""Symmetric memory between processes of one machine: files in /dev/shm for device memory."""
+"""Emulation of symmetric memory between local processes with files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHANNELS = 8
 
 
 class Handle:
-    """What `_SymmetricMemory.rendezvous` returns, as far as torch's own operators use it."""
+    """Result of `_SymmetricMemory.rendezvous`, with the methods that operators of torch use."""
 
     def __init__(self, group: str, rank: int, world_size: int, size: int, number: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -47,19 +47,19 @@ class Handle:
         return self._buffers[rank][begin : begin + nbytes].view(dtype).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """In a stream on a device; here the host waits too, as bytes move at once."""
+        """Wait on the host, because copies are synchronous. A GPU waits in a stream."""
         from fakecuda import ext
 
         ext.note("comm", "symm_barrier", f"symm-{self._group}-{channel}|")
-        mine = self._counters[self.rank]
-        mine[channel] += 1
-        wanted = int(mine[channel])
+        local = self._counters[self.rank]
+        local[channel] += 1
+        expected = int(local[channel])
         begin = time.monotonic()
-        while any(int(c[channel]) < wanted for c in self._counters):
+        while any(int(c[channel]) < expected for c in self._counters):
             time.sleep(0)
             if time.monotonic() - begin > 120:
                 raise RuntimeError(
-                    f"symmetric memory barrier, channel {channel}: a rank did not come"
+                    f"symmetric memory barrier, channel {channel}: a rank did not arrive"
                 )
 
 
@@ -90,5 +90,5 @@ def install() -> None:
         return workspaces[group_name]
 
     symmetric.get_symm_mem_workspace = get_symm_mem_workspace
-    symmetric.rendezvous = lambda tensor, group: None  # no tensor of a run lies in it
+    symmetric.rendezvous = lambda tensor, group: None  # no tensor of a run is in symmetric memory
     torch.cuda._sleep = lambda cycles: None

@@ -17,14 +17,14 @@ def script():
 
 def test_reliability_page_is_up_to_date(script):
     text = script["PAGE"].read_text()
-    counts, day, kills = script["said"](text)
+    counts, day, kills = script["parse_page"](text)
     assert script["page"](counts, day, kills) == text, "run tests/faults/write_page.py"
     assert min(counts) > 0 and sum(counts) >= 100
     assert len(counts) == len(script["FAULTS"])
 
 
-def test_every_listed_fault_has_a_row(script):
-    rows = [*script["FAULTS"], *script["REFUSED"]]
+def test_every_fault_of_the_list_and_finding_of_the_review_is_there(script):
+    rows = [*script["FAULTS"], *script["LIMITATIONS"]]
     numbers = {number for row in rows for number in row.number.split(", ")}
     last_numbers = {"F": 33, "R": 11, "S": 10}
     expected = {f"{letter}{n}" for letter, last in last_numbers.items() for n in range(1, last + 1)}
@@ -40,7 +40,7 @@ def test_every_test_of_a_fault_exists(script):
 
 def test_skipped_or_failed_tests_are_not_counted(script):
     fault = script["FAULTS"][0]
-    ran, injected = script["ran"], script["injected"]
+    ran, injected = script["count_outcomes"], script["count_injections"]
     cases = [f"tests/{name}[{case}]" for name in fault.shown_by for case in "ab"]
     lines = [{"test": case, "outcome": "passed"} for case in cases]
     assert injected(fault, ran(lines)) == 2 * len(fault.shown_by) * fault.each
