@@ -63,7 +63,7 @@ def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
     done = subprocess.run(
         [
             sys.executable, BENCHMARKS / "async_tensor_parallel.py",
-            "--tiny", "--json", rows_file, "--picture", picture,
+            "--tiny", "--json", rows_file, "--plot", picture,
         ],
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -84,8 +84,8 @@ def test_the_makespan_follows_from_the_durations(draw):
     slower = draw(*llm, "--layer-ms", "llm=0.5", "--transfer-ms", 1)[1]
     assert "1f1b: 28 ms" in slower  # half of it, and four transfers that nothing hides
     # Images 5 and 2 in parts of at most 3: forwards of 3, 2 and 2 ms; 2 x 1 ms for the LLM.
-    both = ("--schedule", "separated", "--stages", 1, "--images", "5,2", "--images-per-part", 3,
-            "--layers", "vision=1,llm=1")  # fmt: skip
+    both = ("--schedule", "separated", "--stages", 1, "--images", "5,2",
+            "--sub-microbatch-images", 3, "--layers", "vision=1,llm=1")  # fmt: skip
     _, text, _, actions = draw(*both)
     assert "separated: 27 ms, bubbles 0.0 %" in text
     assert sorted(a for a in actions if a.startswith("0F")) == ["0F0", "0F0.1", "0F1"]

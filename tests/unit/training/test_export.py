@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from torchmm.commands.export import export
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import taken_apart
@@ -110,14 +111,21 @@ def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"run", "ours", "theirs"}
 
 
-def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
+def test_adapters_are_merged_or_separate(saved, tokenizer, tmp_path):
     model, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA)
     write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "apart")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_apart", apart=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_apart", separate=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
     assert files(tmp_path / "ours_apart") == files(tmp_path / "apart")
+
+
+def test_former_name_of_separate_adapters_raises_error(tmp_path):
+    with pytest.raises(ConfigError, match="adapters = 'apart' was renamed to \"separate\""):
+        export(tmp_path, adapters="apart")
+    with pytest.raises(ConfigError, match="adapters = 'both' is invalid; use one of: merged, sep"):
+        export(tmp_path, adapters="both")
 
 
 def test_averages_are_only_exported_where_there_are_any(saved, tmp_path):
