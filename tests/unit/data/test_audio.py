@@ -17,7 +17,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.build import build_loader
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.columns import file_segment
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import AudioSegment, TextSegment
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media

@@ -23,7 +23,7 @@ from chat_templates import (
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.identity import SamplesDigest
 from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import ImageSegment, Record, SampleOptions, TextSegment
 from torchmm.data.layouts.tool_use import tools_of
 from torchmm.data.media.chat import ChatTemplate

@@ -12,7 +12,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.addresses import join_address, without_secrets
 from torchmm.data.files.remote import RemoteFile, RemotePath, open_file_system
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address, secret_in

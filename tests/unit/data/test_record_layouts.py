@@ -15,7 +15,7 @@ from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.questions import references_of
-from torchmm.data.layouts.recognize import LAYOUTS, parse_record, recognize
+from torchmm.data.layouts.recognise import LAYOUTS, parse_record, recognise
 from torchmm.data.layouts.sample import (
     AudioSegment,
     ImageSegment,
@@ -32,7 +32,7 @@ from torchmm.recipe.data_section import SourceConfig
 def conversation(columns, root=None):
     """What a record says, before any template."""
     record = Record(columns, root)
-    return recognize(record).read(record)
+    return recognise(record).read(record)
 
 
 def parts(columns, root=None):
@@ -368,7 +368,7 @@ def test_the_examples_of_the_documents_are_read():
     while text.strip():
         record, end = json.JSONDecoder().raw_decode(text)
         text = text[end:].lstrip()
-        layout = recognize(Record(record, "/set"))
+        layout = recognise(Record(record, "/set"))
         layout.read(Record(record, "/set"))
         found.append(layout.name)
     assert found == [layout.name for layout in LAYOUTS]

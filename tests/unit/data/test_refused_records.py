@@ -11,7 +11,7 @@ from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts import columns as columns_module
-from torchmm.data.layouts.recognize import recognize
+from torchmm.data.layouts.recognise import recognise
 from torchmm.data.layouts.sample import Record
 
 
@@ -264,7 +264,7 @@ def test_files_inside_of_records_have_a_limit(monkeypatch):
     with pytest.raises(
         CorruptSampleError, match="image of 12 bytes inside the record, but the limit is 10"
     ):
-        recognize(Record(record)).read(Record(record))
+        recognise(Record(record)).read(Record(record))
 
 
 def nested(levels):

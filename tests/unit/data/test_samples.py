@@ -7,7 +7,7 @@ import pytest
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptLimit, CorruptSampleError
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     AudioSegment,
     ImageSegment,

@@ -18,7 +18,7 @@ from data_cases import (
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.columns import file_segment
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import ImageSegment, TextSegment
 from torchmm.data.sources.configured import warn_of_trained_rows
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files

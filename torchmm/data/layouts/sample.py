@@ -1,6 +1,6 @@
 """Types for raw records, and for samples as segments in reading order.
 
-All record formats (`recognize.py`) are converted to these types. The code after the conversion
+All record formats (`recognise.py`) are converted to these types. The code after the conversion
 (`torchmm.data.media`, `torchmm.data.sources.reader`) is independent of the record format.
 """
 

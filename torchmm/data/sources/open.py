@@ -27,7 +27,7 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.files.remote import open_file_system
 from torchmm.data.generated import make_drawing_preprocessor
 from torchmm.data.identity import identity, settings_of, stream_content
-from torchmm.data.layouts.recognize import is_chat
+from torchmm.data.layouts.recognise import is_chat
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
 from torchmm.data.sources.index.building import Building

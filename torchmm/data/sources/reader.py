@@ -21,7 +21,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
 from torchmm.data.generated import DecodedDrawing, DrawingPreprocessor, Key
-from torchmm.data.layouts.recognize import parse_record
+from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     FileSegment,
     GeneratedSegment,

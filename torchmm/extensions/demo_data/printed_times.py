@@ -28,7 +28,7 @@ from torchmm.extensions.demo_data.manifest import new_directory, record
 from torchmm.extensions.demo_data.parquet import write_rows
 
 NAME = "printed_times"
-LICENSE = "none on printed times; fonts: DejaVu, free (license of Bitstream Vera)"
+LICENCE = "none on printed times; fonts: DejaVu, free (Bitstream Vera's licence)"
 TIMES = {"train": 4800, "validation": 200}
 HELD_OUT_PERCENT = 20
 SIDE_PX = 64
@@ -65,7 +65,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         for split, count in options["times"].items():
             write_rows(directory / split, list(_rows(split, count, fonts)), FEATURES)
     counts = {**options["times"], "fonts": len(FONTS)}
-    record(output, NAME, [], LICENSE, {"options": options, "counts": counts})
+    record(output, NAME, [], LICENCE, {"options": options, "counts": counts})
 
 
 def held_out(time: str) -> bool:

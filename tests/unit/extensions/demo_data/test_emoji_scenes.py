@@ -100,5 +100,5 @@ def test_exchanged_pictures_are_never_right(prepared):
 def test_scenes_are_the_same_every_time_and_say_whose_they_are(prepared, packages, tmp_path):
     emoji_scenes.prepare(tmp_path, packages, OPTIONS)
     first, again = (read_prepared(path)["emoji_scenes"] for path in (prepared, tmp_path))
-    assert first == again and "CC-BY-4.0" in first["license"]
+    assert first == again and "CC-BY-4.0" in first["licence"]
     assert first["counts"]["train"] == 1500 and first["counts"]["exchanged"] == 60

@@ -138,7 +138,7 @@ def test_stamps_are_split_by_picture_and_recorded(tmp_path, stamp_packages):
     assert len(rows["train"]) + len(rows["validation"]) == 120
     assert {row["text"] for row in rows["train"]} >= {"Animal 1.", "Tier 1."}
     entry = read_prepared(output)["tuxpaint_stamps"]
-    assert entry["license"] == "GPL-2" and entry["counts"]["images"] == 60
+    assert entry["licence"] == "GPL-2" and entry["counts"]["images"] == 60
     assert entry["packages"][0]["version"] == "1.0"
     assert set(entry["sha256"]) == {
         "tuxpaint_stamps/COPYRIGHT",

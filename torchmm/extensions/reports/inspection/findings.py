@@ -27,7 +27,7 @@ from torchmm.costs.flops import microbatch_flops
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
 from torchmm.data.files.remote import open_file_system
 from torchmm.data.generated import make_drawing_preprocessor
-from torchmm.data.layouts.recognize import layout_of
+from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.index.length_index import nothing_usable

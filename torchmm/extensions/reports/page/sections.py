@@ -123,7 +123,7 @@ def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any
             place = list(chart.curves).index(key)
             yield {
                 "name": name,
-                "color": place if own else number,
+                "colour": place if own else number,
                 "dash": 0 if own else place,
                 "points": points,
             }

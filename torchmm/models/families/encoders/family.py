@@ -28,7 +28,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED
-from torchmm.models.layers.connectors import fold_neighbors
+from torchmm.models.layers.connectors import fold_neighbours
 
 
 def side(size: Any) -> int:
@@ -163,7 +163,7 @@ class EncoderFamily:
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
         """Return (P / shuffle**2, D shuffle**2), the concatenated features of adjacent patches."""
-        return fold_neighbors(x_PD, grids_thw, shuffle)
+        return fold_neighbours(x_PD, grids_thw, shuffle)
 
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         """Return the shape of hidden states between layers, given the patches of each image."""

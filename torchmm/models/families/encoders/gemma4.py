@@ -17,7 +17,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
 from torchmm.models.families.encoders.pixtral import grid_places
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.connectors import fold_neighbors
+from torchmm.models.layers.connectors import fold_neighbours
 
 
 class Gemma4Context(NamedTuple):
@@ -91,7 +91,7 @@ class Gemma4VisionFamily(EncoderFamily):
         self, tower: Any, hidden: Tensor, context: Gemma4Context, drop_class_token: bool
     ) -> Tensor:
         side = tower.config.pooling_kernel_size
-        folded = fold_neighbors(hidden[0].float(), context.grids_thw, side)
+        folded = fold_neighbours(hidden[0].float(), context.grids_thw, side)
         mean_KD = folded.unflatten(-1, (side**2, -1)).mean(1).to(hidden.dtype)
         if tower.pooler is None:  # the Gemma 4 connector scales
             return mean_KD

@@ -126,7 +126,7 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
             "keep only the preferred responses, in a column of another name"
         )
     record = replace(record, columns=columns)
-    content = recognize(record).read(record)
+    content = recognise(record).read(record)
     if isinstance(content, Conversation):
         parts = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
         check_placeholders(columns, [part for part in parts if isinstance(part, str)])
@@ -137,7 +137,7 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     return replace(content, segments=(*content.segments, *generated))
 
 
-def recognize(record: Record) -> RecordLayout:
+def recognise(record: Record) -> RecordLayout:
     """Return the first format that matches the columns.
 
     Raises:
@@ -169,7 +169,7 @@ def _none_of(names: tuple[str, ...]) -> str:
 
 def layout_of(record: Record) -> str:
     """Return the name of the format of a record. Raise CorruptSampleError if none matches."""
-    return recognize(replace(record, columns=with_json_columns(record.columns))).name
+    return recognise(replace(record, columns=with_json_columns(record.columns))).name
 
 
 def is_chat(record: Record) -> bool:
@@ -179,4 +179,4 @@ def is_chat(record: Record) -> bool:
         CorruptSampleError: No format matches the record.
     """
     record = replace(record, columns=with_json_columns(record.columns))
-    return isinstance(recognize(record).read(record), Conversation)
+    return isinstance(recognise(record).read(record), Conversation)
