@@ -1,6 +1,6 @@
 """Measure async tensor parallelism: layers on a slow link, and matmuls in blocks.
 
-    python benchmarks/async_tensor_parallel.py [--quick] [--json FILE] [--picture FILE] [--cuda]
+    python benchmarks/async_tensor_parallel.py [--quick] [--json FILE] [--plot FILE] [--cuda]
 
     mlp       forward and backward of gated MLPs on two ranks. Transfers take as long as on a link
               of the stated speed (`slow_link`), because gloo on one machine takes almost no time.
@@ -50,6 +50,7 @@ from torchmm.models.layers.attention import Segments
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 RANKS = 2
@@ -331,8 +332,9 @@ def main() -> None:
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="plot one step of each case to FILE"
+        "--plot", type=Path, metavar="FILE", help="plot one step of each case to FILE"
     )
+    reject_renamed_options(parser, "async_tensor_parallel")
     parser.add_argument("--cuda", action="store_true", help="measure only matmuls, on the GPU")
     arguments = parser.parse_args()
     size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
@@ -349,8 +351,8 @@ def main() -> None:
         print(f"  compute {found.compute_s * 1e3:.1f} ms; transfers, ms: "
               + ", ".join(f"{n} {s * 1e3:.1f}" for n, s in found.transfer_s.items()))  # fmt: skip
         rows += overlap_rows(found)
-        if arguments.picture and Mlps.case in found.case and found.ratio in (0.5, 1):
-            draw_overlap(found.steps, arguments.picture)
+        if arguments.plot and Mlps.case in found.case and found.ratio in (0.5, 1):
+            draw_overlap(found.steps, arguments.plot)
     if not (arguments.tiny or arguments.cuda):
         rows += prediction_rows()
     report("Async tensor parallelism", rows, arguments.json)

@@ -1,7 +1,7 @@
 """Compare balanced data with regular FSDP2 and with pipelines that have searched schedules.
 
     python benchmarks/balanced_encoders.py [--quick] [--json FILE] [--cases NAME ...]
-    python benchmarks/balanced_encoders.py --picture docs/images/balanced_encoders.svg
+    python benchmarks/balanced_encoders.py --plot docs/images/balanced_encoders.svg
 
     vlm_s, vlm_s_tail, vlm_m_tail, qwen3_vl_8b, video, alike
              simulated arms on many batches (data: `support/cases/balance_streams.py`)
@@ -445,6 +445,8 @@ CASES = {
 def main() -> None:
     """Run the cases, or plot the figure of the documentation."""
     if sys.argv[1:2] == ["--picture"]:
+        sys.exit("--picture was renamed to --plot")
+    if sys.argv[1:2] == ["--plot"]:
         print("steps in ms:", *(f"{ms:,.0f}" for ms in draw_lockstep(Path(sys.argv[2]))))
         return
     run_cases("Balanced data", __doc__, CASES, f"seed {SEED}")

@@ -1,7 +1,7 @@
 """Simulate all training methods on the same models, data and clusters.
 
     python benchmarks/head_to_head.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
-    python benchmarks/head_to_head.py --rows rows.jsonl --report [--pictures DIRECTORY]
+    python benchmarks/head_to_head.py --rows rows.jsonl --report [--plots DIRECTORY]
 
 Without a pipeline: FSDP2, HSDP, the faster of both with sequences reordered over the ranks, and the
 plan of the planner, which may also balance images over the ranks.
@@ -53,6 +53,7 @@ from support.workloads import COMPARED, QUICK, Workload, add_options, select_wor
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.pipelining.view.draw import Panel, timelines_svg
+from torchmm.recipe.changes import reject_renamed_options
 
 METHODS = (
     FSDP2, HSDP, REORDERED, PLANNED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
@@ -167,8 +168,9 @@ def main() -> None:
     parser = make_parser((__doc__ or "").splitlines()[0])
     add_options(parser, BUDGET_S)
     parser.add_argument(
-        "--pictures", type=Path, metavar="DIRECTORY", help="directory for plots of the steps"
+        "--plots", type=Path, metavar="DIRECTORY", help="directory for plots of the steps"
     )
+    reject_renamed_options(parser, "head_to_head")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else COMPARED)
@@ -181,8 +183,8 @@ def main() -> None:
         print(json.dumps(record), flush=True)
         if arguments.rows is not None:
             append_record(record, arguments.rows)
-        if arguments.pictures is not None:
-            print(draw(workload, results, arguments.pictures))
+        if arguments.plots is not None:
+            print(draw(workload, results, arguments.plots))
     shown = [records[each.title] for each in workloads if each.title in records]
     print(summary(shown))
     if arguments.page is not None:

@@ -9,7 +9,7 @@ random and depth-first search over time (figure 12).
 Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight cap.
 Other caps have no goal. Seconds are CPU time of one thread.
 
-`--picture FILE` plots the gap over time, the mean over the steps of each cap.
+`--plot FILE` plots the gap over time, the mean over the steps of each cap.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.order_search.order_times import time_order
 from torchmm.balance.pipeweaver.order_search.search import Budget, SearchResult, search
 from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.changes import reject_renamed_options
 
 SHAPES = (((1, 4), (1, 5), (2, 6)), ((2, 4), (2, 5), (1, 6)))
 """Segments of the encoder and of the LLM, by seed."""
@@ -203,9 +204,8 @@ def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
 def main() -> None:
     """Print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="plot the gap over time to FILE"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the gap over time to FILE")
+    reject_renamed_options(parser, "schedule_search")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warm = Instance(0, 1, 4, LOOSE, microbatches=4)
@@ -213,8 +213,8 @@ def main() -> None:
     searched, rows = measure(arguments.quick)
     machine = describe_machine(torch.device("cpu"))
     report(f"Schedule search on one core, search seed 0; {machine}", rows, arguments.json)
-    if arguments.picture is not None:
-        draw(searched, arguments.picture)
+    if arguments.plot is not None:
+        draw(searched, arguments.plot)
 
 
 if __name__ == "__main__":

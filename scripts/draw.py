@@ -31,6 +31,7 @@ from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
 from torchmm.planning.step import cut_modules, order_step
+from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import Placement, schedules_for
 
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="images of each microbatch (default: none)",
     )
     add(
-        "--images-per-part",
+        "--sub-microbatch-images",
         type=int,
         default=4,
         help="maximum number of images per sub-microbatch (default: 4)",
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--title", help="title of the figure (default: names of schedules or records)")
     add("--width", type=int, help="width of the figure in pixels")
     add("--out", type=Path, default=Path("schedule.svg"), help="(schedule.svg)")
+    reject_renamed_options(parser, "draw")
     return parser
 
 
@@ -197,7 +199,7 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
     config = _section(name, options, [module.name for module in modules])
     is_disaggregated = config.placement == "disaggregated"
     layout = cut_modules(config, modules, options.units if is_disaggregated else None)
-    parts = tuple(-(-count // options.images_per_part) for count in images)
+    parts = tuple(-(-count // options.sub_microbatch_images) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
     layers = layer_durations(graph)
 
@@ -227,8 +229,10 @@ def _microbatches(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--microbatches {count}: must be at least 1, and equal to the number of --images"
         )
-    if options.images_per_part < 1:
-        raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
+    if options.sub_microbatch_images < 1:
+        raise ValueError(
+            f"--sub-microbatch-images {options.sub_microbatch_images}: must be at least 1"
+        )
     return count
 
 

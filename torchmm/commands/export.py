@@ -2,7 +2,7 @@
 
     torchmm export outputs/mine                      # newest checkpoint
     torchmm export outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
-    torchmm export outputs/mine --adapters apart     # PEFT files
+    torchmm export outputs/mine --adapters separate  # PEFT files
     torchmm export outputs/mine --ema                # averaged weights (`ema_decay`)
     torchmm export outputs/mine --push me/mine --private
 
@@ -21,9 +21,11 @@ from pathlib import Path
 
 from torchmm.common.errors import CheckpointError, ConfigError, TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.recipe.changes import RENAMED_ADAPTER_EXPORTS
 from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+ADAPTER_EXPORTS = ("merged", "separate")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     )
     parser.add_argument(
         "--adapters",
-        choices=("merged", "apart"),
+        type=_check_adapters,
+        metavar="{" + ",".join(ADAPTER_EXPORTS) + "}",
         default="merged",
         help="how to export LoRA adapters (default: merged)",
     )
@@ -87,6 +90,20 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     return 0
 
 
+def _check_adapters(value: str) -> str:
+    """Return a valid value of `--adapters`.
+
+    Raises:
+        argparse.ArgumentTypeError: The value is invalid, or was renamed.
+    """
+    if value in ADAPTER_EXPORTS:
+        return value
+    if now := RENAMED_ADAPTER_EXPORTS.get(value):
+        raise argparse.ArgumentTypeError(f'{value!r} was renamed to "{now}"')
+    names = ", ".join(ADAPTER_EXPORTS)
+    raise argparse.ArgumentTypeError(f"{value!r} is invalid; use one of: {names}")
+
+
 def export(
     checkpoint: Path | str,
     output: Path | str | None = None,
@@ -103,7 +120,7 @@ def export(
             is used.
         output: Directory to create. If None, use hf-N (hf-N-ema) in the directory of the run.
         dtype: "bfloat16", "float16" or "float32". If None, use the dtype of the parameters.
-        adapters: "merged" into the weights, or "apart" as PEFT files.
+        adapters: "merged" into the weights, or "separate" as PEFT files.
         ema: Whether to export the weights averaged over steps.
         shard_gb: Maximum size of a weight file in GB.
 
@@ -113,8 +130,10 @@ def export(
     """
     if dtype not in (None, *EXPORT_DTYPES):
         raise ConfigError(f"dtype = {dtype!r} is invalid; use one of: {', '.join(EXPORT_DTYPES)}")
-    if adapters not in ("merged", "apart"):
-        raise ConfigError(f'adapters = {adapters!r} is invalid; use "merged" or "apart"')
+    try:
+        _check_adapters(adapters)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"adapters = {error}") from None
     with loading():
         from transformers.utils.logging import disable_progress_bar
 
@@ -135,7 +154,7 @@ def export(
             directory,
             dtype=None if dtype is None else DTYPES[dtype],
             shard_bytes=int(shard_gb * 1e9),
-            apart=adapters == "apart",
+            separate=adapters == "separate",
             averaged=ema,
         )
     return directory

@@ -6,7 +6,7 @@
     torchmm generate outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
     torchmm generate outputs/mine --chats chats.jsonl --json     # next message of each
     torchmm generate outputs/mine --chat                         # interactive chat
-    torchmm generate outputs/mine --prompt "A red fish" --generate-images pictures/
+    torchmm generate outputs/mine --prompt "A red fish" --generate-images images/
 
 The model is a run directory (newest checkpoint, or export), a checkpoint (step-N) or an export. An
 export is a Hugging Face directory, or a directory with `torchmm.json` and separate components if

@@ -80,8 +80,14 @@ RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "calibrate": {"--learn": "--fit-from-timeline"},
     "generate": {"--together": "--all-files", "--draw": "--generate-images"},
     "text_baseline": {"--blind": "--blank-images"},
+    "draw": {"--images-per-part": "--sub-microbatch-images"},
+    "async_tensor_parallel": {"--picture": "--plot"},
+    "head_to_head": {"--pictures": "--plots"},
+    "schedule_search": {"--picture": "--plot"},
 }
-"""Maps former options of a command or script to options of this version."""
+"""Maps former options of a command, script or benchmark to options of this version."""
+RENAMED_ADAPTER_EXPORTS: Mapping[str, str] = {"apart": "separate"}
+"""Maps former values of `torchmm export --adapters` to values of this version."""
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -75,7 +75,8 @@ class VideoConfig(Section):
     """Frame sampling of videos.
 
     Frames are evenly spaced and depend only on the video length, so they are the same in every
-    epoch and on every rank. Requires `pip install -e '.[video]'`. See docs/reference/data.md.
+    epoch and on every rank. Requires `pip install -e '.[video]'`. See
+    docs/reference/data_formats.md.
     """
 
     fps: float = Field(default=2.0, gt=0)

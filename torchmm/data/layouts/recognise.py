@@ -1,6 +1,6 @@
 """Find the format of a record by its columns, and convert the record to a sample.
 
-LAYOUTS lists all formats (see `docs/reference/data.md`). A target image or video (see
+LAYOUTS lists all formats (see `docs/reference/data_formats.md`). A target image or video (see
 `SampleOptions.generate`) is moved to the end of the sample, so that all text is its context.
 """
 
@@ -159,7 +159,7 @@ def recognise(record: Record) -> RecordLayout:
     known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
     raise CorruptSampleError(
         f"no record format matches the columns {sorted(columns)}; supported formats have "
-        f"{known} (docs/reference/data.md)"
+        f"{known} (docs/reference/data_formats.md)"
     )
 
 

@@ -230,7 +230,7 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
         raise DataError(
             f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which torchmm "
             "does not run; map the fields with field_map, or set __class__: CrudeWebdataset "
-            "if samples have the columns that docs/reference/data.md lists"
+            "if samples have the columns that docs/reference/data_formats.md lists"
         )
     if kind not in KINDS:
         raise DataError(

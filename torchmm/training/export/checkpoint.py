@@ -73,7 +73,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    apart: bool = False,
+    separate: bool = False,
     averaged: bool = False,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format.
@@ -83,7 +83,7 @@ def export_checkpoint(
         directory: Directory to create. It must not exist.
         dtype: Dtype of the weights. If None, use the dtype of the parameters in the checkpoint.
         shard_bytes: Maximum size of a weight file.
-        apart: Whether to write only the adapters, in PEFT format, instead of merging them.
+        separate: Whether to write only the adapters, in PEFT format, instead of merging them.
         averaged: Whether to export the weights averaged over steps.
 
     Raises:
@@ -105,7 +105,7 @@ def export_checkpoint(
             scratch_directory(directory.parent) as scratch,
         ):
             weights = CheckpointWeights(path, scratch, averaged)
-            if apart:
+            if separate:
                 save_adapters(model, place, weights)
             else:
                 write_files(model, place, tokenizer, trained, weights, shard_bytes)
