@@ -26,7 +26,7 @@ BEGIN_S = time.monotonic()
 CAMPAIGNS = {
     # Complete runs. test_layouts.py and unit tests of the planners check the same property.
     "test_train.py::test_layouts_give_single_process_losses[2]",
-    "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
+    "test_head_to_head_benchmark.py::test_static_plan_uses_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_disaggregated_equality.py::test_disaggregation_equals_one_process[3, all composites]",
     "test_disaggregated_equality.py::test_disaggregation_equals_one_process[3, towers on two]",
@@ -62,8 +62,8 @@ CAMPAIGNS = {
     "test_tuned_equality.py::test_tuned_plans_equal_single_process[4]",
     "test_pipeline_model.py",
     # Every causal LM and image encoder of transformers.
-    "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
-    "test_unlisted.py::test_all_causal_lms_of_transformers",
+    "test_unlisted_encoders.py::test_survey_of_image_encoders_matches_documentation",
+    "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
     "test_train.py::test_resume_is_bitwise_equal[pipeline-workers1-changes1]",
     "test_train.py::test_resume_is_bitwise_equal[llm.context-workers2-changes2]",
     # Complete runs. Equality tests compare single steps of the same configurations.
@@ -107,7 +107,7 @@ CAMPAIGNS = {
     "test_stores.py::test_object_store_run_equals_local_run",
     "test_uploads.py::test_damaged_upload_is_skipped_at_start",
     "test_step_process.py::test_exit_does_not_wait_for_process",
-    "test_peer_watch.py::test_a_process_whose_main_thread_waits_is_ended[True-True-step]",
+    "test_peer_watch.py::test_process_with_blocked_main_thread_is_terminated[True-True-step]",
     "test_train_faults.py::test_sigterm_to_torchrun_saves_and_resumes_exactly",
     "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",
     "test_kill_while_saving.py::test_thirty_kills_leave_complete_checkpoints",
@@ -131,12 +131,12 @@ CAMPAIGNS = {
         )
     ),
     # Benchmarks that measure real ranks.
-    "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
-    "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
+    "test_searched_pipeline_benchmark.py::test_searched_pipeline_writes_rows_with_equal_gradients",
+    "test_cost_accuracy_benchmark.py::test_cost_benchmark_writes_rows_of_both_rank_counts",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
     # Benchmarks that search and simulate for more than ten seconds.
-    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_their_rows",
-    "test_plain_alternative_benchmark.py::test_pipelines_by_hand_fit_and_are_forecasts",
+    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
+    "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
     # Long equality tests and complete runs on several ranks. Shorter ones run always.
     "test_launched_equality.py::test_launched_kernels_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_equal_unsharded_for_varying_lengths",
@@ -201,7 +201,7 @@ CAMPAIGNS = {
     "test_loader_scale_benchmark.py::test_each_scale_case_has_rows[billion]",
     "test_pipeweaver_benchmark.py::test_large_models_have_published_mfu_once",
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
-    "test_preprocessing_benchmark.py::test_what_sending_costs_is_told_for_both_ways",
+    "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files. Fewer random cases run always.
     "test_broken.py::test_wrong_config_values_name_key[2-3000]",
     "test_broken.py::test_damaged_files_are_named[2-2000]",
@@ -239,10 +239,10 @@ CAMPAIGNS = {
     "test_fuzz.py::test_judge_detects_defect[-]",
     "test_train_faults.py::test_finished_run_rejects_changed_model",
     "test_train_faults.py::test_changed_data_require_recipe_permission",
-    "test_compile_choice.py::test_inductor_llm_equals_eager_in_float32[none]",
-    "test_compile_choice.py::test_inductor_llm_equals_eager_in_float32[full]",
-    "test_compile_choice.py::test_inductor_qwen_encoder_equals_eager_in_float32[none]",
-    "test_recompute_choice.py::test_what_a_compiled_layer_keeps_is_freed_where_it_is_run_again",
+    "test_compile_choice.py::test_inductor_llm_matches_eager_in_float32[none]",
+    "test_compile_choice.py::test_inductor_llm_matches_eager_in_float32[full]",
+    "test_compile_choice.py::test_inductor_qwen_encoder_matches_eager_in_float32[none]",
+    "test_recompute_choice.py::test_recomputed_compiled_layers_save_no_tensors",
     "test_compiled_costs.py::test_compiled_layer_traffic_matches_inductor[llama]",
     "test_compiled_costs.py::test_compiled_layer_traffic_matches_inductor[qwen3]",
     *(
@@ -275,7 +275,7 @@ CAMPAIGNS = {
         f"test_stores.py::test_permanent_store_faults_exit_with_3[{name}]"
         for name in ("away", "wrong bytes")
     ),
-    "test_compile_choice.py::test_compiled_selective_recomputation_repeats_no_product",
+    "test_compile_choice.py::test_compiled_selective_recomputation_repeats_no_matmul",
     "test_train.py::test_expert_parallel_checkpoint_resumes_on_one_rank",
     "test_train_published.py::test_llava_stages_train_on_llava_json",
     "test_decode_once.py::test_unshared_corrupt_samples_change_losses",
@@ -287,7 +287,7 @@ CAMPAIGNS = {
     "test_uploads.py::test_store_errors_at_start_are_named[away]",
     "test_tuned_equality.py::test_tuned_plans_equal_single_process[2]",
     "test_train_features.py::test_compiled_layers_have_two_graphs_each",
-    "test_generate_script.py::test_pictures_are_drawn_for_words[clips-gif]",
+    "test_generate_script.py::test_images_are_generated_from_prompts[videos-gif]",
     *(
         f"test_compilation.py::test_llms_have_few_graphs_for_all_lengths[{name}]"
         for name in ("gemma3_text", "smollm3", "llama")

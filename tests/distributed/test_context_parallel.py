@@ -156,12 +156,14 @@ def test_missing_exchange_changes_gradients():
 def _compare_without_exchange():
     class SlicesAlone(Segments):
         @classmethod
-        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads, cache=None):
-            if row_heads is not None:  # not in the reference, which has full sequences
+        def from_starts(
+            cls, cu_seqlens, device, blocks_T, blocks_in_windows_only, head_exchange, cache=None
+        ):
+            if head_exchange is not None:  # not in the reference, which has full sequences
                 local = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
                 inside = [start - local.start for start in cu_seqlens if start in local]
                 cu_seqlens = sorted({0, *inside, len(local)})
-            return Segments.from_starts(cu_seqlens, device, blocks_T, only_windows)
+            return Segments.from_starts(cu_seqlens, device, blocks_T, blocks_in_windows_only)
 
     llm.Segments = SlicesAlone
     names = (CASES_OF_2[0].name, DELTA, CONVOLUTION)

@@ -296,7 +296,7 @@ def compare(case: Case) -> list[str]:
     problems += _gradient_problems(model, expected, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _traffic_problems(outcome.plan, layout, case)
     problems += _problems_without_gradients(pipeline, share, batch[2], expected, mesh)
-    build_optimizer(model, module_of, OptimizerConfig(), model.tied_copy_parameters()).step()
+    build_optimizer(model, module_of, OptimizerConfig(), model.tied_replica_parameters()).step()
     return problems
 
 

@@ -471,7 +471,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         if not parameter.requires_grad:
             assert parameter.grad is None, f"{case.name}: frozen {name} has a gradient"
             continue
-        original = model.tied_copies().get(name, name)
+        original = model.tied_replicas().get(name, name)
         error = _relative_error(_full(parameter.grad), expected.pop(original), expected_norm)
         if not error <= gradient_limit(name):
             errors[name] = error

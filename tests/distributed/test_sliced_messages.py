@@ -265,7 +265,7 @@ def _add_planned(traffic: Traffic, plan: PipelinePlan, rank: int) -> None:
 @contextmanager
 def _swap_slices(case: Any) -> Iterator[None]:
     """Swap the slices of ranks: in messages, or in all-gathers if the LLM has mirrors."""
-    parts, every_row = P2PChannels._parts, MeshRows.every_row
+    parts, all_gather_rows = P2PChannels._parts, MeshRows.all_gather_rows
 
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
@@ -274,7 +274,7 @@ def _swap_slices(case: Any) -> Iterator[None]:
         return parts(self, tensor, cut, others, sends=sends)
 
     def swapped_rows(self: MeshRows, local: Tensor) -> Tensor:
-        slices = every_row(self, local).split(local.shape[-2], -2)
+        slices = all_gather_rows(self, local).split(local.shape[-2], -2)
         return torch.cat(slices[::-1], -2)
 
     if _has_mirrors(case):

@@ -52,7 +52,7 @@ def test_second_run_in_directory_changes_nothing(
     before = contents(live_run)
     changes = {"training__steps": 2, "optimizer__lr": 0.5, **(INVALID_KEY if is_invalid else {})}
     command = arguments(live_run, real_data, **changes)
-    run = train_server.start(command, tmp_path / "logs", ranks, script=SHORT_RETRY)
+    run = train_server.start(command, tmp_path / "logs", ranks, script=IMPATIENT)
     codes = run.wait()
     output = "".join(run.output(rank) for rank in range(ranks))
     assert codes == [2 if is_invalid else 4] * ranks, output

@@ -219,7 +219,7 @@ def module_layers(model: Table) -> dict[str, int]:
     return layers_of_module
 
 
-def experts_of(model: Table) -> int:
+def find_experts(model: Table) -> int:
     """Return the number of experts per layer of the LLM."""
     text = model["config"]["text_config"] if "config" in model else model["llm"]["config"]
     return text.get("num_experts", text.get("n_routed_experts", 0))

@@ -87,7 +87,7 @@ def run_rank(
     if (average := parts.average) is not None:
         named = parts.model.named_parameters()
         results["averages"] = _gather({n: average.averages[p] for n, p in named if p.requires_grad})
-    results["copies"] = parts.model.tied_copies()
+    results["copies"] = parts.model.tied_replicas()
     torch.save(results, output)
 
 

@@ -74,7 +74,7 @@ class CUDAGraph:
         for storage, aliases in _pools[self._pool].items():
             if storage not in self._earlier:
                 _owners[storage] = self
-                _unfilled_marker(aliases[0])
+                _poison(aliases[0])
                 for other in {_owners[_storage(tensor)] for tensor in self._shared}:
                     other._shared.append(aliases[0])
 

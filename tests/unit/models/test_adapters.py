@@ -317,7 +317,7 @@ def test_only_adapters_of_their_modules_are_trained() -> None:
     trained = {module_of(n) for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"llm", "eye", "eye.connector"}
     llm_flags = {n: p.requires_grad for n, p in model.llm.named_parameters()}
-    assert all(flag == of_adapter(name) for name, flag in llm_flags.items())
+    assert all(flag == is_adapter_parameter(name) for name, flag in llm_flags.items())
     description = model.llm.describe()
     assert not description.trainable
     assert all(len(layer.adapters) == 7 for layer in description.layers)

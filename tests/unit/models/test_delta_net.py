@@ -67,7 +67,7 @@ def test_delta_rule_matches_hugging_face_recurrence(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize(("longest", "length"), [(1, 16), (16, 16), (17, 32), (33, 64), (200, 64)])
 def test_chunk_length_follows_longest_sample(longest: int, length: int) -> None:
-    layout = ChunkLayout.of(packed([1, longest]).cu_seqlens_host, torch.device("cpu"))
+    layout = ChunkLayout.from_starts(packed([1, longest]).cu_seqlens_host, torch.device("cpu"))
     assert layout.length == length
     assert sum(layout.rounds) == 1 + -(-longest // length)
 
@@ -164,7 +164,7 @@ def test_delta_net_library_receives_sample_starts() -> None:
         return recurrent_rule([x[0] for x in (q, k, v, g, beta)], lengths_seen)[None], None
 
     inputs = rule_inputs(sum(lengths))
-    out = delta_net.call_library(kernel, tuple(inputs), packed(lengths))
+    out = delta_net.call_fla_kernel(kernel, tuple(inputs), packed(lengths))
     assert relative_error(out, recurrent_rule(inputs, lengths)) < 1e-6
 
 

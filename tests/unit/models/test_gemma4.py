@@ -20,7 +20,7 @@ def test_image_blocks_apply_to_window_layers_only(wrong: str | None) -> None:
     theirs = torch.cat([hf_model(model)(**sample).logits[0] for sample in samples])
     expected = functional.cross_entropy(theirs, batch.targets_T, reduction="sum")
     assert relative_error(model(batch), expected) < 1e-5
-    model.llm.family = replace(model.llm.family, both_ways=wrong)
+    model.llm.family = replace(model.llm.family, bidirectional=wrong)
     assert relative_error(model(batch), expected) > 1e-5  # the tolerance of comparisons
 
 

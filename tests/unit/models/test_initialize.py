@@ -101,7 +101,7 @@ def test_threads_generate_values_of_one_seeded_generator() -> None:
         layer = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     keys = [f"layer {i}" for i in range(12)]
     with ThreadPoolExecutor(4) as threads:
-        copies = list(threads.map(lambda key: random_copy(layer, _Owner(), key), keys))
+        copies = list(threads.map(lambda key: build_random_copy(layer, _Owner(), key), keys))
     for key, found in zip(keys, copies, strict=True):
         expected = copy.deepcopy(layer).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -116,7 +116,7 @@ def test_threads_generate_values_of_one_seeded_generator() -> None:
 def test_error_of_layer_initialization_is_raised(
     most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initialize, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(initialize, "MAX_PARALLEL_BYTES", most_bytes)
     model = build_model(pair_config("llama", "clip"), FreezeConfig())
     materialize(model, "cpu")
     monkeypatch.setattr(type(model.llm.hf), "_init_weights", lambda self, module: None)

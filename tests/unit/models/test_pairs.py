@@ -158,7 +158,7 @@ def test_unsupported_combinations_report_reason(
 def test_text_only_chat_template_accepts_images(name: str, tokenizer) -> None:
     """Check that the placeholder is in the text, and that chats without images do not change."""
     chat_tokenizer = with_template(tokenizer, TEMPLATES[name])
-    found = template_for_parts(chat_tokenizer, "<image>")
+    found = extend_chat_template(chat_tokenizer, "<image>")
     assert found is not None and found.endswith(TEMPLATES[name])
     image_content = [{"type": "image"}, {"type": "text", "text": "What?"}]
 

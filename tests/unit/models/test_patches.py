@@ -42,7 +42,7 @@ def outcomes(module: nn.Module, x: Tensor, weights: Tensor | None = None) -> lis
 def test_patch_matmul_matches_convolution(name: str) -> None:
     convolution, shape = CONVOLUTIONS[name]
     matmul = copy.deepcopy(convolution)
-    embed_by_products(matmul)
+    patch_embed_as_matmul(matmul)
     assert type(matmul) is not type(convolution)
     assert isinstance(matmul, type(convolution))
     assert matmul.state_dict().keys() == convolution.state_dict().keys()
@@ -91,7 +91,7 @@ def test_image_encoders_use_no_convolutions(family: str) -> None:
 def test_patch_matmul_compiles_as_one_graph() -> None:
     convolution, shape = CONVOLUTIONS["several patches per frame"]
     matmul = copy.deepcopy(convolution)
-    embed_by_products(matmul)
+    patch_embed_as_matmul(matmul)
     x = torch.randn(shape)
     compiled = torch.compile(matmul, fullgraph=True, backend="aot_eager")
     assert relative_error(compiled(x), convolution(x)) < 5e-6

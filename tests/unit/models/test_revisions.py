@@ -61,7 +61,7 @@ def test_all_files_are_from_revision(hub, revision, width, caplog):
         assert load_config("model.llm", section.place, None).hidden_size == width
     is_logged = f'the current revision is "{NEW}"' in caplog.text
     assert is_logged == (revision is None)
-    assert _read_settings(section.place)["size"] == width
+    assert _read_image_processor(section.place)["size"] == width
     tensor = open_files(section.place)["w"]
     with safe_open(tensor.path, "pt") as file:
         assert file.get_slice("w").get_shape() == [width]

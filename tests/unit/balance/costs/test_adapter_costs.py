@@ -70,7 +70,7 @@ def test_adapter_flops_match_torch(family: str, method: str, targets: list[str])
     assert float(flops.forward_N[0]) + norm_flops == pytest.approx(forward, rel=0.01)
     assert total == pytest.approx(backward, rel=0.01)
     adapter_parameters = sum(
-        p.numel() for n, p in model.named_parameters() if of_adapter(n) and p.ndim == 2
+        p.numel() for n, p in model.named_parameters() if is_adapter_parameter(n) and p.ndim == 2
     )
     assert float(flops.weights_N[0]) == 2 * adapter_parameters * sum(LENGTHS)
     model_flops = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]

@@ -117,7 +117,7 @@ class SharedLayer(RealLayer):
         self.hidden = full[:, :local].detach().requires_grad_()
         self.tables = [table[:, :local].clone() for table in tables]
         heads = ContextHeads(None, 0, [local] * ranks)  # type: ignore[arg-type]
-        segments = Segments.from_starts([0, 40, TOKENS], full.device, row_heads=heads)
+        segments = Segments.from_starts([0, 40, TOKENS], full.device, head_exchange=heads)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
         metas = [MicrobatchMeta(samples, TOKENS)]
         self.sizes = llm_sizes(metas, [8], padding=True, context=ranks)

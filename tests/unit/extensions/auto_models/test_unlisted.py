@@ -86,7 +86,7 @@ def test_layer_types_are_independent_of_sizes() -> None:
         config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
         with torch.device("meta"):
             model = LlmModule(config, family, torch.float32, LLM_FILES)
-        layer_types |= {layer_kind(layer) for layer in model.layers}
+        layer_types |= {layer_signature(layer) for layer in model.layers}
     assert len(layer_types) == 1
 
 
