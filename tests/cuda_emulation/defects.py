@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from torchmm.common.device_copies import HostCopy
-from torchmm.extensions.async_tp.backends import _Started
-from torchmm.extensions.low_precision.cpu_offload import HostStreams
+from torchmm.extensions.async_tp.backends import _StartedCollective
+from torchmm.extensions.low_precision.cpu_offload import TransferStreams
 from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private
@@ -19,8 +19,8 @@ from torchmm.pipelining.run.step_state import StepState
 
 def freed_early() -> None:
     """What a copy engine reads is let go of before it has been read."""
-    plain = _Started.__init__
-    _Started.__init__ = lambda self, started, rows, read=None: plain(self, started, rows)
+    plain = _StartedCollective.__init__
+    _StartedCollective.__init__ = lambda self, started, rows, read=None: plain(self, started, rows)
 
 
 def unreduced() -> None:
@@ -47,13 +47,13 @@ def slot_in_use() -> None:
         visit.slot.free = None
         plain(self, visit)
 
-    plain = HostStreams.bring
-    HostStreams.bring = bring
+    plain = TransferStreams.bring
+    TransferStreams.bring = bring
 
 
 def not_arrived() -> None:
     """The update does not wait for the states it reads."""
-    HostStreams.await_arrival = lambda self, visit: None
+    TransferStreams.await_arrival = lambda self, visit: None
 
 
 def in_turn() -> None:
@@ -63,8 +63,8 @@ def in_turn() -> None:
         self._coming.wait_stream(torch.cuda.current_stream(self._device))
         plain(self, visit)
 
-    plain = HostStreams.bring
-    HostStreams.bring = bring
+    plain = TransferStreams.bring
+    TransferStreams.bring = bring
 
 
 def freed_inputs() -> None:

@@ -164,7 +164,7 @@ def main() -> None:
     trace_only()
     fuse_loss()
     # By default small models have several portions of states, too.
-    low_precision_optimizer.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
+    low_precision_optimizer.CHUNK_ELEMENTS = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # A GPU's milliseconds are minutes on a processor without products of bfloat16.
     for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
         sizes["cuda"] = sizes["cpu"]

@@ -19,8 +19,8 @@ from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.shared_filesystem import Site
-from torchmm.training.checkpoint.store import step_of_folder
+from torchmm.training.checkpoint.shared_filesystem import DirectoryGroup
+from torchmm.training.checkpoint.store import step_of_upload_folder
 
 logger = logging.getLogger("test_checkpoint_sites")
 
@@ -78,7 +78,7 @@ def save(
             manager.save(step, model, optimizer, {"position": step})
             manager.wait()
             manager._uploads.wait()
-            assert manager.complaint == ""
+            assert manager.status_warning == ""
     return whole(model, optimizer)
 
 
@@ -140,7 +140,7 @@ def save_and_lose_a_copy(place: Path) -> list[str]:
             train(model, optimizer)
             manager.save(step, model, optimizer, {})
             manager._uploads.wait()
-            complaints.append(manager.complaint)
+            complaints.append(manager.status_warning)
     return complaints
 
 
@@ -153,7 +153,7 @@ def test_a_copy_that_fails_on_one_node_fails_on_all_and_the_next_is_made(tmp_pat
         assert complaints[0] == complaints[2] == ""
         assert "step-2 was not uploaded to" in complaints[1]
         assert "rank 1: the cable is out" in complaints[1]
-    assert [step_of_folder(folder) for folder in committed(tmp_path)] == [3, 1]
+    assert [step_of_upload_folder(folder) for folder in committed(tmp_path)] == [3, 1]
 
 
 def sites(place: Path) -> tuple[int, int, bool]:
@@ -161,16 +161,16 @@ def sites(place: Path) -> tuple[int, int, bool]:
     start(4)
     group = SideGroup.create()
     rank = dist.get_rank()
-    together = Site.find(group, place / "all")
+    together = DirectoryGroup.find(group, place / "all")
     assert (together.rank, together.size, together.is_leader) == (rank, 4, rank == 0)
-    apart = Site.find(group, place / f"node{rank // 2}")
+    apart = DirectoryGroup.find(group, place / f"node{rank // 2}")
     group.gather(None)
     assert not any(p.name.startswith(".rank") for p in (place / f"node{rank // 2}").iterdir())
     (place / "file").touch()
     with pytest.raises(ConfigError, match="rank 3 cannot write"):
-        Site.find(group, place / "all" if rank < 3 else place / "file" / "below")
+        DirectoryGroup.find(group, place / "all" if rank < 3 else place / "file" / "below")
     with pytest.raises(CheckpointError, match="of rank 2"):
-        apart.on_leaders(lambda: complain(rank))
+        apart.run_on_local_leaders(lambda: complain(rank))
     return apart.rank, apart.size, apart.is_leader
 
 

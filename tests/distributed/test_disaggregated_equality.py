@@ -25,7 +25,7 @@ from test_generator_equality import GENERATOR, a_generator, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.extensions.evaluation.generated_images import generate_pixels
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.parallel.apply import parallelize
@@ -361,7 +361,7 @@ def _problems_without_gradients(
     if (mesh.rank == mesh.global_rank(pipeline.last_rank("llm"))) and logits is None:
         problems.append("no logits")
     if wanted.picture is not None:
-        drawn = draw(pipeline, one, mesh, steps=1)
+        drawn = generate_pixels(pipeline, one, mesh, steps=1)
         error = (drawn - wanted.picture).norm() / wanted.picture.norm()
         if not error <= 1e-5:
             problems.append(f"the drawing is off by {error}")

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.demo_data import tiny_qwen
-from torchmm.extensions.evaluation.hf_generation import write_texts
+from torchmm.extensions.evaluation.hf_generation import generate_held_out_text
 from torchmm.extensions.evaluation.scores import Answer, score
-from torchmm.extensions.evaluation.text.load_model import Export
+from torchmm.extensions.evaluation.text.load_model import ExportedModel
 from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
@@ -71,13 +71,13 @@ def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
     sources = [SourceConfig(path=str(questions), metrics=["exact_match"])]
     data = DataConfig(validation=sources, index_cache_dir=str(index))
     training = TrainingConfig(sequence_length=512)
-    export = Export.read(directory)
+    export = ExportedModel.read(directory)
     ours = replace(export, kind=None)
     limits = {"samples": 9, "max_new_tokens": 8}
     return {
-        "together": write_texts(export, data, training, **limits, batch_size=3),
-        "alone": write_texts(export, data, training, **limits, batch_size=1),
-        "torchmm": write_texts(ours, data, training, **limits),
+        "together": generate_held_out_text(export, data, training, **limits, batch_size=3),
+        "alone": generate_held_out_text(export, data, training, **limits, batch_size=1),
+        "torchmm": generate_held_out_text(ours, data, training, **limits),
     }
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server,
 
 def test_a_directory_without_a_model_is_no_export(tmp_path):
     with pytest.raises(ConfigError, match="is not an export"):
-        Export.read(tmp_path)
+        ExportedModel.read(tmp_path)
 
 
 def test_scores_of_the_last_snapshot_are_recorded_at_its_step(tmp_path, real_data, train_server):

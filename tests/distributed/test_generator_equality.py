@@ -25,7 +25,7 @@ from torchmm.balance.image_shares import ImageBalance
 from torchmm.common import row_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.extensions.evaluation.generated_images import generate_pixels
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
@@ -443,7 +443,7 @@ def compare_without_gradients(
     with torch.no_grad():
         step = type("Step", (), {"microbatches": share})
         losses = held_out_losses(pipeline, [step], mesh)
-        drawn = draw(pipeline, wanted.batch[2], mesh, steps=2)
+        drawn = generate_pixels(pipeline, wanted.batch[2], mesh, steps=2)
         logits = pipeline.next_token_logits(wanted.batch[2])
     for name, loss in losses.items():
         if abs(loss / wanted.by_module[name] - 1) > 1e-5:

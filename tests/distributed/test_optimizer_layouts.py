@@ -33,7 +33,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers import muon
 from torchmm.training.optimizers.weight_average import WeightAverage
@@ -165,7 +165,7 @@ def in_all_layouts(directory: Path) -> list[str]:
     """What differs from one process in each layout: after two steps, and after a checkpoint of the
     layout before was loaded and a third one made."""
     dist.init_process_group("gloo")
-    low_precision_optimizer.PORTION = 500  # portions end within matrices
+    low_precision_optimizer.CHUNK_ELEMENTS = 500  # portions end within matrices
     return [
         f"{case}, {what}"
         for number, case in enumerate(CASES)
@@ -221,13 +221,13 @@ def with_defects() -> dict[str, list[str]]:
     ]
     compare("places of the shard alone", bf16, "fsdp")
     state_formats.local_slices = slices
-    shared = muon.orthogonal_shared
-    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
-        muon.orthogonal(u) for u in updates
-    ]
+    shared = muon.orthogonalize_distributed
+    low_precision_optimizer.orthogonalize_distributed = muon.orthogonalize_distributed = (
+        lambda updates, _: [muon.orthogonalize(u) for u in updates]
+    )
     compare("matrices that are not whole", Case(name="muon"), "fsdp")
     compare("bfloat16 matrices that are not whole", Case("muon", "bfloat16"), "fsdp")
-    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = shared
+    low_precision_optimizer.orthogonalize_distributed = muon.orthogonalize_distributed = shared
     update = WeightAverage.update
     WeightAverage.update = lambda self: self.restore(self.zeros())
     alone = build(bf16)
@@ -252,8 +252,8 @@ def test_the_comparison_sees_defects():
 def train_and_save(recipe: Recipe, found: Path) -> None:
     """A rank of a run; what its weights are in the end."""
     run = resolve(recipe, 2)
-    model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, torch.device("cpu"))
+    model, tokenizer = build_meta_model(run)
+    cut = choose_model_stages(run, model, tokenizer, torch.device("cpu"))
     run_rank(run, model, tokenizer, cut, found / os.environ["RANK"])
 
 

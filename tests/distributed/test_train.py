@@ -16,7 +16,7 @@ from torchmm.planning.first_step import plan_passes, training_samples
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.export.checkpoint import export_checkpoint
-from torchmm.training.model_build import build_unfilled_model
+from torchmm.training.model_build import build_meta_model
 from torchmm.training.run import train
 from torchmm.training.shutdown import read_status
 
@@ -151,7 +151,7 @@ def test_resume_continues_with_the_same_bits(layout, workers, changes, tmp_path,
         return tiny_recipe(tmp_path / name, real_data, 2, **changes)
 
     whole, begun = recipe("whole", 6, first), recipe("parts", 3, first)
-    samples = training_samples(whole, *build_unfilled_model(resolve(whole, 2)))
+    samples = training_samples(whole, *build_meta_model(resolve(whole, 2)))
     assert samples is not None
     _, passes = plan_passes(samples, whole, math.inf, 6)
     length = whole.training.model_copy(update={"steps": 1, "epochs": passes})

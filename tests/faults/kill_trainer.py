@@ -42,7 +42,7 @@ from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import is_peer_trouble
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.store import step_of_folder
+from torchmm.training.checkpoint.store import step_of_upload_folder
 
 RANKS = 2
 WIDTH = 192
@@ -191,7 +191,7 @@ def examine(directory: Path, expected: dict[int, str], pipe: int) -> None:
             assert not problems, problems
             restored = manager.load(path, model, optimizer)
         assert digest(model, optimizer) == expected[restored.step], f"{folder} has other bits"
-    newest = step_of_folder(folders[0]) if folders else 0
+    newest = step_of_upload_folder(folders[0]) if folders else 0
     os.write(pipe, f"{newest} whole\n".encode())
 
 
@@ -259,7 +259,7 @@ def main() -> None:
             newest_copy = copied
         names = (directory / machine / "run/checkpoints").glob("step-*")
         here = [int(p.name[5:]) for p in names if p.name[5:].isdigit()]
-        there = [step_of_folder(p.name) for p in folders if (p / "MANIFEST.json").exists()]
+        there = [step_of_upload_folder(p.name) for p in folders if (p / "MANIFEST.json").exists()]
         moves = random_.random() < 0.3
         reached = max(reached, *here, *there, 0)
         newest_here = max(there, default=0) if moves else max([*here, *there], default=0)

@@ -39,7 +39,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"
@@ -111,7 +111,7 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
-        rounds = Float8Config.of(recipe).scaling != "none"
+        rounds = Float8Config.from_parent(recipe).scaling != "none"
         dtype = "bfloat16" if rounds else recipe.training.dtype
         noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
         bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), narrow(recipe), noisy)
@@ -155,7 +155,7 @@ class Server:
         try:
             recipe = load_recipe(file, [], layout.world).recipe
             run = resolve(orchestrated(recipe, layout.world), layout.world)
-            model, tokenizer = build_unfilled_model(run)
+            model, tokenizer = build_meta_model(run)
             run = with_arrangement(run, model)
             if asks_for_order:
                 write_csv(run, model, directory / "order.csv")
@@ -164,7 +164,12 @@ class Server:
                 run = resolve(load_recipe(file, [], layout.world).recipe, layout.world)
             if counts_epochs:
                 run = run.with_recipe(_with_epochs(run.recipe, model, tokenizer))
-            return run, model, tokenizer, cut_model(run, model, tokenizer, torch.device("cpu"))
+            return (
+                run,
+                model,
+                tokenizer,
+                choose_model_stages(run, model, tokenizer, torch.device("cpu")),
+            )
         except ConfigError as error:
             return list(error.problems)
         except Exception as error:

@@ -4,7 +4,7 @@ import torch
 
 from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.generated import GeneratorInputs
-from torchmm.training.pipeline import read_by
+from torchmm.training.pipeline import drop_unread_pixels
 
 
 def test_pixels_of_modules_elsewhere_are_left_behind():
@@ -17,13 +17,13 @@ def test_pixels_of_modules_elsewhere_are_left_behind():
         torch.ones(4, 3), torch.ones(4, 3), [0.5], [(1, 2, 2)], torch.tensor([3]), [1], [True]
     )
     whole = Microbatch(ids_T, ids_T, ids_T, [0, 4], encoders, MicrobatchMeta((), 4), drawn)
-    llm = read_by({"llm"}, whole)
+    llm = drop_unread_pixels({"llm"}, whole)
     assert {name: len(e.pixels) for name, e in llm.encoders.items()} == {"vision": 0, "other": 0}
     assert llm.encoders["vision"].positions_K is encoders["vision"].positions_K
     assert llm.encoders["vision"].grids_thw == encoders["vision"].grids_thw
     assert llm.generator is not None and llm.generator.contexts == [1]
     assert llm.generator.patches_PV.numel() == llm.generator.noise_PV.numel() == 0
     assert llm.target_count == whole.target_count == 4
-    both = read_by({"vision", "generator"}, whole)
+    both = drop_unread_pixels({"vision", "generator"}, whole)
     assert both.encoders["vision"] is encoders["vision"] and both.generator is drawn
     assert len(both.encoders["other"].pixels) == 0

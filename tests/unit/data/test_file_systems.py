@@ -15,7 +15,7 @@ from torchmm.data.files.remote import RemoteFile, RemotePath, open_file_system
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.data.sources.streams import open_stream
-from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address, secret_in
+from torchmm.recipe.data_section import DataConfig, SourceConfig, find_credential, is_address
 
 PICTURE = png(16, 16)
 
@@ -127,10 +127,10 @@ def test_addresses():
     ],
 )
 def test_secrets_in_addresses_are_found_and_never_shown(address):
-    found = secret_in(address)
+    found = find_credential(address)
     assert found is not None and found != "word"
     shown = without_secrets(f"cannot read {address}: no")
     assert "word" not in shown
     assert "host" in shown or "bucket" in shown
-    assert secret_in("az://container@account/x") is None
-    assert secret_in("https://host/x?download=true") is None
+    assert find_credential("az://container@account/x") is None
+    assert find_credential("https://host/x?download=true") is None

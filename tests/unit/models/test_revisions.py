@@ -23,7 +23,7 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.build import _read_image_processor
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.load import open_files
-from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_place
+from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_revision
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "owner/name"
@@ -56,13 +56,13 @@ def hub(tmp_path, monkeypatch, real_data) -> None:
 @pytest.mark.parametrize(("revision", "width"), [(OLD, 32), (NEW, 64), (None, 64)])
 def test_everything_is_of_the_revision(hub, revision, width, caplog):
     section = LlmConfig(source=NAME, revision=revision)
-    assert section.place is not None
+    assert section.source_with_revision is not None
     with caplog.at_level(logging.INFO):
-        assert load_config("model.llm", section.place, None).hidden_size == width
+        assert load_config("model.llm", section.source_with_revision, None).hidden_size == width
     told = f'the current revision is "{NEW}"' in caplog.text
     assert told == (revision is None)
-    assert _read_image_processor(section.place)["size"] == width
-    tensor = open_files(section.place)["w"]
+    assert _read_image_processor(section.source_with_revision)["size"] == width
+    tensor = open_files(section.source_with_revision)["w"]
     with safe_open(tensor.path, "pt") as opened:
         assert opened.get_slice("w").get_shape() == [width]
     assert load_tokenizer(ModelConfig(llm=section)).model_max_length == width
@@ -87,8 +87,8 @@ def test_a_revision_of_nothing_is_refused(real_data, tmp_path):
 
 
 def test_places(tmp_path):
-    assert split_place("a/b@v1") == ("a/b", "v1")
-    assert split_place("a/b") == ("a/b", None)
+    assert split_revision("a/b@v1") == ("a/b", "v1")
+    assert split_revision("a/b") == ("a/b", None)
     odd = tmp_path / "x@y"
     odd.mkdir()
-    assert split_place(str(odd)) == (str(odd), None)
+    assert split_revision(str(odd)) == (str(odd), None)

@@ -7,7 +7,13 @@ import pytest
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.training import shutdown
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.shutdown import closed_after, read_status, starting, training, write_failure
+from torchmm.training.shutdown import (
+    closing_on_exit,
+    read_status,
+    starting,
+    training,
+    write_failure,
+)
 
 FULL = 28, "No space left on device"
 
@@ -23,13 +29,13 @@ def fail() -> None:
 
 
 def test_closing_hides_no_error_that_came_first(caplog):
-    with pytest.raises(CheckpointError, match="first"), closed_after(fail):
+    with pytest.raises(CheckpointError, match="first"), closing_on_exit(fail):
         raise CheckpointError("first")
     assert "No space left on device" in caplog.text
 
 
 def test_closing_that_fails_alone_is_an_error():
-    with pytest.raises(OSError, match="No space"), closed_after(fail):
+    with pytest.raises(OSError, match="No space"), closing_on_exit(fail):
         pass
 
 
@@ -59,7 +65,7 @@ def test_a_full_disk_ends_training_like_a_failed_save(tmp_path):
 @pytest.mark.parametrize("error", [CheckpointError("first"), ValueError("first")])
 def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog, error):
     directory = CheckpointDirectory(tmp_path / "checkpoints", logging.getLogger())
-    directory.claim()
+    directory.acquire_lock()
     with monkeypatch.context() as context:
         context.setattr(shutdown, "write_status", lambda *arguments: fail())
         write_failure(tmp_path, error, 3, 0, directory)

@@ -37,17 +37,17 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.export import atomic_directory
 from torchmm.training.export import checkpoint as exporting
 from torchmm.training.export.atomic_directory import (
-    clear_unfinished,
+    remove_unfinished,
     scratch_directory,
-    whole_directory,
+    write_directory_atomically,
 )
 from torchmm.training.export.checkpoint import (
     CheckpointWeights,
-    _places_in,
+    _read_chunk_locations,
     export_checkpoint,
-    recipe_of,
+    read_checkpoint_recipe,
 )
-from torchmm.training.export.model_files import Trained, write_export
+from torchmm.training.export.model_files import TrainingSummary, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
 LORA = {"both": {"modules": ["llm"], "rank": 2}}
@@ -90,8 +90,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
     """As the run does that saved the checkpoint."""
-    recipe = recipe_of(directory.parent / "run/checkpoints/step-3")
-    trained = Trained(recipe, 3, Path("none"))
+    recipe = read_checkpoint_recipe(directory.parent / "run/checkpoints/step-3")
+    trained = TrainingSummary(recipe, 3, Path("none"))
     write_export(model, directory, tokenizer, trained, **settings)
 
 
@@ -337,14 +337,17 @@ def test_an_export_that_is_killed_while_it_replaces_one_loses_neither(saved, tok
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert "hf" not in names(tmp_path)
-    clear_unfinished(tmp_path)
+    remove_unfinished(tmp_path)
     assert names(tmp_path) == {"hf", "run"}
     assert files(tmp_path / "hf") == before
 
 
 def test_an_export_of_another_process_is_left_alone(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
-    with whole_directory(tmp_path / "theirs") as other, scratch_directory(tmp_path) as scratch:
+    with (
+        write_directory_atomically(tmp_path / "theirs") as other,
+        scratch_directory(tmp_path) as scratch,
+    ):
         (other / "config.json").write_text("{}")
         export_checkpoint(checkpoint, tmp_path / "ours")
         assert (other / "config.json").exists() and scratch.exists()
@@ -427,8 +430,8 @@ def test_a_lock_is_of_the_file_that_has_the_name(looks, saved, tmp_path, monkeyp
         monkeypatch.setattr(atomic_directory, "_has_name", lambda *_: True)
     child, waits, goes = slow_to_lock(checkpoint, tmp_path / "hf")
     os.read(waits, 1)
-    clear_unfinished(tmp_path)  # of one that wants another name
-    with whole_directory(tmp_path / "hf") as partial:
+    remove_unfinished(tmp_path)  # of one that wants another name
+    with write_directory_atomically(tmp_path / "hf") as partial:
         (partial / "config.json").write_text("{}")
         os.write(goes, b"1")
         told = told_by(child)
@@ -439,9 +442,9 @@ def test_a_lock_is_of_the_file_that_has_the_name(looks, saved, tmp_path, monkeyp
 
 
 def test_nothing_written_is_no_directory(tmp_path):
-    with whole_directory(tmp_path / "adapters"):
+    with write_directory_atomically(tmp_path / "adapters"):
         pass
-    with pytest.raises(KeyError), whole_directory(tmp_path / "hf") as other:
+    with pytest.raises(KeyError), write_directory_atomically(tmp_path / "hf") as other:
         (other / "config.json").write_text("{}")
         raise KeyError
     assert not names(tmp_path)
@@ -580,4 +583,4 @@ def test_damaged_safetensors_header_is_rejected(tmp_path, header, length):
     file = tmp_path / "rank-00000.safetensors"
     file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors has "):
-        _places_in(file)
+        _read_chunk_locations(file)

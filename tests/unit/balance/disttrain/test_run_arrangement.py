@@ -19,7 +19,7 @@ from torchmm.balance.run_costs import simulated_profile
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 
 MODEL = {
     "llm": {"config": LLM | {"num_hidden_layers": 6}},
@@ -48,8 +48,8 @@ def test_run_and_forecast_arrange_alike(data, tmp_path):
     parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
     recipe = read(data, tmp_path, parallel, {"reorder": "intra"})
     run = resolve(recipe, 4)
-    model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, CPU)
+    model, tokenizer = build_meta_model(run)
+    cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
     reorder, balance = build_arrangements(run, modules, cut, CPU)
     assert balance is None
@@ -66,8 +66,8 @@ def test_run_and_forecast_arrange_alike(data, tmp_path):
 def test_run_balances_images_by_recipe(data, tmp_path):
     recipe = read(data, tmp_path, {}, {"reorder": "none", "balance": "images"})
     run = resolve(recipe, 4)
-    model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, CPU)
+    model, tokenizer = build_meta_model(run)
+    cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
     reorder, balance = build_arrangements(run, modules, cut, CPU)
     assert reorder is None and isinstance(balance, ImageBalance)

@@ -84,7 +84,7 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
         pytest.importorskip("diffusers")
     monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data need not be here
     gpus, recipe = loaded(path)
-    if recipe.parallel.leaves_units_open:  # which takes a minute to plan
+    if recipe.parallel.needs_orchestration:  # which takes a minute to plan
         recipe = sized_recipe(recipe, SIZES)
         gpus = sum(sizes.devices for sizes in SIZES.values())
     unordered = recipe.data.model_copy(update={"reorder": "none"})  # sequences are equal

@@ -15,7 +15,7 @@ from torchmm.balance.search.placement import orchestrated
 from torchmm.balance.search.space import with_memory_limit
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import units_of
+from torchmm.recipe.placement_sizes import resolved_unit_sizes
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -100,7 +100,7 @@ def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe)
     asked = recipe.model_copy(update={"parallel": parallel})
     found = orchestrated(asked, 6)
     assert not found.parallel.auto_sizes
-    assert sum(own.ranks for own in units_of(found, 6).values()) == 6
+    assert sum(own.ranks for own in resolved_unit_sizes(found, 6).values()) == 6
     assert "6 = " in describe_run(asked, 6)
     three = asked.model_copy(
         update={"training": asked.training.model_copy(update={"global_batch_size": 1})}
@@ -129,7 +129,7 @@ def test_sizes_that_will_be_planned_are_not_held_against_the_ranks(
         asked += ["--parallel.virtual_stages", "1"]
     loaded = load_recipe(recipe_file, asked, world_size).recipe
     found = orchestrated(loaded, world_size)
-    assert sum(own.ranks for own in units_of(found, world_size).values()) == world_size
+    assert sum(own.ranks for own in resolved_unit_sizes(found, world_size).values()) == world_size
     with pytest.raises(ConfigError):
         load_recipe(recipe_file, [*asked, "--parallel.auto_sizes", "false"], world_size)
 

@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.async_tp import selection as overlap_choice
-from torchmm.extensions.async_tp.backends import BACKENDS, Collective, Ring
+from torchmm.extensions.async_tp.backends import BACKENDS, CollectiveBackend, RingBackend
 from torchmm.extensions.async_tp.linear import (
     Overlap,
     gather_linear,
     gather_slices,
     linear_scatter,
 )
-from torchmm.extensions.async_tp.styles import Column, ScopeInput
+from torchmm.extensions.async_tp.styles import PrecomputedColumn, ScopeInput
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
@@ -67,7 +67,7 @@ def test_sixteen_ranks_in_one_process(group, rows):
         return LocalTensor({rank: piece.clone() for rank, piece in enumerate(pieces)})
 
     with LocalTensorMode(ranks):
-        backend = Collective(group, 1)
+        backend = CollectiveBackend(group, 1)
         x_SD = local(padded.split(size))
         (up_TF,) = backend.gather_linear(x_SD, [local(up_FD.chunk(ranks))], [None], rows)
         down = local(down_DF.chunk(ranks, dim=1))
@@ -115,7 +115,7 @@ def test_only_the_slice_is_kept_for_backward_and_only_for_trained_weights(group,
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_blocks_are_the_slice_in_order(group, chunks):
-    ring = Ring(group, chunks)
+    ring = RingBackend(group, chunks)
     for rows in (0, 1, 9):
         blocks = ring._blocks(5, 5 + rows)
         assert len(blocks) == chunks
@@ -125,7 +125,7 @@ def test_blocks_are_the_slice_in_order(group, chunks):
 
 
 def test_a_scope_that_does_more_with_its_input_is_an_error():
-    column = Column(nn.Linear(3, 2), lambda parameter: parameter)
+    column = PrecomputedColumn(nn.Linear(3, 2), lambda parameter: parameter)
     product = torch.randn(4, 2)
     scope_input = ScopeInput(torch.Size((4, 3)), [product])
     assert column(scope_input) is product
@@ -150,7 +150,7 @@ def test_recipes_name_the_backends():
     ],
 )
 def test_backend_choice_follows_trial_and_transport(monkeypatch, trouble, transport, expected):
-    monkeypatch.setattr(overlap_choice, "symmetric_memory_trouble", lambda *_: trouble)
+    monkeypatch.setattr(overlap_choice, "symmetric_memory_problem", lambda *_: trouble)
     monkeypatch.setattr(overlap_choice.dist, "get_backend", lambda _: transport)
     backend, reason = overlap_choice.choose_backend(None, torch.device("cpu"))
     assert backend == expected and (trouble or "correct values") in reason

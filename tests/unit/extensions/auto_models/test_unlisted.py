@@ -15,8 +15,8 @@ from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.extensions.auto_models import parity
-from torchmm.extensions.auto_models.llms import copy_config
-from torchmm.extensions.auto_models.parity import prove
+from torchmm.extensions.auto_models.llms import small_llm_copy_config
+from torchmm.extensions.auto_models.parity import compare_llm
 from torchmm.models.build import LLM_FILES, build_model
 from torchmm.models.families.introspection import layer_signature
 from torchmm.models.layered import WeightFiles
@@ -40,13 +40,13 @@ def load_script():
 
 def refusal(model_type: str, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        prove(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
+        compare_llm(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
     return "; ".join(caught.value.problems)
 
 
 def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    parity._adopt.cache_clear()
+    parity._register_llm.cache_clear()
     config = ModelConfig(llm=LlmConfig(config={"model_type": "olmo", **SIZES}))
     model = build(config)
     model(microbatch([5, 9])).backward()
@@ -65,23 +65,23 @@ def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
 @pytest.mark.parametrize("model_type", ["gpt_neox", "persimmon"])
 def test_parts_with_other_names_are_found(model_type: str) -> None:
     """Embeddings, layers, norm and head are called otherwise than Llama's."""
-    assert prove(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
+    assert compare_llm(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
 
 
 def test_a_copy_shows_every_kind_of_layer() -> None:
     kinds = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=kinds)
-    small = copy_config(config)
+    small = small_llm_copy_config(config)
     assert small.layer_types == kinds[:11]
     assert (small.hidden_size, small.sliding_window) == (32, 4)
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=30, layer_types=late)
     with pytest.raises(ConfigError, match=r"24 layers does not contain .*full_attention"):
-        copy_config(config)
+        small_llm_copy_config(config)
 
 
 def test_sizes_make_no_kinds_of_layers() -> None:
-    family = prove(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
+    family = compare_llm(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
     kinds = set()
     for size in (32, 64):
         config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
@@ -132,24 +132,24 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
 
 
 def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
-    right = parity._whole_results
+    right = parity._unsplit_results
 
     def wrong(ours, batch):
         results = right(ours, batch)
         results["gradient of model.layers.1.mlp.up_proj.weight"] *= 1.0001
         return results
 
-    monkeypatch.setattr(parity, "_whole_results", wrong)
+    monkeypatch.setattr(parity, "_unsplit_results", wrong)
     assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in refusal("olmo")
 
 
 def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
     config = CONFIG_MAPPING["minimax_m2"]()
-    assert "missing for 'llm'" in prove(config, LLM_FILES).unreadable
-    parity.adopt(config, LLM_FILES)
+    assert "missing for 'llm'" in compare_llm(config, LLM_FILES).unreadable
+    parity.register_llm(config, LLM_FILES)
     with pytest.raises(ConfigError, match="its files cannot be read"):
-        parity.adopt(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
-    assert prove(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
+        parity.register_llm(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
+    assert compare_llm(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
 
 
 @pytest.mark.campaign
@@ -172,7 +172,9 @@ def test_all_causal_lms_of_transformers() -> None:
 
 def flops_of(model_type: str, family) -> tuple[float, float]:
     """Of a forward: by the cost model, and by torch's counter."""
-    llm = LlmModule(copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES)
+    llm = LlmModule(
+        small_llm_copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES
+    )
     batch = microbatch([20, 33])
     counted, _ = count_flops(lambda: llm(batch, {}))
     meta = MicrobatchMeta((SampleMeta("s", 0, 20), SampleMeta("s", 1, 33)), 53)

@@ -20,8 +20,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.extensions.auto_models import parity
-from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
-from torchmm.extensions.auto_models.parity import Proof, prove_encoder
+from torchmm.extensions.auto_models.encoders import DetectedEncoderFamily, small_encoder_config
+from torchmm.extensions.auto_models.parity import ParityResult, compare_encoder
 from torchmm.models.build import ENCODER_FILES, build_model
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.hf.load import load_weights
@@ -56,8 +56,10 @@ def pair(model_type: str, sizes: dict = TINY, **section: object) -> ModelConfig:
     return ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": encoder})
 
 
-def proof(model_type: str, **settings: object) -> Proof[StructuralFamily]:
-    return prove_encoder(CONFIG_MAPPING[model_type](**settings), ENCODER_FILES, "ViTImageProcessor")
+def proof(model_type: str, **settings: object) -> ParityResult[DetectedEncoderFamily]:
+    return compare_encoder(
+        CONFIG_MAPPING[model_type](**settings), ENCODER_FILES, "ViTImageProcessor"
+    )
 
 
 def refusal(model_type: str, **settings: object) -> str:
@@ -68,7 +70,7 @@ def refusal(model_type: str, **settings: object) -> str:
 
 def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    parity._adopt_encoder.cache_clear()
+    parity._register_encoder.cache_clear()
     model = build(pair("vit"))
     images = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.arange(3, 35))
     batch = microbatch([40], {"eye": images}, images.positions_K)
@@ -142,7 +144,7 @@ def test_positions_that_depend_on_the_batch_are_noticed(monkeypatch) -> None:
 
 @pytest.mark.parametrize("broken", ["layer", "order", "class token"])
 def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
-    run_layer, finish = StructuralFamily.run_layer, StructuralFamily.finish
+    run_layer, finish = DetectedEncoderFamily.run_layer, DetectedEncoderFamily.finish
 
     def skipping(self, tower, index, layer, hidden, context):
         return hidden if index == 1 else run_layer(self, tower, index, layer, hidden, context)
@@ -154,9 +156,9 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
         return finish(self, tower, hidden.roll(1, dims=1), *others)
 
     if broken == "layer":
-        monkeypatch.setattr(StructuralFamily, "run_layer", skipping)
+        monkeypatch.setattr(DetectedEncoderFamily, "run_layer", skipping)
     else:
-        monkeypatch.setattr(StructuralFamily, "finish", turned if broken == "order" else early)
+        monkeypatch.setattr(DetectedEncoderFamily, "finish", turned if broken == "order" else early)
     assert "comparisons with the Hugging Face model fail" in refusal("vit")
 
 
@@ -247,9 +249,9 @@ def test_all_image_encoders_of_transformers() -> None:
             assert found == pytest.approx(counted, rel=0.01), name
 
 
-def flops_of(model_type: str, family: StructuralFamily) -> tuple[float, float]:
+def flops_of(model_type: str, family: DetectedEncoderFamily) -> tuple[float, float]:
     """Of a forward: by the cost model, and by torch's counter."""
-    config = copy_config(CONFIG_MAPPING[model_type]())
+    config = small_encoder_config(CONFIG_MAPPING[model_type]())
     spec = EncoderSpec("eye", family, config, "", {}, None, 24, torch.float32)
     encoder = EncoderModule(spec, ENCODER_FILES)
     assert isinstance(encoder.tower, PreTrainedModel)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from torchmm.commands import generate
 from torchmm.common import log
-from torchmm.extensions.evaluation.text.prompts import parts_of, request_of
+from torchmm.extensions.evaluation.text.prompts import content_parts, make_request
 from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
@@ -276,10 +276,10 @@ def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
     for file in files:
         file.touch()
     picture, sound, clip, other = map(str, files)
-    record = request_of(files, "What?").record
+    record = make_request(files, "What?").record
     named = {"images": [picture], "audios": [sound, other], "videos": [clip]}
     assert record == {**named, "prompt": "What?", "completion": "?"}
-    kinds = [part["type"] for part in parts_of(files, "What?")]
+    kinds = [part["type"] for part in content_parts(files, "What?")]
     assert kinds == ["image", "audio", "video", "audio", "text"]
 
 

@@ -32,12 +32,12 @@ from torchmm.common.batch import (
 )
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.extensions.evaluation.text.generate import generate_tokens, next_token_sequence
-from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
+from torchmm.extensions.evaluation.text.prompts import Prompt, batch_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.pipeline import Pipeline, whole_pipeline
+from torchmm.training.pipeline import Pipeline, unsplit_pipeline
 
 CPU = torch.device("cpu")
 SHOWN = ("llava", "internvl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "qwen3_5")
@@ -55,7 +55,7 @@ def mesh() -> Iterator[ParallelMesh]:
 
 
 def pipeline_of(model: MultimodalModel, mesh: ParallelMesh) -> Pipeline:
-    return whole_pipeline(model.eval(), mesh, torch.float32)
+    return unsplit_pipeline(model.eval(), mesh, torch.float32)
 
 
 def text_prompts(lengths: list[int]) -> list[Microbatch]:
@@ -249,7 +249,7 @@ def test_texts_end_where_their_own_end_comes(mesh) -> None:
 def test_groups_have_no_more_tokens_than_a_row() -> None:
     rows = text_prompts([5, 9, 3, 30, 4, 4, 4, 4])
     prompts = [Prompt(row, row.targets_T, SampleMeta("made", 0, 1)) for row in rows]
-    groups = in_groups(prompts, most=3, tokens=27)
+    groups = batch_prompts(prompts, most=3, tokens=27)
     assert [[prompt.row.cu_seqlens[-1] for prompt in group] for group in groups] == [
         [5, 9, 3],
         [30],

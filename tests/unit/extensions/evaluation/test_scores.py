@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from torchmm.extensions.evaluation.scores import Answer, score, vqa_normalised
+from torchmm.extensions.evaluation.scores import Answer, score, vqa_normalize
 
 CAPTIONS = [
     Answer("A dog runs over the hill.", ("a dog runs over a green hill", "the dog is running")),
@@ -95,7 +95,7 @@ def test_few_people_are_right_each():
     ],
 )
 def test_answers_are_compared_as_vqas_server_does(text, normalised):
-    assert vqa_normalised(text) == normalised
+    assert vqa_normalize(text) == normalised
 
 
 def test_cider_is_that_of_pycocoevalcap():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.extensions.evaluation.benchmarks import Benchmarks, command, environment
+from torchmm.extensions.evaluation.benchmarks import BenchmarkRunner, command, environment
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.tracking.evaluations import read_evaluations
 
@@ -32,9 +32,9 @@ def program(tmp_path):
     return make
 
 
-def started(python: str, run_dir: Path, **settings) -> Benchmarks:
+def started(python: str, run_dir: Path, **settings) -> BenchmarkRunner:
     config = BenchmarksConfig(tasks=["task"], python=python, **settings)
-    found = Benchmarks(config, run_dir, logging.getLogger("torchmm.test"))
+    found = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
     found.start(4, snapshot(run_dir, 4))
     return found
 
@@ -45,14 +45,14 @@ def snapshot(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def awaited(benchmarks: Benchmarks):
+def awaited(benchmarks: BenchmarkRunner):
     deadline = time.monotonic() + 60
     while (found := benchmarks.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
 
 
-def finish(benchmarks: Benchmarks):
+def finish(benchmarks: BenchmarkRunner):
     return benchmarks.finish(lambda: False)
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.loader import StepBatch
-from torchmm.extensions.evaluation.generated_images import held_out_drawings, to_frames
-from torchmm.extensions.evaluation.sample_plots import plot_pictures
+from torchmm.extensions.evaluation.generated_images import held_out_target_images, to_frames
+from torchmm.extensions.evaluation.sample_plots import plot_generated_images
 from torchmm.extensions.generation.images import DiffusionImages
 
 GRID = (1, 1, 1)
@@ -48,7 +48,7 @@ def test_as_many_images_are_drawn_as_asked_for():
         StepBatch([microbatch([2, 0, 3]), microbatch([1])], {}),
     ]
     for count, wanted in ((2, [2]), (3, [3]), (4, [3, 1]), (6, [3, 3]), (99, [3, 5, 1])):
-        found = list(held_out_drawings(batches, count))
+        found = list(held_out_target_images(batches, count))
         assert [len(m.generator.contexts) for m in found] == wanted
         for m in found:
             assert len(m.meta.generated) == len(m.generator.contexts)
@@ -77,7 +77,7 @@ def test_values_beyond_black_and_white_are_clipped():
 def test_a_picture_shows_drawn_above_true_frames(tmp_path: Path):
     black, white = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")
     samples = [([white] * 3, [black] * 3, f"text {i} for $5") for i in range(5)]
-    plot_pictures(samples, "title", tmp_path / "picture.png")
+    plot_generated_images(samples, "title", tmp_path / "picture.png")
     with Image.open(tmp_path / "picture.png") as picture:
         dark_rows = (np.asarray(picture.convert("L")) < 30).mean(axis=1) > 0.3
     assert dark_rows.any() and not dark_rows.all()

@@ -305,7 +305,7 @@ def test_feed_forward_parts_may_be_of_any_width(tmp_path, model):
     saved = (4 * hidden - width) * (2 * hidden + 1) * PIXART["num_layers"]
     assert usual.parameters - described.parameters == saved
     source.generator(generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS)).backward()
-    whole = source.generator.whole_transformer()
+    whole = source.generator.build_transformer()
     prefixes = hf_prefixes(source)
     state = source.generator.state_dict()
     whole.load_state_dict({hf_name(prefixes, "generator", n): t for n, t in state.items()}, False)

@@ -10,12 +10,12 @@ from torch import nn
 from update_cases import BAD_STEPS, Trained, assert_equal, check_non_finite_step
 
 from torchmm.extensions.low_precision import fused_update, low_precision_optimizer, state_formats
-from torchmm.extensions.low_precision.low_precision_optimizer import CompactOptimizer
+from torchmm.extensions.low_precision.low_precision_optimizer import LowPrecisionOptimizer
 from torchmm.extensions.low_precision.state_formats import (
     BLOCK,
-    Int8Blocks,
-    Places,
+    Int8BlockFormat,
     RandomBits,
+    ShardPositions,
     dynamic_map,
 )
 from torchmm.recipe.training_section import OptimizerConfig
@@ -57,12 +57,12 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 
 def test_states_on_the_host_change_no_bit(monkeypatch):
     monkeypatch.setattr(
-        low_precision_optimizer, "PORTION", 1000
+        low_precision_optimizer, "CHUNK_ELEMENTS", 1000
     )  # many portions, in the middle of matrices
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)
-    assert isinstance(optimizer, CompactOptimizer)
+    assert isinstance(optimizer, LowPrecisionOptimizer)
     steps(offloaded, optimizer, 3)
     assert all(map(torch.equal, plain.parameters(), offloaded.parameters()))
 
@@ -96,7 +96,7 @@ def test_states_have_as_many_bytes_as_planned(settings, each):
 
 def test_rounding_at_random_is_right_in_the_mean():
     value = torch.full((512, 512), 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
-    places = Places(torch.arange(512), torch.arange(512))
+    places = ShardPositions(torch.arange(512), torch.arange(512))
     rounded = RandomBits(places, torch.tensor(5)).rounded(value).float()
     up = (rounded > 1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
@@ -110,8 +110,8 @@ def test_rounding_at_random_is_right_in_the_mean():
 
 def test_rounding_differs_between_steps_and_tensors_but_not_between_parts():
     value = torch.randn(64, 96)
-    whole = Places(torch.arange(64), torch.arange(96))
-    part = Places(torch.arange(16, 32), torch.arange(32, 96))
+    whole = ShardPositions(torch.arange(64), torch.arange(96))
+    part = ShardPositions(torch.arange(16, 32), torch.arange(32, 96))
     once, again = (RandomBits(whole, torch.tensor(key)).rounded(value) for key in (5, 6))
     assert not torch.equal(once, again)
     of_part = RandomBits(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
@@ -137,7 +137,7 @@ def test_small_steps_count_only_if_rounded_at_random():
 def test_a_second_moment_is_0_only_if_it_is_0():
     value = torch.zeros(1, BLOCK)
     value[0, 0], value[0, 1] = 1.0, 1e-12
-    form = Int8Blocks(signed=False)
+    form = Int8BlockFormat(signed=False)
     stored = form.encode(value, None)
     found = form.read(stored)[0]
     assert found[0] == 1 and 0 < found[1] < 1e-6 and not found[2:].any()
@@ -148,7 +148,7 @@ def test_8_bits_are_within_their_steps(signed):
     torch.manual_seed(0)
     value = torch.randn(7, 150) * torch.logspace(-4, 4, 7)[:, None]
     value = value if signed else value.abs()
-    form = Int8Blocks(signed)
+    form = Int8BlockFormat(signed)
     stored = form.encode(value, None)
     assert stored["_scale"].shape == (7, 3)
     blocks = torch.nn.functional.pad(value, (0, 42)).view(7, 3, 64).abs().amax(-1)
@@ -177,7 +177,7 @@ def test_copies_of_a_parameter_are_rounded_alike():
     for model in (a, b):
         steps(model, optimizer_of(model, state_dtype="bfloat16"), 3)
     assert all(map(torch.equal, a.parameters(), b.parameters()))
-    assert state_formats.places_of(a[0].weight).rows_R.tolist() == [*range(64)]
+    assert state_formats.shard_positions(a[0].weight).rows_R.tolist() == [*range(64)]
 
 
 def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 def run_fused_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the operators of the fused update one by one, rounded as compiled code rounds them."""
     square_root = torch.Tensor.sqrt
-    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     monkeypatch.setattr(fused_update, "_compiled", partial)
     monkeypatch.setattr(fused_update, "fused_multiply_add", multiply_add)
     # The square root of torch for CPUs is not rounded correctly in float32.
@@ -210,7 +210,7 @@ ODD = [(13, 70), (3, 4, 66), (1, 64), (33, 1), (5,), ()]
 def trained(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dict:
     """Return parameters and states after some updates."""
     model = Shapes(shapes, dtype)
-    optimizer = CompactOptimizer(
+    optimizer = LowPrecisionOptimizer(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 1e-2}
             | {"weight_decay": 0.1},
@@ -250,7 +250,7 @@ KINDS = [
 def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
     expected = trained(EVEN, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
-    monkeypatch.setattr(fused_update, "SMALL", small)
+    monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
     assert different(trained(EVEN, dtype, state_dtype=state), expected) == []
 
 
@@ -281,8 +281,8 @@ def test_fused_comparison_finds_defects(monkeypatch, defect):
 def test_fused_joined_groups_equal_separate_calls(monkeypatch):
     run_fused_without_compiler(monkeypatch)
     joined = trained(EVEN + ODD, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(fused_update, "JOINED", 500)  # groups of few rows
-    monkeypatch.setattr(fused_update, "SMALL", 0)
+    monkeypatch.setattr(fused_update, "JOINED_ELEMENTS", 500)  # groups of few rows
+    monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", 0)
     assert different(trained(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
 
 
@@ -292,7 +292,7 @@ def test_fused_offloaded_states_change_no_bit(monkeypatch, fuses, offload):
     if fuses:
         run_fused_without_compiler(monkeypatch)
     plain = trained(EVEN, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(low_precision_optimizer, "PORTION", 1000)
+    monkeypatch.setattr(low_precision_optimizer, "CHUNK_ELEMENTS", 1000)
     assert (
         different(trained(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain) == []
     )
@@ -353,7 +353,7 @@ def test_float32_storage_equals_muon_of_core(skips):
     core = Trained(name="muon", max_grad_norm=0.1)
     assert isinstance(core.optimizer, LocalMuon)
     compact_muon = Trained(name="muon", max_grad_norm=0.1, offload=True)
-    assert isinstance(compact_muon.optimizer, CompactOptimizer)
+    assert isinstance(compact_muon.optimizer, LowPrecisionOptimizer)
     for number in range(1, 4):
         loss = math.nan if skips and number == 2 else 1.0
         core.step(number, loss=loss)
@@ -384,7 +384,7 @@ class OnlyGradients:
 
 
 def test_code_search_equals_bucketize(monkeypatch):
-    limits = Int8Blocks(signed=True)._limits
+    limits = Int8BlockFormat(signed=True)._limits
     values = torch.cat([limits, torch.randn(1000), torch.tensor([math.nan, math.inf, -math.inf])])
     expected = state_formats._count_below(values, limits)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -395,9 +395,9 @@ def test_code_search_equals_bucketize(monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
 def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
     expected = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
-    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     for small in (0, 2**20):
-        monkeypatch.setattr(fused_update, "SMALL", small)
+        monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
         trained(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")

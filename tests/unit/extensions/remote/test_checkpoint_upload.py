@@ -21,7 +21,7 @@ from torchmm.extensions.remote.storage import clients
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import BestConfig
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
-from torchmm.training.checkpoint.store import folder_of, step_of_folder
+from torchmm.training.checkpoint.store import step_of_upload_folder, upload_folder_name
 
 logger = logging.getLogger("test_checkpoint_upload")
 IMPATIENT = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))
@@ -87,7 +87,7 @@ def machines(tmp_path, store):
 
 def committed(store: Path) -> list[int]:
     """Steps, newest first."""
-    return [step_of_folder(folder) for folder in remote(store).committed()]
+    return [step_of_upload_folder(folder) for folder in remote(store).committed()]
 
 
 def remote(store: Path) -> RemoteCheckpoints:
@@ -136,7 +136,7 @@ def test_stores_with_addresses(tmp_path, address, object_server):
     assert step == 3 and same(found, last)
     there.save(4)
     found = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
-    assert [step_of_folder(name) for name in found] == [4, 3]
+    assert [step_of_upload_folder(name) for name in found] == [4, 3]
 
 
 @pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
@@ -285,7 +285,7 @@ def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, 
     (hostile / "planted.py").write_bytes(code)
     manifest = json.loads((hostile / MANIFEST_NAME).read_bytes())
     manifest.pop("manifest_sha256")
-    hostile = hostile.rename(store / "run" / folder_of(manifest))
+    hostile = hostile.rename(store / "run" / upload_folder_name(manifest))
     planted.parent.mkdir(parents=True, exist_ok=True)
     if resume == "auto":
         assert other.resume()[0] == 1
@@ -353,16 +353,17 @@ def test_a_full_store_is_told_and_training_goes_on(
     saved(manager, 2, model=model, optimizer=optimizer)
     manager._uploads.wait()
     assert (
-        "step-2 was not uploaded to" in manager.complaint and "No space left" in manager.complaint
+        "step-2 was not uploaded to" in manager.status_warning
+        and "No space left" in manager.status_warning
     )
     assert "Training continues without this upload" in caplog.text
-    assert manager.take_figures()["checkpoint_upload_failures"] == 1
+    assert manager.pop_metrics()["checkpoint_upload_failures"] == 1
     assert committed(store) == [1]
     assert not list((store / "run").glob("step-2-*/*")), "what was copied takes no room"
     full.room_bytes = float("inf")
     saved(manager, 3, model=model, optimizer=optimizer)
     manager._uploads.wait()
-    assert committed(store) == [3, 1] and manager.complaint == ""
+    assert committed(store) == [3, 1] and manager.status_warning == ""
     assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
 
 
@@ -375,7 +376,7 @@ def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
         manager = machine.manager(keep_latest=3)
         last = saved(manager, 2)
         manager._uploads.wait()
-        assert "No space left on device" in manager.complaint
+        assert "No space left on device" in manager.status_warning
         machine.leave()
     assert {p.name for p in folder(store, 2).iterdir()} == {
         "index.json", "state.json", "rank-00000.safetensors"
@@ -462,10 +463,10 @@ def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
 def test_figures_are_of_what_ended(machines, store):
     machine = machines()
     manager = machine.manager()
-    assert manager.take_figures() == {}
+    assert manager.pop_metrics() == {}
     saved(manager, 1)
     manager._uploads.wait()
-    found = manager.take_figures()
+    found = manager.pop_metrics()
     files = [p for p in (machine.run_dir / "checkpoints/step-1").iterdir()]
     written = sum(p.stat().st_size for p in files if p.name != MANIFEST_NAME)
     assert found["checkpoint_bytes"] == found["checkpoint_upload_bytes"] == written
@@ -473,7 +474,7 @@ def test_figures_are_of_what_ended(machines, store):
         found[key] > 0
         for key in ("checkpoint_save_ms", "checkpoint_wait_ms", "checkpoint_upload_ms")
     )
-    assert manager.take_figures() == {}
+    assert manager.pop_metrics() == {}
 
 
 def test_a_store_that_cannot_be_asked_stops_the_start(tmp_path, machines, monkeypatch):
@@ -501,7 +502,7 @@ def test_a_copy_that_lost_a_file_is_not_committed(machines, store, monkeypatch):
     manager = machine.manager()
     saved(manager, 1)
     manager._uploads.wait()
-    assert committed(store) == [] and "index.json has no bytes" in manager.complaint
+    assert committed(store) == [] and "index.json has no bytes" in manager.status_warning
 
 
 def test_each_copies_its_own_files_and_nobody_the_same_twice():

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
-from torchmm.extensions.evaluation.sample_plots import keep_thumbnail
+from torchmm.extensions.evaluation.sample_plots import write_thumbnail
 from torchmm.extensions.reports.page import pages
 from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
 from torchmm.extensions.reports.page.pages import (
@@ -53,7 +53,7 @@ def made_run(folder: Path, lr: float) -> Path:
     (folder / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (folder / "logs").mkdir()
     (folder / "logs" / "rank-1.log").write_text("2026-11-25 rank 1 WARNING captions[3]: torn\n")
-    name = keep_thumbnail(folder / "samples", "../odd/source", 3, Image.new("RGB", (400, 300)))
+    name = write_thumbnail(folder / "samples", "../odd/source", 3, Image.new("RGB", (400, 300)))
     sample = {"source": "../odd/source", "index": 3, "prompt": "", "picture": name}
     samples = [
         sample | {"step": 10, "truth": "A boat.", "generated": EVIL},
