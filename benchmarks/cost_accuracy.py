@@ -175,7 +175,7 @@ def _classes(own: Prediction, found: Sequence[CaseRuns]) -> str:
 
 def _calibrate(setting: Setting) -> tuple[Measurements, str, float]:
     """Run one calibration and return measurements, device and duration. Collective."""
-    _quiet_libraries()
+    _silence_libraries()
     begin_s = time.perf_counter()
     seconds = setting.seconds / (setting.passes + 1)
     found = measure(CPU, torch.float32, seconds, rounds=setting.rounds, quick=setting.small)
@@ -183,11 +183,11 @@ def _calibrate(setting: Setting) -> tuple[Measurements, str, float]:
 
 
 def _run_case(case: CostCase, setting: Setting) -> CaseRuns:
-    _quiet_libraries()
+    _silence_libraries()
     return run_case(case, setting.runs, setting.patience_s, QUIET)
 
 
-def _quiet_libraries() -> None:
+def _silence_libraries() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -47,7 +47,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.pipeline import whole_pipeline
+from torchmm.training.pipeline import unsplit_pipeline
 
 SEED = 0
 CPU = torch.device("cpu")
@@ -134,8 +134,8 @@ def case_rows(name: str, size: str, mesh: ParallelMesh) -> list[Row]:
     prompts = [make_prompt(workload, number) for number in range(len(workload.lengths))]
     with tempfile.TemporaryDirectory() as scratch:
         theirs = hugging_faces(model, Path(scratch))
-    pipeline = whole_pipeline(model, mesh, torch.float32)
-    again = whole_pipeline(model, mesh, torch.float32)
+    pipeline = unsplit_pipeline(model, mesh, torch.float32)
+    again = unsplit_pipeline(model, mesh, torch.float32)
     again.caches_tokens = False
     sampling = Sampling(max_new_tokens=new)
 

@@ -250,7 +250,7 @@ def update_bytes(
     for parameter in parameters:
         parameter.data.zero_()
         parameter.grad = torch.ones_like(parameter)
-    with patch.object(low_precision_optimizer, "PORTION", PORTION):
+    with patch.object(low_precision_optimizer, "CHUNK_ELEMENTS", PORTION):
         updates = build_optimizer(
             model, module_of, optimizer, (), model.layer_matrices(), dtype=dtype
         )

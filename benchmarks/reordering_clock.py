@@ -44,7 +44,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
 from torchmm.pipelining.schedules.classic import one_f_one_b
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.pipeline import Pipeline, whole_pipeline
+from torchmm.training.pipeline import Pipeline, unsplit_pipeline
 
 Int64s = NDArray[np.int64]
 
@@ -286,7 +286,7 @@ def run_computing(setting: Setting) -> Comparison:
     steps = [made[i * per_step : (i + 1) * per_step] for i in range(setting.steps)]
     model = setting.size.build()
     mesh: ParallelMesh = build_mesh(ParallelConfig(replicate=2, shard=1), torch.device("cpu"))
-    pipeline = whole_pipeline(model, mesh, torch.float32)
+    pipeline = unsplit_pipeline(model, mesh, torch.float32)
     programs = [ComputingReplicas(mode, model, pipeline, steps) for mode in MODES[:2]]
     return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
 

@@ -57,7 +57,7 @@ from torchmm.recipe.training_section import (
 )
 from torchmm.training.build import build_run
 from torchmm.training.metrics import peak_flops
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
@@ -230,8 +230,8 @@ def _open_trainer(
 ) -> Iterator[Trainer]:
     run = resolve(_recipe(case, captions, scratch, device), 1)
     with StopSignal() as stop, redirect_stdout(io.StringIO()):  # the run's own start table
-        model, tokenizer = build_unfilled_model(run)
-        cut = cut_model(run, model, tokenizer, device)
+        model, tokenizer = build_meta_model(run)
+        cut = choose_model_stages(run, model, tokenizer, device)
         trainer = Trainer(build_run(run, scratch, device, model, tokenizer, cut), stop)
     with closing(trainer):
         yield trainer

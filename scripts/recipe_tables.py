@@ -202,12 +202,14 @@ def planned_table(folder: str) -> str:
     for path, description in list_recipes(RECIPES / folder):
         recipe, name = load_recipe(path).recipe, path.stem
         device = (
-            "" if has_small else f" {SimulationConfig.of(recipe).device.partition('_')[0].upper()}"
+            ""
+            if has_small
+            else f" {SimulationConfig.from_parent(recipe).device.partition('_')[0].upper()}"
         )
         cells = [
             f"`{name}`",
             summary(description),
-            f"{SimulationConfig.of(recipe).gpus}{device}",
+            f"{SimulationConfig.from_parent(recipe).gpus}{device}",
             parallelism(recipe),
             f"{values[name, 'iteration']:.2f} s",
             f"{values[name, 'MFU']:.1f} %",
@@ -222,7 +224,7 @@ def parallelism(recipe: Recipe) -> str:
     parallel = recipe.parallel
     if parallel.placement == "disaggregated":
         return "disaggregated"
-    sizes = resolve_sizes(parallel, SimulationConfig.of(recipe).gpus)
+    sizes = resolve_sizes(parallel, SimulationConfig.from_parent(recipe).gpus)
     shard = sizes.shard // parallel.context
     degrees = {
         "PP": sizes.pipeline,

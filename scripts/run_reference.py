@@ -59,7 +59,7 @@ def metrics_page() -> str:
     """Return the page of all metrics, in the order of metrics.jsonl."""
     rows = ""
     for name, metric in METRICS.items():
-        kind = _JSON[metric.kind] + " or null" * metric.nullable
+        kind = _JSON[metric.value_type] + " or null" * metric.nullable
         rows += f"| `{name}` | {kind} | {metric.unit} | {metric.group} | {metric.description} |\n"
     note = NOTE.format(source="torchmm/training/metrics.py")
     return METRICS_PAGE.format(note=note, rows=rows)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.auto_models.encoders import resolve_processor_class, tower_class
-from torchmm.extensions.auto_models.parity import Proof, prove, prove_encoder
+from torchmm.extensions.auto_models.parity import ParityResult, compare_encoder, compare_llm
 from torchmm.models.build import ENCODER_FILES, LLM_FILES
 from torchmm.models.families.encoders.registry import ENCODER_FAMILIES
 from torchmm.models.families.introspection import find_mechanisms
@@ -67,7 +67,7 @@ OF_ENCODERS = {
 class Outcome(NamedTuple):
     """Result of the comparison of a model type: a proof or an error."""
 
-    proof: Proof[Any] | None
+    proof: ParityResult[Any] | None
     refusal: str
 
 
@@ -75,7 +75,7 @@ class Kind(NamedTuple):
     """Kind of model with a separate section on the page."""
 
     name: str
-    prove: Callable[[PreTrainedConfig], Proof[Any]]
+    prove: Callable[[PreTrainedConfig], ParityResult[Any]]
     reasons: dict[str, str]
 
     @property
@@ -89,15 +89,15 @@ class Kind(NamedTuple):
         return f"<!-- end of {self.name} -->"
 
 
-def _prove_encoder(config: PreTrainedConfig) -> Proof[Any]:
+def _prove_encoder(config: PreTrainedConfig) -> ParityResult[Any]:
     try:
         processor = resolve_processor_class(config, {})
     except ConfigError:  # which files usually name
         processor = "ViTImageProcessor"
-    return prove_encoder(config, ENCODER_FILES, processor)
+    return compare_encoder(config, ENCODER_FILES, processor)
 
 
-LLMS = Kind("causal LMs", lambda config: prove(config, LLM_FILES), OF_LLMS)
+LLMS = Kind("causal LMs", lambda config: compare_llm(config, LLM_FILES), OF_LLMS)
 ENCODERS = Kind("image encoders", _prove_encoder, OF_ENCODERS)
 
 

@@ -19,7 +19,7 @@ from torchmm.training.checkpoint.manifest import (
     checkpoints_at,
     find_problems,
     read_manifest,
-    refuse_newer_format,
+    reject_newer_format,
 )
 
 
@@ -34,7 +34,7 @@ def describe(path: Path) -> str:
 def verdict(path: Path) -> str:
     """Return the verdict on an invalid checkpoint, which a newer version may have saved."""
     try:
-        refuse_newer_format(path)
+        reject_newer_format(path)
     except NewerFormatError:
         return "NOT CHECKED"
     return "DAMAGED"

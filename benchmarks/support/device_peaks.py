@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.run_costs import simulated_profile
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.training_section import UPDATE_PORTION
+from torchmm.recipe.training_section import UPDATE_CHUNK
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -122,7 +122,7 @@ def _measured(run: Path, overrides: list[str], ranks: int, through: Path | None)
     done = subprocess.run(
         [*start, str(ROOT / "train.py"), "--config", str(RECIPE), *overrides],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "FAKECUDA_PORTION": str(UPDATE_PORTION)},
+        env={**os.environ, "PYTHONPATH": paths, "FAKECUDA_PORTION": str(UPDATE_CHUNK)},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -41,7 +41,7 @@ from torchmm.recipe.model_section import (
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import TrainingConfig
-from torchmm.training.export.model_files import Trained, write_export
+from torchmm.training.export.model_files import TrainingSummary, write_export
 
 QUESTION = "What is this?"
 VOCABULARY = 1088
@@ -224,7 +224,7 @@ def make_case(family: str, directory: Path, data: Path) -> Case:
     tokenizer = make_tokenizer(data, family)
     model = build(model_section(family, tokenizer))
     recipe = Recipe(model=ModelConfig())
-    trained = Trained(recipe, 1, Path("none"))
+    trained = TrainingSummary(recipe, 1, Path("none"))
     write_export(model, directory / "hf", tokenizer, trained)
     picture, answer = picture_of(data, directory, family in SEEING)
     batch = microbatch_of(model, tokenizer, directory, picture, answer)

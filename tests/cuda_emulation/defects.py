@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from torchmm.common.device_copies import HostCopy
-from torchmm.extensions.async_tp.backends import _Started
-from torchmm.extensions.low_precision.cpu_offload import HostStreams
+from torchmm.extensions.async_tp.backends import _StartedCollective
+from torchmm.extensions.low_precision.cpu_offload import TransferStreams
 from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
 from torchmm.extensions.async_tp.selection import choose_backend, time_chunks, try_symmetric_memory
-from torchmm.extensions.async_tp.styles import AsyncStyles, Column
+from torchmm.extensions.async_tp.styles import AsyncStyles, PrecomputedColumn
 from torchmm.models.build import build_model
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
@@ -261,7 +261,7 @@ def _compile() -> dict[int, dict[str, float]]:
         materialize(model, "cpu")
         init_weights(model, seed=1)
     for layer in split.llm.layers:
-        assert isinstance(layer.mlp.up_proj.forward, Column)
+        assert isinstance(layer.mlp.up_proj.forward, PrecomputedColumn)
         layer.compile(fullgraph=True, backend="aot_eager")
     return {length: _wrong_gradients(full.llm, split.llm, length) for length in (24, 31)}
 

@@ -19,8 +19,8 @@ from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.shared_filesystem import Site
-from torchmm.training.checkpoint.store import step_of_folder
+from torchmm.training.checkpoint.shared_filesystem import DirectoryGroup
+from torchmm.training.checkpoint.store import step_of_upload_folder
 
 logger = logging.getLogger("test_checkpoint_sites")
 
@@ -140,7 +140,7 @@ def save_with_failed_upload(root: Path) -> list[str]:
             train(model, optimizer)
             manager.save(step, model, optimizer, {})
             manager._uploads.wait()
-            complaints.append(manager.complaint)
+            complaints.append(manager.status_warning)
     return complaints
 
 

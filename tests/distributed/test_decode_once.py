@@ -20,7 +20,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.training import agreement
 from torchmm.training.build import build_run
 from torchmm.training.hooks import validation
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
@@ -141,8 +141,8 @@ def train_all(
         run_dir = root / f"{name}{alone}-{ranks}".replace(" ", "-").replace(",", "")
         recipe = tiny_recipe(run_dir, tokenizer, ranks, **changes_of(layout, data))
         run = resolve(recipe, ranks)
-        model, words = build_unfilled_model(run)
-        cut = cut_model(run, model, words, torch.device("cpu"))
+        model, words = build_meta_model(run)
+        cut = choose_model_stages(run, model, words, torch.device("cpu"))
         if not torch.distributed.is_initialized():
             start_process_group(recipe.parallel, torch.device("cpu"))
         with StopSignal() as stop:

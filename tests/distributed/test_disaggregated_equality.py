@@ -25,7 +25,7 @@ from test_generator_equality import GENERATOR, a_generator, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.extensions.evaluation.generated_images import generate_pixels
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.parallel.apply import parallelize

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.demo_data import tiny_qwen
-from torchmm.extensions.evaluation.hf_generation import write_texts
+from torchmm.extensions.evaluation.hf_generation import generate_held_out_text
 from torchmm.extensions.evaluation.scores import Answer, score
-from torchmm.extensions.evaluation.text.load_model import Export
+from torchmm.extensions.evaluation.text.load_model import ExportedModel
 from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
@@ -143,7 +143,7 @@ def test_invalid_evaluation_exits_with_message(
 
 def test_directory_without_model_is_not_export(tmp_path):
     with pytest.raises(ConfigError, match="is not an export"):
-        Export.read(tmp_path)
+        ExportedModel.read(tmp_path)
 
 
 def test_last_benchmark_scores_are_recorded_at_step(tmp_path, real_data, train_server):

@@ -25,7 +25,7 @@ from torchmm.balance.image_shares import ImageBalance
 from torchmm.common import row_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.extensions.evaluation.generated_images import draw
+from torchmm.extensions.evaluation.generated_images import generate_pixels
 from torchmm.models.build import build_model
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights

@@ -32,7 +32,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers import muon
 from torchmm.training.optimizers.weight_average import WeightAverage

@@ -25,7 +25,7 @@ from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planners.sharing import digest_of
+from torchmm.training.planners.sharing import plan_input_digest
 from torchmm.training.planners.static import StaticPlanner
 
 LAYOUT = {"pipeline": 2, "shard": 2}
@@ -220,6 +220,6 @@ def test_ranks_decode_only_local_actions():
 
 def test_plan_digest_depends_on_inputs():
     metas = [m.meta for m in batch_of(1)]
-    digest = digest_of("", metas)
-    assert digest == digest_of("", list(metas)) == int(np.float64(digest))
-    assert digest != digest_of("other", metas) != digest_of("other", metas[::-1])
+    digest = plan_input_digest("", metas)
+    assert digest == plan_input_digest("", list(metas)) == int(np.float64(digest))
+    assert digest != plan_input_digest("other", metas) != plan_input_digest("other", metas[::-1])

@@ -38,7 +38,7 @@ BEFORE_STEPS = (
 STEPS = (
     "torchmm.data.nodes:Waiting.get",
     "torchmm.training.step:TrainStep.run",
-    "torchmm.training.optim:Updates.apply",
+    "torchmm.training.optim:OptimizerUpdate.apply",
     "torchmm.training.validation:held_out_losses",
     "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
@@ -48,13 +48,16 @@ FINAL_STEPS = (
     "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
-EXPORT = ("torchmm.training.export.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
+EXPORT = (
+    "torchmm.training.export.checkpoint:read_checkpoint_recipe",
+    "torchmm.models.hf.export:_save",
+)
 GENERATE = (
-    "torchmm.extensions.evaluation.text.load_model:open_writer",
+    "torchmm.extensions.evaluation.text.load_model:load_text_generator",
     "torchmm.extensions.evaluation.text.load_model:read_prompts",
     "torchmm.training.pipeline:Pipeline.plan",
 )
-EVALUATE = ("torchmm.extensions.evaluation.hf_generation:write_texts",)
+EVALUATE = ("torchmm.extensions.evaluation.hf_generation:generate_held_out_text",)
 INSPECT = (
     "torchmm.extensions.reports.inspection.findings:recipe_model",
     "torchmm.extensions.reports.inspection.findings:Inspector.inspect",

@@ -16,7 +16,7 @@ from torchmm.planning.first_step import plan_passes, training_samples
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.export.checkpoint import export_checkpoint
-from torchmm.training.model_build import build_unfilled_model
+from torchmm.training.model_build import build_meta_model
 from torchmm.training.run import train
 from torchmm.training.shutdown import read_status
 

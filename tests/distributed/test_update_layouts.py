@@ -24,7 +24,7 @@ from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import OptimizerConfig
-from torchmm.training.optim import Updates, build_optimizer
+from torchmm.training.optim import OptimizerUpdate, build_optimizer
 from torchmm.training.optimizers.weight_average import WeightAverage
 
 LAYOUTS = {
@@ -83,7 +83,7 @@ class TrainedNet:
         matrices = [p for p in net.parameters() if p.ndim > 1 and p is not net.embed.weight]
         self.optimizer = build_optimizer(net, lambda _: "llm", config, matrices=matrices)
         self.average = WeightAverage(net, 0.6)
-        self.updates = Updates(net, self.optimizer, mesh, config, 10, self.average)
+        self.updates = OptimizerUpdate(net, self.optimizer, mesh, config, 10, self.average)
 
     def step(self, number: int, loss: float = 1.0, bad_rank: int | None = None) -> float:
         """Do a step and return its gradient norm; non-finite steps are not finished."""

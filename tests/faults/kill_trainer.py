@@ -42,7 +42,7 @@ from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import is_peer_trouble
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.store import step_of_folder
+from torchmm.training.checkpoint.store import step_of_upload_folder
 
 RANKS = 2
 WIDTH = 192

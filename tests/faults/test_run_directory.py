@@ -23,7 +23,7 @@ def live_run(tmp_path) -> Iterator[Path]:
     """Return the directory of a run that another process considers active."""
     run_dir = tmp_path / "run"
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger(__name__))
-    directory.claim()
+    directory.acquire_lock()
     write_status(run_dir, Status("running", 7, 0))
     (run_dir / "recipe.toml").write_text("name = 'other'\n")
     (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')

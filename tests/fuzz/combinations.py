@@ -199,8 +199,8 @@ def _check_model(recipe: Recipe, world: int) -> None:
         for name, stub in _STUBS.items():  # the originals read samples and simulate
             stack.enter_context(mock.patch.object(model_build, name, stub))
         if built is None:
-            built = _MODELS[key] = model_build.build_unfilled_model(run)
-        model_build.cut_model(run, *built, torch.device("cpu"))
+            built = _MODELS[key] = model_build.build_meta_model(run)
+        model_build.choose_model_stages(run, *built, torch.device("cpu"))
 
 
 _STUBS = {

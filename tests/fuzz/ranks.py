@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fuzz import reference
 from torchmm.data.build import build_loader
-from torchmm.extensions.low_precision.float8 import float8_linears
+from torchmm.extensions.low_precision.float8 import find_float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
@@ -27,7 +27,7 @@ from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
-from torchmm.training.model_build import ModelCut
+from torchmm.training.model_build import ModelStages
 from torchmm.training.shutdown import StopSignal
 from torchmm.training.trainer import Trainer
 
@@ -135,8 +135,8 @@ def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
     chosen = {
         id(linear)
         for module in model.modality_modules()
-        if config.concerns(module.name)
-        for linear in float8_linears(module, config)
+        if config.applies_to(module.name)
+        for linear in find_float8_linears(module, config)
     }
     named = model.named_modules()
     return {f"{n}.weight": config.scaling for n, part in named if id(part) in chosen}

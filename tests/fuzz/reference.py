@@ -27,7 +27,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
 from torchmm.common.dtypes import DTYPES
-from torchmm.extensions.low_precision.low_precision_optimizer import CompactOptimizer
+from torchmm.extensions.low_precision.low_precision_optimizer import LowPrecisionOptimizer
 from torchmm.recipe.training_section import OptimizerConfig
 
 Table = dict[str, Any]
@@ -426,7 +426,7 @@ class Updates:
         keys = OptimizerConfig.model_fields.keys() - {"offload"}
         config = OptimizerConfig(**{key: optimizer[key] for key in keys})
         dtype = DTYPES[optimizer["computed_in"]]
-        self._optimizer = CompactOptimizer([*groups.values()], config, names, dtype)
+        self._optimizer = LowPrecisionOptimizer([*groups.values()], config, names, dtype)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -42,7 +42,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"
@@ -165,7 +165,7 @@ class Server:
         try:
             recipe = load_recipe(file, [], layout.world).recipe
             run = resolve(orchestrated(recipe, layout.world), layout.world)
-            model, tokenizer = build_unfilled_model(run)
+            model, tokenizer = build_meta_model(run)
             run = with_arrangement(run, model)
             if uses_csv:
                 write_csv(run, model, directory / "order.csv")
@@ -174,7 +174,12 @@ class Server:
                 run = resolve(load_recipe(file, [], layout.world).recipe, layout.world)
             if counts_epochs:
                 run = run.with_recipe(_with_epochs(run.recipe, model, tokenizer))
-            return run, model, tokenizer, cut_model(run, model, tokenizer, torch.device("cpu"))
+            return (
+                run,
+                model,
+                tokenizer,
+                choose_model_stages(run, model, tokenizer, torch.device("cpu")),
+            )
         except ConfigError as error:
             return list(error.problems)
         except Exception as error:

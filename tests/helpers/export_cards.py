@@ -18,12 +18,12 @@ from model_cases import COMPOSITES, ENCODERS, build
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.extensions.evaluation.text.load_model import open_writer
-from torchmm.extensions.evaluation.text.prompts import request_of
+from torchmm.extensions.evaluation.text.load_model import load_text_generator
+from torchmm.extensions.evaluation.text.prompts import make_request
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.recipe.model_section import EncoderConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.export.model_files import Trained, write_export
+from torchmm.training.export.model_files import TrainingSummary, write_export
 
 QUESTION = "What is this?"
 PROMPT = "The"
@@ -111,12 +111,12 @@ def make_card_case(name: str, *, chats: bool, data: Path, root: Path) -> CardCas
     source = _save_record(root, file, modality, chats)
     prompt = "" if chats else PROMPT
     recipe = Recipe.model_validate({"data": {"sources": [{"path": str(source), "prompt": prompt}]}})
-    trained = Trained(recipe, 1, Path("none"))
+    trained = TrainingSummary(recipe, 1, Path("none"))
     directory = root / "hf"
     write_export(model, directory, tokenizer, trained)
     use = (directory / "README.md").read_text().split("## Use\n")[1]
-    request = request_of([file] if file else [], QUESTION if chats else PROMPT, as_chat=chats)
-    writer = open_writer(directory)
+    request = make_request([file] if file else [], QUESTION if chats else PROMPT, as_chat=chats)
+    writer = load_text_generator(directory)
     try:
         (text,) = writer.write([request], Sampling(max_new_tokens=40))
     finally:

@@ -14,7 +14,7 @@ from torchmm.extensions.evaluation.text.generate import (
     join_prompts,
     next_token_sequence,
 )
-from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
+from torchmm.extensions.evaluation.text.sampling import Sampling, TokenSampler
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
@@ -67,7 +67,7 @@ def written_again(model: MultimodalModel, prompts: Sequence[Microbatch]) -> Writ
     for sampling in (GREEDY, DRAWN):
         texts.append([])
         for number, prompt in enumerate(prompts):
-            choose = Chooser(sampling, [prompt], number)
+            choose = TokenSampler(sampling, [prompt], number)
             row, ids = prompt, []
             for _ in range(sampling.max_new_tokens):
                 last = torch.tensor([row.input_ids_T.numel() - 1])
@@ -103,7 +103,7 @@ def differences(
 @torch.no_grad()
 def _errors_of_logits(pipeline: Pipeline, row: Microbatch, wanted: Written) -> list[str]:
     problems = []
-    with pipeline.writing():
+    with pipeline.text_generation():
         for step, tokens in enumerate(zip(*wanted.greedy, strict=True)):
             logits_BV = pipeline.next_token_logits(row)
             expected_BV = torch.stack([own[step] for own in wanted.logits])

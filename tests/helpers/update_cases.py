@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.recipe.training_section import OptimizerConfig
-from torchmm.training.optim import Updates, build_optimizer
+from torchmm.training.optim import OptimizerUpdate, build_optimizer
 from torchmm.training.optimizers.weight_average import WeightAverage
 
 NAN, INF = float("nan"), float("inf")
@@ -51,7 +51,9 @@ class Trained:
         matrices = [p for p in self.net.parameters() if p.ndim == 2]
         self.optimizer = build_optimizer(self.net, lambda _: "llm", config, matrices=matrices)
         self.average = WeightAverage(self.net, 0.9)
-        self.updates = Updates(self.net, self.optimizer, OneRank(), config, 10, self.average)
+        self.updates = OptimizerUpdate(
+            self.net, self.optimizer, OneRank(), config, 10, self.average
+        )
 
     def step(self, number: int, size: float = 1.0, loss: float = 1.0) -> float:
         """Do a step as the trainer does and return its gradient norm."""

@@ -9,7 +9,7 @@ from torchmm.recipe.recipe import Recipe
 
 def check_simulation(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of [simulation]."""
-    simulation = SimulationConfig.of(recipe)
+    simulation = SimulationConfig.from_parent(recipe)
     encoders = recipe.model.encoder_names
     also = ("training.sequence_length", "simulation")
     for found in contradictions(simulation, recipe.training.sequence_length):

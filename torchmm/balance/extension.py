@@ -27,7 +27,7 @@ def _uses_times(run: Any, pipeline_size: int) -> bool:
 
 
 def _plans_in_background(run: Any, pipeline_size: int) -> bool:
-    in_background = SearchConfig.of(run.recipe.parallel).background
+    in_background = SearchConfig.from_parent(run.recipe.parallel).background
     return pipeline_size > 1 and (in_background or bool(run.recipe.tuned_modules))
 
 

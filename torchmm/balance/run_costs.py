@@ -31,7 +31,7 @@ def run_profile(recipe: Recipe, device: torch.device) -> Profile:
     Raises:
         ConfigError: The device of `simulation.device` is unknown.
     """
-    name = SimulationConfig.of(recipe).device
+    name = SimulationConfig.from_parent(recipe).device
     return _profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
 
 
@@ -41,7 +41,7 @@ def simulated_profile(recipe: Recipe) -> Profile:
     Raises:
         ConfigError: The device of `simulation.device` is unknown.
     """
-    return _profile(SimulationConfig.of(recipe).device)
+    return _profile(SimulationConfig.from_parent(recipe).device)
 
 
 def _profile(name: str) -> Profile:
@@ -68,7 +68,7 @@ def unsharded_costs(recipe: Recipe, module: ModuleDescription, profile: Profile)
     """Return the cost model of an unsharded module with the recomputation of the recipe."""
     device = profile.device.type
     mode = recompute_mode(recipe, module, device)
-    compiled = recipe.compile.concerns(module, device, recipe.parallel)
+    compiled = recipe.compile.applies_to(module, device, recipe.parallel)
     executions = {module.name: Execution(recompute=mode, compiled=compiled)}
     return CostModel(profile, recipe.training.dtype, executions)
 
@@ -90,7 +90,9 @@ def trial_runner(
         sequence_parallel=parallel.sequence_parallel,
         async_tensor=parallel.async_tensor_parallel,
         recompute={m.name: recompute_mode(recipe, m, device) for m in modules},
-        compiled=frozenset(m.name for m in modules if recipe.compile.concerns(m, device, parallel)),
+        compiled=frozenset(
+            m.name for m in modules if recipe.compile.applies_to(m, device, parallel)
+        ),
     )
 
 
@@ -115,7 +117,9 @@ def layer_tuning(
     checkpointing = recipe.activation_checkpoint
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
-    requested = frozenset(name for name in names if checkpointing.tunes(name))
+    requested = frozenset(
+        name for name in names if checkpointing.selects_layers_automatically(name)
+    )
     offloads = requested if checkpointing.offload else frozenset()
     return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(requested))
 

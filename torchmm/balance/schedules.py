@@ -87,7 +87,7 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
         ValueError: The modules cannot be split like this.
     """
     encoders = {module.name: module for module in modules if module.kind == "encoder"}
-    pipelines = {name: config.sizes_given(name).get("pipeline", 1) for name in encoders}
+    pipelines = {name: config.explicit_sizes(name).get("pipeline", 1) for name in encoders}
     slices = {
         name: config.slices(name) or max(1, len(module.costs) // pipelines[name])
         for name, module in encoders.items()
@@ -127,9 +127,9 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     Raises:
         ValueError: A module has fewer layers than stages.
     """
-    if SearchConfig.of(config).stages == "megatron":
+    if SearchConfig.from_parent(config).stages == "megatron":
         return megatron_layout(modules, config.pipeline, config.virtual_stages)
-    if SearchConfig.of(config).stages == "balanced":
+    if SearchConfig.from_parent(config).stages == "balanced":
         return megatron_balanced_layout(modules, config.pipeline, config.virtual_stages)
     segments = {module.name: config.segments(module.name) for module in modules}
     return separated_layout(modules, config.pipeline, segments)
@@ -208,7 +208,7 @@ def search_by_costs(
         ValueError: No order fits into memory.
         SimulationError: A cost is missing or invalid.
     """
-    section = SearchConfig.of(config)
+    section = SearchConfig.from_parent(config)
     step = step_search(graph, costs, tuner=tuner)
     return step.search(budget or search_budget(section), search_settings(section))
 
@@ -290,7 +290,7 @@ def optimus_orders(
 
 
 def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
-    limits = (MOST_ASSIGNMENTS, SearchConfig.of(config).evaluations, evaluations)
+    limits = (MOST_ASSIGNMENTS, SearchConfig.from_parent(config).evaluations, evaluations)
     return min(limit for limit in limits if limit is not None)
 
 
@@ -414,7 +414,7 @@ def improve_order(
     def seen(best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
         return improvements.seen(best_ms, lambda: searched_order(graph, make()))
 
-    section = SearchConfig.of(config)
+    section = SearchConfig.from_parent(config)
     settings = search_settings(section, search.workers, search.remembered.starts(step.dispatcher))
     result = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
     if result.segments is not None:

@@ -117,7 +117,7 @@ def _run_tasks(arguments: argparse.Namespace, export: Path, step: int | None) ->
         from torchmm.extensions.evaluation import benchmarks
 
     with tempfile.TemporaryDirectory() as scratch, working("answering"):
-        return benchmarks.answer(config, export, Path(scratch) / "scores.json", step)
+        return benchmarks.run_in_foreground(config, export, Path(scratch) / "scores.json", step)
 
 
 def _score_samples(
@@ -159,14 +159,14 @@ def _score_samples(
         with loading():
             import transformers
 
-            from torchmm.extensions.evaluation.hf_generation import write_texts
+            from torchmm.extensions.evaluation.hf_generation import generate_held_out_text
             from torchmm.extensions.evaluation.samples import source_scores
-            from torchmm.extensions.evaluation.text.load_model import Export
+            from torchmm.extensions.evaluation.text.load_model import ExportedModel
 
         transformers.logging.set_verbosity_error()
         with working("answering"):
-            texts = write_texts(
-                Export.read(export),
+            texts = generate_held_out_text(
+                ExportedModel.read(export),
                 data.model_copy(update={"validation": sources}),
                 training,
                 samples=arguments.samples,

@@ -32,7 +32,7 @@ from torchmm.recipe.changes import reject_renamed_options
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchmm.extensions.evaluation.text.load_model import Writer
+    from torchmm.extensions.evaluation.text.load_model import TextGenerator
     from torchmm.extensions.evaluation.text.prompts import Request
     from torchmm.extensions.evaluation.text.sampling import Sampling
 
@@ -46,7 +46,10 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
-        from torchmm.extensions.evaluation.text.load_model import answers_chats, open_writer
+        from torchmm.extensions.evaluation.text.load_model import (
+            is_chat_checkpoint,
+            load_text_generator,
+        )
         from torchmm.extensions.evaluation.text.sampling import Sampling
 
     try:
@@ -63,10 +66,10 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     try:
         talks = arguments.chat and arguments.generate_images is None
         if arguments.template is None and arguments.generate_images is None:
-            arguments.template = answers_chats(arguments.model)
+            arguments.template = is_chat_checkpoint(arguments.model)
         requests = [] if talks else _requests(arguments)
         with working("opening the model"):
-            writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
+            writer = load_text_generator(arguments.model, DTYPES[arguments.dtype], arguments.ema)
         if arguments.generate_images is not None:
             _draw(writer, requests, arguments)
         elif arguments.chat:
@@ -168,7 +171,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
-    from torchmm.extensions.evaluation.text.prompts import read_chats, request_of
+    from torchmm.extensions.evaluation.text.prompts import make_request, read_chats
 
     if arguments.generate_images is not None and (
         arguments.chats or arguments.chat or arguments.template
@@ -186,16 +189,16 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.files and not arguments.all_files:
         files = [[file] for file in arguments.files]
     return [
-        request_of(own, words, as_chat=arguments.template)
+        make_request(own, words, as_chat=arguments.template)
         for own in files
         for words in arguments.prompt or [""]
     ]
 
 
-def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace) -> None:
-    from torchmm.extensions.generation.sampling import draw_requests, save_picture
+def _draw(writer: TextGenerator, requests: list[Request], arguments: argparse.Namespace) -> None:
+    from torchmm.extensions.generation.sampling import generate_requested_images, save_image
 
-    pictures = draw_requests(
+    pictures = generate_requested_images(
         writer,
         requests,
         steps=max(1, arguments.denoising_steps),
@@ -204,7 +207,7 @@ def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace
     )
     arguments.generate_images.mkdir(parents=True, exist_ok=True)
     for number, (request, frames) in enumerate(zip(requests, pictures, strict=True)):
-        file = save_picture(frames, arguments.generate_images / str(number))
+        file = save_image(frames, arguments.generate_images / str(number))
         if arguments.json:
             print(json.dumps({"asked": request.label, "file": str(file)}), flush=True)
         else:
@@ -212,7 +215,10 @@ def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace
 
 
 def _answer(
-    writer: Writer, requests: list[Request], sampling: Sampling, arguments: argparse.Namespace
+    writer: TextGenerator,
+    requests: list[Request],
+    sampling: Sampling,
+    arguments: argparse.Namespace,
 ) -> None:
     """Print the text of each request, or show the only text while it is generated."""
     streams = arguments.stream and len(requests) == 1 and not arguments.json
@@ -233,9 +239,9 @@ def _answer(
                 print(f"{request.label}: {text}", flush=True)
 
 
-def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
+def _talk(writer: TextGenerator, sampling: Sampling, arguments: argparse.Namespace) -> None:
     """Run an interactive chat: read user messages from standard input until /end."""
-    from torchmm.extensions.evaluation.text.prompts import chat_request, parts_of
+    from torchmm.extensions.evaluation.text.prompts import chat_request, content_parts
 
     print(COMMANDS, file=sys.stderr)
     messages: list[dict[str, Any]] = []
@@ -256,7 +262,7 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
             print(f"no such file: {', '.join(missing)}", file=sys.stderr)
             files = [file for file in files if file.is_file()]
             continue
-        user_message = {"role": "user", "content": parts_of(files, message)}
+        user_message = {"role": "user", "content": content_parts(files, message)}
         request = chat_request("the chat", [*messages, user_message], Path())
         try:
             with _Stream(writer.tokenizer) as stream:

@@ -155,7 +155,7 @@ def _search(
 ) -> tuple[SearchResult, Cluster]:
     from torchmm.balance.simulation.section import SimulationConfig
 
-    devices = SimulationConfig.of(recipe).gpus if gpus is None else gpus
+    devices = SimulationConfig.from_parent(recipe).gpus if gpus is None else gpus
     if devices < 1:
         raise ConfigError(f"--gpus = {devices} is not positive; use 1 or more")
     budget_s = default_budget_s(devices) if budget_s is None else budget_s
@@ -165,12 +165,12 @@ def _search(
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.balance.search.search import search_plans
 
-    device = device or SimulationConfig.of(recipe).device
+    device = device or SimulationConfig.from_parent(recipe).device
     try:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    simulation = SimulationConfig.of(recipe).model_copy(update={"device": device})
+    simulation = SimulationConfig.from_parent(recipe).model_copy(update={"device": device})
     recipe = recipe.model_copy(update={"simulation": simulation})
     methods = [method for name in placement for method in PLACEMENTS.get(name, (name,))]
     name = f"planning {devices} devices"

@@ -135,12 +135,12 @@ class ReaderClient:
                 _, answer, _ = self._connection.recv()
             except (OSError, EOFError, AuthenticationError) as error:
                 self._connection = None
-                raise DataError(self._complaint(error)) from error
+                raise DataError(self._status_warning(error)) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _complaint(self, error: Exception) -> str:
+    def _status_warning(self, error: Exception) -> str:
         pid = self._address.pid
         who = "the reader process of the streams on this node (process"
         if isinstance(error, TimeoutError):

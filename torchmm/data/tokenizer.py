@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
-from torchmm.recipe.model_section import ModelConfig, json_problems, split_place
+from torchmm.recipe.model_section import ModelConfig, json_problems, split_revision
 
 _FILES = (
     "tokenizer.json",
@@ -56,7 +56,7 @@ def untrained_tokens(
         The warning. Empty if there are no new tokens, if embeddings are trained, or if the
         tokenizers cannot be compared.
     """
-    source = model.place if model.llm is None else model.llm.place
+    source = model.source_with_revision if model.llm is None else model.llm.source_with_revision
     if trains_embeddings or source is None or source == model.tokenizer_source:
         return ""
     try:
@@ -87,7 +87,7 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: The tokenizer cannot be loaded, or its chat template is not valid.
     """
-    name, revision = split_place(str(source))
+    name, revision = split_revision(str(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions for damaged files

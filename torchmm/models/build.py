@@ -53,7 +53,7 @@ from torchmm.recipe.model_section import (
     GeneratorConfig,
     LlmConfig,
     ModelConfig,
-    split_place,
+    split_revision,
 )
 
 LLM_FILES = WeightFiles(renames=((r"", "backbone."),), hf_prefixes=(("backbone.", ""),))
@@ -105,7 +105,7 @@ def build_model(
 
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
-    hf_config = load_config("model", config.place, config.config)
+    hf_config = load_config("model", config.source_with_revision, config.config)
     # torchmm trains and exports the thinker of Omni models, without the talker (speech output).
     hf_config = getattr(hf_config, "thinker_config", hf_config)
     composite = COMPOSITES.get(hf_config.model_type)
@@ -113,7 +113,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         raise ConfigError(_unsupported_message("model", hf_config, COMPOSITES))
     taken = (_verify_components(config, hf_config),) if composite.supports_any_component else ()
     parts = composite.get_components(hf_config, *taken)
-    if _is_pair_export(config.place):
+    if _is_pair_export(config.source_with_revision):
         parts = parts.without_markers()
     problems: list[str] = []
     if set(config.encoder_names) != set(parts.encoders):
@@ -143,7 +143,12 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         settings = config.processor if part.family.modality == "image" else {}
         with _collect_problems(problems):
             processor = _load_processor(
-                "model", part.family, part.config, config.place, settings, part.tiling
+                "model",
+                part.family,
+                part.config,
+                config.source_with_revision,
+                settings,
+                part.tiling,
             )
             spec = EncoderSpec(
                 name,
@@ -155,10 +160,12 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
                 connector_from_files=True,
                 **part.settings,
             )
-            encoders[name] = EncoderModule(spec, replace(part.files, source=config.place))
+            encoders[name] = EncoderModule(
+                spec, replace(part.files, source=config.source_with_revision)
+            )
     if problems:
         raise ConfigError(problems)
-    llm_files = replace(parts.llm_files, source=config.place)
+    llm_files = replace(parts.llm_files, source=config.source_with_revision)
     draws = generator is not None
     with _collect_problems(problems):
         llm = LlmModule(
@@ -178,7 +185,7 @@ def _is_pair_export(source: str | None) -> bool:
     """
     if source is None:
         return False
-    name, revision = split_place(source)
+    name, revision = split_revision(source)
     try:
         settings, _ = ProcessorMixin.get_processor_dict(name, revision=revision)
     except (OSError, ValueError):  # no processor; `load_config` has checked local files
@@ -200,7 +207,10 @@ def _verify_components(config: ModelConfig, hf_config: Any) -> VerifiedFamilies:
     # Names in the files are those of the multimodal model, so they cannot be verified.
     if tower.model_type not in ENCODER_FAMILIES:
         section = EncoderConfig(
-            processor={**_read_image_processor(config.place), **(config.processor or {})}
+            processor={
+                **_read_image_processor(config.source_with_revision),
+                **(config.processor or {}),
+            }
         )
         with _collect_problems(problems):
             of_tower = _verify_encoder("model.config.vision_config", section, tower)
@@ -246,8 +256,8 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
 def _build_llm(
     section: LlmConfig, dtype: torch.dtype, feeds_generator: bool, chunked_loss: bool
 ) -> LlmModule:
-    config = load_config("model.llm", section.place, section.config)
-    files = replace(LLM_FILES, source=section.place)
+    config = load_config("model.llm", section.source_with_revision, section.config)
+    files = replace(LLM_FILES, source=section.source_with_revision)
     family = LLM_FAMILIES.get(config.model_type)
     problems: list[str] = []
     if family is not None or getattr(config, "num_attention_heads", None):
@@ -319,7 +329,7 @@ def _build_encoder(
     key = f"model.encoders.{name}"
     if name in ("llm", "generator") or "." in name:
         raise ConfigError(f"[{key}] {name!r} is not a valid encoder name; use another name")
-    config = load_config(key, section.place, section.config)
+    config = load_config(key, section.source_with_revision, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     # An unverified encoder may lack the sizes checked below, so it is rejected first.
     family = (family or _verify_encoder(key, section, config)).variant(config)
@@ -327,7 +337,9 @@ def _build_encoder(
     problems += _connector_problems(key, section, family, config)
     processor: _Processor = ("", {}, None)
     with _collect_problems(problems):
-        processor = _load_processor(key, family, config, section.place, section.processor)
+        processor = _load_processor(
+            key, family, config, section.source_with_revision, section.processor
+        )
     if problems:
         raise ConfigError(problems)
     spec = EncoderSpec(
@@ -338,14 +350,14 @@ def _build_encoder(
         llm_hidden_size=hidden_size,
         dtype=dtype,
         feature_layer=section.feature_layer,
-        pixel_shuffle_factor=section.pixel_shuffle_factor if section.folds else 1,
+        pixel_shuffle_factor=section.pixel_shuffle_factor if section.merges_features else 1,
         connector="norm_mlp" if section.connector == "pixel_shuffle_norm_mlp" else "mlp",
         final_norm=family.modality == "audio"
         and section.feature_layer == -1
         and bool(family.final_norm),
     )
     renames = (*family.renames, *ENCODER_FILES.renames)
-    files = replace(ENCODER_FILES, source=section.place, renames=renames)
+    files = replace(ENCODER_FILES, source=section.source_with_revision, renames=renames)
     encoder = EncoderModule(spec, files)
     encoder.describe()
     return encoder
@@ -357,7 +369,7 @@ def _verify_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFam
     Raises:
         ConfigError: The extension for such models rejects it or is not installed.
     """
-    files = replace(ENCODER_FILES, source=section.place)
+    files = replace(ENCODER_FILES, source=section.source_with_revision)
     entry = find_entry("model_fallbacks", "encoder")
     if entry is None:
         raise ConfigError(
@@ -365,7 +377,10 @@ def _verify_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFam
             f"{NOT_INSTALLED.format('auto_models')}"
         )
     try:
-        settings = {**_read_image_processor(section.place), **(section.processor or {})}
+        settings = {
+            **_read_image_processor(section.source_with_revision),
+            **(section.processor or {}),
+        }
         return entry.load()(config, files, settings)
     except ConfigError as error:
         raise ConfigError(
@@ -393,7 +408,7 @@ def _connector_problems(
             f'[{key}] modality = "{section.modality}", but {config.model_type} reads '
             f'{family.modality}; set modality = "{family.modality}"'
         )
-    if not section.folds or family.modality == "audio":
+    if not section.merges_features or family.modality == "audio":
         return problems
     if family.inputs != "fixed":
         problems.append(
@@ -417,7 +432,7 @@ def _read_image_processor(source: str | None) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    name, revision = split_place(source)
+    name, revision = split_revision(source)
     try:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(name, revision=revision)
     except OSError:
@@ -467,7 +482,7 @@ def _load_processor(
         settings = {}
         tiles = None
         if source is not None:
-            place, revision = split_place(source)
+            place, revision = split_revision(source)
             with suppress(OSError):  # weights without an extractor use the defaults of the class
                 settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(
                     place, revision=revision

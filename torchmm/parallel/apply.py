@@ -141,7 +141,7 @@ def parallelize(
             apply_expert_parallel(module, expert)
         bounded = parallel.bounds_encoders and module.kind == "encoder"
         sizes = replace(module.describe(), layers=tuple(module.layer_sizes()))
-        compiles = compile_config.concerns(sizes, device, parallel)
+        compiles = compile_config.applies_to(sizes, device, parallel)
         if compiles and is_automatic and missing:
             logger.warning("layers of %s are not compiled: %s", module.name, missing)
             compiles = False

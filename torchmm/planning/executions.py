@@ -13,7 +13,7 @@ from torchmm.costs.execution import Execution, States
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import STATE_BLOCK, UPDATE_PORTION, FixedMode
+from torchmm.recipe.training_section import STATE_BLOCK, UPDATE_CHUNK, FixedMode
 
 
 def recompute_mode(recipe: Recipe, module: ModuleDescription, device: str) -> FixedMode:
@@ -24,7 +24,7 @@ def recompute_mode(recipe: Recipe, module: ModuleDescription, device: str) -> Fi
         module: Sizes of the module.
         device: Type of the device that runs the module, "cuda" or "cpu".
     """
-    compiles = recipe.compile.concerns(module, device, recipe.parallel)
+    compiles = recipe.compile.applies_to(module, device, recipe.parallel)
     return recipe.activation_checkpoint.fixed_mode(
         module.name, is_eager_on_cuda=device == "cuda" and not compiles
     )
@@ -39,7 +39,7 @@ def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str
         device: Type of the device that runs the module, "cuda" or "cpu".
     """
     recipe = run.recipe
-    compiled = recipe.compile.concerns(module, device, recipe.parallel)
+    compiled = recipe.compile.applies_to(module, device, recipe.parallel)
     recompute = recipe.activation_checkpoint.mode_of(
         module.name,
         bounded=recipe.parallel.bounds_encoders and module.kind == "encoder",
@@ -79,7 +79,7 @@ def module_executions(
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
             recompute=recompute,
-            compiled=run.recipe.compile.concerns(module, device, parallel),
+            compiled=run.recipe.compile.applies_to(module, device, parallel),
             graphs=not graphs_problem(run, module, device),
             states=parameter_states(run.recipe),
             reduces_each=parallel.gradient_reduction == "microbatch",
@@ -121,7 +121,7 @@ def parameter_states(recipe: Recipe) -> States:
         fused=updated if muon else fused,
         visiting=(1 if muon else 2) * (moment - device_moment),
         orthogonal=muon,
-        portion=0 if in_place else UPDATE_PORTION,
+        portion=0 if in_place else UPDATE_CHUNK,
         copy=4.0 * narrow,
         moment_copy=4.0 * packed,
         rounding=rounding,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from torchmm.common.module_names import LLM
 from torchmm.recipe.mesh_sizes import MeshSizes, replica_groups
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
+from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, resolved_unit_sizes
 from torchmm.recipe.recipe import Recipe
 
 
@@ -95,6 +95,6 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
     Raises:
         ConfigError: The degrees do not match `world_size`.
     """
-    units = units_of(recipe, world_size)
+    units = resolved_unit_sizes(recipe, world_size)
     llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)
     return Resolved(recipe, world_size, llm, units)

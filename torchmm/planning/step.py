@@ -145,7 +145,7 @@ def cut_modules(
         layers,
         config.pipeline,
         config.virtual_stages,
-        segments if config.separates_modules else None,
+        segments if config.has_module_segments else None,
     )
 
 
@@ -256,6 +256,6 @@ def order_step(
     if config.placement != "disaggregated":
         return graph, order(graph, costs)
     graph = deal_tasks(graph, costs)
-    if config.separates_modules:
+    if config.has_module_segments:
         return graph, order(graph, costs)
     return graph, disaggregated_order(graph, order)

@@ -13,7 +13,7 @@ from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.mesh_sizes import MeshSizes
-from torchmm.recipe.placement_sizes import show_sizes
+from torchmm.recipe.placement_sizes import format_sizes
 
 MILLIONS_FROM = 100_000
 """Minimum number of parameters that is shown in millions."""
@@ -175,7 +175,7 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         )
         return {
             "ranks": f"{world_size} = {parts}",
-            **{f"ranks of {name}": show_sizes(sizes) for name, sizes in units.items()},
+            **{f"ranks of {name}": format_sizes(sizes) for name, sizes in units.items()},
             "replica groups": f"{run.shares} with replicas: {each}",
         }
     pipeline = f"pipeline {llm.pipeline} x " if llm.pipeline > 1 else ""

@@ -25,9 +25,9 @@ from torchmm.recipe.check_parallel import check_pipeline, check_tensor
 from torchmm.recipe.data_section import (
     SourceConfig,
     StageConfig,
+    find_credential,
     is_address,
     local_path,
-    secret_in,
     unique_names,
 )
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
@@ -39,12 +39,12 @@ from torchmm.recipe.placement_sizes import (
     resolve_sizes,
     resolve_units,
     unit_sizes,
-    with_planned_keys_closed,
+    with_placeholder_sizes,
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.training_section import (
-    COMPACT,
+    LOW_PRECISION_PREFIX,
     limit_bytes,
     optimizer_entry,
 )
@@ -60,7 +60,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         recipe: Recipe whose keys and types are valid.
         world_size: Number of ranks. If None, checks that require it are skipped.
     """
-    recipe = with_planned_keys_closed(recipe)
+    recipe = with_placeholder_sizes(recipe)
     of_extensions = [
         problem
         for entry in find_entries("recipe_checks")
@@ -326,8 +326,8 @@ def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
             text = (
                 f"is above max_tokens = {limits.max_tokens}; lower min_tokens or raise max_tokens"
             )
-            rests_on = (f"{key}.filter.max_tokens",)
-            yield Problem(f"{key}.filter.min_tokens", limits.min_tokens, text, rests_on)
+            depends_on = (f"{key}.filter.max_tokens",)
+            yield Problem(f"{key}.filter.min_tokens", limits.min_tokens, text, depends_on)
 
 
 def _check_stages(recipe: Recipe) -> Problems:
@@ -385,7 +385,7 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
 
 
 def _check_address(key: str, address: str) -> Problems:
-    if (secret := secret_in(address)) is not None:
+    if (secret := find_credential(address)) is not None:
         scheme, _, rest = address.partition("://")
         shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
         text = (
@@ -416,7 +416,7 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     layout = None
     apart = parallel.placement == "disaggregated"
     yield from check_units(parallel, modules)
-    if parallel.leaves_units_open:
+    if parallel.needs_orchestration:
         yield from check_planned_units(modules, world_size)
     elif world_size is not None:
         try:
@@ -447,8 +447,8 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
             f"must be a multiple of {ranks} x microbatch_size = {data_parallel} x "
             f"{training.microbatch_size} = {chunk}; use {near}"
         )
-        rests_on = ("training.microbatch_size", "parallel.llm.context", *keys)
-        yield Problem("training.global_batch_size", size, text, rests_on)
+        depends_on = ("training.microbatch_size", "parallel.llm.context", *keys)
+        yield Problem("training.global_batch_size", size, text, depends_on)
     tokens = training.microbatch_size * training.sequence_length
     if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:
         text = (
@@ -473,8 +473,8 @@ def _check_optimizer(recipe: Recipe) -> Problems:
             f"warmup{with_decay} is longer than training.steps = {steps}; use at most "
             f"{steps - decay}"
         )
-        rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.lr_schedule")
-        yield Problem("optimizer.warmup_steps", warmup, text, rests_on)
+        depends_on = ("training.steps", "optimizer.decay_fraction", "optimizer.lr_schedule")
+        yield Problem("optimizer.warmup_steps", warmup, text, depends_on)
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         text = "each beta must be >= 0 and < 1; typical values are [0.9, 0.95]"
         yield Problem("optimizer.betas", optimizer.betas, text)
@@ -497,7 +497,7 @@ def _check_optimizer(recipe: Recipe) -> Problems:
         )
         used, value = next(pair for pair in storage if pair[1] not in ("float32", False))
         text = 'the extension "low_precision" is not installed'
-        if find_entry("optimizers", f"{COMPACT}adamw") is not None:
+        if find_entry("optimizers", f"{LOW_PRECISION_PREFIX}adamw") is not None:
             text = (
                 f'is not supported with optimizer "{optimizer.name}"; use optimizer.name = "adamw"'
             )

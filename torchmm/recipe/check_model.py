@@ -14,7 +14,7 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import Figure
+from torchmm.recipe.training_section import BestMetric
 
 SECTION = f"model.{GENERATOR}"
 
@@ -180,7 +180,7 @@ def _check_best(recipe: Recipe) -> Problems:
         for name, source in zip(unique_names(held_out), held_out, strict=True)
         for score in source.metrics
     }
-    known = [*get_args(Figure), *sorted(scores)]
+    known = [*get_args(BestMetric), *sorted(scores)]
     if best.metric not in known:
         text = f"is not a metric of this recipe{suggest(best.metric, known)}; use one of: "
         yield Problem(key, best.metric, text + ", ".join(known), ("data.validation",))

@@ -23,10 +23,10 @@ from torchmm.recipe.placement_sizes import (
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import CSV_PREFIX, SCHEDULES, find_schedule
 
-SCHEDULE = "parallel.schedule"
-PIPELINE = "parallel.pipeline"
-VIRTUAL = "parallel.virtual_stages"
-CONTEXT = "parallel.llm.context"
+SCHEDULE_KEY = "parallel.schedule"
+PIPELINE_KEY = "parallel.pipeline"
+VIRTUAL_STAGES_KEY = "parallel.virtual_stages"
+CONTEXT_KEY = "parallel.llm.context"
 
 
 def check_pipeline(recipe: Recipe) -> Problems:
@@ -41,31 +41,31 @@ def check_pipeline(recipe: Recipe) -> Problems:
 def _check_schedule(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
-    order, order_key = name, SCHEDULE
+    order, order_key = name, SCHEDULE_KEY
     if parallel.placement == "colocated":
         order = parallel.llm_schedule
         order_key = "parallel.llm_schedule"
     if name.startswith(CSV_PREFIX):
         if not Path(name.removeprefix(CSV_PREFIX)).expanduser().is_file():
             yield Problem(
-                SCHEDULE, name, "no such file; use csv:PATH with the path of a schedule file"
+                SCHEDULE_KEY, name, "no such file; use csv:PATH with the path of a schedule file"
             )
     elif name not in SCHEDULES:
         text = f"must be one of {', '.join(SCHEDULES)}, or csv:PATH{suggest(name, SCHEDULES)}"
-        yield Problem(SCHEDULE, name, text)
+        yield Problem(SCHEDULE_KEY, name, text)
     schedule = find_schedule(order)
     if parallel.virtual_stages > 1 and pipeline == 1:
         text = "has no effect without a pipeline; set parallel.pipeline > 1 or remove the key"
-        yield Problem(VIRTUAL, parallel.virtual_stages, text, (PIPELINE,))
+        yield Problem(VIRTUAL_STAGES_KEY, parallel.virtual_stages, text, (PIPELINE_KEY,))
     elif parallel.virtual_stages > 1 and schedule and not schedule.virtual_stages:
         text = (
             f'the schedule "{order}" supports one stage per rank; use 1, or schedule = '
             '"interleaved_1f1b"'
         )
-        yield Problem(VIRTUAL, parallel.virtual_stages, text, (order_key,))
+        yield Problem(VIRTUAL_STAGES_KEY, parallel.virtual_stages, text, (order_key,))
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would all-gather all parameters for every microbatch of a pipeline; use "default"'
-        yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
+        yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE_KEY,))
     if parallel.gradient_reduction == "microbatch":
         yield from _check_reduction(recipe)
     if parallel.splits_backward and recipe.compile.enabled is True:
@@ -73,7 +73,7 @@ def _check_schedule(recipe: Recipe) -> Problems:
             "splits each backward pass in two, which compiled layers do not support; set "
             "compile.enabled = false"
         )
-        yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
+        yield Problem(order_key, order, text, ("compile.enabled", PIPELINE_KEY))
 
 
 def _check_modules(recipe: Recipe) -> Problems:
@@ -90,22 +90,22 @@ def _check_modules(recipe: Recipe) -> Problems:
             yield Problem("parallel", name, text, ("model",))
             continue
         if parallel.placement == "interleaved":
-            for size, value in parallel.sizes_given(name).items():
+            for size, value in parallel.explicit_sizes(name).items():
                 text = (
                     "interleaved modules share the parallelism degrees of [parallel]; remove "
                     "the key or set another parallel.placement"
                 )
                 yield Problem(f"{key}.{size}", value, text, ("parallel.placement",))
         colocated = parallel.placement == "colocated" and name not in ("llm", GENERATOR)
-        if module.segments is not None and not (parallel.separates_modules or colocated):
+        if module.segments is not None and not (parallel.has_module_segments or colocated):
             text = (
                 f'the schedule "{parallel.schedule}" has no separate segments; use '
                 '"separated" or remove the key'
             )
-            yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
+            yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE_KEY,))
         elif module.segments is not None and module.segments > 1 and _pipeline(parallel, name) == 1:
             text = "has no effect without a pipeline; set parallel.pipeline > 1 or remove the key"
-            yield Problem(f"{key}.segments", module.segments, text, (PIPELINE,))
+            yield Problem(f"{key}.segments", module.segments, text, (PIPELINE_KEY,))
         if module.sub_microbatch_images is not None and name == "llm":
             text = (
                 "is not supported for the LLM; set it for an encoder, or lower "
@@ -127,7 +127,7 @@ def _check_reduction(recipe: Recipe) -> Problems:
         yield Problem(key, "microbatch", text, ("parallel.placement",))
     elif parallel.pipeline > 1:
         text = 'is not supported with pipeline parallelism; use "step"'
-        yield Problem(key, "microbatch", text, (PIPELINE,))
+        yield Problem(key, "microbatch", text, (PIPELINE_KEY,))
     if parallel.reshard_after_forward == "never":
         text = (
             'all-gathers and reduces once per step; use "default", or gradient_reduction = "step"'
@@ -156,17 +156,17 @@ def _check_experts(recipe: Recipe) -> Problems:
             "requires the same task order on all ranks, but separated modules use a "
             'different order per replica; use 1, or schedule = "1f1b"'
         )
-        yield Problem("parallel.expert", expert, text, (SCHEDULE, PIPELINE))
+        yield Problem("parallel.expert", expert, text, (SCHEDULE_KEY, PIPELINE_KEY))
     if parallel.tensor > 1:
         text = "is not supported with tensor parallelism, which already splits experts; use 1"
         yield Problem("parallel.expert", expert, text, ("parallel.tensor",))
-    if recipe.compile.forces(LLM):
+    if recipe.compile.requires_compilation(LLM):
         text = (
             "exchanges tokens inside the layers, which cannot be compiled; remove the LLM "
             "from compile"
         )
         yield Problem("parallel.expert", expert, text, ("compile.enabled", "compile.modules"))
-    if recipe.activation_checkpoint.tunes(LLM):
+    if recipe.activation_checkpoint.selects_layers_automatically(LLM):
         text = "requires the same recomputation on all ranks; use another mode for the LLM"
         yield Problem("parallel.expert", expert, text, ("activation_checkpoint.mode",))
 
@@ -179,39 +179,41 @@ def _check_context(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     for name, module in parallel.modules.items():
         if name != LLM and module.context is not None:
-            text = f"is supported only for the LLM; remove it or set {CONTEXT}"
+            text = f"is supported only for the LLM; remove it or set {CONTEXT_KEY}"
             yield Problem(f"parallel.{name}.context", module.context, text)
     context = parallel.context
     if context == 1:
         return
     if parallel.placement == "disaggregated":
         text = 'is not supported with "disaggregated" modules; use 1 or another placement'
-        yield Problem(CONTEXT, context, text, ("parallel.placement",))
+        yield Problem(CONTEXT_KEY, context, text, ("parallel.placement",))
     if parallel.mirrors > 1:
         text = (
             "is not supported if encoders have a smaller tensor-parallel degree than the "
             "LLM; use 1, or the same tensor for all modules"
         )
         tensors = tuple(f"parallel.{name}.tensor" for name in recipe.model.encoder_names)
-        yield Problem(CONTEXT, context, text, ("parallel.placement", "parallel.tensor", *tensors))
+        yield Problem(
+            CONTEXT_KEY, context, text, ("parallel.placement", "parallel.tensor", *tensors)
+        )
     if parallel.auto_sizes:
         text = (
             "is not supported by the search for parallelism degrees; use 1, or "
             "parallel.auto_sizes = false"
         )
-        yield Problem(CONTEXT, context, text, ("parallel.auto_sizes",))
+        yield Problem(CONTEXT_KEY, context, text, ("parallel.auto_sizes",))
     if recipe.model.generator is not None:
         text = "is not supported with a generator, which requires the tokens of all ranks; use 1"
-        yield Problem(CONTEXT, context, text, ("model.generator",))
-    if recipe.compile.forces(LLM):
+        yield Problem(CONTEXT_KEY, context, text, ("model.generator",))
+    if recipe.compile.requires_compilation(LLM):
         text = (
             "exchanges attention heads inside the layers, which cannot be compiled; "
             "remove the LLM from compile"
         )
-        yield Problem(CONTEXT, context, text, ("compile.enabled", "compile.modules"))
-    if recipe.activation_checkpoint.tunes(LLM):
+        yield Problem(CONTEXT_KEY, context, text, ("compile.enabled", "compile.modules"))
+    if recipe.activation_checkpoint.selects_layers_automatically(LLM):
         text = "requires the same recomputation on all ranks; use another mode for the LLM"
-        yield Problem(CONTEXT, context, text, ("activation_checkpoint.mode",))
+        yield Problem(CONTEXT_KEY, context, text, ("activation_checkpoint.mode",))
 
 
 def _pipeline(parallel: ParallelConfig, module: str) -> int:
@@ -229,7 +231,7 @@ def _check_layers(recipe: Recipe) -> Problems:
         return
     if parallel.pipeline == 1:
         return
-    if parallel.separates_modules:
+    if parallel.has_module_segments:
         stages = {name: parallel.segments(name) for name in counts}
     elif parallel.placement == "colocated":
         encoders = {n: count for n, count in counts.items() if n not in ("llm", GENERATOR)}
@@ -247,8 +249,8 @@ def _check_layers(recipe: Recipe) -> Problems:
         if layers is not None and layers < needed:
             has = f"{name} has" if name in _layer_counts(recipe) else f"{name} together have"
             text = too_few_layers(has, layers, parallel.pipeline, per_rank)
-            also = (VIRTUAL, SCHEDULE, f"parallel.{name}", "model")
-            yield Problem(PIPELINE, parallel.pipeline, text, also)
+            also = (VIRTUAL_STAGES_KEY, SCHEDULE_KEY, f"parallel.{name}", "model")
+            yield Problem(PIPELINE_KEY, parallel.pipeline, text, also)
 
 
 def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
@@ -328,7 +330,7 @@ def check_tensor(recipe: Recipe) -> Problems:
 
 def tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
     """Return the key of the tensor-parallel size of a module, and the size."""
-    own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
+    own = parallel.explicit_sizes(module) if parallel.placement == "colocated" else {}
     apart = parallel.placement == "disaggregated" and module != LLM
     key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
     return key, {**unit_sizes(parallel, module if apart else LLM), **own}["tensor"]

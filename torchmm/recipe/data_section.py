@@ -220,7 +220,7 @@ def local_path(path: str) -> Path:
         raise ValueError(f"cannot be expanded ({error}); use an absolute path") from None
 
 
-def secret_in(address: str) -> str | None:
+def find_credential(address: str) -> str | None:
     """Return the kind of credential in a URL without its value, or None without credentials."""
     if not is_address(address):
         return None

@@ -40,13 +40,13 @@ class Problem(NamedTuple):
         key: Dotted key.
         value: Value of the key, or `NO_VALUE`.
         text: Description of the problem, and its fix.
-        rests_on: Other keys that can cause the problem.
+        depends_on: Other keys that can cause the problem.
     """
 
     key: str
     value: Any
     text: str
-    rests_on: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.value is NO_VALUE:
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
         """Return True if an error at `key` can be the cause of the problem."""
         return any(
             (other_key + ".").startswith(key + ".") or (key + ".").startswith(other_key + ".")
-            for other_key in (without_indices(k) for k in (self.key, *self.rests_on))
+            for other_key in (without_indices(k) for k in (self.key, *self.depends_on))
         )
 
 
@@ -120,7 +120,7 @@ def without_removed_keys(
     return found
 
 
-def upgraded(tables: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the recipe of a run or checkpoint of an earlier version to the keys of this version.
 
     Args:
@@ -142,18 +142,18 @@ def explain_error(item: Any) -> Problem:
     if kind == "missing":
         return Problem(key, NO_VALUE, "is missing; add it")
     if kind == "literal_error":
-        return Problem(key, value, _explain_choice(loc, value))
+        return Problem(key, value, _choice_fix(loc, value))
     if kind in _MUST_BE or kind == "list_type":
         lists = kind == "list_type"
         wanted = _example_of_list(key, type_at(loc), value) if lists else _MUST_BE[kind]
-        return Problem(key, value, f"must be {wanted}{_type_remedy(value, kind)}")
+        return Problem(key, value, f"must be {wanted}{_type_fix(value, kind)}")
     for limit, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         if limit in context:
             return Problem(key, value, f"must be {sign} {context[limit]}")
     return Problem(key, value, item["msg"])
 
 
-def _explain_choice(loc: Loc, value: Any) -> str:
+def _choice_fix(loc: Loc, value: Any) -> str:
     """Return the fix for a value that is not an allowed value."""
     if (now := renamed_value(without_indices(dotted(loc)), value)) is not None:
         return f'was renamed to "{now}"'
@@ -166,7 +166,7 @@ def _example_of_list(key: str, annotation: Any, value: Any) -> str:
     element = type_below(annotation, 0)
     if is_section(_strip_none(element)):
         return f"a list of tables; write each as [[{key}]] with its keys below it"
-    if wants_string(element):
+    if requires_string(element):
         return f"a list such as [{json.dumps(value if isinstance(value, str) else 'a')}]"
     return "a list such as [1, 2]"
 
@@ -195,7 +195,7 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def holds_names(annotation: Any) -> bool:
+def is_name_keyed(annotation: Any) -> bool:
     """Return True if the keys below are free names for plain values (`optimizer.module_lr`)."""
     annotation = _strip_none(annotation)
     if get_origin(annotation) is not dict:
@@ -204,7 +204,7 @@ def holds_names(annotation: Any) -> bool:
     return value is not Any and not is_section(value)
 
 
-def wants_string(annotation: Any) -> bool:
+def requires_string(annotation: Any) -> bool:
     """Return True if all values of the key are strings."""
     annotation = _strip_none(annotation)
     if get_origin(annotation) is Literal:
@@ -243,7 +243,7 @@ def _strip_none(annotation: Any) -> Any:
     return annotation
 
 
-def _type_remedy(value: Any, kind: str) -> str:
+def _type_fix(value: Any, kind: str) -> str:
     if isinstance(value, dict) and kind in ("float_type", "string_type"):
         return '; a name with a dot needs quotes, as in "vision.connector" = 1e-4'
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):

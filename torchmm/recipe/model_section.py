@@ -20,13 +20,13 @@ PARTS_FILE = "torchmm.json"
 """`[model]` of an export whose parts have no Hugging Face class together; with relative paths."""
 
 
-def place_of(source: str | None, revision: str | None) -> str | None:
+def source_with_revision(source: str | None, revision: str | None) -> str | None:
     """Return a source and its revision as NAME@REVISION."""
     return source if source is None or revision is None else f"{source}@{revision}"
 
 
-def split_place(place: str) -> tuple[str, str | None]:
-    """Return the directory or hub id, and the revision, of a result of `place_of`."""
+def split_revision(place: str) -> tuple[str, str | None]:
+    """Return the directory or hub id, and the revision, of a result of `source_with_revision`."""
     if "@" not in place or Path(place).exists():
         return place, None
     name, _, revision = place.rpartition("@")
@@ -82,9 +82,9 @@ class LlmConfig(Section):
     it must have `model_type`, and weights are random."""
 
     @property
-    def place(self) -> str | None:
-        """Source with its revision, see `split_place`."""
-        return place_of(self.source, self.revision)
+    def source_with_revision(self) -> str | None:
+        """Source with its revision, see `split_revision`."""
+        return source_with_revision(self.source, self.revision)
 
 
 class EncoderConfig(Section):
@@ -120,12 +120,12 @@ class EncoderConfig(Section):
     layer, -2 the output of the layer before it. Later layers are not built."""
 
     @property
-    def place(self) -> str | None:
-        """Source with its revision, see `split_place`."""
-        return place_of(self.source, self.revision)
+    def source_with_revision(self) -> str | None:
+        """Source with its revision, see `split_revision`."""
+        return source_with_revision(self.source, self.revision)
 
     @property
-    def folds(self) -> bool:
+    def merges_features(self) -> bool:
         """True if the connector merges adjacent features."""
         return self.connector != "mlp"
 
@@ -182,9 +182,9 @@ class GeneratorConfig(Section):
     often."""
 
     @property
-    def place(self) -> str | None:
-        """Source with its revision, see `split_place`."""
-        return place_of(self.source, self.revision)
+    def source_with_revision(self) -> str | None:
+        """Source with its revision, see `split_revision`."""
+        return source_with_revision(self.source, self.revision)
 
 
 class ModelConfig(Section):
@@ -242,9 +242,9 @@ class ModelConfig(Section):
         return {**_below(Path(source), parts), **{k: v for k, v in given.items() if k != "source"}}
 
     @property
-    def place(self) -> str | None:
-        """Source of the multimodal model with its revision, see `split_place`."""
-        return place_of(self.source, self.revision)
+    def source_with_revision(self) -> str | None:
+        """Source of the multimodal model with its revision, see `split_revision`."""
+        return source_with_revision(self.source, self.revision)
 
     @property
     def is_composite(self) -> bool:
@@ -270,12 +270,16 @@ class ModelConfig(Section):
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Source of the tokenizer with its revision, see `split_place`.
+        """Source of the tokenizer with its revision, see `split_revision`.
 
         It is the tokenizer key, or else the source of the multimodal model or the LLM.
         """
-        explicit = place_of(self.tokenizer, self.tokenizer_revision)
-        return explicit or self.place or (self.llm.place if self.llm else None)
+        explicit = source_with_revision(self.tokenizer, self.tokenizer_revision)
+        return (
+            explicit
+            or self.source_with_revision
+            or (self.llm.source_with_revision if self.llm else None)
+        )
 
 
 def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

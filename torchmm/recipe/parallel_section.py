@@ -146,7 +146,7 @@ class ParallelConfig(Section):
         return dict(self.__pydantic_extra__ or {})
 
     @property
-    def leaves_units_open(self) -> bool:
+    def needs_orchestration(self) -> bool:
         """True if the planner still has to select the degrees of disaggregated modules.
 
         Checks ignore these degrees and the schedule until then.
@@ -154,7 +154,7 @@ class ParallelConfig(Section):
         return self.auto_sizes and self.placement == "disaggregated"
 
     @property
-    def separates_modules(self) -> bool:
+    def has_module_segments(self) -> bool:
         """True if the schedule assigns every module separate stages on all pipeline ranks."""
         schedule = find_schedule(self.schedule)
         return schedule is not None and schedule.cut == "separated"
@@ -167,7 +167,7 @@ class ParallelConfig(Section):
         is_cut = self.pipeline > 1 or self.placement == "disaggregated"
         return is_cut and schedule is not None and schedule.splits_backward
 
-    def sizes_given(self, name: str) -> dict[str, int]:
+    def explicit_sizes(self, name: str) -> dict[str, int]:
         """Return the values of `pipeline`, `replicate`, `shard` and `tensor` that a module sets."""
         module = self.modules.get(name, ModuleParallelConfig())
         return module.model_dump(include=set(AXES), exclude_none=True)
@@ -191,7 +191,7 @@ class ParallelConfig(Section):
 
     def encoder_tensor(self, name: str) -> int:
         """Return the tensor-parallel size of a colocated encoder."""
-        return self.sizes_given(name).get("tensor", self.tensor)
+        return self.explicit_sizes(name).get("tensor", self.tensor)
 
     def encoder_mirrors(self, name: str) -> int:
         """Return the number of ranks of a plan per tensor-parallel group of a colocated encoder."""
@@ -219,4 +219,4 @@ class ParallelConfig(Section):
     def sub_microbatch_images(self, name: str) -> int | None:
         """Return the maximum number of images in an encoder batch, or None without a limit."""
         given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
-        return given or (4 if self.separates_modules else None)
+        return given or (4 if self.has_module_segments else None)

@@ -41,10 +41,10 @@ def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> M
     Raises:
         ConfigError: The degrees do not divide those of the LLM, or do not match its ranks.
     """
-    found = _misfits(parallel, name, llm.pipeline, llm.tensor)
+    found = _degree_mismatches(parallel, name, llm.pipeline, llm.tensor)
     if problems := [f"{p.key} = {p.value}: {p.text}" for p in found]:
         raise ConfigError(problems)
-    given = parallel.sizes_given(name)
+    given = parallel.explicit_sizes(name)
     pipeline, tensor = given.get("pipeline", 1), given.get("tensor", llm.tensor)
     ranks = prod(llm)
     left = ranks // (pipeline * tensor)
@@ -90,14 +90,14 @@ def check_colocated(
         text = 'the model has no encoders; use "interleaved"'
         yield Problem("parallel.placement", placement, text, ("model",))
     for name in ("llm", GENERATOR):
-        for size, value in parallel.sizes_given(name).items():
+        for size, value in parallel.explicit_sizes(name).items():
             text = (
                 f"with colocated encoders, the {name} uses the parallelism degrees of "
                 "[parallel]; remove the key"
             )
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
     for name in encoders:
-        problems = list(_misfits(parallel, name, parallel.pipeline, parallel.tensor))
+        problems = list(_degree_mismatches(parallel, name, parallel.pipeline, parallel.tensor))
         yield from problems
         if llm is not None and not problems:
             try:
@@ -116,7 +116,7 @@ def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | No
         counts: Number of layers by encoder. None if unknown.
     """
     for name, layers in counts.items():
-        ranks = parallel.sizes_given(name).get("pipeline", 1)
+        ranks = parallel.explicit_sizes(name).get("pipeline", 1)
         slices = parallel.slices(name) or 1
         if layers is not None and layers < ranks * slices:
             key, value = ("pipeline", ranks) if ranks > layers else ("segments", slices)
@@ -139,9 +139,9 @@ def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
     )
 
 
-def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) -> Problems:
+def _degree_mismatches(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) -> Problems:
     """Yield degrees of an encoder that do not divide those of the LLM."""
-    degrees = parallel.sizes_given(name)
+    degrees = parallel.explicit_sizes(name)
     degree = degrees.get("pipeline", 1)
     if pipeline % degree:
         divisors = ", ".join(str(n) for n in range(1, pipeline + 1) if pipeline % n == 0)
@@ -157,7 +157,7 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
     """Return the degrees of a module by key. -1 is the remaining ranks."""
     defaults = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
-    return defaults | parallel.sizes_given(name)
+    return defaults | parallel.explicit_sizes(name)
 
 
 def resolve_units(
@@ -208,7 +208,7 @@ def resolve_units(
     return {name: MeshSizes(**degrees) for name, degrees in sizes.items()}
 
 
-def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
+def resolved_unit_sizes(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
     """Return the degrees of every module of a run, or {} unless modules are disaggregated.
 
     Raises:
@@ -219,7 +219,7 @@ def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
     return resolve_units(recipe.parallel, recipe.model.modality_modules, world_size)
 
 
-def show_sizes(layout: MeshSizes) -> str:
+def format_sizes(layout: MeshSizes) -> str:
     """Return the degrees above 1 as text."""
     return _shown(layout._asdict()).strip("()")
 
@@ -230,16 +230,16 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 def _key(parallel: ParallelConfig, name: str, size: str) -> str:
-    is_separate = name != LLM or size in parallel.sizes_given(name)
+    is_separate = name != LLM or size in parallel.explicit_sizes(name)
     return f"parallel.{name}.{size}" if is_separate else f"parallel.{size}"
 
 
-def with_planned_keys_closed(recipe: Recipe) -> Recipe:
+def with_placeholder_sizes(recipe: Recipe) -> Recipe:
     """Return the recipe with valid values for the keys that planning of disaggregated modules sets.
 
     The checks then apply only to the remaining keys.
     """
-    if not recipe.parallel.leaves_units_open:
+    if not recipe.parallel.needs_orchestration:
         return recipe
     table = recipe.parallel.model_dump(exclude_unset=True)
     for name in recipe.parallel.modules:
@@ -284,7 +284,7 @@ def check_planned_units(modules: Sequence[str], world_size: int | None) -> Probl
 
 def unit_stages(parallel: ParallelConfig, name: str) -> int:
     """Return the number of stages of a module per pipeline rank."""
-    if parallel.separates_modules:
+    if parallel.has_module_segments:
         return parallel.segments(name)
     return parallel.virtual_stages if name == LLM else 1
 

@@ -31,11 +31,11 @@ from torchmm.recipe.check import MeshSizes, find_problems
 from torchmm.recipe.explain import (
     Problem,
     explain_error,
-    holds_names,
+    is_name_keyed,
+    requires_string,
     shorten,
     type_below,
-    upgraded,
-    wants_string,
+    upgrade_recipe,
     without_indices,
     without_removed_keys,
 )
@@ -102,7 +102,7 @@ def load_recipe(
     recipe, schema_problems = _validate(table)
     found = [*beyond, *schema_problems]
     if world_size is not None:
-        suspects = {without_indices(k) for p in found for k in (p.key, *p.rests_on)}
+        suspects = {without_indices(k) for p in found for k in (p.key, *p.depends_on)}
         checked = find_problems(recipe, world_size)
         found += [p for p in checked if not any(p.touches(key) for key in suspects)]
     if found:
@@ -132,7 +132,7 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
         tables: Recipe as nested tables.
     """
     try:
-        recipe = Recipe.model_validate(upgraded(tables))
+        recipe = Recipe.model_validate(upgrade_recipe(tables))
     except ValueError:
         return dotted_values(tables)
     return dotted_values(recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
@@ -203,19 +203,19 @@ def list_recipes(folder: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def what_was_trained(recipe: Recipe) -> str:
+def training_recipe_toml(recipe: Recipe) -> str:
     """Return the model and training sections of a recipe as TOML, without paths and data."""
     sections = {"model", "freeze", "adapters", "training", "optimizer", "parallel", "float8"}
     table = recipe.model_dump(
         mode="json", include=sections, exclude_defaults=True, exclude_none=True
     )
     # Checkpoints store recipes as JSON, which does not retain the key order of the file.
-    return tomli_w.dumps({name: _sorted(section) for name, section in table.items()})
+    return tomli_w.dumps({name: _sort_keys(section) for name, section in table.items()})
 
 
-def _sorted(value: Any) -> Any:
+def _sort_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
+        return {key: _sort_keys(value[key]) for key in sorted(value)}
     return value
 
 
@@ -237,7 +237,7 @@ def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
         seen.append(file.resolve())
         content = _read_toml(file, chain[-1][0] if chain else None, problems)
         if file.name == "recipe.toml" and file.with_name("STATUS.json").is_file():  # of a run
-            content = upgraded(content)
+            content = upgrade_recipe(content)
         base = content.pop("base", None)
         chain.append((file, content))
         if base is not None and not isinstance(base, str):
@@ -298,7 +298,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
     except tomli.TOMLDecodeError:
         return text
     value = parsed["value"] if len(parsed) == 1 else text
-    return text if wants_string(annotation) and not isinstance(value, str) else value
+    return text if requires_string(annotation) and not isinstance(value, str) else value
 
 
 def _split_key(key: str) -> tuple[list[str], Any]:
@@ -307,7 +307,7 @@ def _split_key(key: str) -> tuple[list[str], Any]:
     annotation: Any = Recipe
     parts = key.split(".")
     while parts:
-        if holds_names(annotation):
+        if is_name_keyed(annotation):
             parts = [".".join(parts)]
         path.append(parts.pop(0))
         annotation = type_below(annotation, path[-1])

@@ -68,7 +68,7 @@ def schedules_for(placement: Placement) -> tuple[str, ...]:
     return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
 
 
-def registered(functions: Mapping[str, T]) -> dict[str, T]:
+def functions_by_schedule(functions: Mapping[str, T]) -> dict[str, T]:
     """Return the functions of all schedules that require no costs, in the order of `SCHEDULES`.
 
     Raises:

@@ -29,7 +29,7 @@ class Section(BaseModel):
         return False
 
     @classmethod
-    def of(cls, parent: Section) -> Self:
+    def from_parent(cls, parent: Section) -> Self:
         """Return the section of this type that an extension added to `parent`.
 
         If the extension added its keys to the class of `parent`, return `parent`.

@@ -17,9 +17,9 @@ FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "auto"]
 STATE_BLOCK = 64
 """Values of 8 bits that have a common scale."""
-UPDATE_PORTION = 2**24
+UPDATE_CHUNK = 2**24
 """Parameters that are updated together where they or their states rest in fewer bytes."""
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
+_BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
 
 
 class ActivationCheckpointConfig(Section):
@@ -55,7 +55,7 @@ class ActivationCheckpointConfig(Section):
         mode = self.mode_of(module, bounded=False, is_eager_on_cuda=is_eager_on_cuda)
         return "none" if mode == "auto" else mode
 
-    def tunes(self, module: str) -> bool:
+    def selects_layers_automatically(self, module: str) -> bool:
         """Return True if plans select the recomputed layers of the module."""
         return self.modules.get(module, self.mode) == "auto"
 
@@ -92,7 +92,7 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
             'is not a memory limit; use a fraction of the device memory ("85%") or an amount '
             '("60 GiB", "512 MiB") above 0'
         )
-    scale = _UNITS[found[2]]
+    scale = _BYTE_UNITS[found[2]]
     return round(number * scale * (device_bytes if found[2] == "%" else 1))
 
 
@@ -101,14 +101,14 @@ OPTIMIZERS: Sequence[Entry] = (
     Entry("muon", "torchmm.training.optimizers.muon:LocalMuon"),
 )
 """Optimizers of the core (`torchmm.training.optimizers.optimizer`)."""
-COMPACT = "compact_"
+LOW_PRECISION_PREFIX = "compact_"
 """Prefix of optimizers whose parameters or states are not stored in float32 on the device."""
 
 if TYPE_CHECKING:
     OptimizerName = str
 else:
     _entries = (*OPTIMIZERS, *find_entries("optimizers"))
-    _names = [entry.name for entry in _entries if not entry.name.startswith(COMPACT)]
+    _names = [entry.name for entry in _entries if not entry.name.startswith(LOW_PRECISION_PREFIX)]
     OptimizerName = Literal[tuple(_names)]
 
 
@@ -163,7 +163,7 @@ def optimizer_entry(config: OptimizerConfig, *, is_narrow: bool) -> Entry | None
         is_narrow: Whether parameters are stored in bfloat16.
     """
     is_compact = is_narrow or config.offload or config.state_dtype != "float32"
-    name = f"{COMPACT}{config.name}" if is_compact else config.name
+    name = f"{LOW_PRECISION_PREFIX}{config.name}" if is_compact else config.name
     entries = (*OPTIMIZERS, *find_entries("optimizers"))
     return next((entry for entry in entries if entry.name == name), None)
 
@@ -233,7 +233,7 @@ class ValidationConfig(Section):
     """Number of denoising steps per image. Each step is a forward pass of the complete model."""
 
 
-Figure = Literal[
+BestMetric = Literal[
     "validation_loss",
     "validation_loss_text",
     "validation_loss_image",
@@ -254,7 +254,7 @@ class BestConfig(Section):
     count: int = Field(default=1, ge=1)
     """Number of best checkpoints to keep."""
 
-    def badness(self, value: float) -> float:
+    def sort_key(self, value: float) -> float:
         """Return a value that is lower for better metrics."""
         return value if self.mode == "min" else -value
 
@@ -347,11 +347,11 @@ class CompileConfig(Section):
     several ranks, nor for compiled or recomputed layers. If CUDA cannot capture a graph, the log
     shows the reason."""
 
-    def forces(self, module: str) -> bool:
+    def requires_compilation(self, module: str) -> bool:
         """Return True if the recipe requires compiled layers for this module."""
         return self.enabled is True and module in (self.modules or [module])
 
-    def concerns(self, module: ModuleDescription, device: str, parallel: ParallelConfig) -> bool:
+    def applies_to(self, module: ModuleDescription, device: str, parallel: ParallelConfig) -> bool:
         """Return True if the layers of a module are compiled.
 
         Args:
@@ -366,7 +366,7 @@ class CompileConfig(Section):
     ) -> str:
         """Return why the layers of a module are not compiled, or "" if they are.
 
-        Args: See `concerns`.
+        Args: See `applies_to`.
         """
         if self.enabled is False or module.name not in (self.modules or [module.name]):
             return "not enabled by compile.enabled and compile.modules"

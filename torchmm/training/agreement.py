@@ -21,7 +21,7 @@ from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.training.components import RunParts
+from torchmm.training.components import RunComponents
 from torchmm.training.step import StepOutcome, gather_corrupt_samples
 
 
@@ -44,7 +44,7 @@ class StepTotals(NamedTuple):
 
 
 def agree_on_batch(
-    parts: RunParts, step: int, batch: StepBatch | None, stop_requested: bool
+    parts: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
 ) -> tuple[StepBatch | None, StepTotals]:
     """Return the batch without corrupt samples, and the totals of the step.
 
@@ -69,7 +69,7 @@ def agree_on_batch(
 
 
 def _sum_over_ranks(
-    parts: RunParts, step: int, batch: StepBatch | None, stop_requested: bool
+    parts: RunComponents, step: int, batch: StepBatch | None, stop_requested: bool
 ) -> StepTotals:
     """Return the totals of a step.
 
@@ -122,7 +122,7 @@ def copy_losses(
         loads_LE = model.llm.expert_loads.take(mesh.device)
         dist.all_reduce(loads_LE)
         load = max_expert_load_ratio(loads_LE)
-    return HostCopy(torch.stack([*outcome.loss_of_each, grad_norm, load]))
+    return HostCopy(torch.stack([*outcome.weighted_and_module_losses, grad_norm, load]))
 
 
 def check_losses(

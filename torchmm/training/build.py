@@ -26,16 +26,16 @@ from torchmm.planning.resolved import Resolved
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.read import dump_recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.load import Restored
+from torchmm.training.checkpoint.load import RestoredRun
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.components import RunParts
+from torchmm.training.components import RunComponents
 from torchmm.training.console import print_summary
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
-from torchmm.training.model_build import ModelCut, fill_model
+from torchmm.training.model_build import ModelStages, materialize_stages
 from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.weight_average import WeightAverage
 from torchmm.training.planners.registry import build_planner
-from torchmm.training.rank_setup import compare_choices, prepare_ranks, seed_rank
+from torchmm.training.rank_setup import check_choices_agree, prepare_ranks, seed_rank
 from torchmm.training.shutdown import Status, write_status
 from torchmm.training.tracking.recorder import MetricsRecorder
 
@@ -46,19 +46,19 @@ def build_run(
     device: torch.device,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    cut: ModelCut,
+    cut: ModelStages,
     directory: CheckpointDirectory | None = None,
     streams: ReaderAddress | None = None,
-) -> RunParts:
+) -> RunComponents:
     """Build the components of a run and initialize the model. Collective over all ranks.
 
     Args:
         run: Resolved recipe.
         run_dir: Directory of the run.
         device: Device of this rank.
-        model: Complete model on the meta device (`build_unfilled_model`).
+        model: Complete model on the meta device (`build_meta_model`).
         tokenizer: Tokenizer of the model.
-        cut: Stages of the model (`cut_model`).
+        cut: Result of `choose_model_stages`.
         directory: Directory of the checkpoints, if rank 0 may have claimed it already.
         streams: Process that reads the streams of this host. If None, every rank reads them.
 
@@ -72,7 +72,7 @@ def build_run(
     # The directory is claimed first, so that files of another active run are not overwritten.
     checkpoints = open_checkpoints(run, run_dir, mesh, logger, directory)
     prepare_ranks(run, mesh, logger)
-    compare_choices(run, logger)
+    check_choices_agree(run, logger)
     if mesh.rank == 0:
         write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
@@ -84,7 +84,7 @@ def build_run(
     samples, held_out = open_data(run, model, tokenizer, streams)
     if mesh.rank == 0:
         log_data(run, model, samples, logger)
-    pipeline, compilation = fill_model(run, model, mesh, cut)
+    pipeline, compilation = materialize_stages(run, model, mesh, cut)
     optimizer = build_optimizer(
         model,
         module_of,
@@ -97,7 +97,7 @@ def build_run(
     average = None if decay is None else WeightAverage(model, decay)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted, average)
-    step = _step_after(restored, run, mesh, logger)
+    step = _log_resume(restored, run, mesh, logger)
     recorder = None
     if mesh.rank == 0:
         with working("opening metrics and trackers"):
@@ -125,7 +125,7 @@ def build_run(
     )
     # Built last, because it may start a process, which the training loop closes.
     planner = build_planner(run, pipeline, mesh, logger)
-    return RunParts(
+    return RunComponents(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, planner, optimizer,
         average, checkpoints, restored, loader, held_out, recorder,
     )  # fmt: skip
@@ -154,8 +154,8 @@ def open_checkpoints(
     )
 
 
-def _step_after(
-    restored: Restored | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
+def _log_resume(
+    restored: RestoredRun | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
 ) -> int:
     """Return the last finished step, and seed random numbers if the layout changed."""
     if restored is None:

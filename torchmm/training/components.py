@@ -15,7 +15,7 @@ from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
-from torchmm.training.checkpoint.load import Restored
+from torchmm.training.checkpoint.load import RestoredRun
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optimizers.optimizer import RunOptimizer
 from torchmm.training.optimizers.weight_average import WeightAverage
@@ -24,7 +24,7 @@ from torchmm.training.tracking.recorder import MetricsRecorder
 
 
 @dataclass
-class RunParts:
+class RunComponents:
     """The components of a run on one rank."""
 
     run: Resolved
@@ -41,7 +41,7 @@ class RunParts:
     average: WeightAverage | None
     """Moving average of the weights (`training.ema_decay`)."""
     checkpoints: CheckpointManager
-    restored: Restored | None
+    restored: RestoredRun | None
     """The loaded checkpoint. None if training starts at step 0."""
     loader: Loader
     held_out: SampleSet | None

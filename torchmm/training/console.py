@@ -81,13 +81,15 @@ def describe_step(record: Record, eta_s: float) -> str:
     """Return the line of one step: the metrics with a format that are not None."""
     parts = []
     for name, metric in METRICS.items():
-        value = record.get(name) if metric.shown else None
+        value = record.get(name) if metric.progress_format else None
         if name == "data_wait_ms" and value is not None:
             value /= max(record["step_ms"], 1e-9)  # shown as a fraction of the step
         if isinstance(value, Mapping):
-            parts += [f"{key} {metric.shown.format(number)}" for key, number in value.items()]
+            parts += [
+                f"{key} {metric.progress_format.format(number)}" for key, number in value.items()
+            ]
         elif value is not None:
-            parts.append(metric.shown.format(value * metric.scale))
+            parts.append(metric.progress_format.format(value * metric.scale))
     return " | ".join([*parts, f"ETA {timedelta(seconds=round(eta_s))}"])
 
 

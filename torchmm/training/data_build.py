@@ -29,7 +29,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.run_length import estimate_pass_steps, length_lines
-from torchmm.training.model_build import ModelCut
+from torchmm.training.model_build import ModelStages
 
 
 @working("opening the data")
@@ -77,7 +77,7 @@ def log_data(
 def build_arrangements(
     run: Resolved,
     modules: Sequence[ModuleDescription],
-    cut: ModelCut,
+    cut: ModelStages,
     device: torch.device,
 ) -> tuple[Arrange | None, Balance | None]:
     """Return the functions that `data.reorder` and `data.balance` request, or None.

@@ -10,8 +10,9 @@ record per line, and trackers show the value of "step_ms" as "time/step_ms".
 
 To add a metric that ranks measure, add an entry with a reduction to `METRICS`, and its value to
 `StepMeter.count` or `measure`. To add a metric of planning or of a hook, add an entry without a
-reduction: planners return values in `StepPlan.statistics`, hooks set values in `StepDone.record`.
-metrics.jsonl, the progress line, trackers and the reference page then have the metric.
+reduction: planners return values in `StepPlan.statistics`, hooks set values in
+`FinishedStep.record`. metrics.jsonl, the progress line, trackers and the reference page then have
+the metric.
 
 Times in a record are times of the slowest rank, because it determines the duration of a step. They
 are not averaged over a logging window, which would hide single slow steps.
@@ -53,7 +54,7 @@ class Metric(NamedTuple):
     """Unit, or "" for plain numbers and text."""
     description: str
     """Documentation: one or more sentences."""
-    kind: type = float
+    value_type: type = float
     nullable: bool = False
     """Whether the value may be None. A reduction to 0 is then None."""
     reduce: Literal["max", "sum", "rate"] | None = None
@@ -61,7 +62,7 @@ class Metric(NamedTuple):
 
     If None, ranks do not measure the metric.
     """
-    shown: str = ""
+    progress_format: str = ""
     """Format in the progress line. If empty, the progress line does not show the metric."""
     scale: float = 1.0
     """Factor of the value in the progress line."""
@@ -79,33 +80,33 @@ METRICS: Mapping[str, Metric] = {
         "train", "nats",
         "Mean loss per target token of the global batch. With a generator: weighted sum of "
         "`loss_text` and `loss_image`.",
-        shown="loss {:.4f}"),
+        progress_format="loss {:.4f}"),
     "loss_text": Metric(
         "train", "nats", "With a generator: mean loss per target token of the text.",
-        nullable=True, shown="text {:.4f}"),
+        nullable=True, progress_format="text {:.4f}"),
     "loss_image": Metric(
         "train", "",
         "With a generator: squared error of the velocity, averaged over pixels and images.",
-        nullable=True, shown="image {:.4f}"),
+        nullable=True, progress_format="image {:.4f}"),
     "validation_loss": Metric(
         "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
-        nullable=True, shown="held-out loss {:.4f}"),
+        nullable=True, progress_format="held-out loss {:.4f}"),
     "validation_loss_text": Metric(
         "validation", "nats", "`loss_text` on held-out samples.",
-        nullable=True, shown="text {:.4f}"),
+        nullable=True, progress_format="text {:.4f}"),
     "validation_loss_image": Metric(
         "validation", "", "`loss_image` on held-out samples.",
-        nullable=True, shown="image {:.4f}"),
+        nullable=True, progress_format="image {:.4f}"),
     "word_error_rate": Metric(
         "validation", "fraction",
         "Word error rate of the text generated for held-out audio and videos.",
-        nullable=True, shown="word errors {:.1%}"),
+        nullable=True, progress_format="word errors {:.1%}"),
     "scores": Metric(
         "validation", "",
         'Metrics of generated text by "SOURCE/METRIC", for validation sources with metrics, and of '
         'benchmarks by "TASK/METRIC". A benchmark result is part of the record of the step in '
         "which it becomes available, or of the last step.",
-        dict, nullable=True, shown="{:.3f}"),
+        dict, nullable=True, progress_format="{:.3f}"),
     "grad_norm": Metric("train", "", "Global gradient norm before clipping."),
     "lr": Metric("train", "", "Learning rate of the step (`optimizer.lr`)."),
     "max_expert_load_ratio": Metric(
@@ -116,40 +117,40 @@ METRICS: Mapping[str, Metric] = {
         nullable=True),
     "tokens_per_s": Metric(
         "time", "1/s", "Tokens of all ranks, without padding.",
-        reduce="rate", shown="{:,.0f} tokens/s"),
+        reduce="rate", progress_format="{:,.0f} tokens/s"),
     "samples_per_s": Metric(
         "time", "1/s", "Samples of all ranks.",
-        reduce="rate", shown="{:.1f} samples/s"),
+        reduce="rate", progress_format="{:.1f} samples/s"),
     "media_per_s": Metric(
         "time", "1/s", "Images, audio clips and videos that encoders read, of all ranks.",
-        reduce="rate", shown="{:.1f} images/s"),
+        reduce="rate", progress_format="{:.1f} images/s"),
     "generated_images_per_s": Metric(
         "time", "1/s", "Images and videos that the generator is trained on, of all ranks.",
-        nullable=True, reduce="rate", shown="{:.1f} drawn/s"),
+        nullable=True, reduce="rate", progress_format="{:.1f} drawn/s"),
     "mfu": Metric(
         "time", "0..1",
         "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices. "
         "Null if the peak is unknown. On a CPU the peak is measured at every start, so compare "
         "`tokens_per_s` instead.",
-        nullable=True, shown="MFU {:.1f} %", scale=100),
+        nullable=True, progress_format="MFU {:.1f} %", scale=100),
     "peak_memory_bytes": Metric(
         "memory", "bytes",
         "Peak memory of the rank with the highest use since its start: device memory on CUDA, "
         "process memory on a CPU.",
-        int, reduce="max", shown="{:.2f} GiB", scale=2**-30),
+        int, reduce="max", progress_format="{:.2f} GiB", scale=2**-30),
     "step_ms": Metric("time", "ms", "Duration of the step on the slowest rank.", reduce="max"),
     "data_wait_ms": Metric(
         "time", "ms", "Time for which the step waited for data, on the slowest rank.",
-        reduce="max", shown="data wait {:.0f} %", scale=100),
+        reduce="max", progress_format="data wait {:.0f} %", scale=100),
     "encoder_ms": Metric(
         "time", "ms", "Forward and backward passes of all encoders, on the slowest rank.",
-        nullable=True, reduce="max", shown="encoder {:.0f} ms"),
+        nullable=True, reduce="max", progress_format="encoder {:.0f} ms"),
     "llm_ms": Metric(
         "time", "ms", "Forward and backward passes of the LLM, on the slowest rank.",
-        nullable=True, reduce="max", shown="LLM {:.0f} ms"),
+        nullable=True, reduce="max", progress_format="LLM {:.0f} ms"),
     "generator_ms": Metric(
         "time", "ms", "Forward and backward passes of the generator, on the slowest rank.",
-        nullable=True, reduce="max", shown="generator {:.0f} ms"),
+        nullable=True, reduce="max", progress_format="generator {:.0f} ms"),
     "pipeline_ms": Metric(
         "pipeline", "ms",
         "Time from the first to the last action of the plan, on the slowest rank. "
@@ -159,7 +160,7 @@ METRICS: Mapping[str, Metric] = {
         "pipeline", "0..1",
         "Fraction of `pipeline_ms` without forward and backward passes, averaged over ranks. "
         "Null without a pipeline.",
-        nullable=True, shown="bubbles {:.0f} %", scale=100),
+        nullable=True, progress_format="bubbles {:.0f} %", scale=100),
     "slowest_rank": Metric(
         "pipeline", "",
         "Rank with the most time in data wait and in modules. Module time includes waiting in "
@@ -402,7 +403,7 @@ def make_record(
         if metric.reduce is not None:
             values = [rank[name] for rank in ranks]
             value = max(values) if metric.reduce == "max" else sum(values)
-            value = metric.kind(value * per_s if metric.reduce == "rate" else value)
+            value = metric.value_type(value * per_s if metric.reduce == "rate" else value)
             record[name] = None if metric.nullable and not value else value
     if peak_flops:
         record["mfu"] = sum(rank["flops"] for rank in ranks) * per_s / (peak_flops * len(ranks))

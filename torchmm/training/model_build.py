@@ -1,8 +1,8 @@
 """Build the model of a run: on the meta device, split into stages, parallelized, initialized.
 
-`build_unfilled_model` and `cut_model` require no process group, so that all problems with the model
-are reported before the rendezvous of the ranks. `fill_model` then allocates only the parameters of
-this rank.
+`build_meta_model` and `choose_model_stages` require no process group, so that all problems with the
+model are reported before the rendezvous of the ranks. `materialize_stages` then allocates only the
+parameters of this rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchmm.training.optimizers.optimizer import find_optimizer
 from torchmm.training.pipeline import Pipeline
 
 
-class ModelCut(NamedTuple):
+class ModelStages(NamedTuple):
     """Stages of a model, identical on all ranks."""
 
     parallel: ParallelConfig
@@ -54,13 +54,13 @@ class ModelCut(NamedTuple):
     layout: StageLayout
 
 
-def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+def build_meta_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
     """Return the model on the meta device and its tokenizer. Requires no process group.
 
     Raises:
         ConfigError: The model or the tokenizer cannot be built. The error lists all problems.
     """
-    _quiet_libraries()
+    _silence_libraries()
     recipe = run.recipe
     problems: list[str] = []
     if not recipe.data.sources and not recipe.data.validation:
@@ -93,12 +93,12 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
 
 
 @working("measuring the first samples, and splitting the model")
-def cut_model(
+def choose_model_stages(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> ModelCut:
+) -> ModelStages:
     """Check the model against the parallelism of the recipe and return its stages.
 
     Requires no process group. `torchmm.recipe.check` has checked the recipe alone. This function
@@ -139,12 +139,12 @@ def cut_model(
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
     if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
         raise ConfigError(problems)
-    return ModelCut(parallel, layout)
+    return ModelStages(parallel, layout)
 
 
 @working("splitting the model and loading weights")
-def fill_model(
-    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
+def materialize_stages(
+    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelStages
 ) -> tuple[Pipeline, Compilation]:
     """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
 
@@ -181,7 +181,7 @@ def fill_model(
     return pipeline, compilation
 
 
-def _quiet_libraries() -> None:
+def _silence_libraries() -> None:
     """Disable harmless messages of libraries that every rank would repeat."""
     # torchmm does not modify the result of a module in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -85,7 +85,7 @@ def build_optimizer(
     return make(param_groups, config, parameter_names(model), dtype)
 
 
-class Updates:
+class OptimizerUpdate:
     """The update of a step: gradient norm, clipping, learning rate, optimizer, weight average.
 
     Construction is collective. `measure` and `apply` queue work on the device and do not wait for
@@ -189,11 +189,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-Replicas = Mapping[int, Sequence[nn.Parameter]]
+ParametersByReplicas = Mapping[int, Sequence[nn.Parameter]]
 """Maps the number of ranks that store the same elements to parameters."""
 
 
-def global_grad_norm(groups: Replicas, mesh: ParallelMesh | None = None) -> Tensor:
+def global_grad_norm(groups: ParametersByReplicas, mesh: ParallelMesh | None = None) -> Tensor:
     """Return the Euclidean norm of all gradients of all ranks, a float32 scalar; collective.
 
     Args:
@@ -225,11 +225,11 @@ def group_by_replicas(model: MultimodalModel) -> dict[int, list[nn.Parameter]]:
     groups: dict[int, list[nn.Parameter]] = {}
     for name, local in stages.items():
         for parameter in local:
-            groups.setdefault(ranks[name] // _shards(parameter), []).append(parameter)
+            groups.setdefault(ranks[name] // _count_shards(parameter), []).append(parameter)
     return groups
 
 
-def _shards(parameter: nn.Parameter) -> int:
+def _count_shards(parameter: nn.Parameter) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     dimensions = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -237,7 +237,7 @@ def _shards(parameter: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def squared_norm(groups: Replicas, zero: Tensor) -> Tensor:
+def squared_norm(groups: ParametersByReplicas, zero: Tensor) -> Tensor:
     """Return the contribution of this rank to the squared global gradient norm, a float64 scalar.
 
     Args:
@@ -251,11 +251,11 @@ def squared_norm(groups: Replicas, zero: Tensor) -> Tensor:
             if gradient.numel():  # on CUDA, the norm of an empty tensor may be uninitialized
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for gradients in by_dtype.values():
-            total = total + _squares(gradients).sum() / replicas
+            total = total + _squared_norms(gradients).sum() / replicas
     return total
 
 
-def _squares(gradients: list[Tensor]) -> Tensor:
+def _squared_norms(gradients: list[Tensor]) -> Tensor:
     """Return the squared norm of each gradient in float64, computed from float32 sums."""
     if gradients[0].device.type == "cuda":
         norms = torch._foreach_norm(gradients, dtype=torch.float32)

@@ -71,7 +71,7 @@ from torchmm.planning.step import Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 
-def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
+def unsplit_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
     """Return the pipeline of a model that is not split over pipeline ranks."""
     config = ParallelConfig()
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -127,7 +127,7 @@ class Pipeline:
         for stage in stages.values():
             if isinstance(stage, LlmStage):
                 stage.feature_ranks = feature_ranks
-        self._reading = {
+        self._modules_with_pixels = {
             m for m, indices in reading_stages(layout).items() if {*indices} & {*modules}
         }
         """Modules whose pixels the stages of this rank read."""
@@ -155,9 +155,9 @@ class Pipeline:
         if mesh.layer_hooks is not None:
             interleave = partial(load_entry("action_runners", "launches"), mesh.layer_hooks)
         self._runtime = runtime(stages, interleave=interleave)
-        self._writer = runtime(_writing_stages(stages))
-        self._drawer = runtime(_drawing_stages(stages, VelocityStage))
-        self._finisher = runtime(_drawing_stages(stages, FinishingStage))
+        self._text_runtime = runtime(_text_generation_stages(stages))
+        self._velocity_runtime = runtime(_image_generation_stages(stages, VelocityStage))
+        self._decode_runtime = runtime(_image_generation_stages(stages, FinishingStage))
 
     @property
     def reads(self) -> Reads:
@@ -199,14 +199,14 @@ class Pipeline:
         """
         return self.plan([m.task_meta for m in microbatches])
 
-    def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
+    def load_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
         """Return the training plan that another process has encoded (`encode_plan`).
 
         The result has the specs of the tensors that this rank sends and receives.
         """
         graph = step_graph(self.layout, self.config, metas, self.sharding)
         plan = decode_plan(numbers, graph, lambda graph: {})
-        tasks = own_tasks(plan, self._runtime.plan_rank)
+        tasks = local_tasks(plan, self._runtime.plan_rank)
         return replace(plan, specs=self.specs(metas)(plan.graph, tasks=tasks))
 
     def specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
@@ -235,20 +235,20 @@ class Pipeline:
         """
         used = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
-            read_by(self._reading, m).to(self.device) if i in used else m
-            for i, m in enumerate(self._own_parts(plan, microbatches))
+            drop_unread_pixels(self._modules_with_pixels, m).to(self.device) if i in used else m
+            for i, m in enumerate(self._local_microbatches(plan, microbatches))
         ]
         return self._runtime.step(
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
 
-    def _own_parts(
+    def _local_microbatches(
         self, plan: PipelinePlan, microbatches: Sequence[Microbatch]
     ) -> list[Microbatch]:
         """Return the slices of this rank, with the pixels that its tasks read."""
-        return self._pixels.deliver(plan.graph, [self._own_part(m) for m in microbatches])
+        return self._pixels.deliver(plan.graph, [self._local_microbatch(m) for m in microbatches])
 
-    def _own_part(self, microbatch: Microbatch) -> Microbatch:
+    def _local_microbatch(self, microbatch: Microbatch) -> Microbatch:
         if isinstance(microbatch, BalancedMicrobatch):
             assert self._feature_ranks is not None
             part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size, self._widths)
@@ -268,7 +268,7 @@ class Pipeline:
             microbatches: Microbatches of this data-parallel rank, on the CPU.
         """
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
-        moved = [part.to(self.device) for part in self._own_parts(plan, microbatches)]
+        moved = [part.to(self.device) for part in self._local_microbatches(plan, microbatches)]
         result = self._runtime.step(plan, moved)
         by_module: dict[str, list[torch.Tensor]] = {}
         for (module, _), loss in sorted(result.module_losses.items()):
@@ -276,26 +276,26 @@ class Pipeline:
         return by_module
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def text_generation(self) -> Iterator[None]:
         """Enable token caches of the LLM stages, if they are supported (`caches_tokens`).
 
         The first packed sequence has full prompts. Later sequences have the next token of each
         prompt.
         """
-        self.renew_caches()
+        self.reset_caches()
         try:
             yield
         finally:
             for stage in self._text_stages():
                 stage.cache = None
 
-    def renew_caches(self) -> None:
+    def reset_caches(self) -> None:
         """Reset the caches. The next packed sequence has full prompts."""
         for stage in self._text_stages():
             stage.cache = stage.module.new_cache() if self.caches_tokens else None
 
     def _text_stages(self) -> list[TextStage]:
-        return [s for s in self._writer.stages.values() if isinstance(s, TextStage)]
+        return [s for s in self._text_runtime.stages.values() if isinstance(s, TextStage)]
 
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
         """Return logits (B, V) after the last token of each of B prompts.
@@ -306,8 +306,8 @@ class Pipeline:
         if self._text_plan is None or self._text_plan[0] != meta:
             self._text_plan = meta, self.plan([meta], purpose="text")
         plan = self._text_plan[1]  # all sequences with one token per prompt have the same plan
-        moved = [part.to(self.device) for part in self._own_parts(plan, [microbatch])]
-        result = self._writer.step(plan, moved)
+        moved = [part.to(self.device) for part in self._local_microbatches(plan, [microbatch])]
+        result = self._text_runtime.step(plan, moved)
         logits_BV = result.losses_of("llm").get(0)
         if logits_BV is None or self._sequence_ranks is None:
             return logits_BV
@@ -327,7 +327,7 @@ class Pipeline:
         ranks without the last stage of the generator.
         """
         plan = self.plan([microbatch.meta], purpose="drawing")
-        return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
+        return self._velocity_runtime.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
     def decode_latents(self, microbatch: Microbatch) -> torch.Tensor | None:
         """Return the pixels of images from their denoised latents, (P, X), float32.
@@ -335,14 +335,14 @@ class Pipeline:
         Returns None on ranks without the last stage of the generator.
         """
         plan = self.plan([microbatch.meta], purpose="drawing")
-        return self._finisher.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
+        return self._decode_runtime.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
     def last_rank(self, module: str) -> int:
         """Return the rank of the plan with the last stage of a module."""
         return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
 
 
-def own_tasks(plan: PipelinePlan, rank: int) -> list[Task]:
+def local_tasks(plan: PipelinePlan, rank: int) -> list[Task]:
     """Return the tasks whose outputs a rank computes or receives."""
     graph = plan.graph
     local = [action.task for action in plan.actions[rank] if action.type is ActionType.F]
@@ -351,7 +351,7 @@ def own_tasks(plan: PipelinePlan, rank: int) -> list[Task]:
     return list(tasks)
 
 
-def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
+def drop_unread_pixels(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     """Return the microbatch without the pixels that only other modules read."""
     encoders = {
         name: inputs if name in modules else inputs.without_pixels()
@@ -363,7 +363,7 @@ def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, encoders=encoders, generator=generator)
 
 
-def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
+def _text_generation_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
     """Return the stages with `TextStage` in place of the LLM stages."""
     return {
         index: TextStage(stage.module, stage.sharding)
@@ -373,7 +373,7 @@ def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineSt
     }
 
 
-def _drawing_stages(
+def _image_generation_stages(
     stages: Mapping[int, PipelineStage], kind: type[VelocityStage] | type[FinishingStage]
 ) -> dict[int, PipelineStage]:
     """Return the stages with a last generator stage of type `kind`, which has no loss."""

@@ -46,7 +46,7 @@ def seed_rank(run: Resolved, mesh: ParallelMesh, *step: int) -> None:
     seed_everything(run.recipe.training.seed, *stream, *step)
 
 
-def compare_choices(run: Resolved, logger: logging.Logger) -> None:
+def check_choices_agree(run: Resolved, logger: logging.Logger) -> None:
     """Log the values that were selected for "auto". Collective.
 
     Raises:

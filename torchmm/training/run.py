@@ -44,15 +44,15 @@ from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.components import RunParts
-from torchmm.training.export.atomic_directory import clear_unfinished
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.components import RunComponents
+from torchmm.training.export.atomic_directory import remove_unfinished
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 from torchmm.training.shutdown import (
     Status,
     StopSignal,
-    starting,
-    tell,
-    training,
+    report_status,
+    startup_errors,
+    training_errors,
     write_failure,
     write_status,
 )
@@ -70,7 +70,7 @@ def train(recipe: Recipe) -> int:
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
 
-    def end_for(error: TorchmmError) -> None:
+    def exit_with(error: TorchmmError) -> None:
         """End the process from another thread, because the main thread does not return."""
         logging.getLogger("torchmm").error("%s", error)
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
@@ -79,75 +79,79 @@ def train(recipe: Recipe) -> int:
         os._exit(error.exit_code)
 
     try:
-        with StopSignal() as stop, starting(run_dir), ExitStack() as ends:
-            with stop.interrupting(end_for):
-                parts = _prepare(recipe, directory, ends)
-                trainer = Trainer(parts, stop, end_for)
-            with training(run_dir):
+        with StopSignal() as stop, startup_errors(run_dir), ExitStack() as exit_stack:
+            with stop.interrupt_main_thread(exit_with):
+                parts = _prepare(recipe, directory, exit_stack)
+                trainer = Trainer(parts, stop, exit_with)
+            with training_errors(run_dir):
                 trainer.run()
         if rank == 0:
-            tell(run_dir, Status("done", trainer.step, 0, 0, parts.checkpoints.complaint))
+            report_status(
+                run_dir, Status("done", trainer.step, 0, 0, parts.checkpoints.status_warning)
+            )
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise
     finally:
-        _leave(recipe, directory, rank)
+        _finish_run(recipe, directory, rank)
     dist.destroy_process_group()
     return EXIT_DONE
 
 
-def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) -> RunParts:
+def _prepare(
+    recipe: Recipe, directory: CheckpointDirectory, exit_stack: ExitStack
+) -> RunComponents:
     """Build all components that the first step requires. Collective from the process group on.
 
     Args:
         recipe: Recipe of the run.
         directory: Checkpoints of the run.
-        ends: Exit stack that closes the started services at the end of the run.
+        exit_stack: Exit stack that closes the started services at the end of the run.
     """
     run_dir = directory.path.parent
     rank, world_size = launched()
     make_writable_directory(run_dir)  # every rank checks, so that no rank waits for a failed rank
     # No file is written into the directory of another active run.
-    if rank == 0 and directory.try_claim():
-        clear_unfinished(run_dir)
+    if rank == 0 and directory.try_lock():
+        remove_unfinished(run_dir)
         write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
     reserve_hardware_queues()
     keep_compiled_code()
     log_to_console(make_console(), rank)
-    run, model, tokenizer = _before_ranks_meet(recipe, world_size)
+    run, model, tokenizer = _resolve_before_rendezvous(recipe, world_size)
     specs = model.sample_specs(tokenizer)
     service = sample_service(recipe.data)
     if rank == 0 and service is not None:
-        ends.enter_context(service.start(recipe.training, specs))
+        exit_stack.enter_context(service.start(recipe.training, specs))
     device = select_device(recipe.training.device)
     use_expandable_segments(device, recipe.parallel)
-    cut = cut_model(run, model, tokenizer, device)
+    cut = choose_model_stages(run, model, tokenizer, device)
     if device.type == "cuda":
         check_hardware_queues(channel_streams(cut.layout))
     with peer_errors(rank):
         start_process_group(recipe.parallel, device)
         check_own_device(device)
-        streams = ends.enter_context(shared_reader(recipe, specs))
+        streams = exit_stack.enter_context(shared_reader(recipe, specs))
         return build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
 
 
 @working("searching parallelism degrees, and building the model without weights")
-def _before_ranks_meet(
+def _resolve_before_rendezvous(
     recipe: Recipe, world_size: int
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
     run = resolve(choose_sizes(recipe, world_size), world_size)
-    model, tokenizer = build_unfilled_model(run)
+    model, tokenizer = build_meta_model(run)
     run = run.with_recipe(with_steps_of_epochs(run.recipe, model, tokenizer))
     return choose_arrangement(run, model), model, tokenizer
 
 
-def _leave(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
+def _finish_run(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
     """Call the entries of "run_ends" on rank 0, then release the run directory.
 
     STATUS.json has the final state. The argument of `is_used` is the recipe, and that of the target
     is the run directory. A target must not fail, because the run may have failed already.
     """
-    if rank == 0 and directory.is_of_this_run():
+    if rank == 0 and directory.is_locked_by_this_run():
         for entry in find_entries("run_ends"):
             if entry.is_used(recipe):
                 entry.load()(directory.path.parent)

@@ -10,7 +10,8 @@ of them save the same step. The handler must not save, raise or communicate duri
 it runs between any two bytecodes of one rank.
 
 Before the first step no state has to be saved, and no step boundary may follow for hours if data
-are measured. `StopSignal.interrupting` raises `StopRequested` in the main thread during this time.
+are measured. `StopSignal.interrupt_main_thread` raises `StopRequested` in the main thread during
+this time.
 
 torchrun exits with code 1 for all exit codes of its workers. `STATUS.json` in the run directory
 therefore has the original exit code. Data workers must ignore SIGTERM themselves, because they do
@@ -82,10 +83,10 @@ class StopSignal:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
         elif self._interrupts:
-            raise _preempted_early(self.received) from error
+            raise _preempted_before_training(self.received) from error
 
     @contextmanager
-    def interrupting(self, end: Callable[[TorchmmError], object]) -> Iterator[None]:
+    def interrupt_main_thread(self, end: Callable[[TorchmmError], object]) -> Iterator[None]:
         """Raise `StopRequested` in the main thread when a stop signal arrives in this block.
 
         The exit of this `StopSignal` turns it into `Preempted`. If the process still exists
@@ -133,10 +134,10 @@ class StopSignal:
             time.sleep(WAKE_S)
         time.sleep(max(0.0, deadline - time.monotonic()))
         if self._interrupts:
-            end(_preempted_early(signal.Signals(number[0])))
+            end(_preempted_before_training(signal.Signals(number[0])))
 
 
-def _preempted_early(number: signal.Signals) -> Preempted:
+def _preempted_before_training(number: signal.Signals) -> Preempted:
     return Preempted(f"stopped by {number.name} before the first step; no checkpoint is required")
 
 
@@ -172,14 +173,14 @@ def write_status(run_dir: Path, status: Status) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         present = read_status(run_dir)
         if present is None or not _is_more_informative(present, status):
-            _put(run_dir / STATUS_NAME, {**asdict(status), "time": time.time()})
+            _write_record(run_dir / STATUS_NAME, {**asdict(status), "time": time.time()})
             return True
         return False
     finally:
         os.close(descriptor)
 
 
-def _put(path: Path, record: dict[str, Any]) -> None:
+def _write_record(path: Path, record: dict[str, Any]) -> None:
     try:
         replace_atomically(path, canonical_json(record) + b"\n")
     except OSError:
@@ -237,12 +238,12 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def starting(run_dir: Path) -> Iterator[None]:
+def startup_errors(run_dir: Path) -> Iterator[None]:
     """Raise ConfigError if the run directory is not writable. Use it before training starts."""
     try:
         yield
     except OSError as error:
-        if not _is_below(error, run_dir):
+        if not _is_in_directory(error, run_dir):
             raise
         raise ConfigError(
             f"output_dir = {str(run_dir.parent)!r}: cannot write {error.filename}: "
@@ -251,7 +252,7 @@ def starting(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def training(run_dir: Path) -> Iterator[None]:
+def training_errors(run_dir: Path) -> Iterator[None]:
     """Raise CheckpointError if the run directory is no longer writable, as for a failed save."""
     try:
         yield
@@ -266,7 +267,7 @@ def training(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def closed_after(close: Callable[[], None]) -> Iterator[None]:
+def closing_on_exit(close: Callable[[], None]) -> Iterator[None]:
     """Call `close` at the end. If another error came first, log the errors of `close`."""
     try:
         yield
@@ -302,34 +303,36 @@ def write_failure(
     if isinstance(error, InUseError):
         error.reported = rank != 0  # all ranks have it from rank 0
         return
-    if not directory.is_of_this_run():
+    if not directory.is_locked_by_this_run():
         return
     if isinstance(error, TorchmmError):
         state: Literal["preempted", "failed"] = "failed"
         if isinstance(error, Preempted):
             state = "preempted"
         status = Status(state, step, rank, error.exit_code, str(error))
-        error.reported = not tell(run_dir, status)
+        error.reported = not report_status(run_dir, status)
     else:
-        tell(run_dir, Status("failed", step, rank, 1, "".join(traceback.format_exception(error))))
+        report_status(
+            run_dir, Status("failed", step, rank, 1, "".join(traceback.format_exception(error)))
+        )
 
 
 def _write_problem(error: Exception, run_dir: Path) -> str | None:
     """Return file and reason if the error is a file of the run directory that cannot be written."""
     if isinstance(error, OSError):
-        if error.errno in _UNWRITABLE or _is_below(error, run_dir):
+        if error.errno in _UNWRITABLE or _is_in_directory(error, run_dir):
             return f"{error.filename or f'a file of {run_dir}'}: {error.strerror}"
         return None
     match = _RUST_ERROR.search(str(error))
     return f"a file of {run_dir}: {error}" if match and int(match[1]) in _UNWRITABLE else None
 
 
-def _is_below(error: OSError, run_dir: Path) -> bool:
+def _is_in_directory(error: OSError, run_dir: Path) -> bool:
     name = error.filename
     return isinstance(name, str) and Path(name).absolute().is_relative_to(run_dir.absolute())
 
 
-def tell(run_dir: Path, status: Status) -> bool:
+def report_status(run_dir: Path, status: Status) -> bool:
     """Call `write_status`. Return False if the same outcome has already been reported.
 
     If the file cannot be written, log the error and return True.

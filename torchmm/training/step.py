@@ -55,7 +55,7 @@ class StepOutcome:
         return times_ms
 
     @property
-    def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
+    def weighted_and_module_losses(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, text loss and image loss."""
         return self.loss, self.losses[LLM], self.losses[GENERATOR]
 

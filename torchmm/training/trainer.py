@@ -21,12 +21,18 @@ from torchmm.data.loader import StepBatch
 from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.health.peers import Health
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
-from torchmm.training.components import RunParts
-from torchmm.training.hooks.hook import StepDone, Training, TrainState
+from torchmm.training.components import RunComponents
+from torchmm.training.hooks.hook import FinishedStep, TrainingContext, TrainState
 from torchmm.training.hooks.registry import build_hooks
 from torchmm.training.metrics import StepMeter
-from torchmm.training.optim import Updates
-from torchmm.training.shutdown import Status, StopSignal, closed_after, stop_message, write_status
+from torchmm.training.optim import OptimizerUpdate
+from torchmm.training.shutdown import (
+    Status,
+    StopSignal,
+    closing_on_exit,
+    stop_message,
+    write_status,
+)
 from torchmm.training.step import TrainStep, loss_weights
 
 
@@ -40,7 +46,10 @@ class Trainer:
     """
 
     def __init__(
-        self, parts: RunParts, stop: StopSignal, on_lost: Callable[[PeerError], None] | None = None
+        self,
+        parts: RunComponents,
+        stop: StopSignal,
+        on_lost: Callable[[PeerError], None] | None = None,
     ) -> None:
         recipe = parts.run.recipe
         mesh = parts.mesh
@@ -49,7 +58,7 @@ class Trainer:
         self.stop = stop
         self.state = TrainState.resume(parts)
         self.train_step = TrainStep(parts.pipeline, mesh, loss_weights(recipe.model.generator))
-        self.updates = Updates(
+        self.updates = OptimizerUpdate(
             parts.model, parts.optimizer, mesh, recipe.optimizer, steps, parts.average
         )
         self.meter = StepMeter(mesh, parts.pipeline, recipe.metrics.peak_tflops)
@@ -59,7 +68,7 @@ class Trainer:
             on_lost=on_lost,
             raises=mesh.device.type != "cuda",
         )
-        self.hooks = build_hooks(Training(parts, self.state, self.health, stop))
+        self.hooks = build_hooks(TrainingContext(parts, self.state, self.health, stop))
 
     def run(self) -> None:
         """Train until the last step of the recipe, or until a rank receives a stop signal.
@@ -68,12 +77,14 @@ class Trainer:
             Preempted: A rank received a stop signal. The last finished step is saved.
             TorchmmError: The run failed, see the subclasses.
         """
-        with closed_after(self.close), self.parts.checkpoints:
+        with closing_on_exit(self.close), self.parts.checkpoints:
             without_data = self._train()
             for hook in self.hooks:
                 hook.finish()
         if self.step < self.parts.run.recipe.training.steps:
-            raise Preempted(stop_message(self.step, without_data, self.parts.checkpoints.complaint))
+            raise Preempted(
+                stop_message(self.step, without_data, self.parts.checkpoints.status_warning)
+            )
 
     def _train(self) -> str:
         """Run the remaining steps. Return why a stopped run did not do another step, or ""."""
@@ -100,7 +111,7 @@ class Trainer:
             del done  # frees the batch before the next one is loaded
         return ""
 
-    def run_step(self, batches: Iterator[StepBatch | None]) -> StepDone | None:
+    def run_step(self, batches: Iterator[StepBatch | None]) -> FinishedStep | None:
         """Do one optimizer step. Return None on all ranks if a stopped run has no data on one."""
         parts = self.parts
         step = self.step + 1
@@ -119,7 +130,7 @@ class Trainer:
         )
         outcome = forward_backward(annotate=step == parts.run.recipe.metrics.profile_step)
         # The update is queued before the host waits for the losses, so that the device is not idle.
-        grad_norm = self.updates.measure(outcome.loss_of_each)
+        grad_norm = self.updates.measure(outcome.weighted_and_module_losses)
         loss_copy = copy_losses(outcome, grad_norm, parts.model, parts.mesh)
         lr = self.updates.apply(step)
         # Count FLOPs and plan the next step while the device computes.
@@ -138,7 +149,7 @@ class Trainer:
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
         record = self.meter.combine(local, batch, step=step, lr=lr, **losses, **planned.statistics)
         parts.planner.learn(step, planned, outcome.result, batch.microbatches, record["step_ms"])
-        return StepDone(step, record, local, outcome, batch, totals.is_stopping)
+        return FinishedStep(step, record, local, outcome, batch, totals.is_stopping)
 
     @property
     def step(self) -> int:

@@ -37,7 +37,7 @@ from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.training_section import CompileConfig, OptimizerConfig
-from torchmm.training.optim import Updates, build_optimizer
+from torchmm.training.optim import OptimizerUpdate, build_optimizer
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import TrainStep
 
@@ -82,7 +82,7 @@ class CaseProgram:
         settings = OptimizerConfig(lr=1e-5, lr_schedule="constant")
         copies = self.model.tied_replica_parameters()
         optimizer = build_optimizer(self.model, module_of, settings, copies)
-        self._updates = Updates(self.model, optimizer, mesh, settings, steps=1)
+        self._updates = OptimizerUpdate(self.model, optimizer, mesh, settings, steps=1)
         self._train_step = TrainStep(self.pipeline, mesh)
         self.cpu_ms: list[float] = []
         """Of every step: time of this process on a core."""
@@ -94,7 +94,7 @@ class CaseProgram:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         plan = self.pipeline.plan_training(self.microbatches)
         outcome = self._train_step.run(plan, self.microbatches, self.targets)
-        self._updates.measure(outcome.loss_of_each)
+        self._updates.measure(outcome.weighted_and_module_losses)
         self._updates.apply(step=1)
         self._updates.finish()
         self.cpu_ms.append(1e3 * (time.process_time() - begin_cpu_s))

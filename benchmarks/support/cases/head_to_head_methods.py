@@ -236,7 +236,7 @@ class Comparison:
     def _printed_searched(self) -> Iterator[Result | None]:
         """Yield the recipe as it is, if it describes modules in separate segments."""
         parallel = self.recipe.parallel
-        if parallel.placement == "interleaved" and parallel.separates_modules:
+        if parallel.placement == "interleaved" and parallel.has_module_segments:
             yield self.forecast(SEARCHED, self.printed, "searched")
 
     def _printed_colocated(self) -> Iterator[Result | None]:

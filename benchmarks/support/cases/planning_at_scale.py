@@ -38,8 +38,8 @@ from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.planning.step import step_graph
 from torchmm.recipe.read import load_recipe
-from torchmm.training.pipeline import own_tasks
-from torchmm.training.planners.sharing import digest_of
+from torchmm.training.pipeline import local_tasks
+from torchmm.training.planners.sharing import plan_input_digest
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "disttrain_mllm_15b.toml"
 SIZES = {
@@ -126,10 +126,10 @@ def rows(repetitions: int) -> list[Row]:
         )  # fmt: skip
 
     def read() -> object:
-        digest_of("", metas)
+        plan_input_digest("", metas)
         graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
         plan = decode_plan(planned.numbers, graph, lambda graph: {})
-        tasks = own_tasks(plan, busiest)
+        tasks = local_tasks(plan, busiest)
         return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
 
     own = arrange().places[0]

@@ -1,7 +1,7 @@
 """What cutting a matrix product into blocks of rows costs, without any transfer.
 
-Blocks are those of `torchmm.extensions.async_tp.backends.Ring`: the rank's own slice at once,
-every other slice in a number of chunks.
+Blocks are those of `torchmm.extensions.async_tp.backends.RingBackend`: the rank's own slice at
+once, every other slice in a number of chunks.
 """
 
 from __future__ import annotations

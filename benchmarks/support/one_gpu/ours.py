@@ -70,7 +70,7 @@ SWITCHES: Mapping[str, Switch] = {
     "with FSDP2": Switch("torchmm.parallel.fsdp", "needs_fsdp", True),
     "without fused loss": Switch("torchmm.models.layers.loss", "uses_fused_loss"),
     "without fused update": Switch(
-        "torchmm.extensions.low_precision.low_precision_optimizer", "fuses_updates"
+        "torchmm.extensions.low_precision.low_precision_optimizer", "uses_fused_update"
     ),
 }
 
@@ -217,7 +217,7 @@ class OurSide:
         ):
             model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
             tokenizer: Any = None
-            cut = model_build.cut_model(run, model, tokenizer, device)
+            cut = model_build.choose_model_stages(run, model, tokenizer, device)
             parts = build.build_run(run, folder, device, model, tokenizer, cut)
         self.trainer = Trainer(parts, self._stop)
         self._watch()

@@ -4,7 +4,7 @@ import torch
 
 from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.generated import GeneratorInputs
-from torchmm.training.pipeline import read_by
+from torchmm.training.pipeline import drop_unread_pixels
 
 
 def test_pixels_of_other_ranks_are_omitted():

@@ -15,7 +15,7 @@ from torchmm.data.files.remote import RemoteFile, RemotePath, open_file_system
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.data.sources.streams import open_stream
-from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address, secret_in
+from torchmm.recipe.data_section import DataConfig, SourceConfig, find_credential, is_address
 
 IMAGE_BYTES = png(16, 16)
 
@@ -132,5 +132,5 @@ def test_secrets_in_addresses_are_detected_and_hidden(address):
     shown = without_secrets(f"cannot read {address}: no")
     assert "word" not in shown
     assert "host" in shown or "bucket" in shown
-    assert secret_in("az://container@account/x") is None
-    assert secret_in("https://host/x?download=true") is None
+    assert find_credential("az://container@account/x") is None
+    assert find_credential("https://host/x?download=true") is None

@@ -33,4 +33,4 @@ def test_optimus_plot_and_times_are_up_to_date(tmp_path, capsys):
 
 def test_optimus_page_recipe_is_valid():
     parallel = ParallelConfig.model_validate(tomli.loads(block("toml"))["parallel"])
-    assert parallel.sizes_given("vision") == {"pipeline": 2, "tensor": 1, "replicate": 1}
+    assert parallel.explicit_sizes("vision") == {"pipeline": 2, "tensor": 1, "replicate": 1}

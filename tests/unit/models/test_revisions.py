@@ -23,7 +23,7 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.build import _read_image_processor
 from torchmm.models.hf.config import load_config
 from torchmm.models.hf.load import open_files
-from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_place
+from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_revision
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "owner/name"
@@ -56,7 +56,7 @@ def hub(tmp_path, monkeypatch, real_data) -> None:
 @pytest.mark.parametrize(("revision", "width"), [(OLD, 32), (NEW, 64), (None, 64)])
 def test_all_files_are_from_revision(hub, revision, width, caplog):
     section = LlmConfig(source=NAME, revision=revision)
-    assert section.place is not None
+    assert section.source_with_revision is not None
     with caplog.at_level(logging.INFO):
         assert load_config("model.llm", section.place, None).hidden_size == width
     is_logged = f'the current revision is "{NEW}"' in caplog.text
@@ -91,4 +91,4 @@ def test_source_and_revision_are_split(tmp_path):
     assert split_place("a/b") == ("a/b", None)
     odd = tmp_path / "x@y"
     odd.mkdir()
-    assert split_place(str(odd)) == (str(odd), None)
+    assert split_revision(str(odd)) == (str(odd), None)

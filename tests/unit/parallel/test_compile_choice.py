@@ -54,15 +54,15 @@ TOKENS = 24
 @pytest.mark.parametrize("family", LLMS)
 def test_auto_compiles_llms_without_experts_and_delta_nets(family: str) -> None:
     module = text_model(family).llm.describe()
-    assert AUTO.concerns(module, "cuda", ALONE) == (family not in EAGER_LLMS)
-    assert not AUTO.concerns(module, "cpu", ALONE)
+    assert AUTO.applies_to(module, "cuda", ALONE) == (family not in EAGER_LLMS)
+    assert not AUTO.applies_to(module, "cpu", ALONE)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_auto_compiles_packed_encoders_with_rotary_positions(family: str) -> None:
     module = build(pair_config("llama", family)).encoders["eye"].describe()
-    assert AUTO.concerns(module, "cuda", ALONE) == (family in COMPILED_ENCODERS)
-    assert not AUTO.concerns(module, "cpu", ALONE)
+    assert AUTO.applies_to(module, "cuda", ALONE) == (family in COMPILED_ENCODERS)
+    assert not AUTO.applies_to(module, "cpu", ALONE)
 
 
 def test_auto_skips_layers_interrupted_by_parallelism() -> None:
@@ -75,17 +75,17 @@ def test_auto_skips_layers_interrupted_by_parallelism() -> None:
     ]
     for settings in interrupted:
         parallel = ParallelConfig.model_validate(settings)
-        assert not AUTO.concerns(llm, "cuda", parallel), settings
-        assert CompileConfig(enabled=True).concerns(llm, "cuda", parallel), settings
-    assert AUTO.concerns(llm, "cuda", ParallelConfig.model_validate({"pipeline": 2}))
+        assert not AUTO.applies_to(llm, "cuda", parallel), settings
+        assert CompileConfig(enabled=True).applies_to(llm, "cuda", parallel), settings
+    assert AUTO.applies_to(llm, "cuda", ParallelConfig.model_validate({"pipeline": 2}))
 
 
 def test_enabled_and_modules_override_auto() -> None:
     llm = text_model("llama").llm.describe()
-    assert CompileConfig(enabled=True).concerns(llm, "cpu", ALONE)
-    assert not CompileConfig(enabled=False).concerns(llm, "cuda", ALONE)
-    assert not CompileConfig(modules=["eye"]).concerns(llm, "cuda", ALONE)
-    assert not CompileConfig(enabled=True, modules=["eye"]).concerns(llm, "cuda", ALONE)
+    assert CompileConfig(enabled=True).applies_to(llm, "cpu", ALONE)
+    assert not CompileConfig(enabled=False).applies_to(llm, "cuda", ALONE)
+    assert not CompileConfig(modules=["eye"]).applies_to(llm, "cuda", ALONE)
+    assert not CompileConfig(enabled=True, modules=["eye"]).applies_to(llm, "cuda", ALONE)
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -24,7 +24,7 @@ from torchmm.planning.run_length import (
 )
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.model_build import build_unfilled_model
+from torchmm.training.model_build import build_meta_model
 
 LLM = {
     "model_type": "llama",
@@ -70,7 +70,7 @@ def read(files: Path, run_dir: Path, **sections: Table) -> Recipe:
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0])
 def test_epochs_are_converted_to_steps(data, tmp_path, monkeypatch, epochs):
     recipe = read(data, tmp_path, training={"epochs": epochs}, metrics={"profile_step": 1})
-    model, tokenizer = build_unfilled_model(resolve(recipe, 1))
+    model, tokenizer = build_meta_model(resolve(recipe, 1))
     counted = with_steps_of_epochs(recipe, model, tokenizer).training
     loader = build_loader(
         recipe.data,
@@ -90,7 +90,7 @@ def test_epochs_are_converted_to_steps(data, tmp_path, monkeypatch, epochs):
 
 def test_keys_are_checked_against_steps_of_epochs(data, tmp_path):
     recipe = read(data, tmp_path, training={"epochs": 0.01}, optimizer={"warmup_steps": 50})
-    parts = build_unfilled_model(resolve(recipe, 1))
+    parts = build_meta_model(resolve(recipe, 1))
     with pytest.raises(ConfigError, match=r"epochs = 0.01 is 1 steps: optimizer.warmup_steps"):
         with_steps_of_epochs(recipe, *parts)
 
@@ -105,7 +105,7 @@ def test_long_run_without_checkpoints_warns() -> None:
 
 def test_checkpoint_size_includes_trained_states(data, tmp_path):
     recipe = read(data, tmp_path, training={"steps": 10}, freeze={"modules": ["vision"]})
-    model, tokenizer = build_unfilled_model(resolve(recipe, 1))
+    model, tokenizer = build_meta_model(resolve(recipe, 1))
     counts = model.parameter_counts().values()
     trained = sum(part for _, part in counts)
     assert checkpoint_bytes(recipe, model) == 4 * sum(all_ for all_, _ in counts) + 8 * trained

@@ -14,7 +14,7 @@ from torchmm.recipe import check, check_parallel, training_section
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.model_build import build_unfilled_model
+from torchmm.training.model_build import build_meta_model
 
 MODEL = """
 [model]
@@ -435,7 +435,7 @@ def test_simulation_replaces_data_and_tokenizer(write):
     path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
     recipe = load_recipe(path, [], 1).recipe
     with pytest.raises(ConfigError, match="only describes a simulation") as error:
-        build_unfilled_model(resolve(recipe, 1))
+        build_meta_model(resolve(recipe, 1))
     assert any("tokenizer" in problem for problem in error.value.problems)
 
 

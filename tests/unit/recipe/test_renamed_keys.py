@@ -174,7 +174,7 @@ def test_run_directory_with_former_names_is_loaded(tmp_path: Path) -> None:
 
 def test_checkpoint_with_former_names_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "read_manifest", lambda path: {"recipe": former_tables()})
-    assert checkpoint.recipe_of(Path("step-1")) == load_recipe(RECIPE).recipe
+    assert checkpoint.read_checkpoint_recipe(Path("step-1")) == load_recipe(RECIPE).recipe
 
 
 def test_export_with_former_names_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for
+from torchmm.recipe.schedules import (
+    SCHEDULES,
+    LlmSchedule,
+    Placement,
+    functions_by_schedule,
+    schedules_for,
+)
 
 
 def test_every_schedule_has_function_and_placement() -> None:
@@ -21,14 +27,14 @@ def test_every_schedule_has_function_and_placement() -> None:
 
 def test_incomplete_registration_is_rejected() -> None:
     orders = dict.fromkeys(ORDERS, 0)
-    assert list(registered(orders)) == list(ORDERS)
+    assert list(functions_by_schedule(orders)) == list(ORDERS)
     for wrong in ({**orders, "eager": 0}, {**orders, "searched": 0}, {"gpipe": 0}):
         with pytest.raises(ValueError, match=r"schedules\.py"):
-            registered(wrong)
+            functions_by_schedule(wrong)
 
 
 def test_some_schedules_separate_modules() -> None:
     separating = [name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules]
     assert separating == ["separated", "searched"]
-    assert ParallelConfig(schedule="csv:order.csv").separates_modules
-    assert not ParallelConfig(schedule="unknown").separates_modules
+    assert ParallelConfig(schedule="csv:order.csv").has_module_segments
+    assert not ParallelConfig(schedule="unknown").has_module_segments

@@ -214,7 +214,7 @@ def test_second_process_is_rejected(manager, tmp_path, monkeypatch):
     code = f"""
 import logging, pathlib
 from torchmm.training.checkpoint import directory as d
-d._CLAIM_WAIT_S = 0.1
+d._LOCK_WAIT_S = 0.1
 d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).claim()
 """
     second = subprocess.run(

@@ -19,8 +19,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import _step_after
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.build import _log_resume
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -53,7 +53,7 @@ def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table
 def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
     """Check a recipe like train.py."""
     run = resolve(read(data, run_dir, world_size, llm, parallel), world_size)
-    cut_model(run, *build_unfilled_model(run), torch.device("cpu"))
+    choose_model_stages(run, *build_meta_model(run), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_resume_warns_about_different_choice(saved, warns, caplog):
     stored = {"data": {} if saved is None else {"balance": saved, "reorder": "intra"}}
     restored = SimpleNamespace(path="step-3", step=3, recipe=stored, rng={})
     with caplog.at_level(logging.WARNING):
-        found = _step_after(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
+        found = _log_resume(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
     assert found == 3
     assert [('data.balance = "auto" selects "none"' in text) for text in caplog.messages] == [
         True

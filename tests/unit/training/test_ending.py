@@ -7,7 +7,13 @@ import pytest
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.training import shutdown
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.shutdown import closed_after, read_status, starting, training, write_failure
+from torchmm.training.shutdown import (
+    closing_on_exit,
+    read_status,
+    starting,
+    training,
+    write_failure,
+)
 
 FULL = 28, "No space left on device"
 
@@ -59,7 +65,7 @@ def test_full_disk_ends_training_like_failed_save(tmp_path):
 @pytest.mark.parametrize("error", [CheckpointError("first"), ValueError("first")])
 def test_unwritable_status_preserves_first_error(tmp_path, monkeypatch, caplog, error):
     directory = CheckpointDirectory(tmp_path / "checkpoints", logging.getLogger())
-    directory.claim()
+    directory.acquire_lock()
     with monkeypatch.context() as context:
         context.setattr(shutdown, "write_status", lambda *arguments: fail())
         write_failure(tmp_path, error, 3, 0, directory)

@@ -38,17 +38,17 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.export import atomic_directory
 from torchmm.training.export import checkpoint as exporting
 from torchmm.training.export.atomic_directory import (
-    clear_unfinished,
+    remove_unfinished,
     scratch_directory,
-    whole_directory,
+    write_directory_atomically,
 )
 from torchmm.training.export.checkpoint import (
     CheckpointWeights,
-    _places_in,
+    _read_chunk_locations,
     export_checkpoint,
-    recipe_of,
+    read_checkpoint_recipe,
 )
-from torchmm.training.export.model_files import Trained, write_export
+from torchmm.training.export.model_files import TrainingSummary, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
 LORA = {"both": {"modules": ["llm"], "rank": 2}}
@@ -345,14 +345,17 @@ def test_killed_replacement_preserves_old_export(saved, tokenizer, tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert "hf" not in names(tmp_path)
-    clear_unfinished(tmp_path)
+    remove_unfinished(tmp_path)
     assert names(tmp_path) == {"hf", "run"}
     assert files(tmp_path / "hf") == before
 
 
 def test_export_of_another_process_is_untouched(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
-    with whole_directory(tmp_path / "theirs") as other, scratch_directory(tmp_path) as scratch:
+    with (
+        write_directory_atomically(tmp_path / "theirs") as other,
+        scratch_directory(tmp_path) as scratch,
+    ):
         (other / "config.json").write_text("{}")
         export_checkpoint(checkpoint, tmp_path / "ours")
         assert (other / "config.json").exists() and scratch.exists()
@@ -455,7 +458,7 @@ def test_lock_is_of_current_file(checks_name, saved, tmp_path, monkeypatch):
 def test_empty_or_failed_directory_is_not_created(tmp_path):
     with whole_directory(tmp_path / "adapters"):
         pass
-    with pytest.raises(KeyError), whole_directory(tmp_path / "hf") as other:
+    with pytest.raises(KeyError), write_directory_atomically(tmp_path / "hf") as other:
         (other / "config.json").write_text("{}")
         raise KeyError
     assert not names(tmp_path)
@@ -596,4 +599,4 @@ def test_damaged_safetensors_header_is_rejected(tmp_path, header, length):
     file = tmp_path / "rank-00000.safetensors"
     file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors has "):
-        _places_in(file)
+        _read_chunk_locations(file)

@@ -11,7 +11,7 @@ import pytest
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.hooks.checkpoints import CheckpointHook
-from torchmm.training.hooks.hook import Hook, StepDone, Training, TrainState
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext, TrainState
 from torchmm.training.hooks.registry import build_hooks
 
 STEPS = 10
@@ -31,7 +31,7 @@ class Log(list):
         return Fake(**values)
 
 
-def make_training(log: Log, tmp_path: Any, step: int = 0, **recipe: Any) -> Training:
+def make_training(log: Log, tmp_path: Any, step: int = 0, **recipe: Any) -> TrainingContext:
     @contextmanager
     def phase(step: int, name: str) -> Any:
         yield
@@ -40,7 +40,7 @@ def make_training(log: Log, tmp_path: Any, step: int = 0, **recipe: Any) -> Trai
     parts: Any = SimpleNamespace(
         run=SimpleNamespace(recipe=Recipe.model_validate(sections)),
         run_dir=tmp_path,
-        checkpoints=log.fake(complaint=""),
+        checkpoints=log.fake(status_warning=""),
         recorder=None,
         mesh=SimpleNamespace(rank=0, device=SimpleNamespace(type="cpu")),
         model=None,
@@ -48,14 +48,14 @@ def make_training(log: Log, tmp_path: Any, step: int = 0, **recipe: Any) -> Trai
         average=None,
     )
     state = TrainState(step, {}, CorruptLimit(0, 0.0))
-    return Training(parts, state, log.fake(phase=phase), stop=SimpleNamespace(received=None))  # type: ignore[arg-type]
+    return TrainingContext(parts, state, log.fake(phase=phase), stop=SimpleNamespace(received=None))  # type: ignore[arg-type]
 
 
-def do_step(training: Training, hook: Hook, *, is_stopping: bool = False) -> None:
+def do_step(training: TrainingContext, hook: Hook, *, is_stopping: bool = False) -> None:
     training.state.step += 1
     nothing: Any = None
     step = training.state.step
-    hook.after_step(StepDone(step, {"step_ms": 1.0}, {}, nothing, nothing, is_stopping))
+    hook.after_step(FinishedStep(step, {"step_ms": 1.0}, {}, nothing, nothing, is_stopping))
 
 
 def test_table_builds_only_used_hooks(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from update_cases import Net
 
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer
-from torchmm.training.optimizers.muon import orthogonal
+from torchmm.training.optimizers.muon import orthogonalize
 
 
 def net() -> nn.Sequential:
@@ -43,7 +43,7 @@ def test_muon_matches_torch():
 
 def test_orthogonal_matrices_have_singular_values_near_1():
     torch.manual_seed(0)
-    found = torch.linalg.svdvals(orthogonal(torch.randn(3, 40, 24)))
+    found = torch.linalg.svdvals(orthogonalize(torch.randn(3, 40, 24)))
     assert found.shape == (3, 24) and found.min() > 0.5 and found.max() < 1.3
 
 

@@ -51,7 +51,7 @@ def test_first_signal_is_recorded(handlers):
 def test_signal_handlers_are_restored(handlers):
     with StopSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
-        with stop.interrupting(pytest.fail):
+        with stop.interrupt_main_thread(pytest.fail):
             pass
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -66,7 +66,7 @@ def test_second_signal_after_exit_is_ignored(handlers):
 @pytest.mark.parametrize("swallowed", [False, True])
 def test_early_signal_raises_preempted(handlers, swallowed):
     early = pytest.raises(Preempted, match="stopped by SIGINT before the first step")
-    with early, StopSignal() as stop, stop.interrupting(pytest.fail):
+    with early, StopSignal() as stop, stop.interrupt_main_thread(pytest.fail):
         try:
             os.kill(os.getpid(), signal.SIGINT)
             pytest.fail("the handler raised nothing")
@@ -84,14 +84,14 @@ def test_signal_before_interrupting_raises_preempted(handlers):
 
 def test_early_error_without_signal_is_raised(handlers):
     with pytest.raises(ValueError, match="mine"), StopSignal() as stop:  # noqa: SIM117
-        with stop.interrupting(pytest.fail):
+        with stop.interrupt_main_thread(pytest.fail):
             raise ValueError("mine")
 
 
 def test_blocked_early_stop_calls_exit(handlers, monkeypatch):
     monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
     ended = []
-    with pytest.raises(Preempted), StopSignal() as stop, stop.interrupting(ended.append):
+    with pytest.raises(Preempted), StopSignal() as stop, stop.interrupt_main_thread(ended.append):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -104,7 +104,7 @@ def test_blocked_early_stop_calls_exit(handlers, monkeypatch):
 def test_signal_after_interrupting_sets_flag(handlers, monkeypatch):
     monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
     with StopSignal() as stop:
-        with stop.interrupting(pytest.fail):
+        with stop.interrupt_main_thread(pytest.fail):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)

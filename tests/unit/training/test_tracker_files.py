@@ -8,7 +8,7 @@ from tracked_run import LAYOUT, LOG, SVG, finished_run, write_sample, write_time
 from wandb_file import history, read_wandb
 
 from torchmm.pipelining.view.draw import Panel, timeline_picture
-from torchmm.training.tracking.run_files import RunFiles, WholeModels, code_version
+from torchmm.training.tracking.run_files import NewModelDirectories, RunFiles, code_version
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_files_are_shown_once_with_their_steps(tmp_path: Path) -> None:
 def test_new_and_replaced_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "hf-best").mkdir()
     (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
-    models = WholeModels(tmp_path, ["checkpoints", "exports"])
+    models = NewModelDirectories(tmp_path, ["checkpoints", "exports"])
     assert models.new() == []
     (tmp_path / "checkpoints" / "step-4").mkdir()
     (tmp_path / "checkpoints" / "step-6.tmp-1").mkdir()
@@ -73,7 +73,7 @@ def test_new_and_replaced_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "hf-best").mkdir()
     assert [path.name for path in models.new()] == ["step-4", "hf-best"]
     assert models.new() == []
-    exports = WholeModels(tmp_path, ["exports"])
+    exports = NewModelDirectories(tmp_path, ["exports"])
     (tmp_path / "checkpoints" / "step-8").mkdir()
     assert exports.new() == []
 

@@ -9,7 +9,7 @@ from update_cases import BAD_STEPS, NAN, Net, OneRank, Trained, assert_equal, ch
 
 from torchmm.recipe.training_section import OPTIMIZERS, OptimizerConfig
 from torchmm.training.optim import (
-    Updates,
+    OptimizerUpdate,
     build_optimizer,
     global_grad_norm,
     set_learning_rate,
@@ -120,7 +120,7 @@ def test_optimizer_without_parameters_accepts_clip_factor():
     config = OptimizerConfig(lr=2.0)
     net = Net().requires_grad_(False)
     optimizer = build_optimizer(net, lambda _: "llm", config)
-    updates = Updates(net, optimizer, OneRank(), config, 10)
+    updates = OptimizerUpdate(net, optimizer, OneRank(), config, 10)
     assert updates.measure([torch.tensor(1.0)]).item() == 0.0
     updates.apply(1)
     updates.finish()

@@ -40,7 +40,7 @@ def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
-    section = SimulationConfig.of(load_recipe(options.config, overrides).recipe)
+    section = SimulationConfig.from_parent(load_recipe(options.config, overrides).recipe)
     world_size = section.gpus if options.gpus is None else options.gpus
     recipe = load_recipe(options.config, overrides, world_size).recipe
     device = options.device or section.device
@@ -48,7 +48,7 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    simulated = SimulationConfig.of(recipe).model_copy(update={"device": device})
+    simulated = SimulationConfig.from_parent(recipe).model_copy(update={"device": device})
     with working("searching parallelism degrees"):
         recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
     with working("building the model, measuring the first step"):

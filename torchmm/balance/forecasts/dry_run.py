@@ -63,7 +63,7 @@ def describe_run(
         samples = training_samples(recipe, model, tokenizer)
         if samples is not None:
             pass_steps = estimate_pass_steps(samples, recipe)
-    if recipe.parallel.leaves_units_open:
+    if recipe.parallel.needs_orchestration:
         recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile, model)
     chosen: dict[str, str] = {}

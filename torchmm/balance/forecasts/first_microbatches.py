@@ -78,13 +78,16 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
     length = recipe.training.sequence_length
     if recipe.data.packing == "best_fit":
         return sample_microbatches(
-            SimulationConfig.of(recipe), count, sequence_length=length, microbatch_size=size
+            SimulationConfig.from_parent(recipe),
+            count,
+            sequence_length=length,
+            microbatch_size=size,
         )
     samples = (
         sample
         for first in count_from(step=SEQUENCES)
         for sequence in sample_microbatches(
-            SimulationConfig.of(recipe), SEQUENCES, sequence_length=length, first=first
+            SimulationConfig.from_parent(recipe), SEQUENCES, sequence_length=length, first=first
         )
         for sample in sequence.samples
     )
@@ -131,7 +134,7 @@ def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
     Raises:
         ConfigError: An encoder resizes all images to one size.
     """
-    sizes = SimulationConfig.of(recipe).images
+    sizes = SimulationConfig.from_parent(recipe).images
     problems = [
         f"simulation.images.{name}: sizes differ, but this encoder resizes all images to one "
         "size; use a single number of patches"

@@ -569,9 +569,9 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
             "the load-balancing loss depends on the sequences of a microbatch": has_router_loss
             and training.microbatch_size > 1,
         }
-    reasons[f"no profile of simulation.device = {SimulationConfig.of(run.recipe).device}"] = (
-        profile is None
-    )
+    reasons[
+        f"no profile of simulation.device = {SimulationConfig.from_parent(run.recipe).device}"
+    ] = profile is None
     return next((reason for reason, is_true in reasons.items() if is_true), "")
 
 

@@ -20,7 +20,7 @@ from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import write_records
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
-from torchmm.recipe.placement_sizes import show_sizes
+from torchmm.recipe.placement_sizes import format_sizes
 
 GIB = 2**30
 
@@ -38,7 +38,7 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
         f"{ranks.tensor}"
     )
     if units := forecaster.run.units:
-        sizes = "; ".join(f"{name} {show_sizes(degrees)}" for name, degrees in units.items())
+        sizes = "; ".join(f"{name} {format_sizes(degrees)}" for name, degrees in units.items())
     shares = "  ".join(f"{m.name} {_count(m.parameters)}" for m in forecaster.modules)
     title = (
         f"{forecaster.recipe.name} on {devices}, simulated\n"

@@ -136,8 +136,10 @@ class MeasuringPlanner(BackgroundPlanner):
         if config.replan_threshold > 0 and config.schedule != "searched":
             self._monitor = DriftMonitor(config.replan_threshold, self._rates)
         elif costs is not None:
-            self._learns = SearchConfig.of(config).background and not deterministic
-        in_background = self._learns if self._searches else SearchConfig.of(config).background
+            self._learns = SearchConfig.from_parent(config).background and not deterministic
+        in_background = (
+            self._learns if self._searches else SearchConfig.from_parent(config).background
+        )
         super().__init__(
             pipeline, tuning, mesh, logger, costs,
             in_background=in_background, steps=steps, start=start,

@@ -96,7 +96,7 @@ def build_background_planner(
         run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
         mesh,
         logger,
-        in_background=SearchConfig.of(run.recipe.parallel).background,
+        in_background=SearchConfig.from_parent(run.recipe.parallel).background,
         steps=run.recipe.training.steps,
     )
 
@@ -133,7 +133,7 @@ class BackgroundPlanner(StaticPlanner):
         self._logger = logger
         self._leader: PlanLeader | None = None
         """Planner on the first rank of a pipeline. None on the other ranks."""
-        if self._shared.leads:
+        if self._shared.is_leader:
             setup = PlanningSetup(
                 pipeline.layout,
                 pipeline.config,

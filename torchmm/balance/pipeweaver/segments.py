@@ -146,10 +146,11 @@ def with_segments(
             limits[name, "sub_microbatch_images"] = max_value
     tries = MOST_PARTITIONS if tuning is None else MOST_TUNED
     improved = _improved(parallel, divided, limits, predicted_ms, tries)
-    if SearchConfig.of(parallel).stages != "auto":
+    if SearchConfig.from_parent(parallel).stages != "auto":
         return improved
     searches = [
-        SearchConfig.of(improved).model_copy(update={"stages": stages}) for stages in STAGES
+        SearchConfig.from_parent(improved).model_copy(update={"stages": stages})
+        for stages in STAGES
     ]
     return min(
         (improved.model_copy(update={"search": search}) for search in searches), key=predicted_ms
@@ -214,7 +215,7 @@ def _predicted_ms(
     """
     metas = list(microbatches[:MOST_TRIED])
     budget = Budget(
-        evaluations=min(EVALUATIONS, SearchConfig.of(parallel).evaluations or EVALUATIONS)
+        evaluations=min(EVALUATIONS, SearchConfig.from_parent(parallel).evaluations or EVALUATIONS)
     )
     settings = Settings()
     try:

@@ -66,7 +66,7 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
     Raises:
         ConfigError: No plan fits into memory, or the device is unknown.
     """
-    if recipe.parallel.leaves_units_open:
+    if recipe.parallel.needs_orchestration:
         return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe

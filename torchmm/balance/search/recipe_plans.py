@@ -71,7 +71,11 @@ def recipe_candidate(
 ) -> Candidate | None:
     """Return the plan of the unchanged recipe. None if it leaves degrees open or does not fit."""
     parallel = recipe.parallel
-    if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
+    if (
+        parallel.needs_orchestration
+        or leaves_encoders_open(recipe)
+        or find_problems(recipe, devices)
+    ):
         return None
     try:
         forecaster = Forecaster(recipe, devices, profile, sample=sample)
@@ -81,7 +85,7 @@ def recipe_candidate(
     sizes = forecaster.run.llm
     method: str = parallel.placement
     if method == "interleaved":
-        method = "separated" if parallel.separates_modules else "chain"
+        method = "separated" if parallel.has_module_segments else "chain"
         method = method if sizes.pipeline > 1 else "fsdp"
     changes: dict[str, Value] = {
         **{f"parallel.{name}": getattr(sizes, name) for name in AXES},

@@ -593,8 +593,10 @@ class _Search:
         recipe = forecaster.recipe
         parallel = recipe.parallel
         if short:
-            evaluations = min(SCREENED, SearchConfig.of(recipe.parallel).evaluations or SCREENED)
-            search = SearchConfig.of(recipe.parallel).model_copy(
+            evaluations = min(
+                SCREENED, SearchConfig.from_parent(recipe.parallel).evaluations or SCREENED
+            )
+            search = SearchConfig.from_parent(recipe.parallel).model_copy(
                 update={"evaluations": evaluations}
             )
             parallel = recipe.parallel.model_copy(update={"search": search})

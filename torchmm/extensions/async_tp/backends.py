@@ -5,14 +5,15 @@ linear layer and reduce-scatters after a row-wise layer. Both are split into blo
 that one block is sent while another is multiplied (StepCCL: DistTrain section 7, figures 13 and
 14).
 
-- `Ring`: sends and receives on any process group. In step s a rank sends to rank - s (to rank + s
-  in a reduce-scatter) and receives from rank + s (rank - s), each slice in `chunks` blocks. All
-  blocks are in flight at once, and no rank forwards blocks. In a ring that forwards slices between
-  adjacent ranks, every hop requires the host between two matmuls and rounds the sums.
-- `Collective`: unsplit matmuls and the collectives of the group. They overlap only in backward
-  passes, in which input and weight gradients are independent.
-- `SymmetricMemory`: fused operators of torch on CUDA. The copy engine performs the copies, so that
-  matmuls can use all multiprocessors. Blocks are the slices of the ranks.
+- `RingBackend`: sends and receives on any process group. In step s a rank sends to rank - s (to
+  rank + s in a reduce-scatter) and receives from rank + s (rank - s), each slice in `chunks`
+  blocks. All blocks are in flight at once, and no rank forwards blocks. In a ring that forwards
+  slices between adjacent ranks, every hop requires the host between two matmuls and rounds the
+  sums.
+- `CollectiveBackend`: unsplit matmuls and the collectives of the group. They overlap only in
+  backward passes, in which input and weight gradients are independent.
+- `SymmetricMemoryBackend`: fused operators of torch on CUDA. The copy engine performs the copies,
+  so that matmuls can use all multiprocessors. Blocks are the slices of the ranks.
 
 Every block is written to its final position, so the layout need not be restored afterwards (the
 remap in figure 14), except in batches of several sequences, see
@@ -39,14 +40,14 @@ from torch.nn import functional
 from torchmm.parallel import torch_private
 
 
-class Pending(Protocol):
+class PendingResult(Protocol):
     """Result of a communication in flight."""
 
     def wait(self) -> Tensor:
         """Return the result. Call it once."""
 
 
-class Backend(ABC):
+class OverlapBackend(ABC):
     """Communication between the ranks of a group.
 
     A new object is created for each operation. All ranks of the group must call the same methods in
@@ -63,7 +64,7 @@ class Backend(ABC):
         self.rank, self.ranks = group.rank(), group.size()
 
     @abstractmethod
-    def start_gather(self, x_SD: Tensor, rows: int) -> Pending:
+    def start_gather(self, x_SD: Tensor, rows: int) -> PendingResult:
         """Start to all-gather the slices. The result is (T, D), with T = `rows`."""
 
     def gather_linear(
@@ -73,7 +74,7 @@ class Backend(ABC):
         whole_TD = self.start_gather(x_SD, rows).wait()
         return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
-    def gather_linear_keeping(
+    def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         """Return the matmul (T, F) with one weight, and the full input (T, D)."""
@@ -83,7 +84,7 @@ class Backend(ABC):
     @abstractmethod
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
-    ) -> Pending:
+    ) -> PendingResult:
         """Multiply inputs (T, F) by their weights (D, F), and start to reduce-scatter the sum.
 
         The sum over pairs and ranks is scattered to (S, D), with S = `slice_rows`. Padding is zero.
@@ -94,11 +95,11 @@ class Backend(ABC):
         return min(rank * slice_rows, rows), min((rank + 1) * slice_rows, rows)
 
 
-class Ring(Backend):
+class RingBackend(OverlapBackend):
     """Backend with isend and irecv of blocks, on any process group."""
 
-    def start_gather(self, x_SD: Tensor, rows: int) -> _RingGather:
-        gather = _RingGather(x_SD.contiguous(), self.slice_of(self.rank, len(x_SD), rows), rows)
+    def start_gather(self, x_SD: Tensor, rows: int) -> _RingAllGather:
+        gather = _RingAllGather(x_SD.contiguous(), self.slice_of(self.rank, len(x_SD), rows), rows)
         first, last = gather.own_rows
         for step in range(1, self.ranks):
             to, source = (self.rank - step) % self.ranks, (self.rank + step) % self.ranks
@@ -113,24 +114,24 @@ class Ring(Backend):
     def gather_linear(
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
-        return self._multiply_arriving(self.start_gather(x_SD, rows), weights, biases)
+        return self._multiply_blocks(self.start_gather(x_SD, rows), weights, biases)
 
-    def gather_linear_keeping(
+    def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         gather = self.start_gather(x_SD, rows)
-        products = self._multiply_arriving(gather, [weight], [None])
+        products = self._multiply_blocks(gather, [weight], [None])
         return products[0], gather.wait()
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
-    ) -> _RingScatter:
+    ) -> _RingReduceScatter:
         rows = len(inputs[0])
         partial = inputs[0].new_empty(rows, len(weights[0]))
         own = self.slice_of(self.rank, slice_rows, rows)
         length = own[1] - own[0]
         received = partial.new_empty(self.ranks - 1, length, partial.shape[1])
-        scatter = _RingScatter(partial, own, received, slice_rows)
+        scatter = _RingReduceScatter(partial, own, received, slice_rows)
         for step in range(1, self.ranks):
             to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
             theirs = self._blocks(*self.slice_of(to, slice_rows, rows))
@@ -141,8 +142,8 @@ class Ring(Backend):
         _multiply_sum(inputs, weights, partial, *own)  # last, because it is not sent
         return scatter
 
-    def _multiply_arriving(
-        self, gather: _RingGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    def _multiply_blocks(
+        self, gather: _RingAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         whole = gather.whole
         products = [whole.new_empty(len(whole), len(weight)) for weight in weights]
@@ -168,7 +169,7 @@ class Ring(Backend):
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-class _RingGather:
+class _RingAllGather:
     """All-gather of slices that arrive block by block."""
 
     def __init__(self, x_SD: Tensor, own_rows: tuple[int, int], rows: int) -> None:
@@ -204,7 +205,7 @@ class _RingGather:
         return self.whole
 
 
-class _RingScatter:
+class _RingReduceScatter:
     """Reduce-scatter of the partial sums of all ranks for the slice of this rank."""
 
     def __init__(
@@ -224,21 +225,23 @@ class _RingScatter:
         total = own.to(torch.promote_types(own.dtype, torch.float32))
         for part in self.received:
             total = total + part
-        return _padded(total.to(own.dtype), self.slice_rows)
+        return _pad_rows(total.to(own.dtype), self.slice_rows)
 
 
-class Collective(Backend):
+class CollectiveBackend(OverlapBackend):
     """Backend with unsplit matmuls and collectives."""
 
-    def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
+    def start_gather(self, x_SD: Tensor, rows: int) -> _StartedCollective:
         started = torch_private.start_all_gather(x_SD.contiguous(), self.group)
-        return _Started(started, rows)
+        return _StartedCollective(started, rows)
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
-    ) -> _Started:
+    ) -> _StartedCollective:
         partial = self._whole_product(inputs, weights, slice_rows)
-        return _Started(torch_private.start_reduce_scatter(partial, self.group), slice_rows)
+        return _StartedCollective(
+            torch_private.start_reduce_scatter(partial, self.group), slice_rows
+        )
 
     def _whole_product(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
@@ -251,7 +254,7 @@ class Collective(Backend):
         return partial
 
 
-class SymmetricMemory(Collective):
+class SymmetricMemoryBackend(CollectiveBackend):
     """Backend with fused operators of torch on CUDA symmetric memory.
 
     If backward requires weight gradients, matmuls are unsplit and overlap with the copy engine.
@@ -260,12 +263,12 @@ class SymmetricMemory(Collective):
 
     def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
         super().__init__(group, chunks)
-        self._gathering: _Started | None = None
+        self._gathering: _StartedCollective | None = None
 
-    def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
+    def start_gather(self, x_SD: Tensor, rows: int) -> _StartedCollective:
         given_SD = x_SD.contiguous()
         started = torch_private.start_copy_engine_gather(given_SD, self.group)
-        self._gathering = _Started(started, rows, given_SD)
+        self._gathering = _StartedCollective(started, rows, given_SD)
         return self._gathering
 
     def gather_linear(
@@ -278,7 +281,7 @@ class SymmetricMemory(Collective):
         products = [product[:rows] for product in products]
         return [p if b is None else p.add_(b) for p, b in zip(products, biases, strict=True)]
 
-    def gather_linear_keeping(
+    def gather_linear_and_input(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         whole, products = torch_private.fused_gather_matmul(
@@ -289,20 +292,20 @@ class SymmetricMemory(Collective):
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
-    ) -> _Started:
+    ) -> _StartedCollective:
         if self._gathering is not None:
             partial = self._whole_product(inputs, weights, slice_rows)
             self._gathering.wait()  # frees the workspace
             started = torch_private.start_copy_engine_scatter(partial, self.group)
-            return _Started(started, slice_rows, partial)
+            return _StartedCollective(started, slice_rows, partial)
         joint_TF = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
         joint_DF = weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
-        x_NF = _padded(joint_TF.contiguous(), slice_rows * self.ranks)
+        x_NF = _pad_rows(joint_TF.contiguous(), slice_rows * self.ranks)
         scattered = torch_private.fused_matmul_scatter(x_NF, joint_DF.t(), self.group)
-        return _Started(scattered, slice_rows)
+        return _StartedCollective(scattered, slice_rows)
 
 
-class _Started:
+class _StartedCollective:
     """Functional collective that has been started. A second `wait` is free.
 
     Args:
@@ -323,10 +326,10 @@ class _Started:
         return complete
 
 
-BACKENDS: dict[str, type[Backend]] = {
-    "symmetric_memory": SymmetricMemory,
-    "ring": Ring,
-    "collective": Collective,
+BACKENDS: dict[str, type[OverlapBackend]] = {
+    "symmetric_memory": SymmetricMemoryBackend,
+    "ring": RingBackend,
+    "collective": CollectiveBackend,
 }
 """Backends by their names in recipes."""
 
@@ -351,5 +354,5 @@ def _multiply_sum(
             out[start:stop].addmm_(x[start:stop], weight.t())
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     return functional.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchmm.extensions.async_tp.backends import BACKENDS, Backend
+from torchmm.extensions.async_tp.backends import BACKENDS, OverlapBackend
 from torchmm.parallel import torch_private
 
 
@@ -109,7 +109,7 @@ def take_slice(x_TD: Tensor, slice_rows: int, overlap: Overlap) -> Tensor:
     return _take_slice(x_TD, slice_rows, *overlap)
 
 
-def _backend(backend: str, group: str, chunks: int) -> Backend:
+def _backend(backend: str, group: str, chunks: int) -> OverlapBackend:
     return BACKENDS[backend](torch_private.group_named(group), chunks)
 
 
@@ -165,7 +165,7 @@ def _(grads, x_SD, weights, slice_rows, needed, backend, group, chunks):  # type
     return [x for x, wanted in zip([slice_grad, *of_weights], needed, strict=True) if wanted]
 
 
-def _keep_for_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_for_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x_SD, weights, _, _, *ctx.overlap = inputs
     ctx.slice_rows = x_SD.shape[0]
     ctx.keeps_input = any(weight.requires_grad for weight in weights)
@@ -190,7 +190,7 @@ def _backward_of_gather_linear(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]
     return found[0], found[1:], of_biases, None, None, None, None
 
 
-_gather_linear.register_autograd(_backward_of_gather_linear, setup_context=_keep_for_gather_linear)
+_gather_linear.register_autograd(_backward_of_gather_linear, setup_context=_save_for_gather_linear)
 
 
 @torch.library.custom_op("torchmm::linear_scatter", mutates_args=())
@@ -232,7 +232,7 @@ def _linear_scatter_backward(
     found = []
     grad_TD = None
     if needed[0]:
-        grad_TF, grad_TD = communication.gather_linear_keeping(grad_SD, weight_DF.t(), rows)
+        grad_TF, grad_TD = communication.gather_linear_and_input(grad_SD, weight_DF.t(), rows)
         found.append(grad_TF)
     if needed[1]:
         assert x_TF is not None
@@ -254,7 +254,7 @@ def _(grad_SD, x_TF, weight_DF, rows, needed, backend, group, chunks):  # type: 
     return [x for x, wanted in zip(every, needed, strict=True) if wanted]
 
 
-def _keep_for_linear_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_linear_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TF, weight_DF, _, _, *ctx.overlap = inputs
     ctx.rows = x_TF.shape[0]
     ctx.keeps_input = weight_DF.requires_grad
@@ -274,7 +274,7 @@ def _backward_of_linear_scatter(ctx: Any, grad_SD: Tensor) -> tuple[Any, ...]:
 
 
 _linear_scatter.register_autograd(
-    _backward_of_linear_scatter, setup_context=_keep_for_linear_scatter
+    _backward_of_linear_scatter, setup_context=_save_for_linear_scatter
 )
 
 
@@ -300,7 +300,7 @@ def _(x_TD, slice_rows, backend, group, chunks):  # type: ignore[no-untyped-def]
     return x_TD.new_empty(slice_rows, x_TD.shape[1])
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, _, *ctx.overlap = inputs
     ctx.rows = x.shape[0]
 
@@ -313,8 +313,8 @@ def _backward_of_take_slice(ctx: Any, grad_SD: Tensor) -> tuple[Any, ...]:
     return _gather_slices(grad_SD.contiguous(), ctx.rows, *ctx.overlap), None, None, None, None
 
 
-_gather_slices.register_autograd(_backward_of_gather_slices, setup_context=_keep_rows)
-_take_slice.register_autograd(_backward_of_take_slice, setup_context=_keep_rows)
+_gather_slices.register_autograd(_backward_of_gather_slices, setup_context=_save_rows)
+_take_slice.register_autograd(_backward_of_take_slice, setup_context=_save_rows)
 
 
 def _spread(parts: Iterable[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
-from torchmm.extensions.async_tp.backends import Collective, SymmetricMemory
+from torchmm.extensions.async_tp.backends import CollectiveBackend, SymmetricMemoryBackend
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
 from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.layered import LayeredModule
@@ -96,7 +96,7 @@ def choose_backend(
     """
     if wanted in ("ring", "collective"):
         return wanted, "set in the recipe"
-    trouble = symmetric_memory_trouble(group, device)
+    trouble = symmetric_memory_problem(group, device)
     if trouble is None:
         return "symmetric_memory", "a test run returned correct values"
     if wanted == "symmetric_memory":
@@ -112,7 +112,7 @@ def choose_backend(
     )
 
 
-def symmetric_memory_trouble(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def symmetric_memory_problem(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Return why the group cannot use symmetric memory, or None. Identical on all ranks."""
     if device.type != "cuda":
         return f"it requires CUDA, but the device is {device.type}"
@@ -125,7 +125,7 @@ def try_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> str 
     """Compare all operations on small numbers with collectives. Return the problem, or None."""
     trouble = None
     try:
-        if not _gives_equal_numbers(group, device):
+        if not _matches_collectives(group, device):
             trouble = "a test run returned wrong values"
     except (RuntimeError, AttributeError) as error:
         trouble = f"a test run failed: {str(error).partition(chr(10))[0]}"
@@ -169,19 +169,19 @@ def time_chunks(
     return dict(zip(candidates, medians.tolist(), strict=True))
 
 
-def _gives_equal_numbers(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _matches_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return True if small integers, whose sums are exact in any order, give equal results."""
     rows, features = 8, 16
     total = rows * group.size() - 1  # the last row is padding
     count = torch.arange(rows * features, device=device).view(rows, features)
     x_SD = ((count + group.rank()) % 5 - 2).to(torch.bfloat16)
     weight_FD = x_SD[:, :features].repeat(2, 1)
-    tried, known = SymmetricMemory(group, 1), Collective(group, 1)
+    tried, known = SymmetricMemoryBackend(group, 1), CollectiveBackend(group, 1)
     results = []
     for backend in (tried, known):
         whole_TD = backend.start_gather(x_SD, total).wait()
         hidden = backend.start_linear_scatter([whole_TD], [weight_FD], rows).wait()
-        product, kept = backend.gather_linear_keeping(x_SD, weight_FD, total)
+        product, kept = backend.gather_linear_and_input(x_SD, weight_FD, total)
         fresh = type(backend)(group, 1)
         fused = fresh.start_linear_scatter([whole_TD] * 2, [weight_FD] * 2, rows).wait()
         bias = weight_FD[:, 0].contiguous()

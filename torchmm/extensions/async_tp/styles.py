@@ -62,7 +62,7 @@ class ScopeInput:
         return self.shape
 
 
-class Column:
+class PrecomputedColumn:
     """Forward method of a column-wise linear layer whose result the scope has computed.
 
     Args:
@@ -102,8 +102,8 @@ class AsyncStyles(OverlapStyles):
     def __init__(self, overlap: Overlap) -> None:
         self._overlap = overlap
 
-    def column(self, linear: nn.Module, local_rows: LocalRows) -> Column:
-        return Column(linear, local_rows)
+    def column(self, linear: nn.Module, local_rows: LocalRows) -> PrecomputedColumn:
+        return PrecomputedColumn(linear, local_rows)
 
     def row(self, slices: SequenceSlices) -> AsyncRow:
         return AsyncRow(slices, self._overlap)
@@ -131,14 +131,14 @@ class AsyncScope(_Overlapping):
     """Style of attention or an MLP: all-gathers its input during its column-wise layers."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        columns = [m.forward for m in module.modules() if isinstance(m.forward, Column)]
+        columns = [m.forward for m in module.modules() if isinstance(m.forward, PrecomputedColumn)]
         for index, column in enumerate(columns):
             column.index = index
 
         change_input(module, lambda hidden: self._multiply(hidden, columns))
         return module
 
-    def _multiply(self, x_BSD: Tensor, columns: list[Column]) -> ScopeInput:
+    def _multiply(self, x_BSD: Tensor, columns: list[PrecomputedColumn]) -> ScopeInput:
         """All-gather the input and compute all column-wise layers."""
         length = self._slices.length
         rows, batch = sequence_first(x_BSD)

@@ -26,7 +26,7 @@ from torchmm.models.families.introspection import is_outermost_list
 
 
 @dataclass(frozen=True)
-class Form:
+class EncoderStructure:
     """Structure of a tower: the names of the modules that a layered module requires."""
 
     layers: str
@@ -53,16 +53,16 @@ def ffn_size(config: Any) -> int:
     return size or int(config.hidden_size * getattr(config, "mlp_ratio", 4))
 
 
-def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
+def detect_encoder_structure(tower: PreTrainedModel, processor_class: str) -> EncoderStructure:
     """Return the form of a small tower from one forward pass.
 
     Raises:
         ConfigError: The tower does not have the form.
     """
-    layers = layer_list(tower)
+    layers = find_layer_list(tower)
     pixels = example_pixels(tower.config, 2)
     calls, outputs = _record(tower, layers, pixels)
-    pre = _chain_before(calls[f"{layers}.0"], outputs, pixels)
+    pre = _modules_before_layers(calls[f"{layers}.0"], outputs, pixels)
 
     # Each layer must be called with the result of the previous layer.
     every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
@@ -73,7 +73,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
     patches = patches_per_row(tower.config) ** 2
     if last.ndim != 3 or len(last) != len(pixels) or last.shape[1] < patches:
         raise ConfigError(f"hidden states {tuple(last.shape)} for 2 images of {patches} patches")
-    if strange := _strange(tower, last, (*pre, layers)):
+    if strange := _weights_outside(tower, last, (*pre, layers)):
         raise ConfigError(f"weights outside of embeddings and layers: {', '.join(strange)}")
 
     convolutions = [
@@ -98,7 +98,7 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
         if isinstance(conversion, WeightRenaming)
         for old in conversion.source_patterns
     ]
-    return Form(
+    return EncoderStructure(
         layers=layers,
         pre=pre,
         patch_embedding=convolutions[0],
@@ -118,7 +118,9 @@ def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
     )
 
 
-def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> tuple[str, ...]:
+def _modules_before_layers(
+    entered: _ModuleCall, outputs: dict[str, _ModuleCall], pixels: Tensor
+) -> tuple[str, ...]:
     """Return the modules between pixels and the first layer, in call order."""
     if entered.others:
         raise ConfigError(f"layers have inputs besides hidden states: {entered.others}")
@@ -143,7 +145,7 @@ def example_pixels(config: Any, images: int) -> Tensor:
     return torch.randn(images, getattr(config, "num_channels", 3), size, size)
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     hidden: Tensor | None
     """First tensor argument of a module."""
     others: list[str]
@@ -157,9 +159,9 @@ class _Call(NamedTuple):
 
 def _record(
     tower: PreTrainedModel, layers: str, pixels: Tensor
-) -> tuple[dict[str, _Call], dict[str, _Call]]:
+) -> tuple[dict[str, _ModuleCall], dict[str, _ModuleCall]]:
     """Return inputs and outputs of layers, and of modules outside the layers."""
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _ModuleCall] = {}
 
     def listen(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -172,9 +174,9 @@ def _record(
                 for key, value in given
                 if value is not hidden and (isinstance(value, Tensor) or bool(value))
             ]
-            result = first(output)
+            result = hidden_states_of(output)
             if isinstance(result, Tensor):
-                calls[name] = _Call(hidden, others, result)
+                calls[name] = _ModuleCall(hidden, others, result)
 
         return hook
 
@@ -195,12 +197,12 @@ def _record(
     return inside, outside
 
 
-def first(output: Any) -> Any:
+def hidden_states_of(output: Any) -> Any:
     """Return the hidden states of a module output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) and output else output
 
 
-def layer_list(tower: PreTrainedModel) -> str:
+def find_layer_list(tower: PreTrainedModel) -> str:
     """Return the name of the list of layers.
 
     Raises:
@@ -223,7 +225,7 @@ def _gradients(last: Tensor, weights: dict[str, nn.Parameter]) -> tuple[Tensor |
     return torch.autograd.grad(last.sum(), every, retain_graph=True, allow_unused=True)
 
 
-def _strange(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list[str]:
+def _weights_outside(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list[str]:
     """Return weights that affect the output of the last layer but are not in any of `parts`."""
     outside = {
         name: value

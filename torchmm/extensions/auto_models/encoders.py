@@ -33,11 +33,11 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.extensions.auto_models.encoder_structure import (
-    Form,
+    EncoderStructure,
     example_pixels,
     ffn_size,
-    first,
-    layer_list,
+    find_layer_list,
+    hidden_states_of,
 )
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.introspection import small_config
@@ -45,14 +45,14 @@ from torchmm.models.families.small_configs import shrink_encoder_settings
 from torchmm.models.layers.attention import PACKED
 
 
-class StructuralFamily(EncoderFamily):
+class DetectedEncoderFamily(EncoderFamily):
     """Family of a tower whose structure was detected."""
 
     is_registered = False
     is_llava_compatible = False
     tensor_parallel: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: EncoderStructure) -> None:
         self.form = form
         self.layers = form.layers
         self.pre = form.pre
@@ -71,13 +71,13 @@ class StructuralFamily(EncoderFamily):
         weight = tower.get_submodule(self.patch_embedding).weight
         hidden = inputs.pixels.to(weight.dtype)
         for name in self.pre:
-            hidden = first(tower.get_submodule(name)(hidden))
+            hidden = hidden_states_of(tower.get_submodule(name)(hidden))
         return hidden
 
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
     ) -> Tensor:
-        return first(layer(hidden, **dict.fromkeys(self.form.left_out)))
+        return hidden_states_of(layer(hidden, **dict.fromkeys(self.form.left_out)))
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[:, self.form.num_prefix_tokens :].flatten(0, 1)
@@ -155,7 +155,7 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return towers[0]
 
 
-def _renames(form: Form) -> tuple[tuple[str, str], ...]:
+def _renames(form: EncoderStructure) -> tuple[tuple[str, str], ...]:
     """Return the prefixes of tower names in files of the tower and of models that contain it."""
     (top, *others) = {name.partition(".")[0] for name in (*form.pre, form.layers)}
     head = rf"({form.prefix}\.)?" if form.prefix else ""
@@ -164,7 +164,7 @@ def _renames(form: Form) -> tuple[tuple[str, str], ...]:
     return ((rf"{form.prefix}\.", "tower."),) if form.prefix else ()
 
 
-def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def small_encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config of the same type whose tower is small and has every type of layer.
 
     Raises:
@@ -180,7 +180,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return small_config(config, _layers, shrink_encoder_settings)
 
 
-def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
+def patch_order_problem(family: DetectedEncoderFamily, tower: PreTrainedModel) -> str:
     """Return why positions before the layers are not those of patches in row order, or ""."""
     config: Any = tower.config
     rows = patches_per_row(config)
@@ -234,6 +234,6 @@ def resolve_processor_class(config: PreTrainedConfig, settings: dict[str, Any]) 
 
 def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     tower = build_tower(config, torch.float32, "eager")
-    found = tower.get_submodule(layer_list(tower))
+    found = tower.get_submodule(find_layer_list(tower))
     assert isinstance(found, nn.ModuleList)
     return found

@@ -4,7 +4,7 @@ from torchmm.common.extensions import Entries, Entry
 
 ENTRIES: Entries = {
     "model_fallbacks": [
-        Entry("llm", "torchmm.extensions.auto_models.parity:adopt"),
-        Entry("encoder", "torchmm.extensions.auto_models.parity:adopt_encoder"),
+        Entry("llm", "torchmm.extensions.auto_models.parity:register_llm"),
+        Entry("encoder", "torchmm.extensions.auto_models.parity:register_encoder"),
     ],
 }

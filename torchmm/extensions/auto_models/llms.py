@@ -22,7 +22,7 @@ from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.small_configs import shrink_llm_settings
 
 
-def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
+def detect_llm_family(model: PreTrainedModel) -> LlmFamily | list[str]:
     """Return the family of a causal LM, or the missing modules."""
     layers_n = getattr(model.config, "num_hidden_layers", None)
     names = {id(part): name for name, part in model.named_modules()}
@@ -83,7 +83,7 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
     )
 
 
-def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def small_llm_copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config of the same type whose model is small and has every type of layer.
 
     Raises:
@@ -94,7 +94,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    family = find_form(model)
+    family = detect_llm_family(model)
     if isinstance(family, list):
         raise ConfigError(family)
     found = model.get_submodule(f"{family.text_model}.{family.layers}")

@@ -44,9 +44,13 @@ from transformers.utils import logging as logging_of_transformers
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.extensions.auto_models import encoders as towers
-from torchmm.extensions.auto_models.encoder_structure import example_pixels, find_tower_form, first
-from torchmm.extensions.auto_models.encoders import StructuralFamily
-from torchmm.extensions.auto_models.llms import copy_config, find_form
+from torchmm.extensions.auto_models.encoder_structure import (
+    detect_encoder_structure,
+    example_pixels,
+    hidden_states_of,
+)
+from torchmm.extensions.auto_models.encoders import DetectedEncoderFamily
+from torchmm.extensions.auto_models.llms import detect_llm_family, small_llm_copy_config
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.families.introspection import TOLERANCE, randomize, run_external
@@ -57,15 +61,15 @@ from torchmm.models.layered import StageRange, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 
-_ALONE = [21]
-_PACKED = [5, 9, 9, 4, 2]
+_SINGLE_SAMPLE = [21]
+_PACKED_SAMPLES = [5, 9, 9, 4, 2]
 _IMAGES = 3
 _WIDTH = 24
 """Number of output features of an encoder."""
 _logger = logging.getLogger(__name__)
 
 
-def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
+def register_llm(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
     """Return the family of a causal LM that is not registered, after its verification.
 
     Args:
@@ -77,12 +81,12 @@ def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
             difference.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _adopt(settings, config.model_type, files)
+    return _register_llm(settings, config.model_type, files)
 
 
 @lru_cache
-def _adopt(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
-    proof = prove(AutoConfig.for_model(**json.loads(settings)), files)
+def _register_llm(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
+    proof = compare_llm(AutoConfig.for_model(**json.loads(settings)), files)
     compared = "logits, loss and all gradients, of single samples and packed samples"
     _report(proof, files, model_type, compared)
     return proof.family
@@ -91,7 +95,7 @@ def _adopt(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
 Family = TypeVar("Family")
 
 
-class Proof(NamedTuple, Generic[Family]):
+class ParityResult(NamedTuple, Generic[Family]):
     """Result of a verification."""
 
     family: Family
@@ -101,19 +105,19 @@ class Proof(NamedTuple, Generic[Family]):
     """Why weight files cannot be loaded, or "" if they can."""
 
 
-def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
+def compare_llm(config: PreTrainedConfig, files: WeightFiles) -> ParityResult[LlmFamily]:
     """Build a small copy of a model in torchmm and in Hugging Face, and compare the results.
 
     Raises:
-        ConfigError: As for `adopt`, except for files.
+        ConfigError: As for `register_llm`, except for files.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = run_external("a small copy of its config", copy_config, config)
+        small = run_external("a small copy of its config", small_llm_copy_config, config)
         plain = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-        family = find_form(plain)
+        family = detect_llm_family(plain)
         if isinstance(family, list):
             raise ConfigError(family)
         randomize(plain)
@@ -122,18 +126,20 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
         )
         ours.backbone.load_state_dict(plain.state_dict())
         differences: dict[str, float] = {}
-        for packing, lengths in (("alone", _ALONE), ("packed", _PACKED)):
+        for packing, lengths in (("alone", _SINGLE_SAMPLE), ("packed", _PACKED_SAMPLES)):
             batch = _batch(lengths)
-            expected = run_external("the Hugging Face model", _plain_results, plain, batch)
-            for cut, run in (("whole", _whole_results), ("one stage per layer", _stage_results)):
+            expected = run_external("the Hugging Face model", _hf_results, plain, batch)
+            for cut, run in (("whole", _unsplit_results), ("one stage per layer", _stage_results)):
                 name = f"samples {packing}, {cut}"
                 differences |= _compare(name, run_external(name, run, ours, batch), expected)
-        return Proof(family, _judge(differences), _unreadable(plain, ours))
+        return ParityResult(
+            family, _check_tolerance(differences), _weight_file_problem(plain, ours)
+        )
 
 
-def adopt_encoder(
+def register_encoder(
     config: PreTrainedConfig, files: WeightFiles, processor: dict[str, Any]
-) -> StructuralFamily:
+) -> DetectedEncoderFamily:
     """Return the family of an image encoder that is not registered, after its verification.
 
     Args:
@@ -142,25 +148,25 @@ def adopt_encoder(
         processor: Settings of its image processor, in its files and the recipe.
 
     Raises:
-        ConfigError: The image processor is unknown, or as for `adopt`.
+        ConfigError: The image processor is unknown, or as for `register_llm`.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     name = towers.resolve_processor_class(config, processor)
-    return _adopt_encoder(settings, config.model_type, files, name)
+    return _register_encoder(settings, config.model_type, files, name)
 
 
 @lru_cache
-def _adopt_encoder(
+def _register_encoder(
     settings: str, model_type: str, files: WeightFiles, processor_class: str
-) -> StructuralFamily:
+) -> DetectedEncoderFamily:
     config = AutoConfig.for_model(**json.loads(settings))
-    proof = prove_encoder(config, files, processor_class)
+    proof = compare_encoder(config, files, processor_class)
     compared = "features and all gradients, of single images and batches"
     _report(proof, files, model_type, compared)
     return proof.family
 
 
-def _report(proof: Proof[Any], files: WeightFiles, model_type: str, compared: str) -> None:
+def _report(proof: ParityResult[Any], files: WeightFiles, model_type: str, compared: str) -> None:
     """Log the result of a comparison.
 
     Raises:
@@ -179,21 +185,23 @@ def _report(proof: Proof[Any], files: WeightFiles, model_type: str, compared: st
     )
 
 
-def prove_encoder(
+def compare_encoder(
     config: PreTrainedConfig, files: WeightFiles, processor_class: str
-) -> Proof[StructuralFamily]:
+) -> ParityResult[DetectedEncoderFamily]:
     """Build a small copy of an encoder in torchmm and in Hugging Face, and compare the results.
 
     Raises:
-        ConfigError: As for `adopt_encoder`, except for files.
+        ConfigError: As for `register_encoder`, except for files.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = run_external("a small copy of its config", towers.copy_config, config)
+        small = run_external("a small copy of its config", towers.small_encoder_config, config)
         plain = towers.build_tower(small, torch.float32, "eager")
-        form = run_external("the Hugging Face model", find_tower_form, plain, processor_class)
+        form = run_external(
+            "the Hugging Face model", detect_encoder_structure, plain, processor_class
+        )
         randomize(plain)
-        family = StructuralFamily(form)
+        family = DetectedEncoderFamily(form)
         spec = EncoderSpec(
             "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
         )
@@ -201,7 +209,7 @@ def prove_encoder(
         ours = run_external("building the model", EncoderModule, spec, files)
         ours.tower.load_state_dict(plain.state_dict(), strict=False)
         if places := run_external(
-            "the modules before its layers", towers.misplaced, family, ours.tower
+            "the modules before its layers", towers.patch_order_problem, family, ours.tower
         ):
             raise ConfigError(places)
         differences: dict[str, float] = {}
@@ -209,16 +217,23 @@ def prove_encoder(
         for count, packing in ((1, "alone"), (_IMAGES, "together")):
             pixels = example_pixels(small, count)
             inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
-            expected = run_external("the Hugging Face model", _plain_features, plain, ours, pixels)
-            for cut, run in (("whole", _whole_features), ("one stage per layer", _stage_features)):
+            expected = run_external("the Hugging Face model", _hf_features, plain, ours, pixels)
+            for cut, run in (
+                ("whole", _unsplit_features),
+                ("one stage per layer", _stage_features),
+            ):
                 name = f"images {packing}, {cut}"
                 differences |= _compare(name, run_external(name, run, ours, inputs), expected)
-        family.is_llava_compatible = _as_llava_takes_it(plain, family, example_pixels(small, 1))
-        return Proof(family, _judge(differences), _unreadable(plain, ours))
+        family.is_llava_compatible = _is_llava_compatible(plain, family, example_pixels(small, 1))
+        return ParityResult(
+            family, _check_tolerance(differences), _weight_file_problem(plain, ours)
+        )
 
 
 @torch.no_grad()
-def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels: Tensor) -> bool:
+def _is_llava_compatible(
+    plain: PreTrainedModel, family: DetectedEncoderFamily, pixels: Tensor
+) -> bool:
     """Return True if LLaVA can use the tower.
 
     `AutoModel` must build the tower. Its hidden states must be the outputs of its layers, with at
@@ -230,7 +245,7 @@ def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels:
         return False
     returned: list[Tensor] = []
     handles = [
-        layer.register_forward_hook(lambda _, given, out: returned.append(first(out)))
+        layer.register_forward_hook(lambda _, given, out: returned.append(hidden_states_of(out)))
         for layer in plain.get_submodule(family.layers).children()
     ]
     found = plain(pixels, output_hidden_states=True, return_dict=True).hidden_states
@@ -240,7 +255,7 @@ def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels:
     return same and all(map(torch.equal, found[1:], returned))
 
 
-def _judge(differences: dict[str, float]) -> float:
+def _check_tolerance(differences: dict[str, float]) -> float:
     """Return the largest difference. Raise an error if it is too large."""
     wrong = {name: value for name, value in differences.items() if not value < TOLERANCE}
     if wrong:
@@ -252,7 +267,7 @@ def _judge(differences: dict[str, float]) -> float:
     return max(differences.values())
 
 
-def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
+def _weight_file_problem(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
     """Return why files that Hugging Face saves are not read correctly, or "" if they are."""
     with tempfile.TemporaryDirectory() as directory:
         bars = logging_of_transformers.is_progress_bar_enabled()
@@ -302,7 +317,7 @@ def _batch(lengths: list[int]) -> Microbatch:
     return Microbatch(ids, targets, positions, starts, {}, MicrobatchMeta((), sum(lengths)))
 
 
-def _plain_results(plain: nn.Module, batch: Microbatch) -> Results:
+def _hf_results(plain: nn.Module, batch: Microbatch) -> Results:
     plain.zero_grad()
     logits = torch.cat(
         [
@@ -319,7 +334,7 @@ def _plain_results(plain: nn.Module, batch: Microbatch) -> Results:
 def _gradients(model: nn.Module, prefix: str = "") -> Results:
     """Return gradients by Hugging Face names, of parameters whose names start with `prefix`."""
     return {
-        f"gradient of {_plain_name(name)}": torch.zeros_like(p)
+        f"gradient of {_hf_parameter_name(name)}": torch.zeros_like(p)
         if p.grad is None
         else p.grad.clone()
         for name, p in model.named_parameters()
@@ -327,11 +342,11 @@ def _gradients(model: nn.Module, prefix: str = "") -> Results:
     }
 
 
-def _plain_name(name: str) -> str:
+def _hf_parameter_name(name: str) -> str:
     return name.removeprefix("backbone.").removeprefix("tower.")
 
 
-def _whole_results(ours: LlmModule, batch: Microbatch) -> Results:
+def _unsplit_results(ours: LlmModule, batch: Microbatch) -> Results:
     ours.zero_grad()
     logits = ours.logits(batch, {}, batch.target_positions_L).detach()
     loss = ours(batch, {})
@@ -340,11 +355,11 @@ def _whole_results(ours: LlmModule, batch: Microbatch) -> Results:
 
 
 def _stage_results(ours: LlmModule, batch: Microbatch) -> Results:
-    hidden, gradients = _in_stages(ours, lambda stage, given: stage(batch, given), {})
+    hidden, gradients = _run_stages(ours, lambda stage, given: stage(batch, given), {})
     return {"loss": hidden, **gradients}
 
 
-def _plain_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor) -> Results:
+def _hf_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor) -> Results:
     """Return the outputs of the last layer and of the connector, for each image separately."""
     plain.zero_grad()
     ours.zero_grad()
@@ -370,7 +385,7 @@ def _loss_of(features: Tensor) -> Tensor:
     return (features * torch.linspace(0.5, 1.5, features.numel()).view_as(features)).square().sum()
 
 
-def _whole_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
+def _unsplit_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
     ours.zero_grad()
     features = ours(inputs)
     _loss_of(features).backward()
@@ -378,11 +393,11 @@ def _whole_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
 
 
 def _stage_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
-    features, gradients = _in_stages(ours, lambda stage, given: stage(inputs, given), None)
+    features, gradients = _run_stages(ours, lambda stage, given: stage(inputs, given), None)
     return {"features": features, **gradients}
 
 
-def _in_stages(
+def _run_stages(
     ours: LlmModule | EncoderModule, run: Callable[[Any, Any], Any], hidden: Any
 ) -> tuple[Tensor, Results]:
     """Return the output of the last of one stage per layer, and the accumulated gradients."""
@@ -400,10 +415,10 @@ def _in_stages(
     assert isinstance(hidden, Tensor)
     (hidden if isinstance(ours, LlmModule) else _loss_of(hidden)).backward()
     for stage in stages:
-        copies = {_plain_name(copy): first for copy, first in stage.tied_replicas().items()}
+        copies = {_hf_parameter_name(copy): first for copy, first in stage.tied_replicas().items()}
         for name, grad in _gradients(stage).items():
             original = copies.get(name.removeprefix("gradient of "))
-            key = name if original is None else f"gradient of {_plain_name(original)}"
+            key = name if original is None else f"gradient of {_hf_parameter_name(original)}"
             gradients[key] = gradients.get(key, 0) + grad
     return hidden.detach(), gradients
 

@@ -22,7 +22,7 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved import Resolved
 from torchmm.training.build import open_checkpoints
 from torchmm.training.data_build import build_data
-from torchmm.training.model_build import build_unfilled_model, cut_model, fill_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages, materialize_stages
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.validation import held_out_losses
 
@@ -71,11 +71,11 @@ def _open_run(
     Raises:
         ConfigError: Images of an encoder vary in size.
     """
-    model, tokenizer = build_unfilled_model(run)
+    model, tokenizer = build_meta_model(run)
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can be exchanged only if an encoder has images of one size")
-    cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline, _ = fill_model(run, model, mesh, cut)
+    cut = choose_model_stages(run, model, tokenizer, mesh.device)
+    pipeline, _ = materialize_stages(run, model, mesh, cut)
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     return model, pipeline, list(islice(loader, run.recipe.validation.batches))

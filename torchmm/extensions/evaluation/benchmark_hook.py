@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchmm.extensions.evaluation.benchmarks import FOLDER, Benchmarks
+from torchmm.extensions.evaluation.benchmarks import FOLDER, BenchmarkRunner
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.hooks.exports import export_model
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.hooks.validation import validated_weights
 
 
@@ -19,14 +19,14 @@ class BenchmarkHook(Hook):
     available after the last step are added to the record of the last step.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
-        self._config = BenchmarksConfig.of(self.recipe.validation)
-        self._processes = Benchmarks(self._config, self.parts.run_dir, self.parts.logger)
+        self._config = BenchmarksConfig.from_parent(self.recipe.validation)
+        self._processes = BenchmarkRunner(self._config, self.parts.run_dir, self.parts.logger)
         if self.parts.recorder is not None:
             self.parts.recorder.add_source(self._take_scores)
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Export a snapshot and start its evaluation if it is due."""
         step = done.step
         if not self.is_due(step, self._config.interval):

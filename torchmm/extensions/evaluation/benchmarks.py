@@ -52,7 +52,9 @@ def environment(devices: str | None) -> dict[str, str]:
     return kept if devices is None else kept | {"CUDA_VISIBLE_DEVICES": devices}
 
 
-def answer(config: BenchmarksConfig, export: Path, output: Path, step: int | None) -> Evaluation:
+def run_in_foreground(
+    config: BenchmarksConfig, export: Path, output: Path, step: int | None
+) -> Evaluation:
     """Evaluate the tasks in the foreground and show the output of lmms-eval.
 
     Raises:
@@ -66,7 +68,7 @@ def answer(config: BenchmarksConfig, export: Path, output: Path, step: int | Non
     return _scores(output, export, step)
 
 
-class Benchmarks:
+class BenchmarkRunner:
     """Evaluations of the snapshots of one run, on rank 0.
 
     Args:

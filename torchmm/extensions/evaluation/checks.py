@@ -11,7 +11,7 @@ from torchmm.recipe.recipe import Recipe
 
 def check_benchmarks(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of `[validation.benchmarks]`."""
-    benchmarks = BenchmarksConfig.of(recipe.validation)
+    benchmarks = BenchmarksConfig.from_parent(recipe.validation)
     if benchmarks.interval and not benchmarks.tasks:
         text = "has no tasks; set validation.benchmarks.tasks"
         yield Problem("validation.benchmarks.interval", benchmarks.interval, text)

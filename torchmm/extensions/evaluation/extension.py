@@ -14,7 +14,7 @@ def _generates_samples(run: Any) -> bool:
 
 
 def _has_benchmarks(run: Any) -> bool:
-    return BenchmarksConfig.of(run.recipe.validation).interval > 0
+    return BenchmarksConfig.from_parent(run.recipe.validation).interval > 0
 
 
 ENTRIES: Entries = {

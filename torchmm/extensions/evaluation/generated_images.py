@@ -29,7 +29,7 @@ from torchmm.training.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GeneratedImage:
     """Generated frames of one image or video, and the reference frames."""
 
     context_ids: list[int]
@@ -42,7 +42,7 @@ class Drawing:
         return str(tokenizer.decode(self.context_ids, skip_special_tokens=True))
 
 
-def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
+def held_out_target_images(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
     """Yield microbatches with `count` images to generate, or fewer if the data have fewer."""
     left = count
     for microbatch in (m for batch in batches for m in batch.microbatches):
@@ -68,25 +68,25 @@ def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Micr
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def draw_samples(
+def generate_sample_images(
     pipeline: Pipeline,
     microbatches: Iterable[Microbatch],
     spec: GeneratorSpec,
     mesh: ParallelMesh,
     steps: int,
-) -> list[Drawing]:
+) -> list[GeneratedImage]:
     """Generate all images of the microbatches. All ranks must pass the same microbatches.
 
     Args:
         pipeline: Pipeline of this rank.
-        microbatches: Result of `held_out_drawings`. Generation starts from their noise.
+        microbatches: Result of `held_out_target_images`. Generation starts from their noise.
         spec: Specification of the generator.
         mesh: Mesh of the run.
         steps: Number of equal steps from noise to image (Euler method).
     """
     drawings = []
     for microbatch in microbatches:
-        pixels_PV = draw(pipeline, microbatch, mesh, steps).cpu()
+        pixels_PV = generate_pixels(pipeline, microbatch, mesh, steps).cpu()
         assert microbatch.generator is not None
         inputs = microbatch.generator.values()
         sizes = [prod(grid) for grid in inputs.grids_thw]
@@ -102,12 +102,14 @@ def draw_samples(
         ):
             ids = microbatch.input_ids_T[positions[~is_placeholder[positions]]].tolist()
             shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
-            drawings.append(Drawing(ids, *shown))
+            drawings.append(GeneratedImage(ids, *shown))
     return drawings
 
 
 @torch.no_grad()
-def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: int) -> Tensor:
+def generate_pixels(
+    pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: int
+) -> Tensor:
     """Return generated pixels, float32 (P, V), on every rank, from the noise of a microbatch."""
     moved = microbatch.to(mesh.device)
     inputs = moved.generator
@@ -123,13 +125,13 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
         now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)
         shown = replace(moved, generator=now)
         if of_latents and step == 1:
-            x_PV = _from_rank(source, pipeline.decode_latents(shown), pixels_PX)
+            x_PV = _broadcast(source, pipeline.decode_latents(shown), pixels_PX)
         else:
-            x_PV = x_PV - _from_rank(source, pipeline.velocities(shown), x_PV) / steps
+            x_PV = x_PV - _broadcast(source, pipeline.velocities(shown), x_PV) / steps
     return x_PV
 
 
-def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
+def _broadcast(source: int, found: Tensor | None, like: Tensor) -> Tensor:
     """Broadcast the tensor of one rank and return it on all ranks."""
     values = torch.empty_like(like) if found is None else found
     dist.broadcast(values, src=source)

@@ -1,6 +1,7 @@
 """Generate text with an exported model for held-out samples, to score it.
 
-    texts = write_texts(Export.read(Path("outputs/mine/hf")), data, training, samples=100)
+    texts = generate_held_out_text(Export.read(Path("outputs/mine/hf")), data, training,
+    samples=100)
 
 Prompts are the token ids of training, without an additional chat template. The Hugging Face
 `generate` continues them in batches, with pixels of the image processor of the export. The scores
@@ -27,8 +28,12 @@ from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader
 from torchmm.extensions.evaluation.samples import GeneratedText, generated_text, held_out_prompts
 from torchmm.extensions.evaluation.text.generate import generate_texts
-from torchmm.extensions.evaluation.text.load_model import Export, end_tokens, open_writer
-from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
+from torchmm.extensions.evaluation.text.load_model import (
+    ExportedModel,
+    end_tokens,
+    load_text_generator,
+)
+from torchmm.extensions.evaluation.text.prompts import Prompt, batch_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.build import build_model
 from torchmm.parallel.mesh import select_device
@@ -40,8 +45,8 @@ MAX_BATCH_TOKENS = 8192
 """Maximum number of prompt tokens in one batch of the torchmm generation."""
 
 
-def write_texts(
-    export: Export,
+def generate_held_out_text(
+    export: ExportedModel,
     data: DataConfig,
     training: TrainingConfig,
     *,
@@ -80,8 +85,8 @@ def write_texts(
     images = all(encoder.family.modality == "image" for encoder in model.encoder_modules())
     clips = any(image.duration_ms for prompt in prompts for image in prompt.sample.images)
     if export.kind is None or clips or not images:
-        writer = open_writer(export.directory)
-        batches = in_groups(prompts, batch_size, MAX_BATCH_TOKENS)
+        writer = load_text_generator(export.directory)
+        batches = batch_prompts(prompts, batch_size, MAX_BATCH_TOKENS)
         pairs = generate_texts(
             writer.pipeline, batches, tokenizer, writer.mesh, Sampling(max_new_tokens), writer.ends
         )
@@ -98,7 +103,7 @@ def write_texts(
 
 @torch.no_grad()
 def _generate_with_hugging_face(
-    export: Export,
+    export: ExportedModel,
     prompts: Sequence[Prompt],
     loader: Loader,
     tokenizer: PreTrainedTokenizerBase,
@@ -110,7 +115,7 @@ def _generate_with_hugging_face(
     model = model_class.from_pretrained(export.directory, dtype="auto")
     model = model.to(select_device("auto")).eval()
     ends = set(end_tokens(model.generation_config, tokenizer))
-    ends = ends.union(*(prompt.own_ends(tokenizer) for prompt in prompts))
+    ends = ends.union(*(prompt.sample_end_tokens(tokenizer) for prompt in prompts))
     pad = max(ends) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     accepted = inspect.signature(model.forward).parameters
     found: dict[int, list[int]] = {}

@@ -6,9 +6,9 @@ r"""Evaluate an export on lmms-eval tasks.
         --tasks mmmu_val --output scores.json
 
 Questions are a source of question records, so that prompts have the chat template and pixels of
-training. `write_texts` generates the responses. The lmms-eval class for Hugging Face models is not
-used, because it passes arguments that processors of transformers 5 reject, and always computes in
-bfloat16.
+training. `generate_held_out_text` generates the responses. The lmms-eval class for Hugging Face
+models is not used, because it passes arguments that processors of transformers 5 reject, and always
+computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.extensions.evaluation.hf_generation import write_texts
-from torchmm.extensions.evaluation.text.load_model import Export
+from torchmm.extensions.evaluation.hf_generation import generate_held_out_text
+from torchmm.extensions.evaluation.text.load_model import ExportedModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -47,7 +47,7 @@ class ExportModel(lmms):
 
     is_simple = True
 
-    def __init__(self, export: Export, batch_size: int) -> None:
+    def __init__(self, export: ExportedModel, batch_size: int) -> None:
         super().__init__()
         self._export, self._batch_size = export, batch_size
 
@@ -86,7 +86,7 @@ class ExportModel(lmms):
             source = Path(scratch) / "questions.jsonl"
             source.write_text("".join(json.dumps(record) + "\n" for record in records))
             config = SourceConfig(path=str(source), metrics=["exact_match"])
-            texts = write_texts(
+            texts = generate_held_out_text(
                 self._export,
                 DataConfig(validation=[config], index_cache_dir=scratch),
                 TrainingConfig(sequence_length=SEQUENCE_LENGTH),
@@ -126,7 +126,7 @@ def main() -> int:
     add("--output", type=Path, required=True)
     arguments = parser.parse_args()
     try:
-        model = ExportModel(Export.read(arguments.export), arguments.batch_size)
+        model = ExportModel(ExportedModel.read(arguments.export), arguments.batch_size)
         found = simple_evaluate(
             model=model,
             tasks=arguments.tasks,

@@ -7,8 +7,15 @@ from dataclasses import asdict
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
-from torchmm.extensions.evaluation.generated_images import draw_samples, held_out_drawings
-from torchmm.extensions.evaluation.sample_plots import keep_thumbnail, plot_captions, plot_pictures
+from torchmm.extensions.evaluation.generated_images import (
+    generate_sample_images,
+    held_out_target_images,
+)
+from torchmm.extensions.evaluation.sample_plots import (
+    plot_captions,
+    plot_generated_images,
+    write_thumbnail,
+)
 from torchmm.extensions.evaluation.samples import (
     GeneratedText,
     generated_text,
@@ -17,13 +24,13 @@ from torchmm.extensions.evaluation.samples import (
 )
 from torchmm.extensions.evaluation.scores import score
 from torchmm.extensions.evaluation.text.generate import generate_texts
-from torchmm.extensions.evaluation.text.prompts import in_groups
+from torchmm.extensions.evaluation.text.prompts import batch_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.hooks.validation import validated_weights
 from torchmm.training.tracking.run_directory import (
-    DRAWINGS_FOLDER,
+    GENERATED_IMAGES_FOLDER,
     SAMPLES_FILE,
     SAMPLES_FOLDER,
 )
@@ -39,11 +46,11 @@ class SampleHook(Hook):
     are written to generated_images/.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._config = self.recipe.validation
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Generate text and images if they are due."""
         step = done.step
         if self.parts.held_out is None or not self.is_due(step, self._config.interval):
@@ -79,15 +86,15 @@ class SampleHook(Hook):
         parts = self.parts
         spec = parts.model.generator_spec()
         assert spec is not None
-        prompts = held_out_drawings(self._loader(), self._config.generated_images)
+        prompts = held_out_target_images(self._loader(), self._config.generated_images)
         steps = self._config.denoising_steps
-        drawn = draw_samples(parts.pipeline, prompts, spec, parts.mesh, steps)
+        drawn = generate_sample_images(parts.pipeline, prompts, spec, parts.mesh, steps)
         if parts.mesh.rank == 0 and drawn:
-            directory = parts.run_dir / DRAWINGS_FOLDER
+            directory = parts.run_dir / GENERATED_IMAGES_FOLDER
             directory.mkdir(exist_ok=True)
             title = f"generated after step {step} (with the validation images)"
             shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
-            plot_pictures(shown, title, directory / f"step-{step}.png")
+            plot_generated_images(shown, title, directory / f"step-{step}.png")
 
     def _generate_texts(self, step: int) -> list[GeneratedText]:
         """Return text generated for held-out samples, and write samples.json and captions.png."""
@@ -96,7 +103,7 @@ class SampleHook(Hook):
         training = self.recipe.training
         prompts = held_out_prompts(loader, self._config.num_samples, self.recipe.data.validation)
         max_tokens = training.sequence_length * training.microbatch_size
-        batches = in_groups(prompts, MAX_BATCH_PROMPTS, max_tokens)
+        batches = batch_prompts(prompts, MAX_BATCH_PROMPTS, max_tokens)
         sampling = Sampling(self._config.max_new_tokens)
         written = [*generate_texts(parts.pipeline, batches, parts.tokenizer, parts.mesh, sampling)]
         texts = [generated_text(*pair, parts.tokenizer, loader) for pair in written]
@@ -104,7 +111,7 @@ class SampleHook(Hook):
             return texts
         pictures = [loader.images(text.source, text.index)[:1] for text in texts]
         names = [
-            keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
+            write_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
             for t, images in zip(texts, pictures, strict=True)
         ]
         # After a resume, the file may have samples of this and later steps.

@@ -17,7 +17,7 @@ from torchmm.training.console import make_figure
 THUMBNAIL_PX = 192
 
 
-def keep_thumbnail(
+def write_thumbnail(
     folder: Path, source: str, index: int, image: Image.Image | None = None
 ) -> str | None:
     """Write a small PNG of a sample into a folder, unless it exists, and return its name.
@@ -63,7 +63,7 @@ def plot_captions(
     figure.savefig(picture, dpi=110)
 
 
-def plot_pictures(
+def plot_generated_images(
     samples: Sequence[tuple[Sequence[Image.Image], Sequence[Image.Image], str]],
     title: str,
     picture: Path,

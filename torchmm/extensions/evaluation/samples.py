@@ -11,7 +11,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.extensions.evaluation.scores import Answer, score
-from torchmm.extensions.evaluation.text.prompts import Prompt, prompts_of
+from torchmm.extensions.evaluation.text.prompts import Prompt, split_prompts
 from torchmm.recipe.data_section import SourceConfig, unique_names
 
 
@@ -90,7 +90,7 @@ def held_out_prompts(
     scored = {n for n, s in zip(unique_names(sources), sources, strict=True) if s.metrics}
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
-        for prompt in prompts_of(microbatch):
+        for prompt in split_prompts(microbatch):
             if not prompt.row.encoders and prompt.sample.source not in scored:
                 continue
             if found == count:

@@ -62,8 +62,8 @@ def vqa_accuracy(answers: Sequence[Answer]) -> float:
     """
     total = 0.0
     for answer in answers:
-        written = vqa_normalised(answer.written)
-        same = [vqa_normalised(r) == written for r in answer.references]
+        written = vqa_normalize(answer.written)
+        same = [vqa_normalize(r) == written for r in answer.references]
         if len(same) <= VQA_AGREEING:
             total += any(same)
         else:
@@ -107,8 +107,8 @@ def cider(answers: Sequence[Answer]) -> float:
     unseen = log(len(answers))
     total = 0.0
     for answer, own in zip(answers, references, strict=True):
-        written = _Weighed(_n_grams(answer.written), rarity, unseen)
-        total += sum(written.similarity(_Weighed(r, rarity, unseen)) for r in own) / len(own)
+        written = _TfIdfVector(_n_grams(answer.written), rarity, unseen)
+        total += sum(written.similarity(_TfIdfVector(r, rarity, unseen)) for r in own) / len(own)
     return 10 * total / len(answers)
 
 
@@ -146,7 +146,7 @@ def _n_grams(text: str) -> _Grams:
     )
 
 
-class _Weighed:
+class _TfIdfVector:
     """Weights of the n-grams of a text: frequency times rarity."""
 
     def __init__(self, grams: _Grams, rarity: dict[tuple[str, ...], float], unseen: float) -> None:
@@ -157,7 +157,7 @@ class _Weighed:
         # The length is the number of word pairs, as in the original implementation.
         self._length = sum(count for gram, count in grams.items() if len(gram) == 2)
 
-    def similarity(self, reference: _Weighed) -> float:
+    def similarity(self, reference: _TfIdfVector) -> float:
         """Return the similarity to a reference, 0 to 1.
 
         N-grams that are more frequent than in the reference are clipped.
@@ -195,7 +195,7 @@ def _without_apostrophes(word: str) -> set[str]:
     return {"".join(map("".join, zip(parts, (*j, ""), strict=True))) for j in joints} - {word}
 
 
-_MEANT = {
+_CONTRACTION_BY_TYPO = {
     form: word for word in re.findall(r"\S+", _CONTRACTIONS) for form in _without_apostrophes(word)
 }
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -204,7 +204,7 @@ _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _COMMA_IN_NUMBER = re.compile(r"(?<=\d),+(?=\d)")
 
 
-def vqa_normalised(text: str) -> str:
+def vqa_normalize(text: str) -> str:
     """Return a text as the VQA evaluation program normalizes it.
 
     The text has lower case, no articles, digits for numbers and apostrophes of contractions.
@@ -218,4 +218,6 @@ def vqa_normalised(text: str) -> str:
         bare = bare.replace(mark, "" if beside_space or _COMMA_IN_NUMBER.search(text) else " ")
     bare = re.sub(r"\.(?!\d)", "", bare)
     words = (_NUMBERS.get(word, word) for word in bare.split())
-    return " ".join(_MEANT.get(word, word) for word in words if word not in ("a", "an", "the"))
+    return " ".join(
+        _CONTRACTION_BY_TYPO.get(word, word) for word in words if word not in ("a", "an", "the")
+    )

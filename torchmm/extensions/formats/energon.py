@@ -157,11 +157,13 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
     """
     if isinstance(directory, Path):
         directory = directory.absolute()
-    find = _finder(directory)
+    find = _file_finder(directory)
     meta = {name: find(f"{META}/{name}") for name in ("dataset.yaml", "split.json", "split.yaml")}
     found = [file for file in meta.values() if file is not None]
-    kind, fields = _read_kind(_present(meta["dataset.yaml"], f"{directory}/{META}/dataset.yaml"))
-    file = _present(meta["split.yaml"] or meta["split.json"], f"{directory}/{META}/split.yaml")
+    kind, fields = _read_kind(
+        _require_file(meta["dataset.yaml"], f"{directory}/{META}/dataset.yaml")
+    )
+    file = _require_file(meta["split.yaml"] or meta["split.json"], f"{directory}/{META}/split.yaml")
     splits = _load(file)
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
@@ -190,13 +192,13 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
     return EnergonFolder(directory, kind, fields, shards, found, left_out)
 
 
-def _present(file: AnyFile | None, name: str) -> AnyFile:
+def _require_file(file: AnyFile | None, name: str) -> AnyFile:
     if file is None:
         raise DataError(f"{name} cannot be read: no such file; run energon prepare again")
     return file
 
 
-def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
+def _file_finder(directory: Directory) -> Callable[[str], AnyFile | None]:
     """Return a function that finds a file of the directory by its name."""
     listed: dict[str, RemoteFile] = {}
     if isinstance(directory, RemotePath):  # one request, because a dataset may have many shards
@@ -418,7 +420,7 @@ def _chat(fields: Columns, parts: Parts) -> Columns:
     return _with_members(columns, parts)
 
 
-def _crude(_: Columns, parts: Parts) -> Columns:
+def _raw_sample(_: Columns, parts: Parts) -> Columns:
     """Return the sample parts unchanged, and the columns inside `json`."""
     columns = {part: decode_part(part, data) for part, data in parts.items()}
     inner = columns.get("json")
@@ -447,7 +449,7 @@ KINDS: dict[str, Callable[[Columns, Parts], Columns]] = {
     "VidQA": _question,
     "Interleaved": _interleaved,
     **dict.fromkeys(CHATS, _chat),
-    "Crude": _crude,
+    "Crude": _raw_sample,
 }
 """Maps a sample type to the function from fields and sample parts to columns.
 

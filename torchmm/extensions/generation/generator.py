@@ -34,7 +34,7 @@ from torchmm.models.layered import WeightFiles, WeightInitializer
 if TYPE_CHECKING:
     from torchmm.extensions.generation.families.pixart import PixArtFamily
 
-MASKED = -10000.0
+PADDING_BIAS = -10000.0
 """Value that is added to attention scores of padding, as in diffusers."""
 VAE = "vae"
 """Subdirectory of the autoencoder in an export, as in diffusers pipelines."""
@@ -103,10 +103,10 @@ class DitModule(GeneratorModule):
         self.is_connector_new = not spec.connector_from_files
         self.family = spec.family
         self.layers_fqn = f"dit.{spec.family.layers}"
-        self.dit: Any = self.whole_transformer()
+        self.dit: Any = self.build_transformer()
         self.connector: Any
         self.output: Any
-        self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
+        self.connector, self.output = spec.family.detach_connector(self.dit, spec.dtype)
         embedding = self.dit.pos_embed.proj.weight
         head = self.dit.proj_out.weight
         before = (embedding[0].numel(), len(embedding))
@@ -114,7 +114,9 @@ class DitModule(GeneratorModule):
         self.latent_encoder: LatentEncoder | None = None
         self.latent_decoder: LatentDecoder | None = None
         if spec.latents is not None:
-            self.latent_encoder, self.latent_decoder = spec.family.halves(spec.latents, spec.dtype)
+            self.latent_encoder, self.latent_decoder = spec.family.build_encoder_and_decoder(
+                spec.latents, spec.dtype
+            )
             self.extra_weights = (spec.latents.files,)
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
@@ -125,11 +127,11 @@ class DitModule(GeneratorModule):
     def hf(self) -> WeightInitializer:
         return _Initializer(self.family)
 
-    def whole_transformer(self) -> Any:
+    def build_transformer(self) -> Any:
         """Return the complete diffusers model on the current default device."""
         return self.family.build(self.spec.config, self.spec.dtype)
 
-    def whole_autoencoder(self) -> Any:
+    def build_full_autoencoder(self) -> Any:
         """Return the complete autoencoder on the current default device."""
         assert self.spec.latents is not None
         return self.family.autoencoder(self.spec.latents, self.spec.dtype)
@@ -203,7 +205,7 @@ class DitModule(GeneratorModule):
         assert inputs.encoded and self.latent_decoder is not None
         velocity_AV = self._velocity(inputs, self._run(inputs, stage_input))
         sizes = [prod(grid) for grid in inputs.grids_thw]
-        time_A1 = _of_patches(inputs.times, sizes, velocity_AV.device)
+        time_A1 = _times_of_patches(inputs.times, sizes, velocity_AV.device)
         latents_AV = inputs.patches_PV - time_A1 * velocity_AV
         return self.latent_decoder(latents_AV, inputs.grids_thw)
 
@@ -216,7 +218,7 @@ class DitModule(GeneratorModule):
             hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, stage_input)
         else:
             hidden_NPD, context_KD, time_NE, latents_AV = StageTensors(*stage_input)
-        context_NLD, context_mask = padded(context_KD, inputs.contexts)
+        context_NLD, context_mask = pad_sequences(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
         if not self.is_first:
@@ -234,7 +236,7 @@ class DitModule(GeneratorModule):
         device = inputs.patches_PV.device
         sizes = [prod(grid) for grid in inputs.grids_thw]
         times_N = to_device(torch.tensor(inputs.times, dtype=torch.float32), device)
-        time_A1 = _of_patches(inputs.times, sizes, device)
+        time_A1 = _times_of_patches(inputs.times, sizes, device)
         latents_AV = self._latents(inputs)
         target_AV = inputs.patches_PV
         if latents_AV is not None and not inputs.encoded:
@@ -242,7 +244,7 @@ class DitModule(GeneratorModule):
         noisy_AV = (1 - time_A1) * target_AV + time_A1 * inputs.drawn_noise_PV
         positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
         hidden_NPD = self.family.embed(
-            self.dit, padded(noisy_AV, sizes)[0], padded(positions_AD, sizes)[0]
+            self.dit, pad_sequences(noisy_AV, sizes)[0], pad_sequences(positions_AD, sizes)[0]
         )
         time_NE = self.family.embed_times(self.dit, times_N)
         dtype = self.connector.linear_1.weight.dtype
@@ -286,9 +288,9 @@ class DitModule(GeneratorModule):
         return frozenset(StageTensors._fields.index(name) for name in names)
 
     def hf_models(self) -> dict[str, tuple[Any, WeightFiles]]:
-        models = {"": (self.whole_transformer(), self.weights)}
+        models = {"": (self.build_transformer(), self.weights)}
         if self.spec.latents is not None:
-            models[VAE] = self.whole_autoencoder(), self.spec.latents.files
+            models[VAE] = self.build_full_autoencoder(), self.spec.latents.files
         return models
 
     def save_settings(self, directory: Path) -> None:
@@ -340,13 +342,13 @@ def _message_shapes(
     return [*shapes, (sum(patches), latent_values)] if latent_values else shapes
 
 
-def _of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:
+def _times_of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:
     """Return the time of each patch, float32 (A, 1)."""
     times_N = to_device(torch.tensor(times, dtype=torch.float32), device)
     return torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
 
 
-def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+def pad_sequences(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
     """Return concatenated items as a padded batch (N, L, D), and `padding_mask`."""
     if len(set(lengths)) == 1:
         return x_KD.unflatten(0, (len(lengths), lengths[0])), None
@@ -357,10 +359,10 @@ def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
 def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
     """Return an additive mask (N, 1, L), or None without padding.
 
-    The mask is 0 for items and `MASKED` for padding.
+    The mask is 0 for items and `PADDING_BIAS` for padding.
     """
     if len(set(lengths)) == 1:
         return None
     counts_N1 = to_device(torch.tensor(lengths), like.device)[:, None]
     is_item_NL = torch.arange(max(lengths), device=like.device) < counts_N1
-    return torch.where(is_item_NL, 0.0, MASKED).to(like.dtype)[:, None]
+    return torch.where(is_item_NL, 0.0, PADDING_BIAS).to(like.dtype)[:, None]

@@ -16,8 +16,8 @@ from PIL import Image
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.extensions.evaluation.generated_images import draw_samples
-from torchmm.extensions.evaluation.text.load_model import Writer
+from torchmm.extensions.evaluation.generated_images import generate_sample_images
+from torchmm.extensions.evaluation.text.load_model import TextGenerator
 from torchmm.extensions.evaluation.text.prompts import Request, read_steps
 
 COLUMN = "drawn"
@@ -25,8 +25,8 @@ SIDE_PX = 8
 """Side of the blank image in pixels. The data pipeline scales it to the generator."""
 
 
-def draw_requests(
-    writer: Writer,
+def generate_requested_images(
+    writer: TextGenerator,
     requests: Sequence[Request],
     *,
     steps: int,
@@ -54,8 +54,8 @@ def draw_requests(
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        blank = _blank(folder, spec)
-        asked = [_with_drawing(request, blank) for request in requests]
+        blank = _write_blank_image(folder, spec)
+        asked = [_with_target_image(request, blank) for request in requests]
         read = read_steps(
             asked,
             writer.model,
@@ -69,7 +69,9 @@ def draw_requests(
             problems += batch.skipped
             for microbatch in (m for m in batch.microbatches if m.generator is not None):
                 numbers = [s.index for s in microbatch.meta.samples for _ in s.generated]
-                drawn = draw_samples(writer.pipeline, [microbatch], spec, writer.mesh, steps)
+                drawn = generate_sample_images(
+                    writer.pipeline, [microbatch], spec, writer.mesh, steps
+                )
                 found |= zip(numbers, (each.drawn for each in drawn), strict=True)
             if len(found) == len(requests):
                 break
@@ -79,7 +81,7 @@ def draw_requests(
     return [found[number] for number in range(len(requests))]
 
 
-def save_picture(frames: Sequence[Image.Image], stem: Path) -> Path:
+def save_image(frames: Sequence[Image.Image], stem: Path) -> Path:
     """Write an image to STEM.png or a video to STEM.gif, and return the path."""
     if len(frames) == 1:
         file = stem.with_name(f"{stem.name}.png")
@@ -90,14 +92,14 @@ def save_picture(frames: Sequence[Image.Image], stem: Path) -> Path:
     return file
 
 
-def _blank(folder: Path, spec: GeneratorSpec) -> str:
+def _write_blank_image(folder: Path, spec: GeneratorSpec) -> str:
     """Write a blank file with the number of frames to generate, and return its name."""
     levels = [255 * i // max(1, spec.frames - 1) for i in range(spec.frames)]  # equal ones are one
     frames = [Image.new("L", (SIDE_PX, SIDE_PX), level) for level in levels]
-    return save_picture(frames, folder / "blank").name
+    return save_image(frames, folder / "blank").name
 
 
-def _with_drawing(request: Request, blank: str) -> Request:
+def _with_target_image(request: Request, blank: str) -> Request:
     """Return the request with its text as the caption of the blank image."""
     record = dict(request.record)
     words = record.pop("prompt", "")

@@ -13,7 +13,7 @@ from torchmm.recipe.schedules import find_schedule
 
 def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of `[float8]`: casts must be independent of the parallelism."""
-    float8 = Float8Config.of(recipe)
+    float8 = Float8Config.from_parent(recipe)
     yield from check_names(recipe, "float8.modules", float8.modules)
     parallel = recipe.parallel
     key = "float8.scaling"

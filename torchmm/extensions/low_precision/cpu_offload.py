@@ -1,7 +1,7 @@
 """Optimizer states in host memory, which are copied to the device for their update.
 
 The update processes the states in chunks. While one chunk is updated, the next chunk is copied to
-the device and the previous chunk is copied back, each on a separate stream, through `_SLOTS`
+the device and the previous chunk is copied back, each on a separate stream, through `_NUM_BUFFERS`
 buffers in device memory. The device therefore never stores more than these buffers, regardless of
 the model size, and copies overlap with the computation. The host does not block.
 
@@ -21,12 +21,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-_SLOTS = 3  # one is copied to the device, one is updated, one is copied back
+_NUM_BUFFERS = 3  # one is copied to the device, one is updated, one is copied back
 _ALIGNMENT = 256  # bytes, as in the CUDA allocator
-Portion = TypeVar("Portion")
+Chunk = TypeVar("Chunk")
 
 
-class HostVisits:
+class OffloadTransfer:
     """Copies of host tensors to the device and back, in chunks.
 
     Args:
@@ -35,11 +35,11 @@ class HostVisits:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = HostStreams(device) if device.type == "cuda" else None
+        self._streams = TransferStreams(device) if device.type == "cuda" else None
 
     def each(
-        self, portions: Sequence[Portion], tensors_of: Callable[[Portion], Sequence[Tensor]]
-    ) -> Iterator[tuple[Portion, list[Tensor]]]:
+        self, portions: Sequence[Chunk], tensors_of: Callable[[Chunk], Sequence[Tensor]]
+    ) -> Iterator[tuple[Chunk, list[Tensor]]]:
         """Yield every chunk with copies of its tensors on the device.
 
         The copies are written back when the caller requests the next chunk. The caller must exhaust
@@ -68,18 +68,18 @@ class HostVisits:
             streams.take_back(visit)
         streams.end()
 
-    def _visits(self, hosts: Sequence[Sequence[Tensor]]) -> list[_Visit]:
-        room_bytes = max((sum(_room_bytes(t) for t in own) for own in hosts), default=0)
-        count = min(_SLOTS, len(hosts))
+    def _visits(self, hosts: Sequence[Sequence[Tensor]]) -> list[_ChunkTransfer]:
+        room_bytes = max((sum(_aligned_bytes(t) for t in own) for own in hosts), default=0)
+        count = min(_NUM_BUFFERS, len(hosts))
         slots = [
-            _Slot(torch.empty(room_bytes, dtype=torch.uint8, device=self._device))
+            _DeviceBuffer(torch.empty(room_bytes, dtype=torch.uint8, device=self._device))
             for _ in range(count)
         ]
-        return [_Visit(own, slots[i % count]) for i, own in enumerate(hosts)]
+        return [_ChunkTransfer(own, slots[i % count]) for i, own in enumerate(hosts)]
 
 
 @dataclass
-class _Slot:
+class _DeviceBuffer:
     """Device buffer for one chunk."""
 
     memory: Tensor
@@ -87,10 +87,10 @@ class _Slot:
     """Event after the copy of the previous chunk to the host. None before the first chunk."""
 
 
-class _Visit:
+class _ChunkTransfer:
     """Tensors of one chunk, and their device buffers."""
 
-    def __init__(self, hosts: Sequence[Tensor], slot: _Slot) -> None:
+    def __init__(self, hosts: Sequence[Tensor], slot: _DeviceBuffer) -> None:
         self.slot = slot
         self.arrived: torch.cuda.Event | None = None
         self.copies: list[Tensor] = []
@@ -99,7 +99,7 @@ class _Visit:
         for host in hosts:
             raw = slot.memory[start : start + host.nbytes]
             self.copies.append(raw.view(host.dtype).view(host.shape))
-            start += _room_bytes(host)
+            start += _aligned_bytes(host)
 
     def bring(self) -> None:
         """Copy the tensors to the device on the current stream."""
@@ -112,7 +112,7 @@ class _Visit:
             host.copy_(copy, non_blocking=True)
 
 
-class HostStreams:
+class TransferStreams:
     """Synchronization of the two copy streams and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class HostStreams:
         """
         self._coming.wait_stream(torch.cuda.current_stream(self._device))
 
-    def bring(self, visit: _Visit) -> None:
+    def bring(self, visit: _ChunkTransfer) -> None:
         """Copy a chunk to the device as soon as its buffer is free."""
         if visit.slot.free is not None:
             self._coming.wait_event(visit.slot.free)
@@ -135,12 +135,12 @@ class HostStreams:
             visit.bring()
         visit.arrived = self._coming.record_event()
 
-    def await_arrival(self, visit: _Visit) -> None:
+    def await_arrival(self, visit: _ChunkTransfer) -> None:
         """Make the compute stream wait for the copy of a chunk."""
         assert visit.arrived is not None
         torch.cuda.current_stream(self._device).wait_event(visit.arrived)
 
-    def take_back(self, visit: _Visit) -> None:
+    def take_back(self, visit: _ChunkTransfer) -> None:
         """Copy a chunk to the host after its update."""
         self._going.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._going):
@@ -156,5 +156,5 @@ class HostStreams:
         torch.cuda.current_stream(self._device).wait_stream(self._going)
 
 
-def _room_bytes(tensor: Tensor) -> int:
+def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

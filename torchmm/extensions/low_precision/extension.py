@@ -4,7 +4,7 @@ from typing import Any
 
 from torchmm.common.extensions import Entries, Entry
 
-_COMPACT = "torchmm.extensions.low_precision.low_precision_optimizer:CompactOptimizer"
+_COMPACT = "torchmm.extensions.low_precision.low_precision_optimizer:LowPrecisionOptimizer"
 
 
 def _uses_float8(recipe: Any) -> bool:

@@ -46,10 +46,10 @@ class Float8Converter(ModelConverter):
     """Converter of linear layers in transformer layers to float8 linear layers of torchao."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._config = Float8Config.of(recipe)
+        self._config = Float8Config.from_parent(recipe)
 
     def annotate(self, module: LayeredModule) -> None:
-        module.rounded = rounded_linears(module, self._config)
+        module.rounded = describe_float8_linears(module, self._config)
 
     def find_problems(
         self, modules: Sequence[LayeredModule], device: torch.device, tensor: Mapping[str, int]
@@ -61,25 +61,27 @@ class Float8Converter(ModelConverter):
 
     def summary_lines(self, model: MultimodalModel) -> dict[str, str]:
         config = self._config
-        modules = [m for m in model.modality_modules() if config.concerns(m.name)]
+        modules = [m for m in model.modality_modules() if config.applies_to(m.name)]
         if not modules:
             return {}
-        counts = [f"{len(float8_linears(m, config))} linear layers of {m.name}" for m in modules]
+        counts = [
+            f"{len(find_float8_linears(m, config))} linear layers of {m.name}" for m in modules
+        ]
         how = f"{config.scaling} scales" + (", emulated" if config.emulate else "")
         return {"float8": f"{how}: {', '.join(counts)}"}
 
 
-def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
+def find_float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
     """Return the linear layers of this stage that the recipe computes in float8."""
     return [linear for own in _by_layer(module, config).values() for linear in own]
 
 
-def rounded_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
+def describe_float8_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
     """Return the float8 linear layers by layer index, for planners.
 
     The result is empty if the module does not use float8.
     """
-    if not config.concerns(module.name):
+    if not config.applies_to(module.name):
         return {}
     calls = {"rowwise": 14, "tensorwise": 11}[config.scaling]
     found = {}
@@ -119,7 +121,7 @@ def float8_problems(
         device: Device of the run.
         tensor: Tensor-parallel sizes above 1, by module.
     """
-    wanted = [module for module in modules if config.concerns(module.name)]
+    wanted = [module for module in modules if config.applies_to(module.name)]
     if not wanted:
         return []
     if importlib.util.find_spec("torchao") is None:
@@ -129,7 +131,7 @@ def float8_problems(
         ]
     problems = [] if config.emulate else _device_problems(config, device)
     for module in wanted:
-        if not float8_linears(module, config):
+        if not find_float8_linears(module, config):
             problems.append(
                 f"float8.modules: {module.name!r} has no linear layer for float8: it must not "
                 f"be in the first {config.first_layers} or last {config.last_layers} of "
@@ -143,7 +145,7 @@ def float8_problems(
 
 def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
     """Return linear layers whose shards on `tensor` ranks have unsupported sizes."""
-    chosen = set(float8_linears(module, config))
+    chosen = set(find_float8_linears(module, config))
     divided = {
         linear.weight.shape[style == "rowwise"]
         for pattern, style in module.tensor_parallel_plan().items()
@@ -177,7 +179,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
 
     Names and parameters do not change.
     """
-    if not config.concerns(module.name):
+    if not config.applies_to(module.name):
         return
     # An optional dependency, whose import takes seconds.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
@@ -198,7 +200,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
     settings = Float8LinearConfig.from_recipe_name(config.scaling)
     # The number of tokens is an inner size of one of the matmuls, and can be any number.
     settings = replace(settings, emulate=config.emulate, pad_inner_dim=True)
-    chosen = set(float8_linears(module, config))
+    chosen = set(find_float8_linears(module, config))
     for layer in module.layers:
         convert_to_float8_training(
             layer, module_filter_fn=lambda linear, _: linear in chosen, config=settings

@@ -31,20 +31,20 @@ from torch import Tensor
 from torchmm.common.device_copies import to_device
 from torchmm.extensions.low_precision.state_formats import (
     BLOCK,
-    Form,
-    Places,
     RandomBits,
-    Stored,
+    ShardPositions,
+    StorageFormat,
+    StoredTensors,
     as_int32,
 )
 from torchmm.parallel.torch_private import fused_multiply_add
 
-SMALL = 2**20
+MAX_SMALL_ELEMENTS = 2**20
 """Maximum number of elements of a tensor that is joined because it is small."""
-JOINED = 2**22
+JOINED_ELEMENTS = 2**22
 """Number of elements of a joined call.
 
-The last tensor may exceed this limit by `SMALL` elements or a row.
+The last tensor may exceed this limit by `MAX_SMALL_ELEMENTS` elements or a row.
 """
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
@@ -56,16 +56,16 @@ INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 """Options of torch.compile."""
 
 
-class Kind(NamedTuple):
+class GraphKey(NamedTuple):
     """Key of a compiled graph."""
 
-    forms: tuple[Form, Form, Form]
+    forms: tuple[StorageFormat, StorageFormat, StorageFormat]
     """Storage forms of the parameter and its two moments."""
     short_memory: bool
     """Whether beta1 is at most 0.5."""
 
 
-class Constants(NamedTuple):
+class AdamWConstants(NamedTuple):
     """Constants of AdamW."""
 
     beta1: float
@@ -74,7 +74,7 @@ class Constants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdateSlice:
     """Rows of one parameter to update.
 
     Attributes:
@@ -85,11 +85,11 @@ class Piece:
         name_key: Hash of the parameter name.
     """
 
-    kind: Kind
+    kind: GraphKey
     target: Tensor
     gradient: Tensor
-    moments: tuple[Stored, Stored]
-    places: Places
+    moments: tuple[StoredTensors, StoredTensors]
+    places: ShardPositions
     step: Tensor
     name_key: int
     lr: float
@@ -109,9 +109,9 @@ class Piece:
         """Return the elements missing in the last unit of a row."""
         return -self.target.shape[1] % BLOCK
 
-    def split(self) -> Iterator[Piece]:
-        """Yield the piece in parts of at most `JOINED` elements, or one row."""
-        rows = max(1, JOINED // (self.target.shape[1] + self.padding))
+    def split(self) -> Iterator[UpdateSlice]:
+        """Yield the piece in parts of at most `JOINED_ELEMENTS` elements, or one row."""
+        rows = max(1, JOINED_ELEMENTS // (self.target.shape[1] + self.padding))
         for start in range(0, self.target.shape[0], rows):
             part = slice(start, start + rows)
             first, second = ({k: t[part] for k, t in one.items()} for one in self.moments)
@@ -124,9 +124,9 @@ class Piece:
             )
 
 
-def update_pieces(
-    pieces: Sequence[Piece],
-    constants: Constants,
+def update_slices(
+    pieces: Sequence[UpdateSlice],
+    constants: AdamWConstants,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
@@ -136,10 +136,10 @@ def update_pieces(
         grad_scale: 0-dim divisor of the gradients, or None.
         found_inf: 0-dim; if it is not 0, no tensor changes. May be None.
     """
-    groups: list[list[Piece]] = []
-    small: list[Piece] = []
+    groups: list[list[UpdateSlice]] = []
+    small: list[UpdateSlice] = []
     for piece in pieces:
-        if piece.padding or piece.target.numel() <= SMALL:
+        if piece.padding or piece.target.numel() <= MAX_SMALL_ELEMENTS:
             small.extend(piece.split())
         else:
             groups.append([piece])
@@ -164,25 +164,25 @@ def update_pieces(
         start += len(group)
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield groups of pieces of one kind with about `JOINED` elements."""
-    alike: dict[tuple, list[Piece]] = {}
+def _groups(pieces: Iterable[UpdateSlice]) -> Iterator[list[UpdateSlice]]:
+    """Yield groups of pieces of one kind with about `JOINED_ELEMENTS` elements."""
+    alike: dict[tuple, list[UpdateSlice]] = {}
     for piece in pieces:
         alike.setdefault((piece.kind, piece.gradient.dtype), []).append(piece)
     for group in alike.values():
-        ready: list[Piece] = []
+        ready: list[UpdateSlice] = []
         elements = 0
         for piece in group:
             ready.append(piece)
             elements += piece.target.shape[0] * (piece.target.shape[1] + piece.padding)
-            if elements >= JOINED:
+            if elements >= JOINED_ELEMENTS:
                 yield ready
                 ready, elements = [], 0
         if ready:
             yield ready
 
 
-def _table(group: Sequence[Piece]) -> list[list[int]]:
+def _table(group: Sequence[UpdateSlice]) -> list[list[int]]:
     """Return for each piece its first unit, row and column, units per row, and columns.
 
     A row has a multiple of 16 bytes. Compiled code copies inputs that start elsewhere.
@@ -200,8 +200,8 @@ def _table(group: Sequence[Piece]) -> list[list[int]]:
 
 
 def _numbers(
-    pieces: Sequence[Piece],
-    constants: Constants,
+    pieces: Sequence[UpdateSlice],
+    constants: AdamWConstants,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,7 @@ def _scalars(
     return torch.stack([n.float() for n in numbers], 1), keys_P4
 
 
-def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
+def _update_joined(group: Sequence[UpdateSlice], tables: Sequence[Tensor]) -> None:
     """Copy pieces into common buffers, update these, and copy the results back."""
     device = group[0].target.device
     buffers, stored, copies = [], [], []
@@ -280,7 +280,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _update_units(
-    kind: Kind,
+    kind: GraphKey,
     tensors: Sequence[Tensor],
     lines: Sequence[Tensor],
     tables: Sequence[Tensor],
@@ -308,7 +308,7 @@ def _update_units(
     column_UW = (unit_U % per_row * BLOCK)[:, None] + torch.arange(BLOCK, device=target.device)
     column_UW = column_UW.minimum((column_count - 1).view(-1, 1))  # padding
     column_UW = column_UW + first_column.view(-1, 1)
-    positions = Places(rows[first_row + unit_U // per_row], columns[column_UW])
+    positions = ShardPositions(rows[first_row + unit_U // per_row], columns[column_UW])
     half = len(states) // 2
     first, second = (
         dict(zip(("", "_scale"), part, strict=False)) for part in (states[:half], states[half:])
@@ -318,10 +318,10 @@ def _update_units(
 
 
 def _adamw(
-    kind: Kind,
+    kind: GraphKey,
     gradient: Tensor,
-    stored: Sequence[Stored],
-    places: Places,
+    stored: Sequence[StoredTensors],
+    places: ShardPositions,
     keys: Sequence[Tensor],
     numbers: Sequence[Tensor],
 ) -> None:
@@ -349,7 +349,7 @@ def _adamw(
 
 
 @cache
-def _compiled(function: Callable[..., Any], *kind: Kind) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], *kind: GraphKey) -> Callable[..., Any]:
     """Return `function` of `kind`, compiled for all sizes of tensors."""
 
     def call(*args: object) -> object:

@@ -27,36 +27,36 @@ from torch.optim.adamw import adamw
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import missing_compiler
 from torchmm.extensions.low_precision import fused_update
-from torchmm.extensions.low_precision.cpu_offload import HostVisits
+from torchmm.extensions.low_precision.cpu_offload import OffloadTransfer
 from torchmm.extensions.low_precision.state_formats import (
-    BFloat16,
-    Float32,
-    Form,
-    Places,
+    BFloat16Format,
+    Float32Format,
     RandomBits,
-    Stored,
+    ShardPositions,
+    StorageFormat,
+    StoredTensors,
     as_int32,
     as_rows,
     block_problems,
-    places_of,
-    state_form,
+    shard_positions,
+    state_format,
 )
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
-from torchmm.recipe.training_section import UPDATE_PORTION, OptimizerConfig
+from torchmm.recipe.training_section import UPDATE_CHUNK, OptimizerConfig
 from torchmm.training.optimizers.muon import (
-    move_matrix,
-    orthogonal_shared,
-    split_turns,
-    unless_skipped,
+    apply_matrix_update,
+    group_by_mesh_size,
+    orthogonalize_distributed,
     update_momentum,
+    where_not_skipped,
 )
 from torchmm.training.optimizers.optimizer import RunOptimizer, count_step
 
-PORTION = UPDATE_PORTION
+CHUNK_ELEMENTS = UPDATE_CHUNK
 """Number of elements that are updated together: 64 MiB of each tensor in float32."""
-Rule = Literal["adamw", "muon"]
-_MOMENTS: dict[Rule, dict[str, bool]] = {
+UpdateRule = Literal["adamw", "muon"]
+_MOMENTS: dict[UpdateRule, dict[str, bool]] = {
     "adamw": {"exp_avg": True, "exp_avg_sq": False},
     "muon": {"momentum_buffer": True},
 }
@@ -64,7 +64,7 @@ _MOMENTS: dict[Rule, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ParameterSlice:
     """Rows of one parameter."""
 
     parameter: nn.Parameter
@@ -75,7 +75,7 @@ class _Piece:
         return as_rows(local_tensor(tensor))[self.rows]
 
 
-class CompactOptimizer(RunOptimizer):
+class LowPrecisionOptimizer(RunOptimizer):
     """AdamW and Muon on tensors that are stored in fewer bytes or in host memory.
 
     A step is collective if the rule of a group is "muon". The first step creates the states.
@@ -94,9 +94,9 @@ class CompactOptimizer(RunOptimizer):
         self._keys = {number: crc32(name.encode()) for number, name in names.items()}
         every = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((own.device for own in every), None)
-        self._visits = HostVisits(device) if config.offload and device is not None else None
-        self._fuses = device is not None and fuses_updates(device)
-        self._places: dict[int, Places] = {}
+        self._visits = OffloadTransfer(device) if config.offload and device is not None else None
+        self._fuses = device is not None and uses_fused_update(device)
+        self._places: dict[int, ShardPositions] = {}
 
     @classmethod
     def find_problems(
@@ -128,8 +128,8 @@ class CompactOptimizer(RunOptimizer):
                 continue
             if group["rule"] == "muon":
                 rounds = [
-                    [_Piece(parameter, slice(None)) for parameter in turn]
-                    for turn in split_turns(parameters)
+                    [_ParameterSlice(parameter, slice(None)) for parameter in turn]
+                    for turn in group_by_mesh_size(parameters)
                 ]
                 for portion, states in self._at_hand(rounds, "muon"):
                     self._muon(group, portion, states)
@@ -140,7 +140,7 @@ class CompactOptimizer(RunOptimizer):
                     self._adamw(group, portion, states)
         if fused_groups:
             # Fused updates require no float32 copies, so chunks need not limit their size.
-            size = sys.maxsize if self._visits is None else PORTION
+            size = sys.maxsize if self._visits is None else CHUNK_ELEMENTS
             for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
                 self._adamw_fused(fused_groups, portion, states)
 
@@ -158,15 +158,15 @@ class CompactOptimizer(RunOptimizer):
         count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
 
     def _at_hand(
-        self, portions: list[list[_Piece]], rule: Rule
-    ) -> Iterator[tuple[list[_Piece], list[dict[str, Stored]]]]:
+        self, portions: list[list[_ParameterSlice]], rule: UpdateRule
+    ) -> Iterator[tuple[list[_ParameterSlice], list[dict[str, StoredTensors]]]]:
         """Yield chunks with their states on the device, by moment."""
         if self._visits is None:
             for portion in portions:
                 yield portion, [self._stored(piece, rule) for piece in portion]
             return
 
-        def hosts(portion: list[_Piece]) -> list[Tensor]:
+        def hosts(portion: list[_ParameterSlice]) -> list[Tensor]:
             every = (self._stored(piece, rule) for piece in portion)
             return [tensor for own in every for one in own.values() for tensor in one.values()]
 
@@ -186,11 +186,11 @@ class CompactOptimizer(RunOptimizer):
     def _adamw_fused(
         self,
         groups: Mapping[nn.Parameter, dict[str, Any]],
-        portion: list[_Piece],
-        states: list[dict[str, Stored]],
+        portion: list[_ParameterSlice],
+        states: list[dict[str, StoredTensors]],
     ) -> None:
         beta1, beta2 = self._config.betas
-        constants = fused_update.Constants(beta1, beta2, self._config.eps)
+        constants = fused_update.AdamWConstants(beta1, beta2, self._config.eps)
         pieces = []
         for piece, stored in zip(portion, states, strict=True):
             parameter = piece.parameter
@@ -198,8 +198,8 @@ class CompactOptimizer(RunOptimizer):
             first, second = self._forms(parameter, "adamw").values()
             forms = (self._parameter_form(parameter), first, second)
             pieces.append(
-                fused_update.Piece(
-                    kind=fused_update.Kind(forms, constants.beta1 <= 0.5),
+                fused_update.UpdateSlice(
+                    kind=fused_update.GraphKey(forms, constants.beta1 <= 0.5),
                     target=piece.of(parameter),
                     gradient=piece.of(parameter.grad),
                     moments=(stored["exp_avg"], stored["exp_avg_sq"]),
@@ -210,10 +210,13 @@ class CompactOptimizer(RunOptimizer):
                     weight_decay=groups[parameter]["weight_decay"],
                 )
             )
-        fused_update.update_pieces(pieces, constants, self.grad_scale, self.found_inf)
+        fused_update.update_slices(pieces, constants, self.grad_scale, self.found_inf)
 
     def _adamw(
-        self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
+        self,
+        group: dict[str, Any],
+        portion: list[_ParameterSlice],
+        states: list[dict[str, StoredTensors]],
     ) -> None:
         values = [self._parameter_form(p.parameter).read({"": p.of(p.parameter)}) for p in portion]
         forms = [self._forms(piece.parameter, "adamw") for piece in portion]
@@ -245,7 +248,10 @@ class CompactOptimizer(RunOptimizer):
             self._put_to_rest(piece, values[index], updated, stored)
 
     def _muon(
-        self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
+        self,
+        group: dict[str, Any],
+        portion: list[_ParameterSlice],
+        states: list[dict[str, StoredTensors]],
     ) -> None:
         moments, updates = [], []
         for piece, stored in zip(portion, states, strict=True):
@@ -261,22 +267,22 @@ class CompactOptimizer(RunOptimizer):
             )
             moments.append(moment)
             updates.append(update.view(local_tensor(piece.parameter).shape))
-        made = orthogonal_shared(updates, [piece.parameter for piece in portion])
+        made = orthogonalize_distributed(updates, [piece.parameter for piece in portion])
         for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
-            move_matrix(value, update, piece.parameter.shape, group, self.found_inf)
+            apply_matrix_update(value, update, piece.parameter.shape, group, self.found_inf)
             self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
 
     def _put_to_rest(
         self,
-        piece: _Piece,
+        piece: _ParameterSlice,
         value_RC: Tensor,
         moments: Mapping[str, Tensor],
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensors],
     ) -> None:
         """Store float32 results in the storage forms of the parameter and its states."""
         parameter = piece.parameter
-        rule: Rule = "adamw" if "exp_avg" in moments else "muon"
+        rule: UpdateRule = "adamw" if "exp_avg" in moments else "muon"
         key = self.state[parameter]["step"].int() * fused_update.STEP_KEY
         key += as_int32(self._keys[id(parameter)])
         forms = [self._parameter_form(parameter), *self._forms(parameter, rule).values()]
@@ -288,28 +294,28 @@ class CompactOptimizer(RunOptimizer):
             )
             for suffix, encoded in form.encode(value, bits).items():
                 if encoded is not target[suffix]:
-                    new = unless_skipped(self.found_inf, encoded, target[suffix])
+                    new = where_not_skipped(self.found_inf, encoded, target[suffix])
                     target[suffix].copy_(new)
 
-    def _places_of(self, piece: _Piece) -> Places:
+    def _places_of(self, piece: _ParameterSlice) -> ShardPositions:
         number = id(piece.parameter)
         if number not in self._places:
-            self._places[number] = places_of(piece.parameter)
+            self._places[number] = shard_positions(piece.parameter)
         return self._places[number].of_rows(piece.rows)
 
-    def _parameter_form(self, parameter: nn.Parameter) -> Form:
+    def _parameter_form(self, parameter: nn.Parameter) -> StorageFormat:
         narrow = parameter.dtype == torch.bfloat16
-        return BFloat16(self._config.stochastic_rounding) if narrow else Float32()
+        return BFloat16Format(self._config.stochastic_rounding) if narrow else Float32Format()
 
-    def _forms(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Form]:
+    def _forms(self, parameter: nn.Parameter, rule: UpdateRule) -> dict[str, StorageFormat]:
         """Return the storage forms of the moments of a parameter."""
         dtype = self._config.state_dtype
         return {
-            moment: state_form(dtype, signed, parameter.ndim > 1, parameter.device)
+            moment: state_format(dtype, signed, parameter.ndim > 1, parameter.device)
             for moment, signed in _MOMENTS[rule].items()
         }
 
-    def _stored(self, piece: _Piece, rule: Rule) -> dict[str, Stored]:
+    def _stored(self, piece: _ParameterSlice, rule: UpdateRule) -> dict[str, StoredTensors]:
         """Return the stored states of these rows by moment."""
         state = self.state[piece.parameter]
         shape = piece.parameter.shape
@@ -324,22 +330,22 @@ class CompactOptimizer(RunOptimizer):
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def fuses_updates(device: torch.device) -> bool:
+def uses_fused_update(device: torch.device) -> bool:
     """Return True if AdamW updates on `device` are compiled (`fused_update.py`)."""
     return device.type == "cuda" and not missing_compiler(device.type)
 
 
-def _gradient(piece: _Piece) -> Tensor:
+def _gradient(piece: _ParameterSlice) -> Tensor:
     assert piece.parameter.grad is not None
     return piece.of(piece.parameter.grad).float()
 
 
 def _portions(
     parameters: Sequence[nn.Parameter], size: int | None = None
-) -> Iterator[list[_Piece]]:
-    """Yield all rows in chunks of about `size` elements, by default `PORTION`."""
-    size = size or PORTION
-    portion: list[_Piece] = []
+) -> Iterator[list[_ParameterSlice]]:
+    """Yield all rows in chunks of about `size` elements, by default `CHUNK_ELEMENTS`."""
+    size = size or CHUNK_ELEMENTS
+    portion: list[_ParameterSlice] = []
     left = size
     for parameter in parameters:
         rows, columns = as_rows(local_tensor(parameter)).shape
@@ -348,7 +354,7 @@ def _portions(
         start = 0
         while start < rows:
             stop = min(rows, start + max(1, left // columns))
-            portion.append(_Piece(parameter, slice(start, stop)))
+            portion.append(_ParameterSlice(parameter, slice(start, stop)))
             left -= (stop - start) * columns
             start = stop
             if left <= 0:

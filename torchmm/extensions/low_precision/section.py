@@ -33,6 +33,6 @@ class Float8Config(Section):
     """Whether to round to float8 but multiply in `training.dtype`. This works on any device and is
     slow."""
 
-    def concerns(self, module: str) -> bool:
+    def applies_to(self, module: str) -> bool:
         """Return True if the layers of the module use float8."""
         return self.scaling != "none" and module in self.modules

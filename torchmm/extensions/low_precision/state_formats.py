@@ -42,11 +42,11 @@ from torchmm.models.hf.load import local_slices, local_tensor
 from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
-Stored = dict[str, Tensor]
+StoredTensors = dict[str, Tensor]
 """Stored tensors of one value, by the suffix of its name."""
 
 
-class Places(NamedTuple):
+class ShardPositions(NamedTuple):
     """Positions of a local shard in the unsharded tensor."""
 
     rows_R: Tensor
@@ -54,9 +54,9 @@ class Places(NamedTuple):
     columns_C: Tensor
     """Column numbers in the unsharded tensor; (R, C) if they differ between rows."""
 
-    def of_rows(self, rows: slice) -> Places:
+    def of_rows(self, rows: slice) -> ShardPositions:
         """Return the positions of some of the rows."""
-        return Places(self.rows_R[rows], self.columns_C)
+        return ShardPositions(self.rows_R[rows], self.columns_C)
 
 
 def as_rows(local: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def as_rows(local: Tensor) -> Tensor:
     return local.flatten(0, -2) if local.ndim > 1 else local.view(1, -1)
 
 
-def places_of(tensor: Tensor) -> Places:
+def shard_positions(tensor: Tensor) -> ShardPositions:
     """Return the int32 positions of the local shard of a parameter, on the parameter device."""
     device = local_tensor(tensor).device
     found = [torch.arange(own.start, own.stop, device=device) for own in local_slices(tensor)] or [
@@ -75,7 +75,7 @@ def places_of(tensor: Tensor) -> Places:
     for dim, numbers in enumerate(found[:-1]):
         stride = prod(tensor.shape[dim + 1 : -1])
         rows = (rows[:, None] + stride * numbers).flatten()
-    return Places(rows.int(), found[-1].int())
+    return ShardPositions(rows.int(), found[-1].int())
 
 
 def as_int32(bits: int) -> int:
@@ -98,7 +98,7 @@ class RandomBits:
         key: int32 on the device, different for every tensor and step, a scalar or (R,).
     """
 
-    places: Places
+    places: ShardPositions
     key: Tensor
 
     def noise(self) -> Tensor:
@@ -123,7 +123,7 @@ class RandomBits:
         return bits_RC.view(torch.float32).to(torch.bfloat16)
 
 
-class Form(Protocol):
+class StorageFormat(Protocol):
     """Storage form of a tensor between updates."""
 
     @property
@@ -135,36 +135,36 @@ class Form(Protocol):
         """Return shapes and dtypes of the stored tensors for an unsharded tensor."""
         ...
 
-    def read(self, stored: Stored) -> Tensor:
+    def read(self, stored: StoredTensors) -> Tensor:
         """Return (R, C) float32 values; the stored tensor itself if it is float32."""
         ...
 
-    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> StoredTensors:
         """Return the tensors to store for float32 values, in the dtypes of `shapes`."""
         ...
 
 
 @dataclass(frozen=True)
-class Float32:
+class Float32Format:
     """Float32 storage without conversion."""
 
     zero: ClassVar[int] = 0
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and float32, see `Form`."""
+        """Return the shape and float32, see `StorageFormat`."""
         return {"": (shape, torch.float32)}
 
-    def read(self, stored: Stored) -> Tensor:
-        """Return the stored tensor, see `Form`."""
+    def read(self, stored: StoredTensors) -> Tensor:
+        """Return the stored tensor, see `StorageFormat`."""
         return stored[""]
 
-    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """Return the value unchanged, see `Form`."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> StoredTensors:
+        """Return the value unchanged, see `StorageFormat`."""
         return {"": value_RC}
 
 
 @dataclass(frozen=True)
-class BFloat16:
+class BFloat16Format:
     """Bfloat16 storage.
 
     Attributes:
@@ -175,19 +175,19 @@ class BFloat16:
     at_random: bool = True
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shape and bfloat16, see `Form`."""
+        """Return the shape and bfloat16, see `StorageFormat`."""
         return {"": (shape, torch.bfloat16)}
 
-    def read(self, stored: Stored) -> Tensor:
-        """Return the values in float32, see `Form`."""
+    def read(self, stored: StoredTensors) -> Tensor:
+        """Return the values in float32, see `StorageFormat`."""
         return stored[""].float()
 
-    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """Return the rounded values, see `Form`."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> StoredTensors:
+        """Return the rounded values, see `StorageFormat`."""
         return {"": bits.rounded(value_RC) if self.at_random else value_RC.bfloat16()}
 
 
-class Int8Blocks:
+class Int8BlockFormat:
     """8-bit codes with one float32 scale per block.
 
     Args:
@@ -205,20 +205,20 @@ class Int8Blocks:
         self._limits = to_device(limits, device)
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the shapes of codes and scales, see `Form`."""
+        """Return the shapes of codes and scales, see `StorageFormat`."""
         blocks = torch.Size([*shape[:-1], -(-shape[-1] // BLOCK)])
         return {"": (shape, torch.uint8), "_scale": (blocks, torch.float32)}
 
-    def read(self, stored: Stored) -> Tensor:
-        """Return the decoded values, see `Form`."""
+    def read(self, stored: StoredTensors) -> Tensor:
+        """Return the decoded values, see `StorageFormat`."""
         codes_RC = stored[""]
         scales_RB = stored["_scale"]
         values_RC = self._values[codes_RC.int()]
         scales = scales_RB[..., None].expand(-1, -1, BLOCK).flatten(1)[:, : codes_RC.shape[1]]
         return values_RC.mul_(scales)
 
-    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
-        """Return the nearest codes, see `Form`."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> StoredTensors:
+        """Return the nearest codes, see `StorageFormat`."""
         rows, columns = value_RC.shape
         padded_RC = functional.pad(value_RC, (0, -columns % BLOCK))
         blocks = padded_RC.view(rows, -(-columns // BLOCK), BLOCK)
@@ -274,7 +274,9 @@ def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
 
 
 @cache
-def state_form(dtype: StateDtype, signed: bool, matrix: bool, device: torch.device) -> Form:
+def state_format(
+    dtype: StateDtype, signed: bool, matrix: bool, device: torch.device
+) -> StorageFormat:
     """Return the storage form of a moment. Vectors are small and use float32 instead of 8 bits.
 
     Args:
@@ -284,5 +286,5 @@ def state_form(dtype: StateDtype, signed: bool, matrix: bool, device: torch.devi
         device: Device of the state.
     """
     if dtype == "bfloat16":
-        return BFloat16()
-    return Int8Blocks(signed, device) if dtype == "int8" and matrix else Float32()
+        return BFloat16Format()
+    return Int8BlockFormat(signed, device) if dtype == "int8" and matrix else Float32Format()

@@ -21,7 +21,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> Problems:
 
 
 def _check_storage(data: DataConfig) -> Problems:
-    retry_timeout_s = StorageConfig.of(data).retry_timeout_s
+    retry_timeout_s = StorageConfig.from_parent(data).retry_timeout_s
     has_addresses = any(is_address(source.path) for source in (*data.sources, *data.validation))
     if has_addresses and retry_timeout_s >= data.timeout_s:
         text = f"must be below data.timeout_s = {data.timeout_s:g}, after which the run fails"

@@ -12,7 +12,7 @@ from torchmm.recipe.recipe import Recipe
 
 def check_reports(recipe: Recipe, world_size: int | None) -> Problems:
     """Yield problems of trackers that are not installed, and of steps after the last one."""
-    keys = ReportKeys.of(recipe.metrics)
+    keys = ReportKeys.from_parent(recipe.metrics)
     steps = recipe.training.steps
     step = keys.memory_snapshot_step
     if step > steps and recipe.training.epochs is None:

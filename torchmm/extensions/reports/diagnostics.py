@@ -33,7 +33,7 @@ from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.resolved import Resolved
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.tracking.run_directory import TIMELINE_FOLDER
 
@@ -43,10 +43,10 @@ logger = logging.getLogger("torchmm")
 class DiagnosticsHook(Hook):
     """Hook that writes timeline, memory and profiler files of the steps in the recipe."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._profile_step = self.recipe.metrics.profile_step
-        keys = ReportKeys.of(self.recipe.metrics)
+        keys = ReportKeys.from_parent(self.recipe.metrics)
         self._snapshot_step = keys.memory_snapshot_step
         self._timeline_step = min(keys.timeline_step, self.recipe.training.steps)
         self._is_cuda = self.parts.mesh.device.type == "cuda"
@@ -66,7 +66,7 @@ class DiagnosticsHook(Hook):
             self._profiler = self._profiling.enter_context(profiler)
             self._profiling.enter_context(record_function(f"step {step}"))
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Write the files of this step."""
         step = done.step
         if self._profiler is not None:
@@ -88,7 +88,7 @@ class DiagnosticsHook(Hook):
     def _profile_file(self, name: str, suffix: str) -> str:
         return str(self._profile_dir / f"{name}-rank-{self.parts.mesh.rank}.{suffix}")
 
-    def _save_timeline(self, step: int, done: StepDone) -> None:
+    def _save_timeline(self, step: int, done: FinishedStep) -> None:
         """Write records, trace and figures of a pipeline step. Collective."""
         parts = self.parts
         if parts.mesh.pipeline_size == 1:
@@ -104,7 +104,7 @@ class DiagnosticsHook(Hook):
             plot = plot_schedules if is_searched else plot_prediction
             plot(directory, step, plan, flops)
 
-    def _save_memory(self, step: int, done: StepDone) -> None:
+    def _save_memory(self, step: int, done: FinishedStep) -> None:
         """Write measured and predicted peak memory of all ranks. Collective."""
         parts = self.parts
         predicted_bytes = predict_peak_bytes(

@@ -8,7 +8,7 @@ from torchmm.extensions.reports.section import ReportKeys
 
 def _has_diagnostics(run: Any) -> bool:
     metrics = run.recipe.metrics
-    keys = ReportKeys.of(metrics)
+    keys = ReportKeys.from_parent(metrics)
     return any((keys.timeline_step, metrics.profile_step, keys.memory_snapshot_step))
 
 
@@ -27,24 +27,24 @@ ENTRIES: Entries = {
         Entry(
             "page",
             "torchmm.extensions.reports.page.pages:start_page",
-            lambda metrics: ReportKeys.of(metrics).html_report,
+            lambda metrics: ReportKeys.from_parent(metrics).html_report,
         ),
         Entry(
             "tensorboard",
             "torchmm.extensions.reports.local_trackers:start_tensorboard",
-            lambda metrics: ReportKeys.of(metrics).tensorboard,
+            lambda metrics: ReportKeys.from_parent(metrics).tensorboard,
         ),
         Entry(
             "trackio",
             "torchmm.extensions.reports.local_trackers:start_trackio",
-            lambda metrics: ReportKeys.of(metrics).trackio,
+            lambda metrics: ReportKeys.from_parent(metrics).trackio,
         ),
     ],
     "run_ends": [
         Entry(
             "page",
             "torchmm.extensions.reports.page.pages:write_last_page",
-            lambda recipe: ReportKeys.of(recipe.metrics).html_report,
+            lambda recipe: ReportKeys.from_parent(recipe.metrics).html_report,
         ),
     ],
 }

@@ -84,9 +84,9 @@ class TensorBoardTracker:
         for index, (sample, picture) in enumerate(new.samples):
             if picture is not None:
                 self._add_picture(f"validation/sample {index}", sample.step, picture)
-        for drawn, file in new.drawings.items():
+        for drawn, file in new.generated_images.items():
             self._add_picture("validation/generated_images", drawn, file)
-        for measured, panel in new.measured.items():
+        for measured, panel in new.measured_panels.items():
             pixels = np.asarray(timeline_picture(panel))
             self._writer.add_image("pipeline/timeline", pixels, measured, dataformats="HWC")
 

@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from torchmm.common.errors import ConfigError, describe_error, describe_refusal
 from torchmm.models.hf.config_checks import rope_settings, setting_problems
 from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
-from torchmm.recipe.model_section import json_problems, split_place
+from torchmm.recipe.model_section import json_problems, split_revision
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
     Raises:
         ConfigError: config.json is missing, damaged or has wrong values.
     """
-    name, revision = split_place(source)
+    name, revision = split_revision(source)
     if damaged := json_problems(Path(name), _FILES):
         raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
     _check_generation(key, Path(name))

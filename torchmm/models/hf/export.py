@@ -54,7 +54,7 @@ from torchmm.models.initialize import build_random_copy, named_tensors
 from torchmm.models.layered import LayeredModule, WeightFiles, named_units
 from torchmm.models.layers.lora import CHILD, is_adapter_parameter, merge_lora
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, split_place
+from torchmm.recipe.model_section import PARTS_FILE, split_revision
 
 _logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
@@ -346,7 +346,7 @@ def _set_end_tokens(
     else:
         # Without a valid generation config in the source, the model config provides the settings.
         with suppress(OSError, ValueError):
-            name, revision = split_place(export.generation_source)
+            name, revision = split_revision(export.generation_source)
             generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
             generation_config.validate(strict=True)
             hf.generation_config = generation_config

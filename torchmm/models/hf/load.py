@@ -41,7 +41,7 @@ from torchmm.common.files import require_relative_name
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import read_json_object, split_place
+from torchmm.recipe.model_section import read_json_object, split_revision
 
 T = TypeVar("T")
 
@@ -300,7 +300,7 @@ def _local_directory(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        name, revision = split_place(source)
+        name, revision = split_revision(source)
         patterns = ["*.safetensors", "*.json"]
         cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
 

@@ -33,7 +33,7 @@ from torchmm.models.hf.processor_classes import (
     ProcessorFiles,
 )
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import split_revision
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
@@ -130,7 +130,7 @@ def _copy_files(source: str, directory: Path) -> None:
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
         file = Path(source) / name
         if not Path(source).is_dir():
-            place, revision = split_place(source)
+            place, revision = split_revision(source)
             try:
                 file = Path(hf_hub_download(place, name, revision=revision))
             except (EntryNotFoundError, HFValidationError, OSError):

@@ -21,7 +21,7 @@ from torchmm.pipelining.schedules.layouts import (
 )
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.exchange import read_order
-from torchmm.recipe.schedules import CSV_PREFIX, find_schedule, registered
+from torchmm.recipe.schedules import CSV_PREFIX, find_schedule, functions_by_schedule
 
 Order = Callable[..., ComputeOrder]
 """Returns the compute order of a graph. Schedules that simulate the step also use `Durations`."""
@@ -31,7 +31,7 @@ def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Order:
     return lambda graph, durations=None: order(graph)
 
 
-ORDERS: dict[str, Order] = registered(
+ORDERS: dict[str, Order] = functions_by_schedule(
     {
         "gpipe": _fixed(gpipe),
         "1f1b": _fixed(one_f_one_b),

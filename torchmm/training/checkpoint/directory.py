@@ -25,12 +25,12 @@ from torchmm.training.checkpoint.manifest import (
     find_problems,
     list_steps,
     read_manifest,
-    refuse_newer_format,
+    reject_newer_format,
     step_of,
 )
 
-_CLAIM_WAIT_S = 10.0
-_CLAIM_RETRY_S = 0.2
+_LOCK_WAIT_S = 10.0
+_LOCK_RETRY_S = 0.2
 
 
 class InUseError(CheckpointError):
@@ -54,7 +54,7 @@ class CheckpointDirectory:
         self._lock_file = path / ".lock"
         self._known_valid: set[Path] = set()
 
-    def try_claim(self) -> bool:
+    def try_lock(self) -> bool:
         """Lock the directory for this process. Return False if another process has the lock.
 
         The operating system releases a POSIX record lock whenever its process exits, also on a
@@ -75,7 +75,7 @@ class CheckpointDirectory:
                 os.pwrite(lock, holder.encode(), 0)
         return True
 
-    def claim(self) -> None:
+    def acquire_lock(self) -> None:
         """Claim the directory. Wait briefly for a previous run that is exiting.
 
         Then remove incomplete saves. No other run is active while this process has the lock.
@@ -83,25 +83,25 @@ class CheckpointDirectory:
         Raises:
             InUseError: Another process has the lock.
         """
-        deadline = time.monotonic() + _CLAIM_WAIT_S
-        while not self.try_claim():
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while not self.try_lock():
             if time.monotonic() > deadline:
                 raise InUseError(
-                    f"{self.path} is in use by another run ({self._holder()}); stop that run, "
+                    f"{self.path} is in use by another run ({self._lock_holder()}); stop that run, "
                     "or set another name"
                 )
-            time.sleep(_CLAIM_RETRY_S)
+            time.sleep(_LOCK_RETRY_S)
         for stale in self.path.glob("step-*.tmp-*"):
             self._logger.warning("removing %s from an incomplete save", stale)
             shutil.rmtree(stale)
 
-    def is_of_this_run(self) -> bool:
+    def is_locked_by_this_run(self) -> bool:
         """Return True if a rank of this run has claimed the directory, according to the lock file.
 
         Active runs have different rendezvous addresses.
         """
         place = _rendezvous_address()
-        return self._lock is not None or (bool(place) and self._holder().endswith(place))
+        return self._lock is not None or (bool(place) and self._lock_holder().endswith(place))
 
     def release(self) -> None:
         """Release the lock, so that other processes can claim the directory."""
@@ -136,7 +136,7 @@ class CheckpointDirectory:
             with suppress(CheckpointError):
                 value = read_manifest(path).get("figures", {}).get(of.metric)
                 if value is not None and self._is_valid(path):
-                    candidates.append((of.badness(value), step_of(path) or 0))
+                    candidates.append((of.sort_key(value), step_of(path) or 0))
         return [step for _, step in sorted(candidates)[: of.count]]
 
     def retain(self, keep: int, in_use: Path | None = None, best: Collection[int] = ()) -> None:
@@ -199,7 +199,7 @@ class CheckpointDirectory:
             self._logger.error("cannot remove the old checkpoint %s: %s", path, error)
         self._known_valid.discard(path)
 
-    def _holder(self) -> str:
+    def _lock_holder(self) -> str:
         """Return the process that has or had the lock.
 
         Call it only if this process does not have the lock, because closing the file would release
@@ -221,7 +221,7 @@ def _rendezvous_address() -> str:
 
 def _is_of_newer_format(path: Path) -> bool:
     try:
-        refuse_newer_format(path)
+        reject_newer_format(path)
     except NewerFormatError:
         return True
     return False

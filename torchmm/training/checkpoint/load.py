@@ -23,14 +23,14 @@ from torchmm.common.errors import CheckpointError
 from torchmm.parallel.attention_kernels import describe_image_kernels
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.changes import changes
-from torchmm.recipe.explain import upgraded
+from torchmm.recipe.explain import upgrade_recipe
 from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
     AVERAGE_PREFIX,
     OptimizerState,
     average_tensors,
     empty_optimizer_state,
-    find_misfits,
+    find_mismatches,
     model_tensors,
     optimizer_tensors,
     trainable_names,
@@ -43,13 +43,13 @@ PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", 
 """Packages that samples and random numbers depend on, besides torch. Some may be missing."""
 IMAGE_KERNELS = "attention of images"
 """Entry for the attention kernels of encoders with images of one size, which torchmm implements."""
-_SHOWN_PROBLEMS = 20
+_MAX_SHOWN_PROBLEMS = 20
 _SKIPPED_AVERAGES = "averaged weights, which are not loaded because training.ema_decay is not set"
 _MISSING_AVERAGES = "no averaged weights; they are initialized from the weights after the next step"
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """Content of a loaded checkpoint other than model and optimizer tensors."""
 
     path: Path
@@ -75,7 +75,7 @@ def load_verified(
     facts: dict[str, Any],
     logger: logging.Logger,
     average: WeightAverage | None = None,
-) -> Restored:
+) -> RestoredRun:
     """Load a checkpoint in place. Collective.
 
     Args:
@@ -110,14 +110,14 @@ def load_verified(
     averages = average.zeros() if average is not None and has_averages else None
     tensors |= average_tensors(model, averages or {})
     with_averages = averages is not None
-    problems = find_misfits(index, saved["trainable"], tensors, trainable, with_averages, group)
+    problems = find_mismatches(index, saved["trainable"], tensors, trainable, with_averages, group)
     if problems:
         raise CheckpointError(
             f"{path} does not match the model or its trainable "
-            f"modules:\n{bullets(problems)}\nRestore [model] and [freeze] of the recipe, or "
-            'start a new run with another name or checkpoint.resume = "none"'
+            f"modules:\n{format_bullet_list(problems)}\nRestore [model] and [freeze] of the "
+            'recipe, or start a new run with another name or checkpoint.resume = "none"'
         )
-    same_layout = _sizes(manifest["layout"]) == _sizes(facts["layout"])
+    same_layout = _sizes_above_one(manifest["layout"]) == _sizes_above_one(facts["layout"])
     rng = {
         name: torch.empty(entry["shape"], dtype=torch.uint8)
         for name, entry in index.items()
@@ -142,7 +142,7 @@ def load_verified(
         logger.warning("%s has %s", path, _SKIPPED_AVERAGES if has_averages else _MISSING_AVERAGES)
     _log_differences(path, manifest, facts, saved["state"], bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
-    return Restored(
+    return RestoredRun(
         path, manifest["step"], saved["state"], rng or None, manifest.get("recipe") or {}
     )
 
@@ -169,7 +169,7 @@ def _log_differences(
     """Log that recipe, parallelism or packages of a checkpoint differ from those of this run."""
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
         recipe = manifest.get("recipe")  # checkpoints of older versions have only the digest
-        changed = changes(upgraded(recipe or {}), facts["recipe"])
+        changed = changes(upgrade_recipe(recipe or {}), facts["recipe"])
         if not recipe:
             logger.warning(
                 "%s was saved with a different recipe, which the checkpoint does not contain", path
@@ -182,9 +182,9 @@ def _log_differences(
             "%s: random number generators are seeded again",
             path,
             manifest["world_size"],
-            _sizes(manifest["layout"]),
+            _sizes_above_one(manifest["layout"]),
             facts["world_size"],
-            _sizes(facts["layout"]),
+            _sizes_above_one(facts["layout"]),
         )
     now = {"torch": str(torch.__version__), **installed_versions()}
     saved = {}
@@ -213,7 +213,7 @@ def rng_prefix(group: SideGroup) -> str:
     return f"rng.rank-{group.rank}-of-{group.size}."
 
 
-def _sizes(layout: dict[str, int]) -> dict[str, int]:
+def _sizes_above_one(layout: dict[str, int]) -> dict[str, int]:
     """Return the parallel dimensions with a size above 1."""
     return {name: size for name, size in layout.items() if size != 1}
 
@@ -224,12 +224,12 @@ def as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointErro
     for rank, (cause, _) in sorted(error.failures.items()):
         plain = isinstance(cause, OSError | CheckpointError)
         lines.append(f"rank {rank}: {cause if plain else repr(cause)}")
-    return CheckpointError(f"{what}:\n{bullets(lines)}")
+    return CheckpointError(f"{what}:\n{format_bullet_list(lines)}")
 
 
-def bullets(lines: list[str]) -> str:
+def format_bullet_list(lines: list[str]) -> str:
     """Return the first lines as a list."""
-    shown = [f"  - {line}" for line in lines[:_SHOWN_PROBLEMS]]
-    if len(lines) > _SHOWN_PROBLEMS:
-        shown.append(f"  - and {len(lines) - _SHOWN_PROBLEMS} more")
+    shown = [f"  - {line}" for line in lines[:_MAX_SHOWN_PROBLEMS]]
+    if len(lines) > _MAX_SHOWN_PROBLEMS:
+        shown.append(f"  - and {len(lines) - _MAX_SHOWN_PROBLEMS} more")
     return "\n".join(shown)

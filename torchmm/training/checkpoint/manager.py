@@ -45,9 +45,9 @@ from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.load import (
     STATE_NAME,
-    Restored,
+    RestoredRun,
     as_checkpoint_error,
-    bullets,
+    format_bullet_list,
     installed_versions,
     load_verified,
     rng_prefix,
@@ -58,12 +58,12 @@ from torchmm.training.checkpoint.manifest import (
     find_problems,
     list_steps,
     read_manifest,
-    refuse_newer_format,
+    reject_newer_format,
     step_of,
     write_manifest,
 )
 from torchmm.training.checkpoint.save_metrics import SaveMeter
-from torchmm.training.checkpoint.shared_filesystem import Site
+from torchmm.training.checkpoint.shared_filesystem import DirectoryGroup
 from torchmm.training.checkpoint.state import (
     average_tensors,
     model_tensors,
@@ -74,14 +74,14 @@ from torchmm.training.checkpoint.storage import SafetensorsWriter
 from torchmm.training.checkpoint.store import (
     CheckpointStore,
     Uploads,
-    folder_of,
-    is_in_store,
+    is_uploaded_checkpoint,
     open_store,
-    step_of_folder,
+    step_of_upload_folder,
+    upload_folder_name,
 )
 from torchmm.training.optimizers.weight_average import WeightAverage
 
-_LEAVE_WAIT_S = 60.0
+_EXIT_WAIT_S = 60.0
 
 
 class CheckpointManager:
@@ -138,22 +138,22 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         run = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
-        self._claimed = [run] if directory is None else []
-        self._group.on_rank_0(run.claim)
+        self._locked_directories = [run] if directory is None else []
+        self._group.on_rank_0(run.acquire_lock)
         self._directory = run
-        self._site = Site.of_all(self._group)
+        self._directory_group = DirectoryGroup.of_all_ranks(self._group)
         self._uploads: Uploads | None = None
         if config.remote_dir is None:
             return
         # With uploaded checkpoints, ranks may write to the disks of their nodes.
         name = run_dir.name
         path = run.path if config.staging_dir is None else local_path(config.staging_dir) / name
-        self._site = Site.find(self._group, path)
-        is_partial = self._site.size < self._group.size
+        self._directory_group = DirectoryGroup.find(self._group, path)
+        is_partial = self._directory_group.size < self._group.size
         if is_partial or path != run.path:
             self._directory = CheckpointDirectory(path, logger, is_partial)
-            self._claimed.append(self._directory)
-            self._site.on_leaders(self._directory.claim)
+            self._locked_directories.append(self._directory)
+            self._directory_group.run_on_local_leaders(self._directory.acquire_lock)
         self._remote = open_store(f"{config.remote_dir}/{name}", self._data, logger)
         self._uploads = self._remote.start_uploads(config.keep_latest, self._best, self._meter)
 
@@ -165,7 +165,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Close the manager. After an error, only wait for a running save, up to `_LEAVE_WAIT_S`.
+        """Close the manager. After an error, only wait for a running save, up to `_EXIT_WAIT_S`.
 
         The next start would resume from that save. After the loss of a peer, it cannot finish.
         """
@@ -173,9 +173,9 @@ class CheckpointManager:
             self.close()
         elif not isinstance(error, PeerError):
             if self._thread is not None:
-                self._thread.join(_LEAVE_WAIT_S)
+                self._thread.join(_EXIT_WAIT_S)
             if self._uploads is not None:
-                self._uploads.wait(_LEAVE_WAIT_S)
+                self._uploads.wait(_EXIT_WAIT_S)
 
     @property
     def failed(self) -> bool:
@@ -186,13 +186,13 @@ class CheckpointManager:
         return self._failure is not None
 
     @property
-    def complaint(self) -> str:
+    def status_warning(self) -> str:
         """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
-        return "" if self._uploads is None else self._uploads.complaint
+        return "" if self._uploads is None else self._uploads.status_warning
 
-    def take_figures(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, Any]:
         """Return the metrics of the saves and uploads that finished since the last call."""
-        return self._meter.take()
+        return self._meter.pop()
 
     def save(
         self,
@@ -260,7 +260,7 @@ class CheckpointManager:
             self._thread.start()
         else:
             write(tensors)
-        self._meter.note(checkpoint_wait_ms=(time.perf_counter() - began_s) * 1e3)
+        self._meter.record(checkpoint_wait_ms=(time.perf_counter() - began_s) * 1e3)
 
     def wait(self) -> None:
         """Wait for a running save. If it failed, raise its error once."""
@@ -279,7 +279,7 @@ class CheckpointManager:
                 self._uploads.finish()
         finally:
             self._stager.close()
-            for directory in self._claimed:
+            for directory in self._locked_directories:
                 directory.release()
 
     @working("verifying and loading the newest checkpoint")
@@ -289,7 +289,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         restarted: bool = False,
         average: WeightAverage | None = None,
-    ) -> Restored | None:
+    ) -> RestoredRun | None:
         """Load the checkpoint that `config.resume` selects. Return None for a new run.
 
         Checkpoints of later steps are renamed, because training repeats these steps. Otherwise the
@@ -312,22 +312,24 @@ class CheckpointManager:
             path = self.latest_valid()
             if path is not None:
                 restored = self._load_verified(path, model, optimizer, average)
-        elif choice != "none" and is_in_store(choice):
+        elif choice != "none" and is_uploaded_checkpoint(choice):
             where, _, folder = choice.rstrip("/").rpartition("/")
-            step_of_folder(folder)  # raises CheckpointError
+            step_of_upload_folder(folder)  # raises CheckpointError
             path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
             if problems:
-                raise CheckpointError(f"{choice} cannot be loaded:\n{bullets(problems)}")
+                raise CheckpointError(f"{choice} cannot be loaded:\n{format_bullet_list(problems)}")
             restored = self._load_verified(path, model, optimizer, average)
         elif choice != "none":
             restored = self.load(local_path(choice), model, optimizer, average)
         step = -1 if restored is None else restored.step
-        self._site.on_leaders(lambda: self._directory.set_aside_after(step))
+        self._directory_group.run_on_local_leaders(lambda: self._directory.set_aside_after(step))
         if self._uploads is not None:
             folder_to_retain = None
             if restored is not None:
                 saved = restored.path
-                folder_to_retain = self._group.on_rank_0(lambda: folder_of(read_manifest(saved)))
+                folder_to_retain = self._group.on_rank_0(
+                    lambda: upload_folder_name(read_manifest(saved))
+                )
             self._group.on_rank_0(lambda: self._remote.set_aside_after(step, folder_to_retain))
             if restored is not None and restored.path.parent == self._directory.path:
                 self._uploads.resumed(restored.path)
@@ -351,7 +353,7 @@ class CheckpointManager:
             ]
             if self._uploads is not None:
                 stored = self._remote.committed()
-                entries += [(step_of_folder(folder), False, folder) for folder in stored]
+                entries += [(step_of_upload_folder(folder), False, folder) for folder in stored]
             entries.sort(key=lambda entry: entry[:2], reverse=True)
             return [candidate for _, _, candidate in entries]
 
@@ -359,7 +361,7 @@ class CheckpointManager:
         for candidate in candidates:
             if isinstance(candidate, Path):
                 path = candidate
-                self._group.on_rank_0(partial(refuse_newer_format, path))
+                self._group.on_rank_0(partial(reject_newer_format, path))
                 problems = self._find_problems(path)
             else:
                 self._logger.info("fetching %s/%s", self._remote.address, candidate)
@@ -375,7 +377,7 @@ class CheckpointManager:
         return None
 
     def _fetch(self, store: CheckpointStore, folder: str) -> tuple[Path, list[str]]:
-        return store.fetch_checkpoint(folder, self._directory, self._site, self._group)
+        return store.fetch_checkpoint(folder, self._directory, self._directory_group, self._group)
 
     def load(
         self,
@@ -383,7 +385,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         average: WeightAverage | None = None,
-    ) -> Restored:
+    ) -> RestoredRun:
         """Verify a checkpoint of any parallelism config and load it in place.
 
         Args:
@@ -398,12 +400,12 @@ class CheckpointManager:
         """
         problems = self._find_problems(path)
         if problems:
-            raise CheckpointError(f"{path} cannot be loaded:\n{bullets(problems)}")
+            raise CheckpointError(f"{path} cannot be loaded:\n{format_bullet_list(problems)}")
         return self._load_verified(path, model, optimizer, average)
 
     def _find_problems(self, path: Path) -> list[str]:
         """Return the problems of a checkpoint. Ranks divide the files of their site. Collective."""
-        mine = find_problems(path, self._site.rank, self._site.size)
+        mine = find_problems(path, self._directory_group.rank, self._directory_group.size)
         return sorted({problem for of_rank in self._group.gather(mine) for problem in of_rank})
 
     def _load_verified(
@@ -412,7 +414,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         average: WeightAverage | None,
-    ) -> Restored:
+    ) -> RestoredRun:
         return load_verified(
             path, model, optimizer, self._group, self._facts, self._logger, average
         )
@@ -437,7 +439,7 @@ class CheckpointManager:
                 no_dist=self._group.group is None,
             )
         except CheckpointException as error:
-            if self._site.is_leader:
+            if self._directory_group.is_leader:
                 writer.discard()
             raise as_checkpoint_error(
                 f"cannot save {target} (earlier checkpoints are intact)", error
@@ -446,8 +448,8 @@ class CheckpointManager:
             if not is_peer_trouble(error):
                 raise
             raise PeerError(f"a rank was lost while saving {target}: {error}") from error
-        self._meter.note(checkpoint_save_ms=(time.perf_counter() - began_s) * 1e3)
-        if self._site.size < self._group.size:
+        self._meter.record(checkpoint_save_ms=(time.perf_counter() - began_s) * 1e3)
+        if self._directory_group.size < self._group.size:
             # Rank 0 has committed the files of its node. Other nodes do so with the same manifest.
             temporary = writer.temporary
             assert temporary is not None
@@ -459,8 +461,8 @@ class CheckpointManager:
                     sync_directory(temporary)
                     self._directory.replace(temporary)
 
-            self._site.on_leaders(commit)
-        if self._site.is_leader:
+            self._directory_group.run_on_local_leaders(commit)
+        if self._directory_group.is_leader:
             in_use = None if self._uploads is None else self._uploads.in_use
             self._directory.retain(self._config.keep_latest, in_use, self._best())
         if self._uploads is not None:
@@ -483,5 +485,5 @@ class CheckpointManager:
         write_manifest(temporary, files, facts)
         final = self._directory.commit(temporary)
         size_bytes = sum(f.size_bytes for f in files)
-        self._meter.note(checkpoint_bytes=size_bytes)
+        self._meter.record(checkpoint_bytes=size_bytes)
         self._logger.info("saved %s (%d bytes)", final, size_bytes)

@@ -168,12 +168,12 @@ def _validate_entry(name: str, entry: Any, file: str) -> None:
         )
 
 
-def digest_of(manifest: dict[str, Any]) -> str:
+def manifest_digest(manifest: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest, which identifies the checkpoint and its files."""
     return hashlib.sha256(canonical_json(manifest)).hexdigest()
 
 
-def refuse_newer_format(path: Path) -> None:
+def reject_newer_format(path: Path) -> None:
     """Raise NewerFormatError if a newer version wrote the checkpoint.
 
     Damaged checkpoints are accepted. `find_problems` finds them.

@@ -12,12 +12,12 @@ class SaveMeter:
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def note(self, **metrics: float) -> None:
+    def record(self, **metrics: float) -> None:
         """Set the metrics of a finished save or upload."""
         with self._lock:
             self._metrics |= metrics
 
-    def take(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Return the metrics since the last call, and the total number of failed uploads."""
         with self._lock:
             taken = self._metrics

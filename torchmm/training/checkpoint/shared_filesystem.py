@@ -17,7 +17,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.parallel.health.peers import SideGroup
 
 
-class Site:
+class DirectoryGroup:
     """The ranks that share a directory with this rank.
 
     Args:
@@ -32,12 +32,12 @@ class Site:
         self.is_leader = self.rank == 0
 
     @classmethod
-    def of_all(cls, group: SideGroup) -> Site:
+    def of_all_ranks(cls, group: SideGroup) -> DirectoryGroup:
         """Return the site of a directory that all ranks share, such as the run directory."""
         return cls(group, list(range(group.size)))
 
     @classmethod
-    def find(cls, group: SideGroup, directory: Path) -> Site:
+    def find(cls, group: SideGroup, directory: Path) -> DirectoryGroup:
         """Create the directory if necessary, and find its ranks by marker files. Collective.
 
         Raises:
@@ -59,7 +59,7 @@ class Site:
         marks[-1].unlink()
         return cls(group, [rank for rank, its in enumerate(leaders) if its == leader])
 
-    def on_leaders(self, function: Callable[[], object]) -> None:
+    def run_on_local_leaders(self, function: Callable[[], object]) -> None:
         """Call a function on the leader of every site. All ranks raise its exception.
 
         Collective. All calls are finished when it returns on any rank.

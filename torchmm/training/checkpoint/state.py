@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.health.peers import SideGroup
-from torchmm.training.checkpoint.storage import dtype_named
+from torchmm.training.checkpoint.storage import dtype_from_name
 from torchmm.training.optimizers.optimizer import RunOptimizer
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -77,7 +77,7 @@ def empty_optimizer_state(
     """Return zero-filled state tensors to load into, as the optimizer would create them.
 
     The checkpoint determines the existing tensors: a parameter that never had a gradient has no
-    state. `find_misfits` reports different names, shapes and dtypes.
+    state. `find_mismatches` reports different names, shapes and dtypes.
     """
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in index.items():
@@ -96,7 +96,7 @@ def empty_optimizer_state(
             elif saved:
                 values: dict[str, Tensor] = {}
                 for key, entry in saved.items():
-                    dtype = dtype_named(entry["dtype"])
+                    dtype = dtype_from_name(entry["dtype"])
                     if key == "step":
                         device = parameter.device if on_device else "cpu"
                         values[key] = torch.zeros((), dtype=dtype, device=device)
@@ -106,7 +106,7 @@ def empty_optimizer_state(
     return state
 
 
-def find_misfits(
+def find_mismatches(
     index: dict[str, Any],
     saved_trainable: list[str],
     tensors: Mapping[str, Tensor],
@@ -134,7 +134,7 @@ def find_misfits(
                 f"{name}: shape {entry['shape']} in the checkpoint, {list(tensor.shape)} in the "
                 "model"
             )
-        elif tensor.dtype != (saved := dtype_named(entry["dtype"])):
+        elif tensor.dtype != (saved := dtype_from_name(entry["dtype"])):
             local.add(f"{name}: {saved} in the checkpoint, {tensor.dtype} in the model")
     of_ranks = group.gather((local, set(tensors), set(trainable or ())))
     problems = {problem for found, _, _ in of_ranks for problem in found}

@@ -141,7 +141,7 @@ class SafetensorsWriter(_SingleUseStorage, StorageWriter):
         self.temporary = self.target.with_name(plan.storage_data)
         self.temporary.mkdir(parents=True, exist_ok=True)
         if plan.items:
-            file = _write_chunks(self.temporary / file_of(self._rank), plan.items, planner)
+            file = _write_chunks(self.temporary / rank_file_name(self._rank), plan.items, planner)
             results = [WriteResult(i.index, _size_bytes(i), file) for i in plan.items]
         future.set_result(results)
         return future
@@ -235,7 +235,7 @@ class SafetensorsReader(_SingleUseStorage, StorageReader):
         return future
 
 
-def file_of(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"rank-{rank:05}.safetensors"
 
@@ -252,14 +252,14 @@ def read_index(path: Path) -> dict[str, Any]:
     index = read_json(file)
     try:
         for name, entry in index.items():
-            valid = entry["dtype"] in _DTYPES and _are_sizes(entry["shape"])
+            valid = entry["dtype"] in _DTYPES and _is_shape(entry["shape"])
             for chunk in entry["chunks"]:
                 if chunk["file"] not in files:
                     raise CheckpointError(
                         f"{file}: {name} is in {chunk['file']!a}, which {MANIFEST_NAME} does "
                         "not list; use another checkpoint"
                     )
-                valid = valid and _are_sizes(chunk["offsets"]) and _are_sizes(chunk["sizes"])
+                valid = valid and _is_shape(chunk["offsets"]) and _is_shape(chunk["sizes"])
             if not valid:
                 raise CheckpointError(f"{file}: the entry of {name} does not describe a tensor")
     except (AttributeError, KeyError, TypeError) as error:
@@ -267,11 +267,11 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _are_sizes(value: object) -> bool:
+def _is_shape(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return the dtype of a name in safetensors files and in the index."""
     return _DTYPES[name]
 

@@ -18,9 +18,9 @@ from torchmm.common.extensions import load_entry
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.data_section import DataConfig, is_address
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.manifest import digest_of
+from torchmm.training.checkpoint.manifest import manifest_digest
 from torchmm.training.checkpoint.save_metrics import SaveMeter
-from torchmm.training.checkpoint.shared_filesystem import Site
+from torchmm.training.checkpoint.shared_filesystem import DirectoryGroup
 
 _FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
 
@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
 class Uploads(Protocol):
     """Uploads that run in the background. All ranks call all methods in the same order."""
 
-    complaint: str
+    status_warning: str
     """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
 
     @property
@@ -76,7 +76,7 @@ class CheckpointStore(Protocol):
         ...
 
     def fetch_checkpoint(
-        self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup
+        self, folder: str, directory: CheckpointDirectory, site: DirectoryGroup, group: SideGroup
     ) -> tuple[Path, list[str]]:
         """Download a checkpoint into the directory of every site. Collective.
 
@@ -115,22 +115,22 @@ def open_store(address: str, data: DataConfig, logger: logging.Logger) -> Checkp
     return store
 
 
-def folder_of(manifest: dict[str, Any]) -> str:
+def upload_folder_name(manifest: dict[str, Any]) -> str:
     """Return the folder name of an uploaded checkpoint."""
-    return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
+    return f"step-{manifest['step']}-{manifest_digest(manifest)[:12]}"
 
 
-def is_in_store(address: str) -> bool:
+def is_uploaded_checkpoint(address: str) -> bool:
     """Return True if `checkpoint.resume` names an uploaded checkpoint, including local folders."""
-    return is_address(address) or is_folder(address.rstrip("/").rpartition("/")[2])
+    return is_address(address) or is_upload_folder(address.rstrip("/").rpartition("/")[2])
 
 
-def is_folder(name: str) -> bool:
+def is_upload_folder(name: str) -> bool:
     """Return True if a name is the folder name of an uploaded checkpoint."""
     return _FOLDER.fullmatch(name) is not None
 
 
-def step_of_folder(folder: str) -> int:
+def step_of_upload_folder(folder: str) -> int:
     """Return the step of an uploaded checkpoint. Raise CheckpointError for other folder names."""
     match = _FOLDER.fullmatch(folder)
     if match is None:

@@ -38,7 +38,7 @@ _RETRY_S = 0.05
 
 
 @contextmanager
-def whole_directory(directory: Path, replaces: bool = True) -> Iterator[Path]:
+def write_directory_atomically(directory: Path, replaces: bool = True) -> Iterator[Path]:
     """Yield a directory for files, and then rename it to `directory`.
 
     If no file was written, `directory` is unchanged.
@@ -52,7 +52,7 @@ def whole_directory(directory: Path, replaces: bool = True) -> Iterator[Path]:
     """
     with _unfinished(directory) as partial:
         if not replaces:
-            refuse_existing(directory)
+            reject_existing(directory)
         yield partial
         if not any(partial.iterdir()):
             return
@@ -80,13 +80,13 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
         yield partial
 
 
-def refuse_existing(directory: Path) -> None:
+def reject_existing(directory: Path) -> None:
     """Raise ConfigError if a directory exists."""
     if directory.exists():
         raise ConfigError(f"{directory} already exists; use another directory, or remove it")
 
 
-def clear_unfinished(parent: Path) -> None:
+def remove_unfinished(parent: Path) -> None:
     """Remove the files of killed processes, and restore exports that they were replacing.
 
     Directories with an active writer, or without permission, are skipped.
@@ -110,7 +110,7 @@ def clear_unfinished(parent: Path) -> None:
 def _unfinished(directory: Path) -> Iterator[Path]:
     """Lock a directory, and yield an empty directory for its files, which is removed at the end."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    clear_unfinished(directory.parent)
+    remove_unfinished(directory.parent)
     deadline = time.monotonic() + _WAIT_S
     while (lock := _try_lock(directory)) is None:
         if time.monotonic() > deadline:

@@ -44,17 +44,17 @@ from torchmm.models.hf.export import check_range, named_full_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.recipe.explain import upgraded
+from torchmm.recipe.explain import upgrade_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
-from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
+from torchmm.training.checkpoint.storage import chunk_name, dtype_from_name, read_index
 from torchmm.training.export.atomic_directory import (
-    refuse_existing,
+    reject_existing,
     scratch_directory,
-    whole_directory,
+    write_directory_atomically,
 )
-from torchmm.training.export.model_files import Trained, write_files
+from torchmm.training.export.model_files import TrainingSummary, write_files
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file, similar to that of other tools."""
@@ -92,16 +92,16 @@ def export_checkpoint(
         ConfigError: The directory exists, another process writes it, the model of the recipe
             cannot be built, or a weight is out of the range of `dtype`.
     """
-    refuse_existing(directory)
+    reject_existing(directory)
     if problems := find_problems(path):
         raise CheckpointError(f"{path} is corrupt: {'; '.join(problems[:3])}")
-    recipe = recipe_of(path)
+    recipe = read_checkpoint_recipe(path)
     model = recipe_model(recipe, dtype or DTYPES[recipe.training.parameter_dtype])
     tokenizer = load_tokenizer(recipe.model)
-    trained = Trained(recipe, step_of(path) or 0, path.parent.parent / "metrics.jsonl")
+    trained = TrainingSummary(recipe, step_of(path) or 0, path.parent.parent / "metrics.jsonl")
     try:
         with (
-            whole_directory(directory, replaces=False) as place,
+            write_directory_atomically(directory, replaces=False) as place,
             scratch_directory(directory.parent) as scratch,
         ):
             weights = CheckpointWeights(path, scratch, averaged)
@@ -144,7 +144,7 @@ def push(directory: Path, name: str, private: bool) -> str:
     return str(repository)
 
 
-def recipe_of(path: Path) -> Recipe:
+def read_checkpoint_recipe(path: Path) -> Recipe:
     """Return the recipe of the run that saved a checkpoint.
 
     Raises:
@@ -156,7 +156,7 @@ def recipe_of(path: Path) -> Recipe:
             f"{path} contains no recipe, because an older version of torchmm saved it"
         )
     try:
-        return Recipe.model_validate(upgraded(table))
+        return Recipe.model_validate(upgrade_recipe(table))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -166,7 +166,7 @@ def recipe_of(path: Path) -> Recipe:
         ) from error
 
 
-class _Place(NamedTuple):
+class _ChunkLocation(NamedTuple):
     """Location of a chunk of a tensor in a file of the checkpoint."""
 
     start: int
@@ -192,7 +192,7 @@ class CheckpointWeights:
         self._path = path
         self._scratch = scratch
         self._index = read_index(path)
-        self._places = cache(lambda name: _places_in(path / name))
+        self._chunk_locations = cache(lambda name: _read_chunk_locations(path / name))
         if averaged and not any(name.startswith(AVERAGE_PREFIX) for name in self._index):
             raise CheckpointError(
                 f"{path} has no averaged weights, because training.ema_decay was not set"
@@ -211,9 +211,9 @@ class CheckpointWeights:
                 entry = f"{AVERAGE_PREFIX}{prefix}.{name}"
                 if not self._averaged or entry not in self._index:
                     entry = f"{MODEL_PREFIX}{prefix}.{name}"
-                yield module, name, self._whole(entry, like)
+                yield module, name, self._assemble_tensor(entry, like)
 
-    def _whole(self, name: str, like: Tensor) -> Tensor:
+    def _assemble_tensor(self, name: str, like: Tensor) -> Tensor:
         """Assemble a tensor from its chunks in a mapped file and return it."""
         shape = like.shape
         entry = self._index.get(name)
@@ -223,8 +223,8 @@ class CheckpointWeights:
                 f"{self._path} {has}: {name} of shape {list(shape)}; its recipe describes a "
                 "different model"
             )
-        stored = dtype_named(entry["dtype"])
-        mapped_file, tensor = self._mapped(
+        stored = dtype_from_name(entry["dtype"])
+        mapped_file, tensor = self._new_mapped_tensor(
             shape, like.dtype if stored.is_floating_point else stored
         )
         for chunk in entry["chunks"]:
@@ -232,9 +232,9 @@ class CheckpointWeights:
                 slice(start, start + size)
                 for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True)
             )
-            place = self._places(chunk["file"])[chunk_name(name, chunk["offsets"])]
+            place = self._chunk_locations(chunk["file"])[chunk_name(name, chunk["offsets"])]
             with (self._path / chunk["file"]).open("rb") as file:
-                _fill(tensor[window], file, place, name)
+                _read_chunk(tensor[window], file, place, name)
         if mapped_file is not None:
             mapped_file.madvise(
                 mmap.MADV_DONTNEED
@@ -248,7 +248,7 @@ class CheckpointWeights:
         models.
         """
         ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
-        mapped_file = self._room(ends[-1]) if values else None
+        mapped_file = self._new_mapped_file(ends[-1]) if values else None
         copies = []
         for value, start in zip(values, [0, *ends], strict=False):
             count = value.numel()
@@ -256,15 +256,17 @@ class CheckpointWeights:
             copies.append(copied.view(value.shape).copy_(value))
         return copies
 
-    def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap | None, Tensor]:
+    def _new_mapped_tensor(
+        self, shape: torch.Size, dtype: torch.dtype
+    ) -> tuple[mmap.mmap | None, Tensor]:
         """Return a mapped file, which exists as long as it is used, and a zero tensor in it."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
             return None, torch.empty(shape, dtype=dtype)
-        room = self._room(size_bytes)
+        room = self._new_mapped_file(size_bytes)
         return room, torch.frombuffer(room, dtype=dtype).view(shape)
 
-    def _room(self, size_bytes: int) -> mmap.mmap:
+    def _new_mapped_file(self, size_bytes: int) -> mmap.mmap:
         """Return a new mapped file without a name."""
         with tempfile.TemporaryFile(dir=self._scratch) as file:
             # Writing to a page without a disk block would kill the process.
@@ -272,7 +274,7 @@ class CheckpointWeights:
             return mmap.mmap(file.fileno(), size_bytes)
 
 
-def _fill(target: Tensor, file: BinaryIO, place: _Place, name: str) -> None:
+def _read_chunk(target: Tensor, file: BinaryIO, place: _ChunkLocation, name: str) -> None:
     """Copy a stored chunk into its slice of the tensor `name`, in blocks of rows."""
     rows_RN = target.view(1) if target.ndim == 0 else target
     row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
@@ -292,7 +294,7 @@ def _fill(target: Tensor, file: BinaryIO, place: _Place, name: str) -> None:
             check_range(block, values, plain)
 
 
-def _places_in(file: Path) -> dict[str, _Place]:
+def _read_chunk_locations(file: Path) -> dict[str, _ChunkLocation]:
     """Return the locations of the tensors of a safetensors file, from its header.
 
     Raises:
@@ -309,8 +311,10 @@ def _places_in(file: Path) -> dict[str, _Place]:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         return {
-            name: _Place(
-                8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
+            name: _ChunkLocation(
+                8 + length + entry["data_offsets"][0],
+                dtype_from_name(entry["dtype"]),
+                entry["shape"],
             )
             for name, entry in header.items()
         }

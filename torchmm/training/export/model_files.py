@@ -33,21 +33,21 @@ from torchmm.models.hf.export import TRAINED_WEIGHTS, WeightSource, export_hf
 from torchmm.models.hf.processor_classes import ProcessorFiles
 from torchmm.models.hf.processors import choose_processor, processor_tokens
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, split_place
-from torchmm.recipe.read import what_was_trained
+from torchmm.recipe.model_section import PARTS_FILE, split_revision
+from torchmm.recipe.read import training_recipe_toml
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.export.atomic_directory import whole_directory
+from torchmm.training.export.atomic_directory import write_directory_atomically
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 CHAT_TAG = "conversational"
 """Hub tag of models that are trained on chats."""
 _TASKS = {"image": "image-text-to-text", "audio": "audio-text-to-text"}
-_FILES = {"image": 'Image.open("image.jpg")', "audio": '"audio.wav"'}
+_EXAMPLE_FILES = {"image": 'Image.open("image.jpg")', "audio": '"audio.wav"'}
 """Files in the examples of cards, in the form that the processors accept."""
 _QUESTION = "What is this?"
 
 
-class Trained(NamedTuple):
+class TrainingSummary(NamedTuple):
     """Facts about the training, for the card."""
 
     recipe: Recipe
@@ -61,7 +61,7 @@ def write_export(
     model: MultimodalModel,
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
-    trained: Trained,
+    trained: TrainingSummary,
     shard_bytes: int | None = None,
 ) -> None:
     """Write the model of a run with its card. Collective. Rank 0 writes the files.
@@ -79,7 +79,7 @@ def write_export(
         ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with whole_directory(directory) if writes else nullcontext(directory) as place:
+    with write_directory_atomically(directory) if writes else nullcontext(directory) as place:
         write_files(model, place, tokenizer, trained, TRAINED_WEIGHTS, shard_bytes)
 
 
@@ -87,7 +87,7 @@ def write_files(
     model: MultimodalModel,
     place: Path,
     tokenizer: PreTrainedTokenizerBase,
-    trained: Trained,
+    trained: TrainingSummary,
     weights: WeightSource,
     shard_bytes: int | None,
 ) -> None:
@@ -95,11 +95,11 @@ def write_files(
     writes = not dist.is_initialized() or dist.get_rank() == 0
     data = trained.recipe.data
     chats = {has_chats(source, data) for source in data.sources if writes}
-    tokenizer = _as_in_training(tokenizer, chats)
+    tokenizer = _with_training_template(tokenizer, chats)
     ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
     export_hf(model, place, tokenizer, weights, shard_bytes, ends)
     if writes:
-        (place / CARD).write_text(card(model, place, tokenizer, trained, True in chats))
+        (place / CARD_FILE).write_text(model_card(model, place, tokenizer, trained, True in chats))
 
 
 def write_adapters(model: MultimodalModel, directory: Path) -> None:
@@ -111,20 +111,20 @@ def write_adapters(model: MultimodalModel, directory: Path) -> None:
         ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with whole_directory(directory) if writes else nullcontext(directory) as place:
+    with write_directory_atomically(directory) if writes else nullcontext(directory) as place:
         save_adapters(model, place)
 
 
 def is_chat_model(directory: Path) -> bool:
     """Return True if the model of an export was trained on chats, by the tags of its card."""
     try:
-        tags = ModelCard.load(directory / CARD).data.tags or []
+        tags = ModelCard.load(directory / CARD_FILE).data.tags or []
     except (OSError, ValueError, yaml.YAMLError):
         return False
     return CHAT_TAG in tags
 
 
-def _as_in_training(
+def _with_training_template(
     tokenizer: PreTrainedTokenizerBase, chats: Collection[bool | None]
 ) -> PreTrainedTokenizerBase:
     """Return a tokenizer that prepares text as in training.
@@ -154,11 +154,11 @@ def _as_in_training(
     return tokenizer
 
 
-def card(
+def model_card(
     model: MultimodalModel,
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
-    trained: Trained,
+    trained: TrainingSummary,
     chats: bool,
 ) -> str:
     """Return the README.md of an export.
@@ -182,7 +182,7 @@ def card(
         if len(modalities) == 1:
             task = _TASKS.get(modalities[0], task)
         lines.append(f"pipeline_tag: {task}")
-    sources_of_weights = {split_place(m.weights.source)[0] for m in modules if m.weights.source}
+    sources_of_weights = {split_revision(m.weights.source)[0] for m in modules if m.weights.source}
     bases = sorted(name for name in sources_of_weights if not Path(name).exists())
     datasets = sorted({source.path for source in sources if source.format == "hub"})
     lines += [f"base_model: {json.dumps(bases)}"] if bases else []
@@ -222,11 +222,11 @@ def card(
             last = measured[-1]
             lines.append(f"- {name} {last[key]:.4f} nats per token at step {last['step']:,}")
 
-    settings = what_was_trained(recipe).strip()
+    settings = training_recipe_toml(recipe).strip()
     lines += ["", "```toml", settings, "```"] if settings else []
     lines += ["", "## Use", ""]
     prompt = next((source.prompt for source in sources if source.prompt), "")
-    lines += _use(model, directory, tokenizer, prompt, chats)
+    lines += _usage_section(model, directory, tokenizer, prompt, chats)
     lines += [
         "",
         f"Written with transformers {transformers.__version__}. Use transformers 5.0 or "
@@ -237,7 +237,7 @@ def card(
     return "\n".join(lines)
 
 
-def _use(
+def _usage_section(
     model: MultimodalModel,
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -259,7 +259,7 @@ def _use(
             "it requires a tokenizer of mistral-common, and this one is in the format of",
             "Hugging Face. Use `scripts/generate.py` of torchmm to generate text.",
         ]
-    lines = ["```python", *_example(model, kind, tokenizer, processor, prompt, chats), "```"]
+    lines = ["```python", *_code_example(model, kind, tokenizer, processor, prompt, chats), "```"]
     if processor is not None and processor.packages:
         names = " ".join(f"'{name}'" if "[" in name else name for name in processor.packages)
         lines = [f"The example requires `pip install {names}`.", "", *lines]
@@ -272,7 +272,7 @@ def _use(
     return lines
 
 
-def _example(
+def _code_example(
     model: MultimodalModel,
     kind: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -312,7 +312,7 @@ def _example(
         content = f'"{_QUESTION}"'
         if modality is not None:
             key = "image" if modality == "image" else "path"
-            question.append(f'file = {{"type": "{modality}", "{key}": {_FILES[modality]}}}')
+            question.append(f'file = {{"type": "{modality}", "{key}": {_EXAMPLE_FILES[modality]}}}')
             question.append(f'question = {{"type": "text", "text": {content}}}')
             content = "[file, question]"
         question.append(f'messages = [{{"role": "user", "content": {content}}}]')
@@ -326,7 +326,7 @@ def _example(
         lines.append(f'inputs = tokenizer({_literal(prompt or "The")}, return_tensors="pt")')
     else:
         text = _literal(_file_text(model, tokenizer, processor, modality) + prompt)
-        files = f"{'images' if modality == 'image' else 'audio'}={_FILES[modality]}"
+        files = f"{'images' if modality == 'image' else 'audio'}={_EXAMPLE_FILES[modality]}"
         lines.append(f'inputs = processor(text={text}, {files}, return_tensors="pt")')
     return [
         *lines,
@@ -356,7 +356,7 @@ def _separate_inputs(
     mark = _literal(str(tokenizer.convert_ids_to_tokens(placeholder)))
     marks = f"{mark} * {patches_per_row(encoder.spec.config) ** 2}"
     lines = [
-        f'images = image_processor({_FILES["image"]}, return_tensors="pt")',
+        f'images = image_processor({_EXAMPLE_FILES["image"]}, return_tensors="pt")',
         "# The processor of this class writes the BOS token after the image; training wrote it "
         "first.",
     ]

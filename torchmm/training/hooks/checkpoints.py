@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchmm.planning.run_length import lost_steps_warning
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.metrics import Record, metric_value
 from torchmm.training.shutdown import Status, write_status
 
@@ -14,16 +14,16 @@ WARMUP_STEPS = 2
 class CheckpointHook(Hook):
     """Hook that saves checkpoints with `CheckpointManager`."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._warning_step = training.state.step + 1 + WARMUP_STEPS
         self._saved_step = -1
-        self._complaint = ""
+        self._status_warning = ""
         """Message in STATUS.json about a checkpoint that could not be uploaded."""
         if self.parts.recorder is not None:
-            self.parts.recorder.add_source(self.parts.checkpoints.take_figures)
+            self.parts.recorder.add_source(self.parts.checkpoints.pop_metrics)
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Save a checkpoint if one is due or a rank received a stop signal."""
         step = done.step
         if step == self._warning_step and self.parts.mesh.rank == 0:
@@ -65,7 +65,7 @@ class CheckpointHook(Hook):
             average=parts.average,
         )
         self._saved_step = state.step
-        complaint = parts.checkpoints.complaint
-        if complaint != self._complaint and parts.mesh.rank == 0:
-            self._complaint = complaint
-            write_status(parts.run_dir, Status("running", state.step, 0, message=complaint))
+        status_warning = parts.checkpoints.status_warning
+        if status_warning != self._status_warning and parts.mesh.rank == 0:
+            self._status_warning = status_warning
+            write_status(parts.run_dir, Status("running", state.step, 0, message=status_warning))

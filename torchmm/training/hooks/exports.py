@@ -6,8 +6,8 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from torchmm.parallel.gather import gather_floats
-from torchmm.training.export.model_files import Trained, write_adapters, write_export
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.export.model_files import TrainingSummary, write_adapters, write_export
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.hooks.validation import validated_weights
 from torchmm.training.metrics import metric_value
 
@@ -15,7 +15,7 @@ from torchmm.training.metrics import metric_value
 class ExportHook(Hook):
     """Hook that writes the exports of `checkpoint.export_hf`, `export_interval` and `keep_best`."""
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Export the model if the interval is due or the model is the best so far."""
         step = done.step
         interval = self.recipe.checkpoint.export_interval
@@ -41,25 +41,25 @@ class ExportHook(Hook):
         averages = [] if average is None else [("-ema", average.in_place())]
         return [("", nullcontext()), *averages]
 
-    def _is_best(self, done: StepDone) -> bool:
+    def _is_best(self, done: FinishedStep) -> bool:
         """Return True if no earlier step was better in `keep_best`. Collective."""
         keep_best = self.recipe.checkpoint.keep_best
         if keep_best is None:
             return False
         local = metric_value(done.record, keep_best.metric)
         [value], *_ = gather_floats([math.nan if local is None else local])  # rank 0 decides
-        badness = keep_best.badness(value)
+        sort_key = keep_best.sort_key(value)
         state = self.training.state
-        if math.isnan(badness) or (state.best is not None and badness >= state.best):
+        if math.isnan(sort_key) or (state.best is not None and sort_key >= state.best):
             return False
-        state.best = badness
+        state.best = sort_key
         return True
 
 
-def export_model(training: Training, name: str) -> None:
+def export_model(training: TrainingContext, name: str) -> None:
     """Export the model to a directory of the run. Collective."""
     parts = training.parts
     step = training.state.step
-    trained = Trained(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")
+    trained = TrainingSummary(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")
     with training.health.phase(step, "export"):
         write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)

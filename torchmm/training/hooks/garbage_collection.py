@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from torchmm.training.hooks.hook import Hook, StepDone
+from torchmm.training.hooks.hook import FinishedStep, Hook
 
 
 class GarbageCollectionHook(Hook):
@@ -16,7 +16,7 @@ class GarbageCollectionHook(Hook):
 
     _is_frozen = False
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Freeze existing objects after the first step of this start."""
         if not self._is_frozen:
             gc.collect()

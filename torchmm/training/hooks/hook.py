@@ -13,7 +13,7 @@ from typing import Any
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.health.peers import Health
-from torchmm.training.components import RunParts
+from torchmm.training.components import RunComponents
 from torchmm.training.metrics import Record
 from torchmm.training.shutdown import StopSignal
 from torchmm.training.step import StepOutcome
@@ -32,7 +32,7 @@ class TrainState:
     """Lowest badness of `checkpoint.keep_best` so far."""
 
     @classmethod
-    def resume(cls, parts: RunParts) -> TrainState:
+    def resume(cls, parts: RunComponents) -> TrainState:
         """Return the state of the loaded checkpoint, or that of a new run."""
         data = parts.run.recipe.data
         corrupt = CorruptLimit(
@@ -51,7 +51,7 @@ class TrainState:
 
 
 @dataclass
-class StepDone:
+class FinishedStep:
     """A finished training step."""
 
     step: int
@@ -66,14 +66,14 @@ class StepDone:
 
 
 @dataclass
-class Training:
+class TrainingContext:
     """Objects of the training loop that hooks may use.
 
     The trainer is excluded, because a reference cycle would keep data workers alive after training,
     and the process waits for them when it exits.
     """
 
-    parts: RunParts
+    parts: RunComponents
     state: TrainState
     health: Health
     stop: StopSignal
@@ -86,7 +86,7 @@ class Hook:
         training: Objects of the training loop.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         self.training = training
         self.parts = training.parts
         self.recipe = training.parts.run.recipe
@@ -94,7 +94,7 @@ class Hook:
     def before_step(self, step: int) -> None:
         """Prepare for a step. Must not communicate."""
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Process a finished step. May communicate."""
 
     def finish(self) -> None:

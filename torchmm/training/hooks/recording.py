@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torchmm.training.hooks.hook import Hook, StepDone
+from torchmm.training.hooks.hook import FinishedStep, Hook
 
 
 class RecordingHook(Hook):
     """Hook that writes the record of each step, after all hooks that add metrics to the record."""
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Write the record."""
         recorder = self.parts.recorder
         if recorder is not None and recorder.record(done.record):

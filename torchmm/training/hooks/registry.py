@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchmm.common.extensions import Entry, find_entries
-from torchmm.training.hooks.hook import Hook, Training
+from torchmm.training.hooks.hook import Hook, TrainingContext
 
 HOOKS: Sequence[Entry] = (
     Entry(
@@ -41,7 +41,7 @@ def order_hooks(hooks: Sequence[Entry], added: Sequence[Entry]) -> list[Entry]:
     return ordered
 
 
-def build_hooks(training: Training) -> list[Hook]:
+def build_hooks(training: TrainingContext) -> list[Hook]:
     """Return the hooks of a run in execution order."""
     run = training.parts.run
     entries = order_hooks(HOOKS, find_entries("hooks"))

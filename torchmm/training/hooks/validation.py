@@ -7,9 +7,9 @@ from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
-from torchmm.training.components import RunParts
+from torchmm.training.components import RunComponents
 from torchmm.training.data_build import build_data
-from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.hook import FinishedStep, Hook, TrainingContext
 from torchmm.training.metrics import Record
 from torchmm.training.step import gather_corrupt_samples, loss_weights
 from torchmm.training.validation import held_out_losses
@@ -18,14 +18,14 @@ from torchmm.training.validation import held_out_losses
 class ValidationHook(Hook):
     """Hook that validates every `validation.interval` steps and adds the losses to the record."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._config = self.recipe.validation
         self._loss_weights = loss_weights(self.recipe.model.generator)
         self._batches: list[StepBatch] | None = None
         """Batches of every validation, loaded before the first one."""
 
-    def after_step(self, done: StepDone) -> None:
+    def after_step(self, done: FinishedStep) -> None:
         """Validate the model if it is due."""
         step = done.step
         if self.parts.held_out is None or not self.is_due(step, self._config.interval):
@@ -67,7 +67,7 @@ class ValidationHook(Hook):
         return [loader.settle(batch, corrupt) for batch in batches]
 
 
-def validated_weights(parts: RunParts) -> AbstractContextManager[None]:
+def validated_weights(parts: RunComponents) -> AbstractContextManager[None]:
     """Return a context in which the model has the weights to validate (`validation.ema`)."""
     if parts.average is None or not parts.run.recipe.validation.ema:
         return nullcontext()

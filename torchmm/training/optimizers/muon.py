@@ -56,7 +56,7 @@ class LocalMuon(LocalAdamW):
         if group["rule"] != "muon":
             super()._update(group, parameters)
             return
-        for turn in split_turns(parameters):
+        for turn in group_by_mesh_size(parameters):
             gradients = local_gradients(turn)
             moments = local_tensors([self.state[p]["momentum_buffer"] for p in turn])
             updates = [
@@ -65,9 +65,9 @@ class LocalMuon(LocalAdamW):
                 )
                 for moment, gradient in zip(moments, gradients, strict=True)
             ]
-            made = orthogonal_shared(updates, turn)
+            made = orthogonalize_distributed(updates, turn)
             for parameter, value, update in zip(turn, local_tensors(turn), made, strict=True):
-                move_matrix(value, update, parameter.shape, group, self.found_inf)
+                apply_matrix_update(value, update, parameter.shape, group, self.found_inf)
 
 
 def update_momentum(
@@ -89,12 +89,12 @@ def update_momentum(
     """
     if grad_scale is not None:
         gradient = gradient / grad_scale
-    gradient = unless_skipped(found_inf, gradient, torch.zeros_like(gradient))
-    moment.lerp_(gradient, unless_skipped(found_inf, 1 - momentum, 0.0))
+    gradient = where_not_skipped(found_inf, gradient, torch.zeros_like(gradient))
+    moment.lerp_(gradient, where_not_skipped(found_inf, 1 - momentum, 0.0))
     return gradient.lerp(moment, momentum).to(dtype)
 
 
-def move_matrix(
+def apply_matrix_update(
     value: Tensor,
     update: Tensor,
     shape: torch.Size,
@@ -111,19 +111,19 @@ def move_matrix(
         found_inf: See `RunOptimizer`.
     """
     lr = group["lr"]
-    value.mul_(unless_skipped(found_inf, 1 - lr * group["weight_decay"], 1.0))
-    change = unless_skipped(found_inf, update, torch.zeros_like(update))
+    value.mul_(where_not_skipped(found_inf, 1 - lr * group["weight_decay"], 1.0))
+    change = where_not_skipped(found_inf, update, torch.zeros_like(update))
     value.add_(change.reshape(value.shape), alpha=-lr * update_scale(shape))
 
 
-def unless_skipped(found_inf: Tensor | None, value: Any, otherwise: Any) -> Any:
+def where_not_skipped(found_inf: Tensor | None, value: Any, otherwise: Any) -> Any:
     """Return `value`, or `otherwise` if the step is skipped. Both may be numbers."""
     if found_inf is None:
         return value
     return torch.where(found_inf == 0, value, otherwise)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Return approximately U V^T of each U S V^T, by Newton-Schulz iterations.
 
     The singular values of the result are about 0.7 to 1.2.
@@ -146,19 +146,21 @@ def update_scale(shape: Sequence[int]) -> float:
     return 0.2 * sqrt(max(shape[-2:]))
 
 
-def turns(parameter: Tensor) -> int:
+def mesh_size(parameter: Tensor) -> int:
     """Return the number of ranks that share a parameter."""
     return parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
 
 
-def split_turns(parameters: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+def group_by_mesh_size(parameters: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
     """Yield groups of one parameter per rank of their mesh, so that all ranks have work."""
-    size = turns(parameters[0])
+    size = mesh_size(parameters[0])
     for start in range(0, len(parameters), size):
         yield parameters[start : start + size]
 
 
-def orthogonal_shared(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalize_distributed(
+    updates: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the local shard of each orthogonalized matrix. Collective over the mesh.
 
     Args:
@@ -167,14 +169,14 @@ def orthogonal_shared(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -
             efficient.
     """
     if not isinstance(parameters[0], DTensor):
-        return [orthogonal(update) for update in updates]
+        return [orthogonalize(update) for update in updates]
     results = []
     for turn, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
         assert isinstance(parameter, DTensor)
         matrix = placed_like(update, parameter, parameter.shape).full_tensor()
         # Only the rank that orthogonalizes a matrix retains the all-gathered result.
-        is_local = turn % turns(parameter) == _mesh_index(parameter)
-        results.append(orthogonal(matrix) if is_local else torch.zeros_like(matrix))
+        is_local = turn % mesh_size(parameter) == _mesh_index(parameter)
+        results.append(orthogonalize(matrix) if is_local else torch.zeros_like(matrix))
     results.reverse()  # `pop` then frees each matrix when its sum is computed
     return [_local_shard(results.pop(), parameter) for parameter in parameters]
 

@@ -30,11 +30,11 @@ from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import exchange_device, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 
-SHOWN = 8
+MAX_SHOWN_RANKS = 8
 """Maximum number of ranks in an error message."""
 
 
-def digest_of(fixed: str, metas: Sequence[MicrobatchMeta]) -> int:
+def plan_input_digest(fixed: str, metas: Sequence[MicrobatchMeta]) -> int:
     """Return a digest of the inputs of planning, an integer of 48 bits that float64 represents.
 
     Args:
@@ -45,7 +45,7 @@ def digest_of(fixed: str, metas: Sequence[MicrobatchMeta]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
 
-class SharedPlans:
+class PlanExchange:
     """Exchange of plans in the pipeline of this rank. Construction is collective over all ranks.
 
     Attributes:
@@ -65,7 +65,7 @@ class SharedPlans:
             if mesh.rank in members:
                 self.group = group
                 self._leader = members[0]
-        self.leads = mesh.rank == self._leader
+        self.is_leader = mesh.rank == self._leader
 
     def exchange(
         self,
@@ -115,11 +115,15 @@ class SharedPlans:
             members = [rank for ranks in share for rank in ranks]
             other = [rank for rank in members if digests[rank] != digests[members[0]]]
             if other:
-                more = f" and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+                more = (
+                    f" and {len(other) - MAX_SHOWN_RANKS} more"
+                    if len(other) > MAX_SHOWN_RANKS
+                    else ""
+                )
                 messages.append(
-                    f"step {step}: ranks {other[:SHOWN]}{more} have different microbatches or "
-                    f"stages than rank {members[0]} of the same pipeline, because they read "
-                    "different data or a different recipe. Compare the data "
+                    f"step {step}: ranks {other[:MAX_SHOWN_RANKS]}{more} have different "
+                    f"microbatches or stages than rank {members[0]} of the same pipeline, because "
+                    "they read different data or a different recipe. Compare the data "
                     "(data.index_cache_dir) and the torchmm versions of their nodes"
                 )
         return messages

@@ -24,7 +24,7 @@ from torchmm.planning.planner import Planner, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import plan_step
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planners.sharing import SharedPlans, digest_of
+from torchmm.training.planners.sharing import PlanExchange, plan_input_digest
 
 
 def build_static_planner(
@@ -44,7 +44,7 @@ class StaticPlanner(Planner):
 
     def __init__(self, pipeline: Pipeline, mesh: ParallelMesh) -> None:
         self._pipeline = pipeline
-        self._shared = SharedPlans(mesh)
+        self._shared = PlanExchange(mesh)
         layout = pipeline.layout
         cut = f"{layout.stages}{layout.edges}{sorted(layout.sub_microbatched)}"
         # Ranks without sharded parameters run no all-gather, even if the plan has one.
@@ -63,7 +63,7 @@ class StaticPlanner(Planner):
         metas = [m.task_meta for m in microbatches]
         planned: PlannedStep | None = None  # remains None on ranks that do not plan
         problems: list[str] = []
-        if self._shared.leads:
+        if self._shared.is_leader:
             try:
                 planned = self._make_plan(step, metas, upcoming)
             except PlanError as error:  # `exchange` raises it on all ranks
@@ -71,8 +71,10 @@ class StaticPlanner(Planner):
             except ValueError as error:
                 problems = [str(error)]
         numbers = None if planned is None else planned.numbers
-        numbers = self._shared.exchange(step, digest_of(self._fixed, metas), numbers, problems)
-        plan = self._pipeline.read_plan(numbers, metas)
+        numbers = self._shared.exchange(
+            step, plan_input_digest(self._fixed, metas), numbers, problems
+        )
+        plan = self._pipeline.load_plan(numbers, metas)
         return StepPlan(plan) if planned is None else StepPlan(plan, planned.statistics)
 
     def _make_plan(

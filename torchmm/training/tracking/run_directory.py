@@ -20,10 +20,10 @@ SAMPLES_FILE = "samples.json"
 """Generated text of held-out samples."""
 SAMPLES_FOLDER = "samples"
 """Thumbnails of the images of these samples."""
-DRAWINGS_FOLDER = "generated_images"
+GENERATED_IMAGES_FOLDER = "generated_images"
 """Generated images, in one image file per step."""
-FORMER_DRAWINGS_FOLDER = "drawings"
-"""Former name of `DRAWINGS_FOLDER`, in runs of earlier versions."""
+FORMER_IMAGES_FOLDER = "drawings"
+"""Former name of `GENERATED_IMAGES_FOLDER`, in runs of earlier versions."""
 TIMELINE_FOLDER = "timeline"
 """Timelines of pipeline steps."""
 
@@ -51,7 +51,7 @@ class GeneratedSample:
     """File name of the image of the sample in `SAMPLES_FOLDER`."""
 
     @classmethod
-    def of(cls, entry: Any) -> GeneratedSample:
+    def from_entry(cls, entry: Any) -> GeneratedSample:
         """Return an entry of samples.json. Raise one of `CONTENT_ERRORS` if types differ."""
         step = entry["step"]
         index = entry["index"]
@@ -72,7 +72,7 @@ class GeneratedSample:
         )
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         """True if the text equals the truth or a reference."""
         return self.generated in {self.truth, *self.references}
 
@@ -105,7 +105,7 @@ class RunDirectory:
             return
         for number, entry in enumerate(entries):
             try:
-                yield GeneratedSample.of(entry)
+                yield GeneratedSample.from_entry(entry)
             except (*CONTENT_ERRORS, AttributeError) as error:
                 self.skip(f"{SAMPLES_FILE}: entry {number}", error)
 
@@ -117,9 +117,9 @@ class RunDirectory:
             if "<svg" in svg:
                 yield file.name, svg[svg.index("<svg") :]
 
-    def drawings(self) -> list[Path]:
+    def generated_images(self) -> list[Path]:
         """Return the files of generated images, in step order."""
-        folders = (self.directory / FORMER_DRAWINGS_FOLDER, self.directory / DRAWINGS_FOLDER)
+        folders = (self.directory / FORMER_IMAGES_FOLDER, self.directory / GENERATED_IMAGES_FOLDER)
         files = [file for folder in folders for file in folder.glob("step-*.png")]
         return sorted(files, key=lambda f: (len(f.name), f.name))
 

@@ -44,8 +44,8 @@ class NewFiles:
 
     samples: Sequence[tuple[GeneratedSample, Path | None]]
     timelines: Mapping[str, str]
-    measured: Mapping[int, Panel]
-    drawings: Mapping[int, Path]
+    measured_panels: Mapping[int, Panel]
+    generated_images: Mapping[int, Path]
 
 
 class RunFiles:
@@ -74,7 +74,9 @@ class RunFiles:
             if file.is_file():
                 records, graph = read_records(file)
                 measured[_step(file.name)] = Panel("measured", records, graph.layout)
-        drawings = {_step(file.name): file for file in run.drawings() if _step(file.name) in steps}
+        drawings = {
+            _step(file.name): file for file in run.generated_images() if _step(file.name) in steps
+        }
 
         samples_file = self._run_dir / SAMPLES_FILE
         written_ns = samples_file.stat().st_mtime_ns if samples_file.is_file() else 0
@@ -96,7 +98,7 @@ def _step(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-class WholeModels:
+class NewModelDirectories:
     """New checkpoints and exports of a run.
 
     Both get their final names when they are complete. An export that is replaced (`hf-best/`) is
@@ -108,22 +110,22 @@ class WholeModels:
     """
 
     def __init__(self, run_dir: Path, kinds: Collection[Artifact]) -> None:
-        self._run_dir, self._kinds = run_dir, kinds
-        self._known = dict(self._found())
+        self._run_dir, self._artifact_types = run_dir, kinds
+        self._known = dict(self._scan())
 
     def new(self) -> list[Path]:
         """Return the directories that are new since the last call."""
-        current = dict(self._found())
+        current = dict(self._scan())
         new = [path for path, node in current.items() if self._known.get(path) != node]
         self._known = current
         return new
 
-    def _found(self) -> Iterator[tuple[Path, int]]:
+    def _scan(self) -> Iterator[tuple[Path, int]]:
         """Yield directories with their inodes, which differ if a directory is replaced."""
         paths: list[Path] = []
-        if "checkpoints" in self._kinds:
+        if "checkpoints" in self._artifact_types:
             paths += reversed(list_steps(self._run_dir / "checkpoints"))
-        if "exports" in self._kinds:
+        if "exports" in self._artifact_types:
             exports = {path for form in _EXPORTS for path in self._run_dir.glob(form)}
             paths += sorted(path for path in exports if path.is_dir())
         for path in paths:

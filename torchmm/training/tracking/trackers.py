@@ -112,49 +112,49 @@ class BackgroundSink:
         self._log = log
         self._close_s = close_s
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LENGTH)
-        self._off = threading.Event()
-        self._switching = threading.Lock()
+        self._disabled = threading.Event()
+        self._disable_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=label, daemon=True)
         self._thread.start()
 
     def emit(self, record: Record) -> None:
         """Add one record to the queue without blocking."""
-        if self._off.is_set():
+        if self._disabled.is_set():
             return
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._switch_off(f"is too slow ({QUEUE_LENGTH} records are queued)")
+            self._disable(f"is too slow ({QUEUE_LENGTH} records are queued)")
 
     def close(self) -> None:
         """Wait until the sink has finished, for at most `close_s`."""
         timeout_s = self._close_s
-        if self._off.is_set():
+        if self._disabled.is_set():
             return
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            self._switch_off("does not respond")
+            self._disable("does not respond")
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._switch_off(f"did not finish within {timeout_s:.0f} s")
+            self._disable(f"did not finish within {timeout_s:.0f} s")
 
     def _run(self) -> None:
         try:
             sink = self._start()
-            while (record := self._queue.get()) is not None and not self._off.is_set():
+            while (record := self._queue.get()) is not None and not self._disabled.is_set():
                 sink.emit(record)
             sink.close()
         except Exception as error:  # counted: the first error disables the tracker
-            self._switch_off(f"failed: {type(error).__name__}: {error}")
+            self._disable(f"failed: {type(error).__name__}: {error}")
 
-    def _switch_off(self, reason: str) -> None:
-        with self._switching:
-            if not self._off.is_set():
+    def _disable(self, reason: str) -> None:
+        with self._disable_lock:
+            if not self._disabled.is_set():
                 self._log.warning(
                     "%s %s; it is disabled for the rest of the run, metrics.jsonl continues",
                     self._label,
                     reason,
                 )
-                self._off.set()  # last, because `close` does not wait for a disabled tracker
+                self._disabled.set()  # last, because `close` does not wait for a disabled tracker

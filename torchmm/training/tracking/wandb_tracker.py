@@ -17,7 +17,7 @@ import wandb
 
 from torchmm.training.checkpoint.manifest import step_of
 from torchmm.training.metrics import Record, group_by_panel
-from torchmm.training.tracking.run_files import WholeModels
+from torchmm.training.tracking.run_files import NewModelDirectories
 from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, TrackedRun
 
 ARTIFACTS_TIMEOUT_S = 3600.0
@@ -31,7 +31,7 @@ def start_wandb(run: TrackedRun) -> BackgroundSink:
     close_s = ARTIFACTS_TIMEOUT_S if run.config.artifacts else CLOSE_TIMEOUT_S
     run_id = _read_run_id(run.run_dir, run.is_resumed)
     # Created before training starts: existing checkpoints and exports are not uploaded.
-    models = WholeModels(run.run_dir, run.config.artifacts)
+    models = NewModelDirectories(run.run_dir, run.config.artifacts)
     start = partial(WandbTracker, run, run_id, models, finish_s=close_s / 2)
     return BackgroundSink("Weights & Biases", start, run.log, close_s)
 
@@ -58,7 +58,9 @@ class WandbTracker:
         finish_s: Time limit of the last upload, in seconds.
     """
 
-    def __init__(self, run: TrackedRun, run_id: str, models: WholeModels, finish_s: float) -> None:
+    def __init__(
+        self, run: TrackedRun, run_id: str, models: NewModelDirectories, finish_s: float
+    ) -> None:
         """Connect. May block for the `init_timeout` of the service."""
         self._name = run.name
         self._log = run.log
@@ -73,7 +75,7 @@ class WandbTracker:
         )
         base_url = str(wandb.setup().settings.base_url)  # from environment or settings file
         mode = run.config.wandb
-        if mode == "online" and not _answers(base_url):
+        if mode == "online" and not _is_reachable(base_url):
             run.log.warning(
                 "Weights & Biases at %s is unreachable; recording offline, upload later with "
                 "wandb sync %s",
@@ -112,7 +114,7 @@ class WandbTracker:
                 for sample, picture in new.samples
             ]
             shown["validation/samples"] = wandb.Table(COLUMNS, rows)
-        for file in new.drawings.values():
+        for file in new.generated_images.values():
             shown["validation/generated_images"] = wandb.Image(str(file), caption=file.stem)
         for name, picture in new.timelines.items():
             title = "schedules" if "schedules" in name else "timeline"
@@ -139,7 +141,7 @@ class WandbTracker:
         self._run.finish()
 
 
-def _answers(url: str) -> bool:
+def _is_reachable(url: str) -> bool:
     """Return True if an HTTP server responds, through the proxy of the environment if set."""
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):

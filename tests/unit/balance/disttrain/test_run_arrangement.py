@@ -19,7 +19,7 @@ from torchmm.balance.run_costs import simulated_profile
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements
-from torchmm.training.model_build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_meta_model, choose_model_stages
 
 MODEL = {
     "llm": {"config": LLM | {"num_hidden_layers": 6}},

@@ -23,7 +23,7 @@ from torchmm.costs.sizes import pack_sizes
 PROFILE = load_profile("a800")
 
 
-def units_of(modules=MODULES, batch=None, run=None, **options) -> tuple[UnitCosts, ...]:
+def resolved_unit_sizes(modules=MODULES, batch=None, run=None, **options) -> tuple[UnitCosts, ...]:
     run = run or cost_model_run(PROFILE, "bfloat16", modules)
     return profile_units(modules, batch or packs(64), PROFILE, "bfloat16", run, **options)
 
@@ -37,7 +37,7 @@ def linear(module, tensor, batch) -> Trial:
 
 def test_linear_costs_are_profiled_exactly() -> None:
     batch = packs(50, seed=3)
-    for unit in units_of(batch=batch, run=linear, tensor_sizes=(1, 2)):
+    for unit in resolved_unit_sizes(batch=batch, run=linear, tensor_sizes=(1, 2)):
         module = next(m for m in MODULES if m.name == unit.name)
         at, sizes = pack_sizes(module, batch)
         expected = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
@@ -47,7 +47,7 @@ def test_linear_costs_are_profiled_exactly() -> None:
 
 def test_profiles_match_cost_model() -> None:
     batch = packs(300, seed=5)
-    for unit in units_of(batch=batch):
+    for unit in resolved_unit_sizes(batch=batch):
         module = next(m for m in MODULES if m.name == unit.name)
         _, sizes = pack_sizes(module, batch)
         for tensor, seconds in unit.seconds.items():
@@ -85,8 +85,8 @@ def frozen(names: str) -> list:
 def test_frozen_modules_skip_backward(trained, expected) -> None:
     """Check that input and weight gradients cost about one forward pass each."""
     batch = [pack(8, 2)] * 4
-    units = units_of(frozen(trained), batch=batch)
-    for unit, full, passes in zip(units, units_of(batch=batch), expected, strict=True):
+    units = resolved_unit_sizes(frozen(trained), batch=batch)
+    for unit, full, passes in zip(units, resolved_unit_sizes(batch=batch), expected, strict=True):
         share = unit.seconds[1] / full.seconds[1]
         # Attention has no weights, so skipping weight gradients saves less than a third.
         minimum, maximum = {1: (0.25, 0.4), 2: (0.6, 0.85), 3: (0.999, 1.001)}[passes]
@@ -98,7 +98,7 @@ def test_frozen_modules_skip_backward(trained, expected) -> None:
 def test_memory_bounds_cover_sample_variance() -> None:
     batch = packs(400, seed=7)
     rng = np.random.default_rng(0)
-    for unit, module in zip(units_of(batch=batch), MODULES, strict=True):
+    for unit, module in zip(resolved_unit_sizes(batch=batch), MODULES, strict=True):
         kept_N = np.zeros(len(batch))
         at, _ = pack_sizes(module, batch)
         run = cost_model_run(PROFILE, "bfloat16", MODULES)
@@ -116,4 +116,4 @@ def test_tensor_sizes_follow_heads() -> None:
     with pytest.raises(
         ValueError, match="none of 3 sampled sequences contains data for 'generator'"
     ):
-        units_of(batch=[pack(2)] * 3)
+        resolved_unit_sizes(batch=[pack(2)] * 3)

@@ -225,6 +225,6 @@ def test_stored_recipe_with_removed_key_is_read(recipe, tmp_path, monkeypatch, p
     tables = tomli.loads((tmp_path / "recipe.toml").read_text())
     assert changed_values(tables).get("parallel.tp_comm_fraction", 0.0) == share  # run report
     monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"recipe": tables})
-    assert checkpoint.recipe_of(tmp_path).parallel.tp_comm_fraction == share  # export
+    assert checkpoint.read_checkpoint_recipe(tmp_path).parallel.tp_comm_fraction == share  # export
     for broken in ({}, {"parallel": 1}, {"parallel": {"bubble_pieces": []}}):
         without_removed_keys(broken)

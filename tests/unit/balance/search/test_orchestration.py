@@ -15,7 +15,7 @@ from torchmm.balance.search.placement import orchestrated
 from torchmm.balance.search.space import with_memory_limit
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import units_of
+from torchmm.recipe.placement_sizes import resolved_unit_sizes
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 

@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.async_tp import selection as overlap_choice
-from torchmm.extensions.async_tp.backends import BACKENDS, Collective, Ring
+from torchmm.extensions.async_tp.backends import BACKENDS, CollectiveBackend, RingBackend
 from torchmm.extensions.async_tp.linear import (
     Overlap,
     gather_linear,
     gather_slices,
     linear_scatter,
 )
-from torchmm.extensions.async_tp.styles import Column, ScopeInput
+from torchmm.extensions.async_tp.styles import PrecomputedColumn, ScopeInput
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
@@ -67,7 +67,7 @@ def test_collective_backend_matches_matmul_on_sixteen_ranks(group, rows):
         return LocalTensor({rank: shard.clone() for rank, shard in enumerate(shards)})
 
     with LocalTensorMode(ranks):
-        backend = Collective(group, 1)
+        backend = CollectiveBackend(group, 1)
         x_SD = local(padded.split(size))
         (up_TF,) = backend.gather_linear(x_SD, [local(up_FD.chunk(ranks))], [None], rows)
         down = local(down_DF.chunk(ranks, dim=1))
@@ -150,7 +150,7 @@ def test_recipe_accepts_all_backends():
     ],
 )
 def test_backend_choice_follows_trial_and_transport(monkeypatch, trouble, transport, expected):
-    monkeypatch.setattr(overlap_choice, "symmetric_memory_trouble", lambda *_: trouble)
+    monkeypatch.setattr(overlap_choice, "symmetric_memory_problem", lambda *_: trouble)
     monkeypatch.setattr(overlap_choice.dist, "get_backend", lambda _: transport)
     backend, reason = overlap_choice.choose_backend(None, torch.device("cpu"))
     assert backend == expected and (trouble or "correct values") in reason

@@ -14,8 +14,8 @@ from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.extensions.auto_models import parity
-from torchmm.extensions.auto_models.llms import copy_config
-from torchmm.extensions.auto_models.parity import prove
+from torchmm.extensions.auto_models.llms import small_llm_copy_config
+from torchmm.extensions.auto_models.parity import compare_llm
 from torchmm.models.build import LLM_FILES, build_model
 from torchmm.models.families.introspection import layer_signature
 from torchmm.models.layered import WeightFiles
@@ -39,13 +39,13 @@ def load_script():
 
 def rejection(model_type: str, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        prove(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
+        compare_llm(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
     return "; ".join(caught.value.problems)
 
 
 def test_unlisted_llm_trains_with_warning(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    parity._adopt.cache_clear()
+    parity._register_llm.cache_clear()
     config = ModelConfig(llm=LlmConfig(config={"model_type": "olmo", **SIZES}))
     model = build(config)
     model(microbatch([5, 9])).backward()
@@ -76,7 +76,7 @@ def test_small_copy_has_every_layer_type() -> None:
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=30, layer_types=late)
     with pytest.raises(ConfigError, match=r"24 layers does not contain .*full_attention"):
-        copy_config(config)
+        small_llm_copy_config(config)
 
 
 def test_layer_types_are_independent_of_sizes() -> None:
@@ -144,11 +144,11 @@ def test_proof_detects_wrong_gradient(monkeypatch) -> None:
 
 def test_unreadable_weight_names_are_rejected_when_loading() -> None:
     config = CONFIG_MAPPING["minimax_m2"]()
-    assert "missing for 'llm'" in prove(config, LLM_FILES).unreadable
-    parity.adopt(config, LLM_FILES)
+    assert "missing for 'llm'" in compare_llm(config, LLM_FILES).unreadable
+    parity.register_llm(config, LLM_FILES)
     with pytest.raises(ConfigError, match="its files cannot be read"):
-        parity.adopt(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
-    assert prove(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
+        parity.register_llm(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
+    assert compare_llm(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
 
 
 @pytest.mark.campaign

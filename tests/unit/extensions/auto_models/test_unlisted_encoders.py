@@ -19,8 +19,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.extensions.auto_models import parity
-from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
-from torchmm.extensions.auto_models.parity import Proof, prove_encoder
+from torchmm.extensions.auto_models.encoders import DetectedEncoderFamily, small_encoder_config
+from torchmm.extensions.auto_models.parity import ParityResult, compare_encoder
 from torchmm.models.build import ENCODER_FILES, build_model
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.hf.load import load_weights
@@ -55,8 +55,10 @@ def pair(model_type: str, sizes: dict = TINY, **section: object) -> ModelConfig:
     return ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": encoder})
 
 
-def proof(model_type: str, **settings: object) -> Proof[StructuralFamily]:
-    return prove_encoder(CONFIG_MAPPING[model_type](**settings), ENCODER_FILES, "ViTImageProcessor")
+def proof(model_type: str, **settings: object) -> ParityResult[DetectedEncoderFamily]:
+    return compare_encoder(
+        CONFIG_MAPPING[model_type](**settings), ENCODER_FILES, "ViTImageProcessor"
+    )
 
 
 def rejection(model_type: str, **settings: object) -> str:
@@ -67,7 +69,7 @@ def rejection(model_type: str, **settings: object) -> str:
 
 def test_unlisted_encoder_trains_with_warning(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    parity._adopt_encoder.cache_clear()
+    parity._register_encoder.cache_clear()
     model = build(pair("vit"))
     images = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.arange(3, 35))
     batch = microbatch([40], {"eye": images}, images.positions_K)

@@ -42,7 +42,7 @@ def test_benchmarks_run_after_checkpoints():
 
 def test_benchmarks_without_tasks_are_rejected():
     recipe = Recipe.model_validate({"validation": {"benchmarks": {"interval": 2, "python": "no"}}})
-    assert BenchmarksConfig.of(recipe.validation).interval == 2
+    assert BenchmarksConfig.from_parent(recipe.validation).interval == 2
     keys = {problem.key for problem in find_problems(recipe, None)}
     assert {"validation.benchmarks.interval", "validation.benchmarks.python"} <= keys
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from torchmm.commands import generate
 from torchmm.common import log
-from torchmm.extensions.evaluation.text.prompts import parts_of, request_of
+from torchmm.extensions.evaluation.text.prompts import content_parts, make_request
 from torchmm.models.build import build_model
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights

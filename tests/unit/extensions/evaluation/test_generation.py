@@ -32,12 +32,12 @@ from torchmm.common.batch import (
 )
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.extensions.evaluation.text.generate import generate_tokens, next_token_sequence
-from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
+from torchmm.extensions.evaluation.text.prompts import Prompt, batch_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.pipeline import Pipeline, whole_pipeline
+from torchmm.training.pipeline import Pipeline, unsplit_pipeline
 
 CPU = torch.device("cpu")
 WITH_IMAGES = (
@@ -64,7 +64,7 @@ def mesh() -> Iterator[ParallelMesh]:
 
 
 def pipeline_of(model: MultimodalModel, mesh: ParallelMesh) -> Pipeline:
-    return whole_pipeline(model.eval(), mesh, torch.float32)
+    return unsplit_pipeline(model.eval(), mesh, torch.float32)
 
 
 def text_prompts(lengths: list[int]) -> list[Microbatch]:
@@ -269,7 +269,7 @@ def test_generation_ends_at_end_token_of_prompt(mesh) -> None:
 def test_prompt_groups_respect_token_limit() -> None:
     rows = text_prompts([5, 9, 3, 30, 4, 4, 4, 4])
     prompts = [Prompt(row, row.targets_T, SampleMeta("made", 0, 1)) for row in rows]
-    groups = in_groups(prompts, most=3, tokens=27)
+    groups = batch_prompts(prompts, most=3, tokens=27)
     assert [[prompt.row.cu_seqlens[-1] for prompt in group] for group in groups] == [
         [5, 9, 3],
         [30],

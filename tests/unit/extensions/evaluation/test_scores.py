@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from torchmm.extensions.evaluation.scores import Answer, score, vqa_normalised
+from torchmm.extensions.evaluation.scores import Answer, score, vqa_normalize
 
 CAPTIONS = [
     Answer("A dog runs over the hill.", ("a dog runs over a green hill", "the dog is running")),

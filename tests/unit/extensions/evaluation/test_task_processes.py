@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.extensions.evaluation.benchmarks import Benchmarks, command, environment
+from torchmm.extensions.evaluation.benchmarks import BenchmarkRunner, command, environment
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.tracking.evaluations import read_evaluations
 
@@ -37,7 +37,7 @@ def program(tmp_path):
 
 def start_benchmarks(python: str, run_dir: Path, **settings) -> Benchmarks:
     config = BenchmarksConfig(tasks=["task"], python=python, **settings)
-    found = Benchmarks(config, run_dir, logging.getLogger("torchmm.test"))
+    found = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
     found.start(4, snapshot(run_dir, 4))
     return found
 
@@ -55,7 +55,7 @@ def wait_for_result(benchmarks: Benchmarks):
     return found
 
 
-def finish(benchmarks: Benchmarks):
+def finish(benchmarks: BenchmarkRunner):
     return benchmarks.finish(lambda: False)
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.loader import StepBatch
-from torchmm.extensions.evaluation.generated_images import held_out_drawings, to_frames
-from torchmm.extensions.evaluation.sample_plots import plot_pictures
+from torchmm.extensions.evaluation.generated_images import held_out_target_images, to_frames
+from torchmm.extensions.evaluation.sample_plots import plot_generated_images
 from torchmm.extensions.generation.images import DiffusionImages
 
 GRID = (1, 1, 1)

@@ -10,12 +10,12 @@ from torch import nn
 from update_cases import BAD_STEPS, Trained, assert_equal, check_non_finite_step
 
 from torchmm.extensions.low_precision import fused_update, low_precision_optimizer, state_formats
-from torchmm.extensions.low_precision.low_precision_optimizer import CompactOptimizer
+from torchmm.extensions.low_precision.low_precision_optimizer import LowPrecisionOptimizer
 from torchmm.extensions.low_precision.state_formats import (
     BLOCK,
-    Int8Blocks,
-    Places,
+    Int8BlockFormat,
     RandomBits,
+    ShardPositions,
     dynamic_map,
 )
 from torchmm.recipe.training_section import OptimizerConfig
@@ -60,7 +60,7 @@ def test_offloaded_states_are_bitwise_equal(monkeypatch):
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)
-    assert isinstance(optimizer, CompactOptimizer)
+    assert isinstance(optimizer, LowPrecisionOptimizer)
     steps(offloaded, optimizer, 3)
     assert all(map(torch.equal, plain.parameters(), offloaded.parameters()))
 
@@ -94,7 +94,7 @@ def test_state_bytes_match_plan(settings, each):
 
 def test_stochastic_rounding_is_unbiased():
     value = torch.full((512, 512), 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
-    places = Places(torch.arange(512), torch.arange(512))
+    places = ShardPositions(torch.arange(512), torch.arange(512))
     rounded = RandomBits(places, torch.tensor(5)).rounded(value).float()
     up = (rounded > 1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
@@ -135,7 +135,7 @@ def test_small_steps_require_stochastic_rounding():
 def test_second_moment_is_zero_only_if_exact():
     value = torch.zeros(1, BLOCK)
     value[0, 0], value[0, 1] = 1.0, 1e-12
-    form = Int8Blocks(signed=False)
+    form = Int8BlockFormat(signed=False)
     stored = form.encode(value, None)
     found = form.read(stored)[0]
     assert found[0] == 1 and 0 < found[1] < 1e-6 and not found[2:].any()
@@ -146,7 +146,7 @@ def test_int8_error_is_within_one_step(signed):
     torch.manual_seed(0)
     value = torch.randn(7, 150) * torch.logspace(-4, 4, 7)[:, None]
     value = value if signed else value.abs()
-    form = Int8Blocks(signed)
+    form = Int8BlockFormat(signed)
     stored = form.encode(value, None)
     assert stored["_scale"].shape == (7, 3)
     blocks = torch.nn.functional.pad(value, (0, 42)).view(7, 3, 64).abs().amax(-1)
@@ -175,7 +175,7 @@ def test_copies_of_parameter_are_rounded_equally():
     for model in (a, b):
         steps(model, optimizer_of(model, state_dtype="bfloat16"), 3)
     assert all(map(torch.equal, a.parameters(), b.parameters()))
-    assert state_formats.places_of(a[0].weight).rows_R.tolist() == [*range(64)]
+    assert state_formats.shard_positions(a[0].weight).rows_R.tolist() == [*range(64)]
 
 
 def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 def run_fused_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the operators of the fused update separately, rounded as in compiled code."""
     square_root = torch.Tensor.sqrt
-    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     monkeypatch.setattr(fused_update, "_compiled", partial)
     monkeypatch.setattr(fused_update, "fused_multiply_add", multiply_add)
     # The square root of torch for CPUs is not rounded correctly in float32.
@@ -208,7 +208,7 @@ ODD = [(13, 70), (3, 4, 66), (1, 64), (33, 1), (5,), ()]
 def train_shapes(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dict:
     """Return parameters and states after some updates."""
     model = Shapes(shapes, dtype)
-    optimizer = CompactOptimizer(
+    optimizer = LowPrecisionOptimizer(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 1e-2}
             | {"weight_decay": 0.1},
@@ -352,7 +352,7 @@ def test_float32_storage_equals_muon_of_core(skips):
     core = Trained(name="muon", max_grad_norm=0.1)
     assert isinstance(core.optimizer, LocalMuon)
     compact_muon = Trained(name="muon", max_grad_norm=0.1, offload=True)
-    assert isinstance(compact_muon.optimizer, CompactOptimizer)
+    assert isinstance(compact_muon.optimizer, LowPrecisionOptimizer)
     for number in range(1, 4):
         loss = math.nan if skips and number == 2 else 1.0
         core.step(number, loss=loss)
@@ -383,7 +383,7 @@ class ScaleGradients:
 
 
 def test_code_search_equals_bucketize(monkeypatch):
-    limits = Int8Blocks(signed=True)._limits
+    limits = Int8BlockFormat(signed=True)._limits
     values = torch.cat([limits, torch.randn(1000), torch.tensor([math.nan, math.inf, -math.inf])])
     expected = state_formats._count_below(values, limits)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -10,7 +10,11 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from torchmm.extensions.low_precision import float8
-from torchmm.extensions.low_precision.float8 import apply_float8, float8_linears, float8_problems
+from torchmm.extensions.low_precision.float8 import (
+    apply_float8,
+    find_float8_linears,
+    float8_problems,
+)
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.build import build_model
 from torchmm.models.multimodal import MultimodalModel
@@ -48,7 +52,7 @@ def test_excluded_layers_are_not_replaced() -> None:
 def test_sizes_not_divisible_by_16_are_not_replaced() -> None:
     """Check multi-head latent attention with ranks of 24 and values of 40 features."""
     every = Float8Config(scaling="rowwise", emulate=True, first_layers=0, last_layers=0)
-    chosen = float8_linears(text_model("minicpm3").llm, every)
+    chosen = find_float8_linears(text_model("minicpm3").llm, every)
     assert chosen and all(size % 16 == 0 for linear in chosen for size in linear.weight.shape)
     linears = [p for p in text_model("minicpm3").llm.layers[0].modules() if type(p) is nn.Linear]
     assert len(chosen) < 3 * len(linears)

@@ -20,7 +20,7 @@ from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.layers import layer_operators
 from torchmm.costs.operators import operator_ms, rounded_matmul
 from torchmm.costs.sizes import llm_sizes
-from torchmm.extensions.low_precision.float8 import rounded_linears
+from torchmm.extensions.low_precision.float8 import describe_float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.build import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
@@ -34,7 +34,7 @@ def describe_layers(config: Float8Config, **sizes: int) -> list[LayerDescription
     given = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
     section = LlmConfig(config={**LLMS["llama"], **given})
     llm = build_model(ModelConfig(llm=section), FreezeConfig()).llm
-    llm.rounded = rounded_linears(llm, config)
+    llm.rounded = describe_float8_linears(llm, config)
     return list(llm.describe().layers)
 
 

@@ -21,7 +21,7 @@ from torchmm.extensions.remote.storage import clients
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import BestConfig
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
-from torchmm.training.checkpoint.store import folder_of, step_of_folder
+from torchmm.training.checkpoint.store import step_of_upload_folder, upload_folder_name
 
 logger = logging.getLogger("test_checkpoint_upload")
 SHORT_RETRY = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))
@@ -138,7 +138,7 @@ def test_upload_to_object_store_urls_resumes(tmp_path, address, object_server):
     assert step == 3 and same(found, last)
     second_host.save(4)
     found = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
-    assert [step_of_folder(name) for name in found] == [4, 3]
+    assert [step_of_upload_folder(name) for name in found] == [4, 3]
 
 
 @pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
@@ -287,7 +287,7 @@ def test_fetch_of_unsafe_name_writes_nothing(new_host, store, tmp_path, resume, 
     (hostile / "planted.py").write_bytes(code)
     manifest = json.loads((hostile / MANIFEST_NAME).read_bytes())
     manifest.pop("manifest_sha256")
-    hostile = hostile.rename(store / "run" / folder_of(manifest))
+    hostile = hostile.rename(store / "run" / upload_folder_name(manifest))
     planted.parent.mkdir(parents=True, exist_ok=True)
     if resume == "auto":
         assert other_host.resume()[0] == 1
@@ -355,16 +355,17 @@ def test_full_store_is_reported_and_training_continues(
     saved(manager, 2, model=model, optimizer=optimizer)
     manager._uploads.wait()
     assert (
-        "step-2 was not uploaded to" in manager.complaint and "No space left" in manager.complaint
+        "step-2 was not uploaded to" in manager.status_warning
+        and "No space left" in manager.status_warning
     )
     assert "Training continues without this upload" in caplog.text
-    assert manager.take_figures()["checkpoint_upload_failures"] == 1
+    assert manager.pop_metrics()["checkpoint_upload_failures"] == 1
     assert committed(store) == [1]
     assert not list((store / "run").glob("step-2-*/*")), "incomplete uploads must be removed"
     full.free_bytes = float("inf")
     saved(manager, 3, model=model, optimizer=optimizer)
     manager._uploads.wait()
-    assert committed(store) == [3, 1] and manager.complaint == ""
+    assert committed(store) == [3, 1] and manager.status_warning == ""
     assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
 
 
@@ -467,10 +468,10 @@ def test_interrupted_write_preserves_old_object(store, monkeypatch, tmp_path):
 def test_checkpoint_metrics_cover_finished_saves(new_host, store):
     machine = new_host()
     manager = machine.manager()
-    assert manager.take_figures() == {}
+    assert manager.pop_metrics() == {}
     saved(manager, 1)
     manager._uploads.wait()
-    found = manager.take_figures()
+    found = manager.pop_metrics()
     files = [p for p in (machine.run_dir / "checkpoints/step-1").iterdir()]
     written = sum(p.stat().st_size for p in files if p.name != MANIFEST_NAME)
     assert found["checkpoint_bytes"] == found["checkpoint_upload_bytes"] == written
@@ -478,7 +479,7 @@ def test_checkpoint_metrics_cover_finished_saves(new_host, store):
         found[key] > 0
         for key in ("checkpoint_save_ms", "checkpoint_wait_ms", "checkpoint_upload_ms")
     )
-    assert manager.take_figures() == {}
+    assert manager.pop_metrics() == {}
 
 
 def test_unreachable_store_stops_start(tmp_path, new_host, monkeypatch):
@@ -506,7 +507,7 @@ def test_upload_with_missing_file_is_not_committed(new_host, store, monkeypatch)
     manager = machine.manager()
     saved(manager, 1)
     manager._uploads.wait()
-    assert committed(store) == [] and "index.json has no bytes" in manager.complaint
+    assert committed(store) == [] and "index.json has no bytes" in manager.status_warning
 
 
 def test_ranks_upload_each_file_once():

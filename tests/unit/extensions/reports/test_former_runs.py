@@ -41,7 +41,7 @@ def test_former_records_have_current_metrics(run_dir: Path) -> None:
     assert run.records[0].keys() - RENAMED_METRICS.values() == {"step", "loss"}
     values = [run.last(now) for now in RENAMED_METRICS.values()]
     assert values == list(range(1, len(values) + 1))
-    assert run.drawings() == [run_dir / "generated_images" / "step-1.png"]
+    assert run.generated_images() == [run_dir / "generated_images" / "step-1.png"]
 
 
 def test_former_recipe_has_current_keys(run_dir: Path) -> None:

@@ -69,7 +69,7 @@ def test_html_report_is_written_during_and_after_run(page, tmp_path):
     calls = []
     directory = SimpleNamespace(
         path=tmp_path / "checkpoints",
-        is_of_this_run=lambda: True,
+        is_locked_by_this_run=lambda: True,
         release=lambda: calls.append((tmp_path / "index.html").exists()),
     )
     run_module._leave(recipe, directory, rank=0)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
-from torchmm.extensions.evaluation.sample_plots import keep_thumbnail
+from torchmm.extensions.evaluation.sample_plots import write_thumbnail
 from torchmm.extensions.reports.page import pages
 from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
 from torchmm.extensions.reports.page.pages import (

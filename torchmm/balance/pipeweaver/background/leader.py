@@ -151,7 +151,7 @@ class PlanLeader:
         metas = upcoming()
         if metas is None:
             return
-        fraction = SearchConfig.of(self.setup.config).time_fraction
+        fraction = SearchConfig.from_parent(self.setup.config).time_fraction
         seconds = fraction * median(self._spans_s) if self._spans_s else None
         gain = self._spread.least_gain
         least_gain = LEAST_GAIN if gain is None else gain
@@ -203,4 +203,4 @@ class PlanLeader:
         """Return the budget of a search before a step. None for a search without time."""
         if measured.rates and not self._process.is_lost:
             return None  # A full search is worth its time only before the first step.
-        return search_budget(SearchConfig.of(self.setup.config))
+        return search_budget(SearchConfig.from_parent(self.setup.config))

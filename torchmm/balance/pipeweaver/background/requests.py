@@ -55,7 +55,7 @@ class PlanningSetup:
     def workers(self) -> int:
         """Number of threads of a search."""
         return min(
-            SearchConfig.of(self.config).workers,
+            SearchConfig.from_parent(self.config).workers,
             max(1, (os.cpu_count() or 1) // 2 // self.planners),
         )
 

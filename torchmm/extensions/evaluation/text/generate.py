@@ -36,7 +36,7 @@ from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.log import worked
 from torchmm.common.module_names import LLM
 from torchmm.extensions.evaluation.text.prompts import Prompt
-from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
+from torchmm.extensions.evaluation.text.sampling import Sampling, TokenSampler
 from torchmm.models.layers.kv_cache import extend_prompt, next_token_sequence
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
@@ -62,13 +62,16 @@ def generate_texts(
         tokenizer: Tokenizer of the LLM.
         mesh: Mesh of the run.
         sampling: Decoding settings.
-        ends: Tokens that end any text, in addition to EOS and the tokens of `Prompt.own_ends`.
+        ends: Tokens that end any text, in addition to EOS and the tokens of
+            `Prompt.sample_end_tokens`.
         on_tokens: Called after every step, with numbers relative to the batch.
     """
     first = 0
     for prompts in batches:
         rows = [prompt.row for prompt in prompts]
-        own_ends = [{*ends, tokenizer.eos_token_id} | p.own_ends(tokenizer) for p in prompts]
+        own_ends = [
+            {*ends, tokenizer.eos_token_id} | p.sample_end_tokens(tokenizer) for p in prompts
+        ]
         texts = generate_tokens(pipeline, rows, mesh, sampling, own_ends, on_tokens, first)
         first += len(prompts)
         yield from zip(prompts, texts, strict=True)
@@ -99,7 +102,7 @@ def generate_tokens(
         first: Number of the first prompt, which seeds the sampling.
     """
     source = mesh.global_rank(pipeline=pipeline.last_rank(LLM))
-    choose = Chooser(sampling, prompts, first)
+    choose = TokenSampler(sampling, prompts, first)
     row = join_prompts(prompts)
     chosen: list[list[int]] = []
     texts: list[list[int]] = [[] for _ in prompts]
@@ -107,7 +110,7 @@ def generate_tokens(
     steps: Iterable[int] = range(sampling.max_new_tokens)
     if on_tokens is None:
         steps = worked("writing", steps, sampling.max_new_tokens, "tokens")
-    with pipeline.writing():
+    with pipeline.text_generation():
         for step in steps:
             # Inference mode saves time, but FSDP2 and DTensor do not support it. In the first step,
             # encoders may create buffers that training also uses.
@@ -133,7 +136,7 @@ def generate_tokens(
             if pipeline.caches_tokens and not lengths & pipeline.rotary_limits.switches:
                 row = next_token_sequence(row, tokens_B)
                 continue
-            pipeline.renew_caches()
+            pipeline.reset_caches()
             pairs = zip(prompts, torch.tensor(chosen).T, strict=True)
             row = join_prompts([extend_prompt(prompt, own_N) for prompt, own_N in pairs])
     return texts

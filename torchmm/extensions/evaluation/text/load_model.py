@@ -1,6 +1,6 @@
 """Load a trained model of a run, a checkpoint or an export to generate text on one device.
 
-writer = open_writer(Path("outputs/mine"))
+writer = load_text_generator(Path("outputs/mine"))
 for text in writer.write(requests, sampling): ...
 """
 
@@ -21,7 +21,7 @@ from torchmm.common.log import working
 from torchmm.data.sources.open import has_chats
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.extensions.evaluation.text.generate import OnTokens, generate_texts
-from torchmm.extensions.evaluation.text.prompts import Request, in_groups, read_prompts
+from torchmm.extensions.evaluation.text.prompts import Request, batch_prompts, read_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.build import build_model
 from torchmm.models.families.composites.registry import COMPOSITES
@@ -33,13 +33,13 @@ from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems
-from torchmm.training.export.checkpoint import CheckpointWeights, recipe_of
+from torchmm.training.export.checkpoint import CheckpointWeights, read_checkpoint_recipe
 from torchmm.training.export.model_files import is_chat_model
-from torchmm.training.pipeline import Pipeline, whole_pipeline
+from torchmm.training.pipeline import Pipeline, unsplit_pipeline
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportedModel:
     """Model and tokenizer of an export, without weights."""
 
     directory: Path
@@ -50,7 +50,7 @@ class Export:
     """Hugging Face class of the model. None without a class."""
 
     @classmethod
-    def read(cls, directory: Path) -> Export:
+    def read(cls, directory: Path) -> ExportedModel:
         """Return the description of an export.
 
         Raises:
@@ -80,7 +80,7 @@ class Export:
 def is_export(directory: Path) -> bool:
     """Return True if a directory is an export."""
     try:
-        Export.read(directory)
+        ExportedModel.read(directory)
     except ConfigError:
         return False
     return True
@@ -101,7 +101,7 @@ def end_tokens(
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextGenerator:
     """A trained model on one device, with its tokenizer."""
 
     model: MultimodalModel
@@ -134,14 +134,16 @@ class Writer:
         """
         with working("preparing prompts"):
             prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
-        batches = in_groups(prompts, together, together * max_prompt_tokens)
+        batches = batch_prompts(prompts, together, together * max_prompt_tokens)
         for _, ids in generate_texts(
             self.pipeline, batches, self.tokenizer, self.mesh, sampling, self.ends, on_tokens
         ):
             yield str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool = False) -> Writer:
+def load_text_generator(
+    path: Path, dtype: torch.dtype = torch.float32, averaged: bool = False
+) -> TextGenerator:
     """Load a model and start a process group with one process.
 
     Args:
@@ -166,7 +168,7 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
                 f"{directory} is an export with fixed weights; use a checkpoint, or an export "
                 "of averaged weights"
             )
-        export = Export.read(directory)
+        export = ExportedModel.read(directory)
         tokenizer = export.read_tokenizer()
         model = build_model(export.model, FreezeConfig(), dtype)
         materialize(model, device)
@@ -185,20 +187,20 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
         )
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
-    pipeline = whole_pipeline(model.eval(), mesh, dtype)
-    return Writer(model, pipeline, tokenizer, mesh, end_tokens(generation, tokenizer))
+    pipeline = unsplit_pipeline(model.eval(), mesh, dtype)
+    return TextGenerator(model, pipeline, tokenizer, mesh, end_tokens(generation, tokenizer))
 
 
-def answers_chats(path: Path) -> bool:
+def is_chat_checkpoint(path: Path) -> bool:
     """Return True if the model at a path was trained only on chats.
 
     Args:
-        path: Export, checkpoint or run, as in `open_writer`.
+        path: Export, checkpoint or run, as in `load_text_generator`.
     """
     if is_export(path):
         return is_chat_model(path)
     if checkpoints := checkpoints_at(path):
-        data = recipe_of(checkpoints[0]).data
+        data = read_checkpoint_recipe(checkpoints[0]).data
         return {has_chats(source, data) for source in data.sources} == {True}
     return is_chat_model(path / "hf")
 
@@ -214,7 +216,7 @@ def _from_checkpoint(
     """
     if problems := find_problems(path):
         raise CheckpointError(f"{path} is corrupt: {'; '.join(problems[:3])}")
-    recipe = recipe_of(path)
+    recipe = read_checkpoint_recipe(path)
     model = recipe_model(recipe, dtype)
     tokenizer = load_tokenizer(recipe.model)
     materialize(model, device)

@@ -31,7 +31,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-ANSWER = "?"
+RESPONSE_PLACEHOLDER = "?"
 """Placeholder for the text to generate."""
 _FILE_KEYS = {
     f"{name}{plural}" for name in ("image", "video", "audio") for plural in ("", "s", "_url")
@@ -48,12 +48,12 @@ class Prompt(NamedTuple):
     """Reference text of the sample. For a chat, the first message of the assistant."""
     sample: SampleMeta
 
-    def own_ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    def sample_end_tokens(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         """Return the special token that follows the text in training, if any."""
         return {int(self.truth_ids[-1])} & set(tokenizer.all_special_ids)
 
 
-def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
+def split_prompts(microbatch: Microbatch) -> Iterator[Prompt]:
     """Yield prompts of the samples that have targets, but no image after the first target."""
     read = dict.fromkeys(microbatch.encoders, 0)  # number of images of previous samples
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
@@ -84,7 +84,7 @@ def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
         yield Prompt(row, answer[: int(behind[0])] if len(behind) else answer, sample)
 
 
-def in_groups(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[list[Prompt]]:
+def batch_prompts(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[list[Prompt]]:
     """Yield batches of consecutive prompts.
 
     Args:
@@ -114,12 +114,12 @@ class Request:
     label: str
     """Name of the request in outputs."""
     record: dict[str, Any]
-    """Record of training data with `ANSWER` as the text to generate."""
+    """Record of training data with `RESPONSE_PLACEHOLDER` as the text to generate."""
     root: Path
     """Directory of relative file names in the record."""
 
 
-def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
+def make_request(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
     """Return a request with files, followed by text.
 
     Args:
@@ -137,21 +137,27 @@ def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> R
     if missing := [str(file) for file in files if not file.is_file()]:
         raise DataError(f"no such file: {', '.join(missing)}")
     if as_chat:
-        return chat_request(label, [{"role": "user", "content": parts_of(files, words)}], Path())
+        return chat_request(
+            label, [{"role": "user", "content": content_parts(files, words)}], Path()
+        )
     named: dict[str, Any] = {}
     for file in files:
-        named.setdefault(f"{kind_of(file)}s", []).append(str(file))
-    text = {"prompt": words, "completion": ANSWER} if words else {"text": ANSWER}
+        named.setdefault(f"{media_type_of(file)}s", []).append(str(file))
+    text = (
+        {"prompt": words, "completion": RESPONSE_PLACEHOLDER}
+        if words
+        else {"text": RESPONSE_PLACEHOLDER}
+    )
     return Request(label, named | text, Path())
 
 
-def parts_of(files: Sequence[Path], words: str) -> list[dict[str, str]]:
+def content_parts(files: Sequence[Path], words: str) -> list[dict[str, str]]:
     """Return the content of a user message."""
-    shown = [{"type": kind_of(file), kind_of(file): str(file)} for file in files]
+    shown = [{"type": media_type_of(file), media_type_of(file): str(file)} for file in files]
     return [*shown, {"type": "text", "text": words}] if words else shown
 
 
-def kind_of(file: Path) -> str:
+def media_type_of(file: Path) -> str:
     """Return the type of a file by its suffix: "image", "video" or "audio"."""
     suffix = file.suffix.removeprefix(".").lower()
     if suffix in VIDEO_COLUMNS:
@@ -170,7 +176,7 @@ def chat_request(
         root: Directory of relative file names.
         columns: Other columns of the record: files, tools.
     """
-    answer = [{"role": "assistant", "content": ANSWER}]
+    answer = [{"role": "assistant", "content": RESPONSE_PLACEHOLDER}]
     return Request(label, {**(columns or {}), "prompt": [*messages], "completion": answer}, root)
 
 
@@ -237,7 +243,7 @@ def read_prompts(
         try:
             for batch in read_steps(requests, model, tokenizer, max_tokens, Path(scratch)):
                 problems += batch.skipped
-                for prompt in (p for row in batch.microbatches for p in prompts_of(row)):
+                for prompt in (p for row in batch.microbatches for p in split_prompts(row)):
                     found[prompt.sample.index] = prompt
                 if len(found) == len(requests):
                     break
@@ -271,7 +277,7 @@ def read_steps(
         generate: Column of the images to generate, whose files are in `folder`.
         seed: Seed of the noise.
     """
-    lines = [json.dumps(_with_copies(r.record, r.root, folder)) + "\n" for r in requests]
+    lines = [json.dumps(_copy_files(r.record, r.root, folder)) + "\n" for r in requests]
     # The noise of held-out samples depends on the name of the source, not on the training seed.
     name = f"requests {seed}"
     source = folder / "requests.jsonl"
@@ -292,12 +298,12 @@ def read_steps(
     yield from islice(loader, len(requests))
 
 
-def _with_copies(value: Any, root: Path, folder: Path, key: str = "") -> Any:
+def _copy_files(value: Any, root: Path, folder: Path, key: str = "") -> Any:
     """Return the record with its files copied to `folder`. Sources read only one directory."""
     if isinstance(value, dict):
-        return {name: _with_copies(item, root, folder, name) for name, item in value.items()}
+        return {name: _copy_files(item, root, folder, name) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_copies(item, root, folder, key) for item in value]
+        return [_copy_files(item, root, folder, key) for item in value]
     if key not in _FILE_KEYS or not isinstance(value, str):
         return value
     file = root / value

@@ -65,7 +65,7 @@ class Sampling:
             raise ValueError("; ".join(wrong))
 
 
-class Chooser:
+class TokenSampler:
     """Selection of the next token of each prompt.
 
     Args:

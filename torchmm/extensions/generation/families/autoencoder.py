@@ -64,13 +64,13 @@ def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
     config = _load(section)
     if problems := value_problems(f"{SECTION} config", config):
         raise ConfigError(problems)
-    config = _complete(config)
+    config = _with_defaults(config)
     files = AUTOENCODER_FILES
     if section.source is not None:
         files = replace(files, source=str(Path(section.source).expanduser()))
     factor = 2 ** (len(config["block_out_channels"]) - 1)
     sampled = section.latent_mode == "sampled"
-    sizes = _sizes(config, side, factor, section.encode_batch_size, sampled)
+    sizes = _measure_encoding_cost(config, side, factor, section.encode_batch_size, sampled)
     return LatentSpec(config, side, factor, sampled, files, sizes)
 
 
@@ -81,7 +81,9 @@ def build_autoencoder(config: dict[str, Any], dtype: torch.dtype) -> Any:
     return nn.Module.to(vae, dtype=dtype)
 
 
-def halves(spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
+def build_encoder_and_decoder(
+    spec: LatentSpec, dtype: torch.dtype
+) -> tuple[LatentEncoder, LatentDecoder]:
     """Return encoder and decoder of an autoencoder on the current default device."""
     whole = build_autoencoder(spec.config, dtype)
     return (
@@ -105,7 +107,7 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
     return {**found, **(section.config or {})}
 
 
-def _complete(config: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with the defaults of the class.
 
     Raises:
@@ -141,7 +143,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in full.items() if key in known}
 
 
-class _Counter:
+class _OperationCounter:
     """Counter of the operations of an encoder during a forward pass."""
 
     def __init__(self) -> None:
@@ -200,13 +202,13 @@ class _Counter:
         self.calls[kind] += 1
 
 
-def _sizes(
+def _measure_encoding_cost(
     config: dict[str, Any], side: int, factor: int, encode_batch_size: int, sampled: bool
 ) -> LatentSizes:
     """Return the cost of encoding per patch of the generator."""
     with torch.device("meta"):
         whole = build_autoencoder(config, torch.float32)
-        counter = _Counter()
+        counter = _OperationCounter()
         pixels = MEASURED_PATCHES * side * factor
         encoder = nn.Sequential(whole.encoder, whole.quant_conv or nn.Identity())
         counter.watch(encoder)

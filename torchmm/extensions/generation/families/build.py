@@ -83,7 +83,7 @@ def build_generator(
     )
     # A generator for another LLM has a connector of different shapes, which is initialized again.
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
-    files = replace(GENERATOR_FILES, source=section.place)
+    files = replace(GENERATOR_FILES, source=section.source_with_revision)
     if not fits:
         files = replace(files, renames=files.renames[1:], allows_other_tensors=True)
     spec = DitSpec(family, name, complete, images, dtype, fits, latents)

@@ -32,7 +32,10 @@ from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
-from torchmm.extensions.generation.families.autoencoder import build_autoencoder, halves
+from torchmm.extensions.generation.families.autoencoder import (
+    build_autoencoder,
+    build_encoder_and_decoder,
+)
 from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
 
 TIME_SCALE = 1000.0
@@ -131,15 +134,17 @@ class PixArtFamily:
             dit.register_to_config(**{FFN_SIZE: size})
         return nn.Module.to(dit, dtype=dtype)
 
-    def halves(self, spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
+    def build_encoder_and_decoder(
+        self, spec: LatentSpec, dtype: torch.dtype
+    ) -> tuple[LatentEncoder, LatentDecoder]:
         """Return encoder and decoder of the autoencoder of the transformer."""
-        return halves(spec, dtype)
+        return build_encoder_and_decoder(spec, dtype)
 
     def autoencoder(self, spec: LatentSpec, dtype: torch.dtype) -> Any:
         """Return the complete diffusers autoencoder."""
         return build_autoencoder(spec.config, dtype)
 
-    def take_apart(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    def detach_connector(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
         """Remove connector and output table from `dit` and return them.
 
         The remaining modules are prepared for `initialize`.

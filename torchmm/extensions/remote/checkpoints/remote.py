@@ -37,7 +37,11 @@ from torchmm.training.checkpoint.manifest import (
     file_problem,
     parse_manifest,
 )
-from torchmm.training.checkpoint.store import folder_of, is_folder, step_of_folder
+from torchmm.training.checkpoint.store import (
+    is_upload_folder,
+    step_of_upload_folder,
+    upload_folder_name,
+)
 
 _SET_ASIDE = "set-aside"
 _REQUEST_BYTES = 16 << 20
@@ -96,9 +100,10 @@ class RemoteCheckpoints:
             except MissingError:
                 raise CheckpointError(f"{name} is missing") from None
         manifest = parse_manifest(data, name)
-        if folder_of(manifest) != folder:
+        if upload_folder_name(manifest) != folder:
             raise CheckpointError(
-                f"{name} belongs to {folder_of(manifest)}; the folder may have been renamed"
+                f"{name} belongs to {upload_folder_name(manifest)}; the folder may have been "
+                "renamed"
             )
         return data, manifest
 
@@ -219,7 +224,7 @@ class RemoteCheckpoints:
                 is_whole = self._is_whole(folder, folders[folder])
             except NewerFormatError:
                 continue
-            if whole >= keep and step_of_folder(folder) not in best:
+            if whole >= keep and step_of_upload_folder(folder) not in best:
                 self.discard(folder, folders)
             whole += is_whole
         for folder in set(folders) - set(newest_first) - {own}:
@@ -234,7 +239,7 @@ class RemoteCheckpoints:
             StoreError: The remote storage rejects a request.
         """
         for folder in self.committed():
-            if step_of_folder(folder) < step or folder == but:
+            if step_of_upload_folder(folder) < step or folder == but:
                 continue
             name = MANIFEST_NAME.replace(".", f".{_SET_ASIDE}-{uuid4().hex[:8]}.")
             with _store_errors():
@@ -273,7 +278,7 @@ class RemoteCheckpoints:
             for found in self._client.list(self._path):
                 inside = found.path.removeprefix(f"{self._path}/")
                 folder, _, name = inside.partition("/")
-                if name and is_folder(folder):
+                if name and is_upload_folder(folder):
                     folders[folder][name] = found.size
         return folders
 
@@ -283,7 +288,7 @@ class RemoteCheckpoints:
 
 def _committed(folders: Folders) -> list[str]:
     found = [folder for folder, objects in folders.items() if MANIFEST_NAME in objects]
-    return sorted(found, key=lambda folder: (step_of_folder(folder), folder), reverse=True)
+    return sorted(found, key=lambda folder: (step_of_upload_folder(folder), folder), reverse=True)
 
 
 @contextmanager

@@ -24,17 +24,17 @@ from torchmm.recipe.data_section import DataConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, NewerFormatError
 from torchmm.training.checkpoint.save_metrics import SaveMeter
-from torchmm.training.checkpoint.shared_filesystem import Site
+from torchmm.training.checkpoint.shared_filesystem import DirectoryGroup
 
 
 class StoredCheckpoints(RemoteCheckpoints):
     """The uploaded checkpoints of one run, with the collective operations."""
 
     def __init__(self, address: str, data: DataConfig, logger: logging.Logger) -> None:
-        super().__init__(address, StorageConfig.of(data).retry_timeout_s, logger)
+        super().__init__(address, StorageConfig.from_parent(data).retry_timeout_s, logger)
 
     def fetch_checkpoint(
-        self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup
+        self, folder: str, directory: CheckpointDirectory, site: DirectoryGroup, group: SideGroup
     ) -> tuple[Path, list[str]]:
         """Download a checkpoint into the directory of every site, see `CheckpointStore`.
 
@@ -52,7 +52,7 @@ class StoredCheckpoints(RemoteCheckpoints):
             return directory.path, [str(error)]
         final = directory.path / f"step-{manifest['step']}"
         temporary = final.with_name(group.on_rank_0(lambda: f"{final.name}.tmp-{uuid4().hex}"))
-        site.on_leaders(temporary.mkdir)
+        site.run_on_local_leaders(temporary.mkdir)
 
         failure: str | None = None
         problems: list[str] = []
@@ -67,7 +67,7 @@ class StoredCheckpoints(RemoteCheckpoints):
         failure = next((error for _, error in of_ranks if error is not None), None)
         problems = sorted({problem for found, _ in of_ranks for problem in found})
         if failure is not None or problems:
-            site.on_leaders(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            site.run_on_local_leaders(lambda: shutil.rmtree(temporary, ignore_errors=True))
             if failure is not None:
                 raise CheckpointError(f"cannot download {self.address}/{folder}: {failure}")
             return final, problems
@@ -77,7 +77,7 @@ class StoredCheckpoints(RemoteCheckpoints):
             sync_directory(temporary)
             directory.replace(temporary)
 
-        site.on_leaders(commit)
+        site.run_on_local_leaders(commit)
         return final, []
 
     def start_uploads(

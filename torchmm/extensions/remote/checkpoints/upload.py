@@ -25,8 +25,8 @@ from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.save_metrics import SaveMeter
-from torchmm.training.checkpoint.storage import file_of
-from torchmm.training.checkpoint.store import folder_of
+from torchmm.training.checkpoint.storage import rank_file_name
+from torchmm.training.checkpoint.store import upload_folder_name
 
 UPLOAD_TIMEOUT_S = 86_400.0
 """Time limit of the wait for the slowest upload of a file. A lost peer stops the wait."""
@@ -63,7 +63,7 @@ class BackgroundUploads:
         self._newest: Path | None = None
         self._tried: Path | None = None
         self._failed = 0
-        self.complaint = ""
+        self.status_warning = ""
         """Checkpoint that could not be uploaded, and the reason. Empty without failures."""
 
     @property
@@ -91,7 +91,7 @@ class BackgroundUploads:
         file = path / MANIFEST_NAME
 
         def find_folder() -> str:
-            return folder_of(parse_manifest(file.read_bytes(), str(file)))
+            return upload_folder_name(parse_manifest(file.read_bytes(), str(file)))
 
         folder = self._group.on_rank_0(find_folder)
         if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
@@ -126,20 +126,22 @@ class BackgroundUploads:
             problem = "a rank was lost" if is_peer_trouble(error) else _in_one_line(error)
         took_s = time.perf_counter() - began_s
         if problem is None:
-            self.complaint = ""
-            self._meter.note(checkpoint_upload_ms=took_s * 1e3, checkpoint_upload_bytes=size_bytes)
+            self.status_warning = ""
+            self._meter.record(
+                checkpoint_upload_ms=took_s * 1e3, checkpoint_upload_bytes=size_bytes
+            )
             if self._group.rank == 0:
                 said = "uploaded %s to %s (%d bytes in %.1f s)"
                 self._logger.info(said, path, self._remote.address, size_bytes, took_s)
             return
         self._failed += 1
-        self._meter.note(checkpoint_upload_failures=self._failed)
-        self.complaint = f"{path.name} was not uploaded to {self._remote.address}: {problem}"
+        self._meter.record(checkpoint_upload_failures=self._failed)
+        self.status_warning = f"{path.name} was not uploaded to {self._remote.address}: {problem}"
         if self._group.rank == 0:
             self._logger.warning(
                 "%s. Training continues without this upload; the next checkpoint is uploaded "
                 "again (%d failed so far)",
-                self.complaint,
+                self.status_warning,
                 self._failed,
             )
 
@@ -157,7 +159,7 @@ class BackgroundUploads:
         if isinstance(data, str):
             return 0, data
         manifest = parse_manifest(data, str(file))
-        folder = folder_of(manifest)
+        folder = upload_folder_name(manifest)
         names = sorted(manifest["files"])
         here = [name for name in names if (path / name).is_file()]
         parts = share(names, self._group.gather(here))
@@ -204,7 +206,7 @@ def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]
     parts: list[list[str]] = [[] for _ in here]
     for number, name in enumerate(names):
         ranks = [rank for rank, found in enumerate(held) if name in found]
-        own = [rank for rank in ranks if name == file_of(rank)]
+        own = [rank for rank in ranks if name == rank_file_name(rank)]
         if ranks:
             parts[own[0] if own else ranks[number % len(ranks)]].append(name)
     return parts

@@ -143,7 +143,7 @@ class Asking:
 
     def _nobody(self, tried: dict[str, str], hopeless: bool) -> str:
         told = [f"{address}: {why}" for address, why in tried.items()]
-        answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
+        answers = "; ".join([*told, *filter(None, [self._choice.status_warning])])
         limit = f"within data.producers.retry_timeout_s = {self._config.retry_timeout_s:g} s "
         return (
             f"no producer has responded {'' if hopeless else limit}({answers}). Start "

@@ -50,7 +50,7 @@ class Choice:
         self._failed_s: dict[str, float] = {}
         self.left_out: dict[str, str] = {}
         """Wrong responses by address. These producers are not used again."""
-        self.complaint = ""
+        self.status_warning = ""
         """Error of the registry, or "" without an error."""
 
     def in_turn(self, number: int) -> list[str]:
@@ -85,12 +85,12 @@ class Choice:
                 self._client = connect(registry, self._certificate, MOST_LIST_BYTES)
             listed = ask_registry(self._client)
         except IN_VAIN as error:  # known producers may still be available
-            self.complaint = f"registry {registry}: {describe(error)}"
-            logger.debug("%s", self.complaint)
+            self.status_warning = f"registry {registry}: {describe(error)}"
+            logger.debug("%s", self.status_warning)
             return
         self._known = [each for each in listed if self._fingerprint in (None, each.fingerprint)]
         others = len(listed) - len(self._known)
-        self.complaint = (
+        self.status_warning = (
             f"registry {registry} lists {len(self._known)} producers"
             + f" of the same data and {others} of other data" * bool(others)
         )

@@ -210,7 +210,7 @@ class Storage:
 
 def open_storage(data: DataConfig) -> Storage:
     """Return the file system with the cache of `data.storage`. May raise ConfigError."""
-    config = StorageConfig.of(data)
+    config = StorageConfig.from_parent(data)
     directory = config.cache_dir or Path(data.index_cache_dir) / "storage"
     return Storage(Path(directory), int(config.cache_gb * 1e9), config.retry_timeout_s)
 

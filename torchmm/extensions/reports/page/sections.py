@@ -173,7 +173,7 @@ def samples_of(run: RunContents) -> str:
         return _nothing("no validation samples; set validation.num_samples and validation.interval")
     last = max(entries[-1].step for entries in run.samples.values())
     newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
-    right = sum(sample.is_right for sample in newest)
+    right = sum(sample.is_correct for sample in newest)
     told = (
         f"<p>After step {last:,}: {right} of {len(newest)} generated texts match the reference "
         "exactly.</p>"
@@ -186,7 +186,7 @@ def samples_of(run: RunContents) -> str:
 def _sample(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
     shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
     rows = "".join(
-        f'<tr class="{"right" if entry.is_right else ""}"><th>{entry.step:,}</th>'
+        f'<tr class="{"right" if entry.is_correct else ""}"><th>{entry.step:,}</th>'
         f"<td>{escape(entry.generated) or '<i>nothing</i>'}</td></tr>"
         for entry in shown
     )
@@ -209,7 +209,7 @@ def pictures_of(run: RunContents) -> str:
     parts = [
         f'<figure><figcaption>{escape(file.stem)}</figcaption><img alt="{escape(file.stem)}" '
         f'src="{run.png_uri(f"{file.parent.name}/{file.name}")}"></figure>'
-        for file in run.drawings()[-1:]
+        for file in run.generated_images()[-1:]
     ]
     for name, svg in run.timelines():
         what = "the searched schedule and the static schedule" if "schedules" in name else "a step"
