@@ -152,8 +152,8 @@ FAULTS = [
         "resumed run, bitwise",
         (
             f"{SMALL}test_sigterm_saves_same_step_on_all_ranks",
-            f"{PREEMPT}test_a_signal_only_sets_a_flag",
-            f"{PREEMPT}test_the_first_signal_counts",
+            f"{PREEMPT}test_signal_sets_flag_only",
+            f"{PREEMPT}test_first_signal_is_recorded",
         ),
     ),
     Fault(
@@ -175,8 +175,8 @@ FAULTS = [
         (
             f"{HUNG}test_hung_workers_end_run_with_names",
             f"{HUNG}test_peers_name_rank_waiting_for_data",
-            "unit/data/test_waiting.py::test_a_stopped_worker_is_named_with_its_samples_and_ended",
-            "unit/data/test_waiting.py::test_a_file_that_never_answers_ends_the_wait",
+            "unit/data/test_waiting.py::test_stopped_worker_is_reported_and_killed",
+            "unit/data/test_waiting.py::test_unresponsive_file_raises_after_timeout",
         ),
     ),
     Fault(
@@ -198,7 +198,7 @@ FAULTS = [
         (
             "distributed/test_preflight.py::test_two_ranks_compare_their_speeds",
             "distributed/test_preflight.py::test_slow_rank_is_reported_with_host",
-            f"{METRICS}test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest",
+            f"{METRICS}test_rates_are_summed_and_times_are_maxima",
         ),
     ),
     Fault(
@@ -378,9 +378,9 @@ FAULTS = [
         "error names the file; never a fresh start",
         "files",
         (
-            f"{DAMAGE}test_shards_of_another_step_are_refused",
-            f"{DAMAGE}test_a_renamed_step_is_refused",
-            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error_not_a_fresh_start",
+            f"{DAMAGE}test_shards_of_different_step_are_rejected",
+            f"{DAMAGE}test_renamed_step_is_rejected",
+            f"{DAMAGE}test_only_damaged_checkpoints_are_an_error",
             f"{TRAIN}test_damaged_checkpoint_error_names_file",
         ),
     ),
@@ -469,9 +469,9 @@ FAULTS = [
         "error lists all differences before loading",
         "model values",
         (
-            f"{SAVED}test_missing_and_extra_names_are_refused_and_listed",
-            f"{SAVED}test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded",
-            f"{SAVED}test_another_choice_of_frozen_parameters_is_refused",
+            f"{SAVED}test_missing_and_extra_names_are_rejected",
+            f"{SAVED}test_different_shapes_and_dtypes_change_no_state",
+            f"{SAVED}test_different_frozen_parameters_are_rejected",
             f"{TRAIN}test_finished_run_rejects_changed_model",
         ),
     ),
@@ -492,9 +492,9 @@ FAULTS = [
         "error names the change; `checkpoint.allow_data_change` accepts it",
         "harmless changes are accepted",
         (
-            "unit/data/test_changed_data.py::test_changed_data_are_refused_by_name_unless_accepted",
-            "unit/data/test_changed_data.py::test_chats_that_count_otherwise_are_refused_by_name",
-            "unit/data/test_changed_data.py::test_the_files_of_a_stream_are_compared",
+            "unit/data/test_changed_data.py::test_changed_data_is_rejected_unless_accepted",
+            "unit/data/test_changed_data.py::test_changed_chat_loss_mask_is_rejected",
+            "unit/data/test_changed_data.py::test_changed_stream_files_are_rejected",
             f"{TRAIN}test_changed_data_require_recipe_permission",
         ),
     ),
@@ -507,7 +507,7 @@ FAULTS = [
         "files of the first run",
         (
             f"{DIRECTORY}test_second_run_in_directory_changes_nothing",
-            f"{SAVED}test_a_second_process_is_kept_out",
+            f"{SAVED}test_second_process_is_rejected",
         ),
     ),
     Fault(
@@ -549,9 +549,9 @@ FAULTS = [
         "weights on another machine",
         (
             f"{UPLOADS}test_run_killed_during_upload_uploads_again",
-            f"{COPIES}test_a_copy_without_a_manifest_does_not_count_and_is_made_again",
-            f"{COPIES}test_what_an_unfinished_copy_left_goes_with_the_next",
-            f"{COPIES}test_a_copy_that_lost_a_file_is_not_committed",
+            f"{COPIES}test_upload_without_manifest_is_repeated",
+            f"{COPIES}test_incomplete_upload_is_removed_by_next_upload",
+            f"{COPIES}test_upload_with_missing_file_is_not_committed",
         ),
     ),
     Fault(
@@ -562,8 +562,8 @@ FAULTS = [
         "detected by hash on all ranks; the previous one is used",
         "older upload, bitwise",
         (
-            f"{COPIES}test_damaged_copies_are_found_and_an_older_one_is_taken",
-            f"{COPIES}test_all_damaged_stops_the_start",
+            f"{COPIES}test_damaged_upload_is_skipped_for_older_one",
+            f"{COPIES}test_start_fails_if_all_uploads_are_damaged",
             f"{UPLOADS}test_damaged_upload_is_skipped_at_start",
             "distributed/test_checkpoint_sites.py::test_damaged_upload_resumes_older_on_all_nodes",
         ),
@@ -577,7 +577,7 @@ FAULTS = [
         "stored objects",
         (
             f"{UPLOADS}test_rejected_uploads_warn_and_training_continues",
-            f"{COPIES}test_a_full_store_is_told_and_training_goes_on",
+            f"{COPIES}test_full_store_is_reported_and_training_continues",
             "distributed/test_checkpoint_sites.py"
             "::test_failed_upload_skips_checkpoint_on_all_nodes",
         ),
@@ -591,7 +591,7 @@ FAULTS = [
         "training result",
         (
             f"{UPLOADS}test_slow_store_receives_latest_checkpoint",
-            f"{COPIES}test_a_slow_store_gets_the_newest_and_nothing_waits_for_it",
+            f"{COPIES}test_slow_store_receives_newest_checkpoint",
         ),
     ),
     Fault(
@@ -603,7 +603,7 @@ FAULTS = [
         "-",
         (
             f"{UPLOADS}test_store_errors_at_start_are_named",
-            f"{COPIES}test_a_store_that_cannot_be_asked_stops_the_start",
+            f"{COPIES}test_unreachable_store_stops_start",
         ),
     ),
     Fault(
@@ -739,7 +739,7 @@ FAULTS = [
         "-",
         "same training",
         "losses and gradients of one process",
-        ("distributed/test_train_reordering.py::test_sliced_messages_keep_losses_and_gradients",),
+        ("distributed/test_train_reordering.py::test_reordering_keeps_losses_and_gradients",),
     ),
     Fault(
         "R8, S3",
@@ -816,7 +816,7 @@ FAULTS = [
         (
             f"{SMALL}test_nan_on_one_rank_keeps_parameters",
             f"{TRAIN}test_non_finite_loss_stops_all_ranks",
-            "unit/parallel/test_health.py::test_non_finite_values_are_named_with_step_and_rank",
+            "unit/parallel/test_health.py::test_non_finite_values_name_step_and_rank",
         ),
     ),
     Fault(

@@ -54,7 +54,7 @@ def test_tiles_and_videos_match_the_families(script):
         name = config["model_type"]
         if name.endswith("_thinker"):  # missing in some versions of transformers
             continue
-        parts = FAMILIES[name].take(AutoConfig.for_model(**config))
+        parts = FAMILIES[name].get_components(AutoConfig.for_model(**config))
         has_tiles = any(part.tiling is not None for part in parts.encoders.values())
         assert has_tiles == (name in script["TILED"]), name
         assert parts.text.mrope == (name in script["TIMED"]), name
