@@ -19,8 +19,10 @@ from torchmm.pipelining.run.step_state import StepState
 
 def freed_early() -> None:
     """Free the source of a copy before it is read."""
-    original = _Started.__init__
-    _Started.__init__ = lambda self, started, rows, read=None: original(self, started, rows)
+    original = _StartedCollective.__init__
+    _StartedCollective.__init__ = lambda self, started, rows, read=None: original(
+        self, started, rows
+    )
 
 
 def missing_reduction_wait() -> None:
@@ -47,13 +49,13 @@ def used_state_slot() -> None:
         visit.slot.free = None
         original(self, visit)
 
-    original = HostStreams.bring
-    HostStreams.bring = bring
+    original = TransferStreams.bring
+    TransferStreams.bring = bring
 
 
 def missing_state_wait() -> None:
     """Update without waiting for the states."""
-    HostStreams.await_arrival = lambda self, visit: None
+    TransferStreams.await_arrival = lambda self, visit: None
 
 
 def serial_states() -> None:
@@ -63,8 +65,8 @@ def serial_states() -> None:
         self._coming.wait_stream(torch.cuda.current_stream(self._device))
         original(self, visit)
 
-    original = HostStreams.bring
-    HostStreams.bring = bring
+    original = TransferStreams.bring
+    TransferStreams.bring = bring
 
 
 def freed_inputs() -> None:

@@ -164,7 +164,7 @@ def main() -> None:
     trace_only()
     fuse_loss()
     # The default splits the states of small models into several chunks.
-    low_precision_optimizer.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
+    low_precision_optimizer.CHUNK_ELEMENTS = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # Milliseconds on a GPU are minutes on a CPU without bfloat16 matmuls.
     for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
         sizes["cuda"] = sizes["cpu"]

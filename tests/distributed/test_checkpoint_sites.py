@@ -153,7 +153,7 @@ def test_failed_upload_skips_checkpoint_on_all_nodes(tmp_path):
         assert complaints[0] == complaints[2] == ""
         assert "step-2 was not uploaded to" in complaints[1]
         assert "rank 1: cable disconnected" in complaints[1]
-    assert [step_of_folder(folder) for folder in committed(tmp_path)] == [3, 1]
+    assert [step_of_upload_folder(folder) for folder in committed(tmp_path)] == [3, 1]
 
 
 def check_directory_groups(root: Path) -> tuple[int, int, bool]:
@@ -161,16 +161,16 @@ def check_directory_groups(root: Path) -> tuple[int, int, bool]:
     start(4)
     group = SideGroup.create()
     rank = dist.get_rank()
-    shared = Site.find(group, root / "all")
+    shared = DirectoryGroup.find(group, root / "all")
     assert (shared.rank, shared.size, shared.is_leader) == (rank, 4, rank == 0)
-    per_node = Site.find(group, root / f"node{rank // 2}")
+    per_node = DirectoryGroup.find(group, root / f"node{rank // 2}")
     group.gather(None)
     assert not any(p.name.startswith(".rank") for p in (root / f"node{rank // 2}").iterdir())
     (root / "file").touch()
     with pytest.raises(ConfigError, match="rank 3 cannot write"):
-        Site.find(group, root / "all" if rank < 3 else root / "file" / "below")
+        DirectoryGroup.find(group, root / "all" if rank < 3 else root / "file" / "below")
     with pytest.raises(CheckpointError, match="of rank 2"):
-        per_node.on_leaders(lambda: fail_on_rank_2(rank))
+        per_node.run_on_local_leaders(lambda: fail_on_rank_2(rank))
     return per_node.rank, per_node.size, per_node.is_leader
 
 

@@ -364,7 +364,7 @@ def _problems_without_gradients(
     if (mesh.rank == mesh.global_rank(pipeline.last_rank("llm"))) and logits is None:
         problems.append("no logits")
     if expected.image is not None:
-        generated = draw(pipeline, microbatch, mesh, steps=1)
+        generated = generate_pixels(pipeline, microbatch, mesh, steps=1)
         error = (generated - expected.image).norm() / expected.image.norm()
         if not error <= 1e-5:
             problems.append(f"the generated image differs by {error}")

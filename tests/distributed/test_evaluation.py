@@ -71,13 +71,13 @@ def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
     sources = [SourceConfig(path=str(questions), metrics=["exact_match"])]
     data = DataConfig(validation=sources, index_cache_dir=str(index))
     training = TrainingConfig(sequence_length=512)
-    export = Export.read(directory)
+    export = ExportedModel.read(directory)
     with_torchmm = replace(export, kind=None)
     limits = {"samples": 9, "max_new_tokens": 8}
     return {
-        "together": write_texts(export, data, training, **limits, batch_size=3),
-        "alone": write_texts(export, data, training, **limits, batch_size=1),
-        "torchmm": write_texts(with_torchmm, data, training, **limits),
+        "together": generate_held_out_text(export, data, training, **limits, batch_size=3),
+        "alone": generate_held_out_text(export, data, training, **limits, batch_size=1),
+        "torchmm": generate_held_out_text(with_torchmm, data, training, **limits),
     }
 
 

@@ -448,7 +448,7 @@ def compare_without_gradients(
     with torch.no_grad():
         step = type("Step", (), {"microbatches": share})
         losses = held_out_losses(pipeline, [step], mesh)
-        generated = draw(pipeline, expected.batch[2], mesh, steps=2)
+        generated = generate_pixels(pipeline, expected.batch[2], mesh, steps=2)
         logits = pipeline.next_token_logits(expected.batch[2])
     for name, loss in losses.items():
         if abs(loss / expected.by_module[name] - 1) > 1e-5:

@@ -171,7 +171,7 @@ def compare_in_all_layouts(directory: Path) -> list[str]:
     previous layout is loaded and a third step is made.
     """
     dist.init_process_group("gloo")
-    low_precision_optimizer.PORTION = 500  # chunks end within matrices
+    low_precision_optimizer.CHUNK_ELEMENTS = 500  # chunks end within matrices
     return [
         f"{case}, {difference}"
         for number, case in enumerate(CASES)
@@ -229,13 +229,13 @@ def compare_with_defects() -> dict[str, list[str]]:
     ]
     compare("local instead of global offsets", bf16, "fsdp")
     state_formats.local_slices = slices
-    shared = muon.orthogonal_shared
-    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
-        muon.orthogonal(u) for u in updates
-    ]
+    shared = muon.orthogonalize_distributed
+    low_precision_optimizer.orthogonalize_distributed = muon.orthogonalize_distributed = (
+        lambda updates, _: [muon.orthogonalize(u) for u in updates]
+    )
     compare("sharded matrices", Case(name="muon"), "fsdp")
     compare("sharded bfloat16 matrices", Case("muon", "bfloat16"), "fsdp")
-    low_precision_optimizer.orthogonal_shared = muon.orthogonal_shared = shared
+    low_precision_optimizer.orthogonalize_distributed = muon.orthogonalize_distributed = shared
     update = WeightAverage.update
     WeightAverage.update = lambda self: self.restore(self.zeros())
     alone = build(bf16)
@@ -262,8 +262,8 @@ def test_comparison_detects_optimizer_defects():
 def train_and_save(recipe: Recipe, directory: Path) -> None:
     """Train a rank and save its final weights."""
     run = resolve(recipe, 2)
-    model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, torch.device("cpu"))
+    model, tokenizer = build_meta_model(run)
+    cut = choose_model_stages(run, model, tokenizer, torch.device("cpu"))
     run_rank(run, model, tokenizer, cut, directory / os.environ["RANK"])
 
 

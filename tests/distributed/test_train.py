@@ -155,7 +155,7 @@ def test_resume_is_bitwise_equal(layout, workers, changes, tmp_path, real_data):
         return tiny_recipe(tmp_path / name, real_data, 2, **changes)
 
     uninterrupted, first_half = recipe("whole", 6, first_workers), recipe("parts", 3, first_workers)
-    samples = training_samples(uninterrupted, *build_unfilled_model(resolve(uninterrupted, 2)))
+    samples = training_samples(uninterrupted, *build_meta_model(resolve(uninterrupted, 2)))
     assert samples is not None
     _, passes = plan_passes(samples, uninterrupted, math.inf, 6)
     length = uninterrupted.training.model_copy(update={"steps": 1, "epochs": passes})

@@ -9,5 +9,5 @@ from torchmm.training.checkpoint import directory as checkpoint_directory
 
 def main() -> int:
     """Run `main` of train.py."""
-    checkpoint_directory._CLAIM_WAIT_S = 0.1
+    checkpoint_directory._LOCK_WAIT_S = 0.1
     return int(runpy.run_path(str(TRAIN))["main"]())

@@ -191,7 +191,7 @@ def examine(directory: Path, expected: dict[int, str], pipe: int) -> None:
             assert not problems, problems
             restored = manager.load(path, model, optimizer)
         assert digest(model, optimizer) == expected[restored.step], f"{folder} has different values"
-    newest = step_of_folder(folders[0]) if folders else 0
+    newest = step_of_upload_folder(folders[0]) if folders else 0
     os.write(pipe, f"{newest} whole\n".encode())
 
 
@@ -263,7 +263,9 @@ def main() -> None:
             newest_copy = copied
         names = (directory / machine / "run/checkpoints").glob("step-*")
         local_steps = [int(p.name[5:]) for p in names if p.name[5:].isdigit()]
-        uploaded_steps = [step_of_folder(p.name) for p in folders if (p / "MANIFEST.json").exists()]
+        uploaded_steps = [
+            step_of_upload_folder(p.name) for p in folders if (p / "MANIFEST.json").exists()
+        ]
         moves = generator.random() < 0.3
         newest_step = max(newest_step, *local_steps, *uploaded_steps, 0)
         newest_here = (

@@ -36,7 +36,7 @@ def run_rank(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: Any,
-    cut: ModelCut,
+    cut: ModelStages,
     output: Path,
     defect: str = "",
 ) -> None:
@@ -131,7 +131,7 @@ def run_reference(
 
 def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
     """Return the scaling of float8 linear layers by the names of their weights."""
-    config = Float8Config.of(recipe)
+    config = Float8Config.from_parent(recipe)
     chosen = {
         id(linear)
         for module in model.modality_modules()

@@ -117,7 +117,7 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"the reference exited with {helper.exitcode}"])
         expected_steps = torch.load(expected, weights_only=True)
-        rounds = Float8Config.of(recipe).scaling != "none"
+        rounds = Float8Config.from_parent(recipe).scaling != "none"
         dtype = "bfloat16" if rounds else recipe.training.dtype
         noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
         bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), low_precision(recipe), noisy)

@@ -1,4 +1,4 @@
-"""Tests of `read_by`: ranks copy no pixels to their device that modules on other ranks read."""
+"""Tests of `drop_unread_pixels`: ranks copy no pixels to their device that modules on other ranks read."""
 
 import torch
 
@@ -19,13 +19,13 @@ def test_pixels_of_other_ranks_are_omitted():
     microbatch = Microbatch(
         ids_T, ids_T, ids_T, [0, 4], encoders, MicrobatchMeta((), 4), generator_inputs
     )
-    llm = read_by({"llm"}, microbatch)
+    llm = drop_unread_pixels({"llm"}, microbatch)
     assert {name: len(e.pixels) for name, e in llm.encoders.items()} == {"vision": 0, "other": 0}
     assert llm.encoders["vision"].positions_K is encoders["vision"].positions_K
     assert llm.encoders["vision"].grids_thw == encoders["vision"].grids_thw
     assert llm.generator is not None and llm.generator.contexts == [1]
     assert llm.generator.patches_PV.numel() == llm.generator.noise_PV.numel() == 0
     assert llm.target_count == microbatch.target_count == 4
-    both = read_by({"vision", "generator"}, microbatch)
+    both = drop_unread_pixels({"vision", "generator"}, microbatch)
     assert both.encoders["vision"] is encoders["vision"] and both.generator is generator_inputs
     assert len(both.encoders["other"].pixels) == 0

@@ -127,7 +127,7 @@ def test_addresses_are_detected_and_joined():
     ],
 )
 def test_secrets_in_addresses_are_detected_and_hidden(address):
-    found = secret_in(address)
+    found = find_credential(address)
     assert found is not None and found != "word"
     shown = without_secrets(f"cannot read {address}: no")
     assert "word" not in shown

@@ -58,11 +58,11 @@ def test_all_files_are_from_revision(hub, revision, width, caplog):
     section = LlmConfig(source=NAME, revision=revision)
     assert section.source_with_revision is not None
     with caplog.at_level(logging.INFO):
-        assert load_config("model.llm", section.place, None).hidden_size == width
+        assert load_config("model.llm", section.source_with_revision, None).hidden_size == width
     is_logged = f'the current revision is "{NEW}"' in caplog.text
     assert is_logged == (revision is None)
-    assert _read_image_processor(section.place)["size"] == width
-    tensor = open_files(section.place)["w"]
+    assert _read_image_processor(section.source_with_revision)["size"] == width
+    tensor = open_files(section.source_with_revision)["w"]
     with safe_open(tensor.path, "pt") as file:
         assert file.get_slice("w").get_shape() == [width]
     assert load_tokenizer(ModelConfig(llm=section)).model_max_length == width
@@ -87,8 +87,8 @@ def test_revision_without_hub_source_is_rejected(real_data, tmp_path):
 
 
 def test_source_and_revision_are_split(tmp_path):
-    assert split_place("a/b@v1") == ("a/b", "v1")
-    assert split_place("a/b") == ("a/b", None)
+    assert split_revision("a/b@v1") == ("a/b", "v1")
+    assert split_revision("a/b") == ("a/b", None)
     odd = tmp_path / "x@y"
     odd.mkdir()
     assert split_revision(str(odd)) == (str(odd), None)

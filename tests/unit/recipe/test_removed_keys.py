@@ -61,7 +61,7 @@ def test_checkpoint_with_removed_keys_is_exported(monkeypatch: pytest.MonkeyPatc
     tables = old_tables(dict.fromkeys(KEYS, "other"))
     expected = copy.deepcopy(tables)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda path: {"recipe": tables})
-    assert checkpoint.recipe_of(Path("step-1")) == load_recipe(RECIPE).recipe
+    assert checkpoint.read_checkpoint_recipe(Path("step-1")) == load_recipe(RECIPE).recipe
     assert tables == expected
 
 

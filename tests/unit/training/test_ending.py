@@ -29,13 +29,13 @@ def fail() -> None:
 
 
 def test_error_of_closing_preserves_first_error(caplog):
-    with pytest.raises(CheckpointError, match="first"), closed_after(fail):
+    with pytest.raises(CheckpointError, match="first"), closing_on_exit(fail):
         raise CheckpointError("first")
     assert "No space left on device" in caplog.text
 
 
 def test_error_of_closing_is_raised():
-    with pytest.raises(OSError, match="No space"), closed_after(fail):
+    with pytest.raises(OSError, match="No space"), closing_on_exit(fail):
         pass
 
 

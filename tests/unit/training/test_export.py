@@ -91,8 +91,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
     """Write the export as the run that saved the checkpoint."""
-    recipe = recipe_of(directory.parent / "run/checkpoints/step-3")
-    trained = Trained(recipe, 3, Path("none"))
+    recipe = read_checkpoint_recipe(directory.parent / "run/checkpoints/step-3")
+    trained = TrainingSummary(recipe, 3, Path("none"))
     write_export(model, directory, tokenizer, trained, **settings)
 
 
@@ -444,8 +444,8 @@ def test_lock_is_of_current_file(checks_name, saved, tmp_path, monkeypatch):
         monkeypatch.setattr(atomic_directory, "_has_name", lambda *_: True)
     child, paused_read, continue_write = export_with_slow_lock(checkpoint, tmp_path / "hf")
     os.read(paused_read, 1)
-    clear_unfinished(tmp_path)  # of an export with a different name
-    with whole_directory(tmp_path / "hf") as partial:
+    remove_unfinished(tmp_path)  # of an export with a different name
+    with write_directory_atomically(tmp_path / "hf") as partial:
         (partial / "config.json").write_text("{}")
         os.write(continue_write, b"1")
         outcome = exit_reason(child)
@@ -456,7 +456,7 @@ def test_lock_is_of_current_file(checks_name, saved, tmp_path, monkeypatch):
 
 
 def test_empty_or_failed_directory_is_not_created(tmp_path):
-    with whole_directory(tmp_path / "adapters"):
+    with write_directory_atomically(tmp_path / "adapters"):
         pass
     with pytest.raises(KeyError), write_directory_atomically(tmp_path / "hf") as other:
         (other / "config.json").write_text("{}")

@@ -78,7 +78,7 @@ def test_early_signal_raises_preempted(handlers, swallowed):
 def test_signal_before_interrupting_raises_preempted(handlers):
     with pytest.raises(Preempted), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        with stop.interrupting(pytest.fail):
+        with stop.interrupt_main_thread(pytest.fail):
             pytest.fail("the block was entered")
 
 

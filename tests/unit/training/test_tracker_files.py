@@ -57,9 +57,9 @@ def test_files_are_shown_once_with_their_steps(tmp_path: Path) -> None:
     assert not early.samples and not early.timelines
     new = files.until(5)
     assert [sample.generated for sample, _ in new.samples] == ["written 4"]
-    assert list(new.timelines) == ["step-4.svg"] and list(new.measured) == [4]
+    assert list(new.timelines) == ["step-4.svg"] and list(new.measured_panels) == [4]
     last = files.until(9)
-    assert not last.samples and not last.timelines and not last.measured
+    assert not last.samples and not last.timelines and not last.measured_panels
 
 
 def test_new_and_replaced_models_are_listed(tmp_path: Path) -> None:

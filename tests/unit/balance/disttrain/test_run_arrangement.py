@@ -48,8 +48,8 @@ def test_run_and_simulation_reorder_identically(data, tmp_path):
     parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
     recipe = read(data, tmp_path, parallel, {"reorder": "intra"})
     run = resolve(recipe, 4)
-    model, tokenizer = build_unfilled_model(run)
-    stage_cut = cut_model(run, model, tokenizer, CPU)
+    model, tokenizer = build_meta_model(run)
+    stage_cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
     reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
     assert balance is None
@@ -66,8 +66,8 @@ def test_run_and_simulation_reorder_identically(data, tmp_path):
 def test_run_balances_images_by_recipe(data, tmp_path):
     recipe = read(data, tmp_path, {}, {"reorder": "none", "balance": "images"})
     run = resolve(recipe, 4)
-    model, tokenizer = build_unfilled_model(run)
-    stage_cut = cut_model(run, model, tokenizer, CPU)
+    model, tokenizer = build_meta_model(run)
+    stage_cut = choose_model_stages(run, model, tokenizer, CPU)
     modules = [module.describe() for module in model.modality_modules()]
     reorder, balance = build_arrangements(run, modules, stage_cut, CPU)
     assert reorder is None and isinstance(balance, ImageBalance)

@@ -84,7 +84,7 @@ def test_runs_and_simulations_use_same_executions(path, profile, monkeypatch):
         pytest.importorskip("diffusers")
     monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data is not required
     gpus, recipe = loaded(path)
-    if recipe.parallel.leaves_units_open:  # planning takes a minute
+    if recipe.parallel.needs_orchestration:  # planning takes a minute
         recipe = sized_recipe(recipe, SIZES)
         gpus = sum(sizes.devices for sizes in SIZES.values())
     unordered = recipe.data.model_copy(

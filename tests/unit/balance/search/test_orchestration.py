@@ -100,7 +100,7 @@ def test_open_sizes_are_planned_for_all_ranks(recipe):
     open_recipe = recipe.model_copy(update={"parallel": parallel})
     planned = orchestrated(open_recipe, 6)
     assert not planned.parallel.auto_sizes
-    assert sum(unit.ranks for unit in units_of(planned, 6).values()) == 6
+    assert sum(unit.ranks for unit in resolved_unit_sizes(planned, 6).values()) == 6
     assert "6 = " in describe_run(open_recipe, 6)
     single_sample = open_recipe.model_copy(
         update={"training": open_recipe.training.model_copy(update={"global_batch_size": 1})}
@@ -127,7 +127,9 @@ def test_auto_sizes_skip_world_size_check(recipe_file, world_size, changes):
         overrides += ["--parallel.virtual_stages", "1"]
     loaded = load_recipe(recipe_file, overrides, world_size).recipe
     planned = orchestrated(loaded, world_size)
-    assert sum(unit.ranks for unit in units_of(planned, world_size).values()) == world_size
+    assert (
+        sum(unit.ranks for unit in resolved_unit_sizes(planned, world_size).values()) == world_size
+    )
     with pytest.raises(ConfigError):
         load_recipe(recipe_file, [*overrides, "--parallel.auto_sizes", "false"], world_size)
 

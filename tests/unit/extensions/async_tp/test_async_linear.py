@@ -115,7 +115,7 @@ def test_only_trained_weights_save_local_slice(group, trained):
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_ring_blocks_cover_local_slice(group, chunks):
-    ring = Ring(group, chunks)
+    ring = RingBackend(group, chunks)
     for rows in (0, 1, 9):
         blocks = ring._blocks(5, 5 + rows)
         assert len(blocks) == chunks
@@ -125,7 +125,7 @@ def test_ring_blocks_cover_local_slice(group, chunks):
 
 
 def test_unsupported_operation_on_scope_input_raises():
-    column = Column(nn.Linear(3, 2), lambda parameter: parameter)
+    column = PrecomputedColumn(nn.Linear(3, 2), lambda parameter: parameter)
     output = torch.randn(4, 2)
     scope_input = ScopeInput(torch.Size((4, 3)), [output])
     assert column(scope_input) is output

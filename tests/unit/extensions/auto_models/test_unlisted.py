@@ -64,13 +64,13 @@ def test_unlisted_llm_trains_with_warning(caplog) -> None:
 @pytest.mark.parametrize("model_type", ["gpt_neox", "persimmon"])
 def test_modules_with_different_names_are_detected(model_type: str) -> None:
     """Check models whose embeddings, layers, norm and head have different names than in Llama."""
-    assert prove(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
+    assert compare_llm(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
 
 
 def test_small_copy_has_every_layer_type() -> None:
     layer_types = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=layer_types)
-    small = copy_config(config)
+    small = small_encoder_config(config)
     assert small.layer_types == layer_types[:11]
     assert (small.hidden_size, small.sliding_window) == (32, 4)
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
@@ -80,7 +80,7 @@ def test_small_copy_has_every_layer_type() -> None:
 
 
 def test_layer_types_are_independent_of_sizes() -> None:
-    family = prove(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
+    family = compare_llm(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
     layer_types = set()
     for size in (32, 64):
         config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
@@ -131,14 +131,14 @@ def test_proof_detects_errors_of_torchmm(broken: str, monkeypatch) -> None:
 
 
 def test_proof_detects_wrong_gradient(monkeypatch) -> None:
-    right = parity._whole_results
+    right = parity._unsplit_results
 
     def wrong(ours, batch):
         results = right(ours, batch)
         results["gradient of model.layers.1.mlp.up_proj.weight"] *= 1.0001
         return results
 
-    monkeypatch.setattr(parity, "_whole_results", wrong)
+    monkeypatch.setattr(parity, "_unsplit_results", wrong)
     assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in rejection("olmo")
 
 
@@ -171,7 +171,9 @@ def test_survey_of_causal_lms_matches_documentation() -> None:
 
 def flops_of(model_type: str, family) -> tuple[float, float]:
     """Return the FLOPs of a forward pass by the cost model, and by the FLOP counter of torch."""
-    llm = LlmModule(copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES)
+    llm = LlmModule(
+        small_encoder_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES
+    )
     batch = microbatch([20, 33])
     counted, _ = count_flops(lambda: llm(batch, {}))
     meta = MicrobatchMeta((SampleMeta("s", 0, 20), SampleMeta("s", 1, 33)), 53)

@@ -143,7 +143,7 @@ def test_proof_detects_positions_that_depend_on_batch(monkeypatch) -> None:
 
 @pytest.mark.parametrize("broken", ["layer", "order", "class token"])
 def test_proof_detects_errors_of_encoder(broken: str, monkeypatch) -> None:
-    run_layer, finish = StructuralFamily.run_layer, StructuralFamily.finish
+    run_layer, finish = DetectedEncoderFamily.run_layer, DetectedEncoderFamily.finish
 
     def skip_layer(self, tower, index, layer, hidden, context):
         return hidden if index == 1 else run_layer(self, tower, index, layer, hidden, context)
@@ -155,10 +155,10 @@ def test_proof_detects_errors_of_encoder(broken: str, monkeypatch) -> None:
         return finish(self, tower, hidden.roll(1, dims=1), *arguments)
 
     if broken == "layer":
-        monkeypatch.setattr(StructuralFamily, "run_layer", skip_layer)
+        monkeypatch.setattr(DetectedEncoderFamily, "run_layer", skip_layer)
     else:
         monkeypatch.setattr(
-            StructuralFamily, "finish", reverse_order if broken == "order" else shift_tokens
+            DetectedEncoderFamily, "finish", reverse_order if broken == "order" else shift_tokens
         )
     assert "comparisons with the Hugging Face model fail" in rejection("vit")
 
@@ -248,9 +248,9 @@ def test_survey_of_image_encoders_matches_documentation() -> None:
             assert found == pytest.approx(counted, rel=0.01), name
 
 
-def flops_of(model_type: str, family: StructuralFamily) -> tuple[float, float]:
+def flops_of(model_type: str, family: DetectedEncoderFamily) -> tuple[float, float]:
     """Return the FLOPs of a forward pass by the cost model, and by the FLOP counter of torch."""
-    config = copy_config(CONFIG_MAPPING[model_type]())
+    config = small_encoder_config(CONFIG_MAPPING[model_type]())
     spec = EncoderSpec("eye", family, config, "", {}, None, 24, torch.float32)
     encoder = EncoderModule(spec, ENCODER_FILES)
     assert isinstance(encoder.tower, PreTrainedModel)

@@ -277,10 +277,10 @@ def test_files_have_type_of_their_suffix(tmp_path: Path) -> None:
     for file in files:
         file.touch()
     image, audio, video, flac = map(str, files)
-    record = request_of(files, "What?").record
+    record = make_request(files, "What?").record
     named = {"images": [image], "audios": [audio, flac], "videos": [video]}
     assert record == {**named, "prompt": "What?", "completion": "?"}
-    types = [part["type"] for part in parts_of(files, "What?")]
+    types = [part["type"] for part in content_parts(files, "What?")]
     assert types == ["image", "audio", "video", "audio", "text"]
 
 

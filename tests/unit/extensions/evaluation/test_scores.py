@@ -95,7 +95,7 @@ def test_vqa_accuracy_accepts_few_answers():
     ],
 )
 def test_vqa_normalization_matches_reference(text, normalized):
-    assert vqa_normalised(text) == normalized
+    assert vqa_normalize(text) == normalized
 
 
 def test_cider_matches_pycocoevalcap():

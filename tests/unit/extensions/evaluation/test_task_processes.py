@@ -35,7 +35,7 @@ def program(tmp_path):
     return make
 
 
-def start_benchmarks(python: str, run_dir: Path, **settings) -> Benchmarks:
+def start_benchmarks(python: str, run_dir: Path, **settings) -> BenchmarkRunner:
     config = BenchmarksConfig(tasks=["task"], python=python, **settings)
     found = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
     found.start(4, snapshot(run_dir, 4))
@@ -48,7 +48,7 @@ def snapshot(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def wait_for_result(benchmarks: Benchmarks):
+def wait_for_result(benchmarks: BenchmarkRunner):
     deadline = time.monotonic() + 60
     while (found := benchmarks.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.02)

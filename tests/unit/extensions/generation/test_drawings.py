@@ -48,7 +48,7 @@ def test_requested_number_of_images_is_selected():
         StepBatch([microbatch([2, 0, 3]), microbatch([1])], {}),
     ]
     for count, expected in ((2, [2]), (3, [3]), (4, [3, 1]), (6, [3, 3]), (99, [3, 5, 1])):
-        found = list(held_out_drawings(batches, count))
+        found = list(held_out_target_images(batches, count))
         assert [len(m.generator.contexts) for m in found] == expected
         for m in found:
             assert len(m.meta.generated) == len(m.generator.contexts)
@@ -77,7 +77,7 @@ def test_values_outside_range_are_clipped():
 def test_plot_has_generated_and_target_frames(tmp_path: Path):
     black, white = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")
     samples = [([white] * 3, [black] * 3, f"text {i} for $5") for i in range(5)]
-    plot_pictures(samples, "title", tmp_path / "plot.png")
+    plot_generated_images(samples, "title", tmp_path / "plot.png")
     with Image.open(tmp_path / "plot.png") as plot:
         dark_rows = (np.asarray(plot.convert("L")) < 30).mean(axis=1) > 0.3
     assert dark_rows.any() and not dark_rows.all()

@@ -308,7 +308,7 @@ def test_feed_forward_width_is_configurable(tmp_path, model):
     saved = (4 * hidden - width) * (2 * hidden + 1) * PIXART["num_layers"]
     assert usual.parameters - described.parameters == saved
     source.generator(generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS)).backward()
-    transformer = source.generator.whole_transformer()
+    transformer = source.generator.build_transformer()
     prefixes = hf_prefixes(source)
     state = source.generator.state_dict()
     transformer.load_state_dict(

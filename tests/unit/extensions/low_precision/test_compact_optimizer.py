@@ -56,7 +56,9 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 
 
 def test_offloaded_states_are_bitwise_equal(monkeypatch):
-    monkeypatch.setattr(low_precision_optimizer, "PORTION", 1000)  # several chunks within matrices
+    monkeypatch.setattr(
+        low_precision_optimizer, "CHUNK_ELEMENTS", 1000
+    )  # several chunks within matrices
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)
@@ -108,8 +110,8 @@ def test_stochastic_rounding_is_unbiased():
 
 def test_rounding_depends_on_step_and_tensor_only():
     value = torch.randn(64, 96)
-    all_places = Places(torch.arange(64), torch.arange(96))
-    part = Places(torch.arange(16, 32), torch.arange(32, 96))
+    all_places = ShardPositions(torch.arange(64), torch.arange(96))
+    part = ShardPositions(torch.arange(16, 32), torch.arange(32, 96))
     once, again = (RandomBits(all_places, torch.tensor(key)).rounded(value) for key in (5, 6))
     assert not torch.equal(once, again)
     rounded_part = RandomBits(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
@@ -248,7 +250,7 @@ DTYPES = [
 def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
     expected = train_shapes(EVEN, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
-    monkeypatch.setattr(fused_update, "SMALL", small)
+    monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
     assert different(train_shapes(EVEN, dtype, state_dtype=state), expected) == []
 
 
@@ -279,8 +281,8 @@ def test_fused_comparison_detects_defects(monkeypatch, defect):
 def test_fused_joined_groups_equal_separate_calls(monkeypatch):
     run_fused_without_compiler(monkeypatch)
     joined = train_shapes(EVEN + ODD, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(fused_update, "JOINED", 500)  # groups of few rows
-    monkeypatch.setattr(fused_update, "SMALL", 0)
+    monkeypatch.setattr(fused_update, "JOINED_ELEMENTS", 500)  # groups of few rows
+    monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", 0)
     assert different(train_shapes(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
 
 
@@ -290,7 +292,7 @@ def test_fused_offloaded_states_are_bitwise_equal(monkeypatch, fuses, offload):
     if fuses:
         run_fused_without_compiler(monkeypatch)
     plain = train_shapes(EVEN, torch.bfloat16, state_dtype="int8")
-    monkeypatch.setattr(low_precision_optimizer, "PORTION", 1000)
+    monkeypatch.setattr(low_precision_optimizer, "CHUNK_ELEMENTS", 1000)
     assert (
         different(train_shapes(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain)
         == []
@@ -394,9 +396,9 @@ def test_code_search_equals_bucketize(monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
 def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
     expected = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
-    monkeypatch.setattr(low_precision_optimizer, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     for small in (0, 2**20):
-        monkeypatch.setattr(fused_update, "SMALL", small)
+        monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
         train_shapes(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")

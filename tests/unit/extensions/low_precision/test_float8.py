@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def names_of(model: MultimodalModel, config: Float8Config) -> list[str]:
-    chosen = float8_linears(model.llm, config)
+    chosen = find_float8_linears(model.llm, config)
     return [n for n, part in model.llm.named_modules() if any(part is linear for linear in chosen)]
 
 

@@ -87,7 +87,7 @@ def new_host(tmp_path, store):
 
 def committed(store: Path) -> list[int]:
     """Return the uploaded steps, newest first."""
-    return [step_of_folder(folder) for folder in remote(store).committed()]
+    return [step_of_upload_folder(folder) for folder in remote(store).committed()]
 
 
 def remote(store: Path) -> RemoteCheckpoints:

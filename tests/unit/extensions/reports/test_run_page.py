@@ -53,7 +53,7 @@ def write_run(folder: Path, lr: float) -> Path:
     (folder / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (folder / "logs").mkdir()
     (folder / "logs" / "rank-1.log").write_text("2026-11-25 rank 1 WARNING captions[3]: damaged\n")
-    name = keep_thumbnail(folder / "samples", "../odd/source", 3, Image.new("RGB", (400, 300)))
+    name = write_thumbnail(folder / "samples", "../odd/source", 3, Image.new("RGB", (400, 300)))
     sample = {"source": "../odd/source", "index": 3, "prompt": "", "picture": name}
     samples = [
         sample | {"step": 10, "truth": "A boat.", "generated": EVIL},
