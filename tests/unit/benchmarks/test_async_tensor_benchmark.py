@@ -1,4 +1,4 @@
-"""The benchmark of async tensor parallelism: its rows, and the link that it emulates."""
+"""The benchmark of async tensor parallelism: rows and the emulated link."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 class _Done:
-    """A transfer that gloo has finished at once."""
+    """A transfer that has already finished."""
 
     def wait(self):
         return True
@@ -20,12 +20,12 @@ class _Done:
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/, which is no package."""
+    """Return a function that imports a module of benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module
 
 
-def test_a_link_transfers_one_after_the_other_and_forgets_what_was_taken(load):
+def test_link_transfers_sequentially_and_clears_records(load):
     link = load("support.slow_link").Link()
     link.s_per_byte = 1e-4
     first, second = link.post(100), link.post(200)
@@ -37,7 +37,7 @@ def test_a_link_transfers_one_after_the_other_and_forgets_what_was_taken(load):
     assert link.take_records() == ([], [], 0)
 
 
-def test_the_bound_is_the_longer_of_compute_and_transfers(load):
+def test_overlap_bound_is_maximum_of_compute_and_transfers(load):
     found = load("async_tensor_parallel").OverlapTimes
     common = {"case": "", "ratio": 1, "mb_per_s": 1, "chunks": 1, "step_s": {}, "disturbed": ""}
     for compute_s, transfer_s, bound in ((2.0, 1.25, 2 / 3), (1.0, 2.5, 2.5 / 3)):
@@ -46,7 +46,7 @@ def test_the_bound_is_the_longer_of_compute_and_transfers(load):
         assert case.bound == pytest.approx(bound)
 
 
-def test_predictions_are_labelled_and_between_nothing_and_all_hidden(load, monkeypatch):
+def test_predictions_are_labeled_and_bounded(load, monkeypatch):
     prediction = load("support.models.async_prediction")
     monkeypatch.setattr(prediction, "BACKBONES", {"7B": "disttrain_mllm_9b"})
     rows = prediction.prediction_rows()
@@ -57,13 +57,13 @@ def test_predictions_are_labelled_and_between_nothing_and_all_hidden(load, monke
 
 
 @pytest.mark.slow
-def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
-    """It also compares the gradients of both programs."""
-    rows_file, picture = tmp_path / "rows.json", tmp_path / "overlap.svg"
+def test_async_benchmark_writes_rows_and_plot(tmp_path):
+    """Check the output. The benchmark also compares the gradients of both programs."""
+    rows_file, plot = tmp_path / "rows.json", tmp_path / "overlap.svg"
     done = subprocess.run(
         [
             sys.executable, BENCHMARKS / "async_tensor_parallel.py",
-            "--tiny", "--json", rows_file, "--picture", picture,
+            "--tiny", "--json", rows_file, "--picture", plot,
         ],
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
@@ -76,4 +76,4 @@ def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
     assert all(row["ours"] > 0 and row["better"] == "lower" for row in rows)
     mlps, layers = (row for row in rows if row["metric"] == "step / step without overlap")
     assert mlps["goal"] is not None and layers["goal"] is None
-    assert "<svg" in picture.read_text()
+    assert "<svg" in plot.read_text()

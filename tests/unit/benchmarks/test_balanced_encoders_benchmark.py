@@ -1,4 +1,4 @@
-"""The benchmark of balanced encoders: batches, arms, and its planning rows."""
+"""The benchmark of balanced encoders: batches, configurations, and planning rows."""
 
 import importlib
 
@@ -16,7 +16,7 @@ def streams(benchmark):
     return {case.key: case for case in benchmark.STREAMS}
 
 
-def test_image_counts_vary_within_limits(benchmark):
+def test_image_counts_are_within_limits(benchmark):
     counts = benchmark.image_counts(2, 3, 4)
     assert counts.shape == (2, 3, 4)
     assert 0 <= counts.min() < counts.max() <= 48 // benchmark.SHORTEN
@@ -41,13 +41,13 @@ def test_balanced_packing_lowers_patch_variation(benchmark, streams, key):
         used = [sum(sample.tokens for sample in meta.samples) for meta in metas]
         assert max(used) <= recipe.training.sequence_length
         assert packed.fill() > 0.98
-        drawn = [(s.source, s.index) for meta in metas for s in meta.samples]
-        assert len(set(drawn)) == len(drawn), "a sample is packed once"
+        samples = [(s.source, s.index) for meta in metas for s in meta.samples]
+        assert len(set(samples)) == len(samples), "a sample is packed once"
         spread.append(np.std([sum(s.patches for s in meta.samples) for meta in metas]))
     assert spread[1] < spread[0]
 
 
-def test_later_steps_keep_first_stages(benchmark, streams):
+def test_later_steps_reuse_first_stages(benchmark, streams):
     arms = importlib.import_module("support.cases.balance_arms")
     case = streams["vlm_s"]
     recipe = case.recipe()
@@ -59,9 +59,9 @@ def test_later_steps_keep_first_stages(benchmark, streams):
         arms.recomputing(recipe, "full"), schedule="megatron_balanced", pipeline=4, tensor=4,
         virtual_stages=1, sequence_parallel=True,
     )  # fmt: skip
-    first, own = (arms.Forecaster(chain, 16, profile, sample=sample) for sample in samples)
+    first, second = (arms.Forecaster(chain, 16, profile, sample=sample) for sample in samples)
     later = arms.LaterStep(first, samples[1])
     stages = later.forecast_parallel(chain.parallel).step.plan.graph.layout
-    assert stages == first.layout(chain.parallel) != own.layout(chain.parallel)
+    assert stages == first.layout(chain.parallel) != second.layout(chain.parallel)
     steps = list(benchmark.Setup(recipe, 16, profile, samples).steps(chain, [0, 1]))
     assert steps[0].step_s != steps[1].step_s

@@ -1,4 +1,4 @@
-"""The bound on the gain of images that are distributed over the replicas of pipelines."""
+"""The upper bound on the gain of distributing images over the replicas of pipelines."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def sample(load):
     return StepSample(workload.load(*changes))
 
 
-def test_arms_keep_images_and_even_out_work(benchmark, sample):
+def test_arms_preserve_images_and_balance_work(benchmark, sample):
     balance = ImageBalance(tuple(m for m in sample.modules if m.kind == "encoder"))
     shares = sample.shares(sample.recipe, 8)
 
@@ -53,9 +53,9 @@ def test_replicas_with_balanced_images_have_shorter_steps(benchmark, sample):
     assert steps_ms["even"] < steps_ms["replicas"] < steps_ms["own"]
 
 
-def test_gain_compares_with_the_best_plan(benchmark):
-    def record(plain_s, own_s, replicas_s):
-        arms = {"own": own_s, "replicas": replicas_s, "even": replicas_s}
+def test_gain_compares_with_best_plan(benchmark):
+    def record(plain_s, unbalanced_s, replicas_s):
+        arms = {"own": unbalanced_s, "replicas": replicas_s, "even": replicas_s}
         return {
             "workload": "model, 8 GPUs",
             "search_s": 8.0,

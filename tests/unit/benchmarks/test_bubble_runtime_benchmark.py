@@ -1,5 +1,4 @@
-"""The wall-clock benchmark of bubble filling: its plans can be run, and play through as they
-should."""
+"""The wall-clock benchmark of bubble filling: valid plans, and simulated step times."""
 
 import importlib
 from pathlib import Path
@@ -12,12 +11,12 @@ from torchmm.pipelining.plan.lowering import lower_plan
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("bubble_runtime")
 
 
-def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
+def test_filled_bubbles_shorten_simulated_step(benchmark):
     work = benchmark.load_nap(benchmark.NAPS[0], 2e-4)
     choices = {
         "chain": benchmark.Chain(2),
@@ -35,7 +34,7 @@ def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
     assert max(times_s["fine"], times_s["chain"]) < times_s["front"]
 
 
-def test_without_filling_ranks_encode_before_and_behind_the_llm_only(benchmark):
+def test_without_filling_encoders_run_outside_llm(benchmark):
     work = benchmark.load_nap(benchmark.NAPS[0], 2e-4)
     filled = benchmark.Colocated("fine", 1, 3, 2, 4)
     graph, order = benchmark.Outside(filled).plan(work, 0)
@@ -49,7 +48,7 @@ def test_without_filling_ranks_encode_before_and_behind_the_llm_only(benchmark):
         assert {a.type.value for a in row[llm[-1] + 1 :]} <= {"B"}
 
 
-def test_bubbles_of_1f1b_are_worth_filling(benchmark):
+def test_filling_bubbles_of_1f1b_pays_off(benchmark):
     nap = benchmark.NAPS[-1]
     assert nap.frozen
     work = benchmark.load_nap(nap, 4e-3)

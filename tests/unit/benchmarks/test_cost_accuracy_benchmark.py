@@ -1,4 +1,4 @@
-"""Benchmark of predicted step times: its cases, its rows, and one run."""
+"""The benchmark of predicted step times: cases, rows, and one run."""
 
 import importlib
 import json
@@ -19,19 +19,19 @@ def modules(monkeypatch):
     )
 
 
-def test_cases_are_many_different_and_fit_their_models(modules):
+def test_cost_cases_are_different_and_match_models(modules):
     cases, _ = modules
-    every = [*cases.ONE_RANK, *cases.TWO_RANKS]
-    assert len({case.name for case in every}) == len(every) >= 12
+    all_cases = [*cases.ONE_RANK, *cases.TWO_RANKS]
+    assert len({case.name for case in all_cases}) == len(all_cases) >= 12
     assert all(case.ranks == 1 for case in cases.ONE_RANK)
     assert all(case.ranks == 2 for case in cases.TWO_RANKS)
-    for case in every:
+    for case in all_cases:
         names = {module.name for module in case.build().modality_modules()}
         step = case.step(0)
         assert len(step) == case.microbatches
         assert any(m.target_count for m in step)
-        shown = {name for m in step for name in m.encoders}
-        assert shown == names - {"llm"}, case.name
+        encoders = {name for m in step for name in m.encoders}
+        assert encoders == names - {"llm"}, case.name
         for microbatch in step:
             for inputs in microbatch.encoders.values():
                 patches = sum(i.patches for s in microbatch.meta.samples for i in s.images)
@@ -40,7 +40,7 @@ def test_cases_are_many_different_and_fit_their_models(modules):
                 assert sum(rows * columns for _, rows, columns in inputs.grids_thw) == patches
 
 
-def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
+def test_accuracy_is_symmetric_and_reports_worst_case(modules):
     _, benchmark = modules
     low = benchmark.CaseResult("low", 90.0, [100.0, 100.0, 120.0, 100.0], [100.0, 80.0, 90.0])
     high = benchmark.CaseResult("high", 104.0, [100.0, 100.0], [])
@@ -68,13 +68,13 @@ def test_one_run_has_no_noise_floor(modules):
 
 
 @pytest.mark.slow
-def test_it_writes_rows_of_one_and_two_ranks(tmp_path):
+def test_cost_benchmark_writes_rows_of_both_rank_counts(tmp_path):
     file = tmp_path / "rows.json"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, BENCHMARKS / "cost_accuracy.py", "--tiny", "--json", file],
         check=False, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     rows = json.loads(file.read_text())
     assert [row["metric"] for row in rows] == [
         "predicted step", "accuracy", "accuracy, CPU time", "predicted step", "accuracy",

@@ -1,4 +1,4 @@
-"""The benchmark of layouts: the same samples in each, and rows that say how fast."""
+"""The benchmark of record formats: equal samples in each format, and rows of their speed."""
 
 import importlib
 from pathlib import Path
@@ -12,7 +12,7 @@ def benchmark_module(monkeypatch):
     return importlib.import_module("data_layouts")
 
 
-def test_every_layout_is_compared_with_the_same_content(benchmark_module):
+def test_every_record_format_is_compared_with_same_content(benchmark_module):
     reader = benchmark_module.make_reader()
     for name in benchmark_module.CASES:
         speed, ratio = benchmark_module.case_rows(name, reader, count=1, pairs=1)
@@ -20,7 +20,7 @@ def test_every_layout_is_compared_with_the_same_content(benchmark_module):
         assert ratio.met == (ratio.ours >= ratio.goal)
 
 
-def test_another_content_is_seen(benchmark_module, monkeypatch):
+def test_different_content_stops_format_benchmark(benchmark_module, monkeypatch):
     cases = {"moved": (benchmark_module.llava, benchmark_module.own_once)}
     monkeypatch.setattr(benchmark_module, "CASES", cases)
     with pytest.raises(AssertionError, match="moved: the sample differs"):

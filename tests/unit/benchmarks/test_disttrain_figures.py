@@ -1,4 +1,4 @@
-"""The benchmark of DistTrain's figures: a small case has all rows, and the optimum wins."""
+"""The DistTrain benchmark: a small case has all rows, and the optimum is the fastest."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def figures(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     found = importlib.import_module("disttrain_figures")
     monkeypatch.setattr(found, "SMALL", (24, {"9b": 16}))
@@ -16,7 +16,7 @@ def figures(monkeypatch):
     return found
 
 
-def test_the_optimum_beats_the_baselines_on_a_small_cluster(figures):
+def test_optimum_beats_baselines_on_small_cluster(figures):
     rows = figures.orchestration_rows(["9b"])
     assert [row.paper for row in rows if row.unit == "x"] == [1.3, 2.7, 1.4, 2.7]
     for row in rows:
@@ -29,7 +29,7 @@ def test_the_optimum_beats_the_baselines_on_a_small_cluster(figures):
     assert found.fits and found.mfu < 1
 
 
-def test_reordering_and_frozen_modules_have_their_rows(figures):
+def test_reordering_and_frozen_modules_have_rows(figures):
     rows = figures.reordering_rows(["9b"])
     assert len(rows) == 3 + 2 and rows[2].metric == "throughput, both over random order"
     case = figures.Case("9b", 24, 16)

@@ -1,4 +1,4 @@
-"""Parallel plans of encoders: arithmetic of sizes, memory of the worst device, what fits."""
+"""Parallel plans of encoders: sizes, memory of the peak device, and memory limits."""
 
 from dataclasses import replace
 
@@ -25,17 +25,17 @@ MODELS = {  # Optimus, tables 3, 8, 9 and 11: encoder width, LLM width and depth
 }
 
 
-def transformer(name: str, kind: str, width: int, depth: int, **others) -> ModuleDescription:
+def transformer(name: str, kind: str, width: int, depth: int, **fields) -> ModuleDescription:
     heads, causal = width // 128, kind == "llm"
     layer = LayerDescription(
         width, heads, heads, 128, 4 * width, False, causal, parameters=12 * width**2
     )
     ends = {"pre_parameters": 100 * width, "post_parameters": 2 * width**2}
     parameters = depth * layer.parameters + sum(ends.values())
-    return ModuleDescription(name, kind, (layer,) * depth, 1, 1, parameters, **ends, **others)  # type: ignore[arg-type]
+    return ModuleDescription(name, kind, (layer,) * depth, 1, 1, parameters, **ends, **fields)  # type: ignore[arg-type]
 
 
-def test_sizes_divide_those_of_the_llm_and_use_all_ranks():
+def test_encoder_sizes_divide_llm_sizes():
     llm = ParallelSizes(8, 8, 8)
     plans = encoder_plans(transformer("vision", "encoder", 6144, 48), llm)
     assert len(plans) == 16
@@ -49,18 +49,20 @@ def test_sizes_divide_those_of_the_llm_and_use_all_ranks():
         assert devices.shape == (plan.pipelines, pipeline)
         assert sorted(devices.flatten().tolist()) == list(range(8 * plan.tensor_groups))
         assert (np.diff(devices, axis=1) == plan.tensor_groups).all(), "consecutive ranks"
-    # Five heads cannot be split, and three layers make no four stages.
+    # Five heads cannot be split, and three layers cannot form four stages.
     small = transformer("vision", "encoder", 5 * 128, 3)
     assert {p.sizes[1:] for p in encoder_plans(small, llm)} == {(1, 1), (2, 1)}
 
 
 def mean_overhead_bytes(plan, parameters, bytes_per_parameter=6):
-    """§4.5: k (DP_enc - DP_llm) phi_enc / GPUs: what copies of an encoder take per device beyond
-    those of 3D parallelism with the LLM's sizes."""
+    """Return the mean memory of encoder copies per device beyond 3D parallelism with LLM sizes.
+
+    §4.5: k (DP_enc - DP_llm) phi_enc / GPUs.
+    """
     return bytes_per_parameter * (plan.sizes.data - plan.llm.data) * parameters / plan.llm.ranks
 
 
-def test_copies_take_what_the_formula_says():
+def test_memory_of_encoder_copies_matches_formula():
     encoder = transformer("vision", "encoder", 6144, 48)
     for width, _, _, llm in MODELS.values():
         encoder = transformer("vision", "encoder", width, 48)
@@ -68,15 +70,15 @@ def test_copies_take_what_the_formula_says():
             mean = mean_overhead_bytes(plan, encoder.parameters)
             if plan.sizes == llm:
                 assert plan.pipelines == 1 and mean == 0
-            # What all devices hold, without optimizer state, is DP_enc times the encoder.
+            # Without optimizer state, all devices together store DP_enc times the encoder.
             per_device = [
                 6 * stage_parameters(encoder, s, e, plan.sizes.tensor).all
                 for s, e in _ranges(plan.layers)
             ]
             copies = llm.ranks / len(per_device)
-            held = sum(per_device) * copies
-            lean = 6 * llm.data * encoder.parameters
-            assert held == pytest.approx(lean + mean * llm.ranks, rel=1e-3)
+            total_bytes = sum(per_device) * copies
+            base_bytes = 6 * llm.data * encoder.parameters
+            assert total_bytes == pytest.approx(base_bytes + mean * llm.ranks, rel=1e-3)
 
 
 def _ranges(layers):
@@ -84,7 +86,7 @@ def _ranges(layers):
     return [(stop - size, stop) for size, stop in zip(layers, stops, strict=True)]
 
 
-def test_optimizer_state_is_counted_and_frozen_modules_have_none():
+def test_optimizer_state_is_included_except_if_frozen():
     count = Parameters(1000, 1000)
     assert state_bytes(count, 1) == 18_000  # 2 weights, 4 gradients, 4 + 8 optimizer
     assert state_bytes(count, 4) == 6000 + 3000
@@ -96,32 +98,32 @@ def test_optimizer_state_is_counted_and_frozen_modules_have_none():
     frozen = replace(connector, connector_trainable=False)
     needs = [encoder_plans(m, llm)[0].stage_bytes[0] for m in (trained, connector, frozen)]
     assert needs[0] > needs[1] > needs[2]
-    # Of the connector alone: gradients and moments.
+    # Gradients and moments of the connector only.
     moments = trained.post_parameters * (4 + 8 / 4)
     assert needs[1] - needs[2] == moments
 
 
-def test_the_worst_device_decides():
+def test_peak_device_determines_fit():
     encoder = transformer("vision", "encoder", 4096, 48, dummy_patches=1)
     llm = ParallelSizes(2, 4, 8)
-    # The mean over ranks fits, rank 3 does not.
+    # The mean over ranks fits, but rank 3 does not.
     llm_bytes = [20 * GB, 20 * GB, 20 * GB, 76 * GB]
     with pytest.raises(ValueError, match=r"no encoder plan fits.* GiB on pipeline rank 3 of"):
         colocated_plans([encoder], llm, llm_bytes, 76 * GB)
     plans = colocated_plans([encoder], llm, llm_bytes, 80 * GB)
-    every = encoder_plans(encoder, llm)
-    assert 0 < len(plans) < len(every)
+    all_plans = encoder_plans(encoder, llm)
+    assert 0 < len(plans) < len(all_plans)
     for plan in plans:
-        (own,) = plan.encoders
+        (encoder_plan,) = plan.encoders
         assert plan.rank_bytes == tuple(
-            a + b for a, b in zip(llm_bytes, own.rank_bytes, strict=True)
+            a + b for a, b in zip(llm_bytes, encoder_plan.rank_bytes, strict=True)
         )
         assert plan.worst_bytes <= 80 * GB
-    rejected = {p.sizes for p in every} - {p.encoders[0].sizes for p in plans}
+    rejected = {p.sizes for p in all_plans} - {p.encoders[0].sizes for p in plans}
     assert all(size.pipeline * size.tensor < 32 for size in rejected)
 
 
-def test_every_encoder_has_a_plan_of_its_own():
+def test_every_encoder_has_separate_plan():
     encoders = [transformer(n, "encoder", 4096, 48) for n in ("vision", "audio")]
     llm = ParallelSizes(2, 4, 8)
     plans = colocated_plans(encoders, llm, [10 * GB] * 4, 1000 * GB)
@@ -131,25 +133,25 @@ def test_every_encoder_has_a_plan_of_its_own():
     assert 0 < len(tight) < len(plans)
 
 
-def test_the_papers_models_have_plans_within_its_overhead():
+def test_models_of_paper_have_plans_within_overhead():
     for name, (width, llm_width, depth, llm) in MODELS.items():
         encoder = transformer("vision", "encoder", width, 48)
         backbone = transformer("llm", "llm", llm_width, depth)
         layers = ModuleLayers("llm", "llm", (1.0,) * depth)
         layout = colocated_layout([layers], llm.pipeline, 1)
-        own = [
+        llm_bytes = [
             state_bytes(stage_parameters(backbone, s.start, s.stop, llm.tensor), llm.data)
             for s in layout.stages
         ]
-        assert len(own) == llm.pipeline and own[0] != own[1]
-        plans = colocated_plans([encoder], llm, own, 80 * GB)
-        # Figure 17: at most 12 % of the memory; with whole tensor-parallel groups and two stages.
-        two = [p.encoders[0] for p in plans if p.encoders[0].sizes[1:] == (2, 8)]
-        assert two, name
-        assert mean_overhead_bytes(two[0], encoder.parameters) < 0.12 * 80 * GB, name
+        assert len(llm_bytes) == llm.pipeline and llm_bytes[0] != llm_bytes[1]
+        plans = colocated_plans([encoder], llm, llm_bytes, 80 * GB)
+        # Figure 17: at most 12 % of the memory, with full tensor-parallel groups and two stages.
+        two_stage_plans = [p.encoders[0] for p in plans if p.encoders[0].sizes[1:] == (2, 8)]
+        assert two_stage_plans, name
+        assert mean_overhead_bytes(two_stage_plans[0], encoder.parameters) < 0.12 * 80 * GB, name
 
 
-def test_bad_sizes_are_refused():
+def test_invalid_sizes_are_rejected():
     encoder = transformer("vision", "encoder", 256, 4)
     with pytest.raises(ValueError, match="all sizes must be at least 1"):
         encoder_plans(encoder, ParallelSizes(1, 0, 1))

@@ -1,4 +1,4 @@
-"""The benchmark of families: equal losses, rows, and what happens where losses differ."""
+"""The benchmark of model families: equal losses, rows, and an error if losses differ."""
 
 import importlib
 from pathlib import Path
@@ -43,7 +43,7 @@ OTHERS = (
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHERS)]
 )
-def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
+def test_packed_step_is_compared_with_padded_step(benchmark, samples, name):
     found, vocabulary = samples
     assert max(max(sample.ids) for sample in found) < vocabulary
     (case,) = [
@@ -54,24 +54,24 @@ def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     assert rows[0].ours > 0 and 0 < rows[2].baseline < 1
 
 
-def test_losses_that_differ_stop_it(benchmark, samples, monkeypatch):
+def test_different_losses_stop_family_benchmark(benchmark, samples, monkeypatch):
     found, vocabulary = samples
     case = benchmark.families(benchmark.QUICK, vocabulary)[0]
     batches = benchmark.batches
     end = importlib.import_module("support.cases.family_cases").END
 
-    def one_label_less(*args):
+    def drop_last_label(*args):
         packed, padded = batches(*args)
         ended = padded["input_ids"] == end
         padded["labels"] = padded["labels"].masked_fill(ended, -100)
         return packed, padded
 
-    monkeypatch.setattr(benchmark, "batches", one_label_less)
+    monkeypatch.setattr(benchmark, "batches", drop_last_label)
     with pytest.raises(benchmark.LossMismatchError, match="llama"):
         benchmark.compare(case, found, pairs=1)
 
 
-def test_patch_embeddings_are_compared_in_both_precisions(benchmark):
+def test_patch_embeddings_are_compared_in_both_dtypes(benchmark):
     rows = benchmark.patch_rows(patches=1, pairs=1)
     assert [row.metric for row in rows] == ["forward and backward", "speedup"] * 2
     assert [row.case.split()[-1] for row in rows] == ["fp32", "fp32", "bf16", "bf16"]
@@ -79,8 +79,8 @@ def test_patch_embeddings_are_compared_in_both_precisions(benchmark):
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process."""
+def process_group(monkeypatch):
+    """Start a process group of this process."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     start_process_group(ParallelConfig(), torch.device("cpu"))
@@ -89,19 +89,22 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_a_device_that_computes_something_else_is_told_from_rounding(
-    benchmark, samples, alone, monkeypatch, factor
+def test_wrong_device_results_differ_from_rounding(
+    benchmark, samples, process_group, monkeypatch, factor
 ):
     models = importlib.import_module("support.cases.family_models")
-    device, true = torch.device("cpu", 0), models._gradients
+    device, original = torch.device("cpu", 0), models._gradients
 
-    def found(model, batch, where, dtype):
-        gradients = true(model, batch, where, dtype)
+    def scaled_gradients(model, batch, where, dtype):
+        gradients = original(model, batch, where, dtype)
         return {name: g * factor if where is device else g for name, g in gradients.items()}
 
-    monkeypatch.setattr(models, "_gradients", found)
+    monkeypatch.setattr(models, "_gradients", scaled_gradients)
     texts, vocabulary = samples
     llama = next(f for f in benchmark.families(benchmark.QUICK, vocabulary) if f.name == "llama")
     differences = dict(models.device_differences(llama, texts, device))
     assert set(differences) == {"float32", "bfloat16"}
-    assert all((off.share <= off.most) == (factor == 1.0) for off in differences.values())
+    assert all(
+        (difference.share <= difference.most) == (factor == 1.0)
+        for difference in differences.values()
+    )

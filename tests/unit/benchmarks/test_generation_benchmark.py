@@ -1,4 +1,4 @@
-"""The benchmark of text: both sides write the same, or it stops."""
+"""The text generation benchmark: both programs generate the same tokens, or it fails."""
 
 import importlib
 from collections.abc import Iterator
@@ -27,7 +27,9 @@ def mesh(benchmark_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Itera
     dist.destroy_process_group()
 
 
-def test_sides_write_the_same(benchmark_module: ModuleType, mesh: ParallelMesh) -> None:
+def test_generation_programs_generate_same_tokens(
+    benchmark_module: ModuleType, mesh: ParallelMesh
+) -> None:
     for name in benchmark_module.WORKLOADS:
         rows = benchmark_module.case_rows(name, "tiny", mesh)
         assert {row.case for row in rows} == {f"{name}, 6 new tokens"}
@@ -35,7 +37,7 @@ def test_sides_write_the_same(benchmark_module: ModuleType, mesh: ParallelMesh) 
         assert [row.goal for row in rows] == [None, 1.0, None, None, 1.0]
 
 
-def test_other_tokens_stop_the_benchmark(
+def test_different_tokens_stop_benchmark(
     benchmark_module: ModuleType, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark_module, "written_by", lambda *_: [[1] * 6])

@@ -1,4 +1,4 @@
-"""The head-to-head benchmark: methods on the same step, and the fastest of them."""
+"""The head-to-head benchmark: methods on the same step, and the fastest method."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -20,7 +20,7 @@ def methods(load):
 
 @pytest.fixture
 def comparison(load, methods):
-    """VLM-S with four sequences; the planner tries one plan per method."""
+    """Return a comparison of VLM-S with four sequences. The planner tries one plan per method."""
     workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
     return methods.Comparison(workload.load(), 16, load_profile("h800"), budget_s=0.0)
 
@@ -55,30 +55,32 @@ def test_all_methods_run_the_same_batch(benchmark, comparison, tmp_path):
     ET.parse(benchmark.draw(workload, results, tmp_path))
 
 
-def test_static_plan_keeps_stages_of_representative_batch(comparison, methods):
+def test_static_plan_uses_stages_of_representative_batch(comparison, methods):
     chain = comparison.printed
     static = comparison._static([chain])
     seed = chain.simulation.seed + 1
-    other = methods.with_values(chain, "simulation", seed=seed)
-    forecaster = methods.Forecaster(other, 16, comparison.profile)
+    other_recipe = methods.with_values(chain, "simulation", seed=seed)
+    forecaster = methods.Forecaster(other_recipe, 16, comparison.profile)
     parallel = methods.with_values(chain, "parallel", schedule="megatron_balanced").parallel
     expected = forecaster.layout(parallel).stages
     assert static.step.plan.graph.layout.stages == expected
-    own = methods.Forecaster(chain, 16, comparison.profile, sample=comparison.sample)
-    assert own.layout(parallel).stages != expected  # a control
+    original = methods.Forecaster(chain, 16, comparison.profile, sample=comparison.sample)
+    assert original.layout(parallel).stages != expected  # the comparison depends on the batch
     modes = {"none", "selective", "full"}
     assert static.note.split()[-1] in modes
 
 
 @pytest.mark.slow
-def test_layers_are_tuned_for_the_kept_order(load, methods):
+def test_layers_are_tuned_for_fixed_schedule(load, methods):
     workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
     recipe = methods.colocated(workload.load())
     forecaster = methods.Forecaster(recipe, 16, load_profile("h800"))
     step, hidden = methods.Colocated.of(forecaster, recipe).kernels(recipe, "interleaved_1f1b")
     assert step.fits and 0 < hidden < step.timeline.bubble_fraction
-    lean = methods.recomputing(recipe, "auto")
-    tuned, _ = methods.Colocated.of(forecaster, lean).kernels(lean, "interleaved_1f1b")
+    recomputing = methods.recomputing(recipe, "auto")
+    tuned, _ = methods.Colocated.of(forecaster, recomputing).kernels(
+        recomputing, "interleaved_1f1b"
+    )
     assert tuned.fits and tuned.plan.recompute and tuned.makespan_ms < step.makespan_ms
 
 

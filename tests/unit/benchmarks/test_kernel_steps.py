@@ -1,4 +1,4 @@
-"""Encoders kernel by kernel: the work of whole actions, hidden where the LLM communicates."""
+"""Encoder kernels: the work of full actions, overlapped with LLM communication."""
 
 import importlib
 from dataclasses import replace
@@ -27,15 +27,18 @@ IMAGES = (2, 0, 1, 1, 2, 1, 0, 1)
 
 @pytest.fixture
 def model(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("support.models.kernel_steps")
 
 
 @pytest.fixture
 def step() -> tuple[StageGraph, PlanCosts]:
-    """Five encoder layers in two stages per pipeline, an LLM that communicates a third of its
-    time; nothing is idle for as long as a layer of the encoder takes."""
+    """Return a graph of encoder and LLM stages, and its costs.
+
+    Five encoder layers are in two stages per pipeline. The LLM communicates for a third of its
+    time. No rank is idle for as long as an encoder layer takes.
+    """
     layers = [
         ModuleLayers("vision", "encoder", (1.0,) * 5, sub_microbatched=True),
         ModuleLayers("llm", "llm", (1.0,) * 8),
@@ -46,54 +49,54 @@ def step() -> tuple[StageGraph, PlanCosts]:
     for task in graph.tasks():
         stage = layout.stages[task.stage]
         forward_ms = (0.4 if stage.module == "vision" else 1.0) * (stage.stop - stage.start)
-        shares = {T.F: 1.0, T.B: 2.0, T.I: 1.0, T.W: 1.0}
-        compute |= {Action(k, *task): share * forward_ms for k, share in shares.items()}
+        factors = {T.F: 1.0, T.B: 2.0, T.I: 1.0, T.W: 1.0}
+        compute |= {Action(k, *task): factor * forward_ms for k, factor in factors.items()}
     return graph, PlanCosts(compute, {action: ms / 3 for action, ms in compute.items()})
 
 
-def test_kernels_are_the_work_of_their_actions(model, step):
+def test_kernel_times_sum_to_action_times(model, step):
     graph, costs = step
-    whole, kernels = encoder_work(graph, costs, "vision"), model.kernel_work(graph, costs, VISION)
-    shape = (*whole.forward_ms_NSK.shape, -1)
-    assert kernels.forward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(whole.forward_ms_NSK)
-    assert kernels.backward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(whole.backward_ms_NSK)
+    work, kernels = encoder_work(graph, costs, "vision"), model.kernel_work(graph, costs, VISION)
+    shape = (*work.forward_ms_NSK.shape, -1)
+    assert kernels.forward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(work.forward_ms_NSK)
+    assert kernels.backward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(work.backward_ms_NSK)
     for links, ms_NSK in zip(
         kernels.links, (kernels.forward_ms_NSK, kernels.backward_ms_NSK), strict=True
     ):
         assert ms_NSK[..., links].sum() == pytest.approx(ms_NSK.sum() / 3)
-    # Of 64 x 64 products: three for queries, keys and values, one behind attention, four and four.
+    # Matmuls of 64 x 64: three for Q, K and V, one after attention, four and four.
     layer = kernels.forward_ms_NSK[0, 0].reshape(2, -1)[0]
-    products = layer[~kernels.links[0][: len(layer)] & (layer > 0)]
-    assert products / products.sum() == pytest.approx(np.array([3, 1, 4, 4]) / 12)
+    matmuls = layer[~kernels.links[0][: len(layer)] & (layer > 0)]
+    assert matmuls / matmuls.sum() == pytest.approx(np.array([3, 1, 4, 4]) / 12)
 
 
-def test_bubbles_inside_of_actions_are_filled_and_only_those(model, step):
+def test_kernels_fill_bubbles_inside_llm_actions(model, step):
     graph, costs = step
-    whole = optimus(graph, costs)
+    coarse = optimus(graph, costs)
     planned = model.optimus_kernels(graph, costs, [VISION])
-    assert planned.schedule.total_ms < whole.schedule.total_ms
+    assert planned.schedule.total_ms < coarse.schedule.total_ms
     assert not order_problems(planned.graph, planned.order)
     hidden = planned.hidden_ms
     assert sum(hidden.values()) > 0.2 * planned.schedule.works[0].busy_ms
     assert all(-1e-6 <= ms <= costs.compute_ms[a] + 1e-6 for a, ms in hidden.items())
     plan = lower_plan(planned.order, planned.graph, {})
-    found, bare = simulate(plan, planned.costs(costs)), simulate(plan, costs)
-    assert found.makespan_ms < bare.makespan_ms
+    found, unfilled = simulate(plan, planned.costs(costs)), simulate(plan, costs)
+    assert found.makespan_ms < unfilled.makespan_ms
     assert found.makespan_ms <= 1.05 * planned.schedule.total_ms
-    # Without communication there is nothing to hide in.
-    alone = model.optimus_kernels(graph, replace(costs, tensor_ms={}), [VISION])
-    assert sum(alone.hidden_ms.values()) == pytest.approx(0, abs=1e-6)
+    # Without communication, no time can be hidden.
+    without_comm = model.optimus_kernels(graph, replace(costs, tensor_ms={}), [VISION])
+    assert sum(without_comm.hidden_ms.values()) == pytest.approx(0, abs=1e-6)
 
 
-def test_hidden_time_is_that_inside_of_the_llms_actions(model, step):
+def test_hidden_time_is_inside_llm_actions(model, step):
     graph, costs = step
     planned = model.optimus_kernels(graph, costs, [VISION])
     schedule, (work,) = planned.schedule, planned.schedule.works
     inside = 0.0
     for row, pipeline in enumerate(schedule.pipeline_N[0].tolist()):
         for position, device in enumerate(work.devices_MS[pipeline].tolist()):
-            own = schedule.llm[device]
-            spans = list(zip(own.start_ps.tolist(), own.end_ps.tolist(), strict=True))
+            llm_spans = schedule.llm[device]
+            spans = list(zip(llm_spans.start_ps.tolist(), llm_spans.end_ps.tolist(), strict=True))
             for starts, ms_NSK in (
                 (schedule.forward_start_ps[0], work.forward_ms_NSK),
                 (schedule.backward_start_ps[0], work.backward_ms_NSK),
@@ -105,9 +108,9 @@ def test_hidden_time_is_that_inside_of_the_llms_actions(model, step):
 
 
 @pytest.mark.parametrize("name", ["searched", "zero_bubble", "gpipe"])
-def test_any_order_of_the_llm_will_do(model, step, name):
+def test_kernels_support_any_llm_schedule(model, step, name):
     graph, costs = step
     planned = model.optimus_kernels(graph, costs, [VISION], llm_schedule=name, evaluations=16)
     assert not order_problems(planned.graph, planned.order)
-    done = simulate(lower_plan(planned.order, planned.graph, {}), planned.costs(costs))
-    assert done.makespan_ms >= planned.schedule.llm_ms
+    simulated = simulate(lower_plan(planned.order, planned.graph, {}), planned.costs(costs))
+    assert simulated.makespan_ms >= planned.schedule.llm_ms

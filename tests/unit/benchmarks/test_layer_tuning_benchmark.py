@@ -1,4 +1,4 @@
-"""The benchmark of layer tuning: compares what fits, within the limit, at the sizes it says."""
+"""The benchmark of per-layer recomputation: plans that fit, within the limit, at stated sizes."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("layer_tuning")
 
@@ -23,7 +23,7 @@ def test_rows_compare_steps_that_fit(benchmark):
     assert highs["time added"].ours <= 1.2 * highs["time added"].baseline
     rows = benchmark.gain_rows(step, "vlm_s", (0.01, 0.5, 0.95))
     cases = {row.case for row in rows}
-    assert len(cases) == 2, "a limit that cannot be met is left out"
+    assert len(cases) == 2, "an impossible limit is skipped"
     for row in rows:
         if row.metric.startswith("speedup"):
             assert row.ours >= 1
@@ -33,5 +33,5 @@ def test_rows_compare_steps_that_fit(benchmark):
     rows = {row.metric: row for row in benchmark.offload_rows(step, "vlm_s")}
     copying = [row for metric, row in rows.items() if metric.endswith("recomputation, offloading")]
     assert len(copying) == 2 and all(0 < row.ours < row.baseline for row in copying)
-    least = rows["minimum memory, without offloading"]
-    assert least.ours < least.baseline
+    minimum = rows["minimum memory, without offloading"]
+    assert minimum.ours < minimum.baseline

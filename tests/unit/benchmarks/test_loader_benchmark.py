@@ -1,4 +1,4 @@
-"""The benchmark of loaders: all sides yield the same tensors, and a side that does not is found."""
+"""The benchmark of data loaders: equal tensors from all loaders, and detection of differences."""
 
 import importlib
 from dataclasses import replace
@@ -13,7 +13,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("loader")
 
 
-def test_sides_yield_the_same_tensors(benchmark, tmp_path):
+def test_loaders_yield_same_tensors(benchmark, tmp_path):
     sides = importlib.import_module("support.cases.loader_sides").SIDES
     captions = importlib.import_module("support.captions").load_captions(0)
     task = benchmark.make_task(tmp_path, captions, samples=5)
@@ -30,11 +30,15 @@ def test_sides_yield_the_same_tensors(benchmark, tmp_path):
     assert len(set(benchmark.fingerprints(side)) & set(found["torchmm"])) == 4
 
 
-def test_ours_is_held_against_the_fastest(benchmark):
+def test_torchmm_is_compared_with_fastest_loader(benchmark):
     def costs(*cpu_us):
         return [benchmark.Cost(cpu, 1.0, 1.0, 1.0, 1.0) for cpu in cpu_us]
 
-    of = {"torchmm": costs(90, 110), "torchmm, tar files": costs(1, 1), "slow": costs(200, 200)}
-    *_, last = benchmark.rows_of({**of, "fast": costs(95, 95)}, 2)
+    costs_by_loader = {
+        "torchmm": costs(90, 110),
+        "torchmm, tar files": costs(1, 1),
+        "slow": costs(200, 200),
+    }
+    *_, last = benchmark.rows_of({**costs_by_loader, "fast": costs(95, 95)}, 2)
     assert last.case == "2 ranks: fast, the fastest"
     assert last.ours == pytest.approx((95 / 90 + 95 / 110) / 2) and not last.met

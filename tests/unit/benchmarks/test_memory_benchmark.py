@@ -1,4 +1,4 @@
-"""The benchmark of memory: rows, predictions that hold, and how little a chunked loss takes."""
+"""The memory benchmark: rows, accurate predictions, and the memory of a chunked loss."""
 
 import importlib
 from pathlib import Path
@@ -17,7 +17,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_loss_in_chunks_is_measured_and_as_planned(benchmark, dtype):
+def test_chunked_loss_memory_matches_prediction(benchmark, dtype):
     rows = benchmark.loss_rows(benchmark.Size(2048, 6000, 32, dtype), pairs=1)
     found = {row.metric: row for row in rows}
     assert found["peak"].ours < found["peak"].baseline
@@ -25,7 +25,7 @@ def test_a_loss_in_chunks_is_measured_and_as_planned(benchmark, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_is_that_of_a_chunk(benchmark, dtype):
+def test_chunked_loss_memory_is_one_chunk(benchmark, dtype):
     loss = benchmark.Loss(benchmark.Size(4096, 8192, 64, dtype), rows=256)
     chunks = loss.peak_bytes(loss.in_chunks)
     assert chunks < 0.25 * loss.peak_bytes(loss.at_once)
@@ -33,11 +33,13 @@ def test_memory_is_that_of_a_chunk(benchmark, dtype):
 
 
 @pytest.mark.parametrize("rows", ["state_rows", "recompute_rows"])
-def test_switches_hold_what_is_planned(benchmark, rows):
+def test_memory_settings_match_predictions(benchmark, rows):
     torch.manual_seed(0)
     found = getattr(benchmark, rows)()
-    held = [row.ours for row in found if "prediction" not in row.metric]
+    bytes_by_setting = [row.ours for row in found if "prediction" not in row.metric]
     assert all(
         row.ours == pytest.approx(1, rel=0.05) for row in found if "prediction" in row.metric
     )
-    assert len(held) >= 3 and min(held) < 0.7 * held[0]  # the first has no switch set
+    assert (
+        len(bytes_by_setting) >= 3 and min(bytes_by_setting) < 0.7 * bytes_by_setting[0]
+    )  # the first row has the default settings

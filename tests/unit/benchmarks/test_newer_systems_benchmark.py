@@ -1,4 +1,4 @@
-"""Claims of newer systems: the same images dealt evenly, bounds that are bounds."""
+"""Claims of newer systems: images distributed evenly, and valid bounds."""
 
 import importlib
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("newer_systems")
 
 
-def test_alike_microbatches_have_all_images_and_tokens(benchmark):
+def test_uniform_microbatches_have_all_images_and_tokens(benchmark):
     metas = benchmark.forecaster_of(benchmark.MODELS[0], 8, 10, 0).workload.microbatches
     even = benchmark.alike(metas)
     counts = [meta.image_count for meta in even]
@@ -22,14 +22,14 @@ def test_alike_microbatches_have_all_images_and_tokens(benchmark):
     assert [meta.tokens for meta in even] == [meta.tokens for meta in metas]
 
 
-def test_a_static_chain_gains_from_alike_microbatches(benchmark):
+def test_static_pipeline_gains_from_uniform_microbatches(benchmark):
     rows = benchmark.deferral_rows(benchmark.MODELS[0], 8, evaluations=50, seeds=1)
-    searched, alike, bound, least = (row.ours for row in rows)
-    assert searched == pytest.approx(alike * bound) and bound == least
-    assert alike > 1
+    searched, uniform, bound, minimum = (row.ours for row in rows)
+    assert searched == pytest.approx(uniform * bound) and bound == minimum
+    assert uniform > 1
 
 
-def test_encoders_keep_less_where_microbatches_are_bounded(benchmark):
+def test_bounded_encoders_save_fewer_activations(benchmark):
     rows = benchmark.nested_rows(benchmark.MODELS[0], (4, 24), evaluations=20)
     grown = {row.metric: row.ours for row in rows if row.case.endswith(" / 4")}
     assert grown["encoder activations, bounded"] < grown["encoder activations, encoders first"]

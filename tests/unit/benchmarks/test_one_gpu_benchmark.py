@@ -24,9 +24,9 @@ MS = 1_000_000
 
 @pytest.fixture
 def recorder(tmp_path) -> Iterator[Recorder]:
-    made = Recorder(tmp_path, "NVIDIA H100", 100.0)
-    yield made
-    made.close()
+    row_recorder = Recorder(tmp_path, "NVIDIA H100", 100.0)
+    yield row_recorder
+    row_recorder.close()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_recorder_ends_inner_attempt_at_limit(recorder):
 
 
 def test_recorder_limit_passes_broad_handlers(recorder):
-    """torch.compile wraps every `Exception` of what it calls."""
+    """Check this because torch.compile wraps every `Exception` of called code."""
     assert not issubclass(LimitError, Exception)
     with recorder.attempt("part", "case", "side", 0.05):
         try:
@@ -97,7 +97,7 @@ def test_markdown_lists_goals_losses_and_sides(recorder):
 
 
 def _attention_rows(case: str, **changes: float) -> list[Row]:
-    """Rows of a case in which cuDNN is twice as fast as flash."""
+    """Return rows of a case in which cuDNN is twice as fast as flash."""
     values = {
         ("sdpa flash", "forward"): 300.0,
         ("sdpa flash", "backward"): 300.0,
@@ -120,8 +120,8 @@ def _attention_rows(case: str, **changes: float) -> list[Row]:
     ],
 )
 def test_image_kernel_follows_times(changes, kernel):
-    first, *others = [name for name, heads in ceilings.HEADS.items() if heads.width == 72]
-    rows = _attention_rows(first, **changes) + [r for o in others for r in _attention_rows(o)]
+    first, *remaining = [name for name, heads in ceilings.HEADS.items() if heads.width == 72]
+    rows = _attention_rows(first, **changes) + [r for o in remaining for r in _attention_rows(o)]
     assert ceilings.choose_image_kernels(rows) == {"72": kernel}
     without_cudnn = [row for row in rows if row.side == "sdpa flash"]
     assert ceilings.choose_image_kernels(without_cudnn) == {}
@@ -157,7 +157,7 @@ def test_gaps_name_host_work():
         ("multi_tensor_apply_kernel<FusedAdam>", "update"),
     ],
 )
-def test_class_of_kernel(kernel, name):
+def test_kernel_class_follows_name(kernel, name):
     assert class_of(kernel) == name
 
 
@@ -183,18 +183,18 @@ def test_missing_switch_is_reported(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_recipes_are_valid(case, tmp_path):
-    for made in (case, case.small()):
-        problems = check_recipe(made.recipe(tmp_path, CPU, {}), 1)
-        made_up = ("data.sources", "model.tokenizer")  # batches are synthetic
-        assert not [p for p in problems if not p.startswith(made_up)]
+    for variant in (case, case.small()):
+        problems = check_recipe(variant.recipe(tmp_path, CPU, {}), 1)
+        synthetic = ("data.sources", "model.tokenizer")  # batches are synthetic
+        assert not [p for p in problems if not p.startswith(synthetic)]
 
 
 def test_targets_are_next_text_tokens(tmp_path):
     case = cases.SMALL_VLM.small()
     model = ours.recipe_model(case.recipe(tmp_path, CPU, {}))
     microbatch = case.batches(model, CPU)[0].microbatches[0]
-    places = microbatch.target_positions_L
-    assert torch.equal(microbatch.targets_T[places], microbatch.input_ids_T[places + 1])
+    positions_L = microbatch.target_positions_L
+    assert torch.equal(microbatch.targets_T[positions_L], microbatch.input_ids_T[positions_L + 1])
     image = cases.image_token_of(model)
     assert not (microbatch.targets_T == image).any()
     positions = microbatch.encoders["vision"].positions_K

@@ -1,4 +1,4 @@
-"""The benchmark of pipelines: documents, candidates, medians, and a tiny run of all of it."""
+"""The pipeline benchmark: documents, candidates, medians, and a tiny run of all cases."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/, which is no package."""
+    """Return a function that imports a module of benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def import_module(name: str) -> ModuleType:
@@ -22,7 +22,7 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_cases_write_rows_with_equal_gradients(tmp_path, train_server):
+def test_all_pipeline_cases_write_rows(tmp_path, train_server):
     file = tmp_path / "rows.json"
     script = BENCHMARKS / "pipeline_runtime.py"
     codes, output = train_server.run(["--tiny", "--json", file], tmp_path, script=script)
@@ -40,7 +40,7 @@ def test_all_cases_write_rows_with_equal_gradients(tmp_path, train_server):
     assert all(row["kind"] == "measured" for row in rows.values())
 
 
-def test_documents_fill_microbatches_and_differ_in_images(load):
+def test_documents_fill_microbatches_and_vary_in_images(load):
     documents = load("documents")
     loaded = documents.load_documents()
     assert len(loaded.pages) == 622 and sum(p.count(0) for p in loaded.pages) == 2434
@@ -55,31 +55,36 @@ def test_documents_fill_microbatches_and_differ_in_images(load):
     ("page", "sample"),
     [
         ([5, 0, 3], (1, 12)),
-        ([5, 0, 9], (1, 14)),  # text is cut
-        ([5, 0, 3, 0], (1, 12)),  # an image is not
+        ([5, 0, 9], (1, 14)),  # text is truncated
+        ([5, 0, 3, 0], (1, 12)),  # an image is not truncated
         ([20], (0, 14)),
         ([0, 0, 0, 0], (3, 12)),
     ],
 )
-def test_pages_are_cut_where_they_do_not_fit(load, page, sample):
+def test_pages_are_truncated_at_limit(load, page, sample):
     assert load("documents").truncate(page, 14, 4, 1) == sample
 
 
-def test_lengths_of_text_shrink_with_the_microbatch(load):
+def test_text_length_shrinks_with_microbatch(load):
     assert load("documents").truncate([9, 0, 1], 100, 4, 4) == (1, 3 + 4 + 1)
 
 
-def test_splits_are_all_that_are_balanced(load):
+def test_splits_are_all_balanced_splits(load):
     case = load("support.cases.pipeline_model_case")
     modules = [
         case.ModuleLayers("vision", "encoder", (1.0,) * 4, True),
         case.ModuleLayers("llm", "llm", (1.0,) * 4),
     ]
-    every = set(case.splits(modules, stages=2, slack=1.3))
-    assert every == {(2, 6), (3, 5), (4, 4), (5, 3)}  # cut towers and whole ones, each to 1.3
-    assert [split for split in sorted(every) if case.in_front(modules, split)] == [(4, 4), (5, 3)]
+    splits = set(case.splits(modules, stages=2, slack=1.3))
+    assert splits == {
+        (2, 6),
+        (3, 5),
+        (4, 4),
+        (5, 3),
+    }  # split and complete encoders, within a slack of 1.3
+    assert [split for split in sorted(splits) if case.in_front(modules, split)] == [(4, 4), (5, 3)]
     four = set(case.splits(modules, stages=4, slack=1.0))
-    assert (4, 1, 1, 2) in four  # rank 0 must have five layers if it has the tower
+    assert (4, 1, 1, 2) in four  # rank 0 must have five layers if it has the encoder
     assert (4, 1, 2, 1) not in four and (4, 1, 2, 1) in set(
         case.splits(modules, stages=4, slack=1.3)
     )
@@ -87,7 +92,7 @@ def test_splits_are_all_that_are_balanced(load):
         assert sum(split) == 8 and min(split) >= 1
 
 
-def test_the_layout_of_a_split_has_both_modules_in_one_virtual_stage(load):
+def test_split_can_have_both_modules_in_one_stage(load):
     case = load("support.cases.pipeline_model_case")
     modules = [
         case.ModuleLayers("vision", "encoder", (1.0,) * 4, True),
@@ -104,7 +109,7 @@ def test_the_layout_of_a_split_has_both_modules_in_one_virtual_stage(load):
     ]
 
 
-def test_ratios_are_medians_of_runs_and_times_means_over_steps(load):
+def test_ratios_are_medians_and_times_are_means(load):
     ranks = load("support.ranks")
 
     def times(*walls: float) -> list:
@@ -129,7 +134,7 @@ def fail_on_rank_1() -> str:
     return "result"
 
 
-def test_a_failing_rank_fails_the_benchmark(load):
+def test_failing_rank_fails_benchmark(load):
     ranks = load("support.ranks")
     with pytest.raises(ranks.RankFailedError, match=r"(?s)rank 1.*ValueError: no"):
         ranks.run_ranks(fail_on_rank_1, 2)

@@ -51,15 +51,18 @@ def test_plain_sizes_use_all_gpus_without_pipeline(load, methods):
     for method in (methods.FSDP2, methods.HSDP):
         sizes = [each.parallel for each in methods.plain_sizes(recipe, 32, method, sample)]
         found[method] = sizes
-        for own in sizes:
-            assert own.pipeline == 1 and own.shard * own.replicate * own.tensor == 32
-            assert own.sequence_parallel == (own.tensor > 1)
-        assert {own.expert for own in sizes} == {1, 8}
+        for parallel in sizes:
+            assert (
+                parallel.pipeline == 1
+                and parallel.shard * parallel.replicate * parallel.tensor == 32
+            )
+            assert parallel.sequence_parallel == (parallel.tensor > 1)
+        assert {parallel.expert for parallel in sizes} == {1, 8}
         assert any(not check_recipe(methods.with_values(recipe, "parallel", **{
-            name: getattr(own, name) for name in ("pipeline", "schedule", "shard", "replicate")
-        }), 32) for own in sizes)  # fmt: skip
-    assert all(own.replicate == 1 for own in found[methods.FSDP2])
-    assert all(own.replicate > 1 for own in found[methods.HSDP])
+            name: getattr(parallel, name) for name in ("pipeline", "schedule", "shard", "replicate")
+        }), 32) for parallel in sizes)  # fmt: skip
+    assert all(parallel.replicate == 1 for parallel in found[methods.FSDP2])
+    assert all(parallel.replicate > 1 for parallel in found[methods.HSDP])
 
 
 def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):
@@ -80,7 +83,7 @@ def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):
 
 
 @pytest.mark.slow
-def test_pipelines_by_hand_fit_and_are_forecasts(load):
+def test_manual_pipelines_fit_and_match_forecasts(load):
     workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
     recipe, profile = workload.load(), load_profile("h800")
     sample = StepSample(recipe)
@@ -91,7 +94,7 @@ def test_pipelines_by_hand_fit_and_are_forecasts(load):
     assert again.forecast_parallel(best.recipe.parallel).iteration_ms == pytest.approx(best.step_ms)
 
 
-def test_planner_row_fails_if_another_method_is_faster(benchmark):
+def test_planner_row_fails_if_different_method_is_faster(benchmark):
     fine = record(2.0, fsdp2=2.5, chain=2.0)
     assert benchmark.picks_fastest(fine)
     for slower in (record(2.1, fsdp2=2.0, chain=2.1), record(2.1, fsdp2=3.0, separated=2.0)):

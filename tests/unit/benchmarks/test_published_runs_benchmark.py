@@ -26,7 +26,7 @@ def test_factor_is_geometric_mean_per_stack(benchmark) -> None:
     [factor, *_] = benchmark.speed_rows(results)
     assert factor.case == "torchtitan, H100"
     [ratio] = benchmark.ratio_rows(results)
-    assert ratio.ours / ratio.paper == pytest.approx(0.25)  # no factor
+    assert ratio.ours / ratio.paper == pytest.approx(0.25)  # independent of the factor
 
 
 def test_quick_rows_reach_goals(benchmark) -> None:
@@ -39,9 +39,9 @@ def test_quick_rows_reach_goals(benchmark) -> None:
 
 def test_slow_network_fails_published_scaling(benchmark, monkeypatch) -> None:
     support = importlib.import_module("support.papers.training_runs")
-    whole = support.load_profile("h100_grand_teton")
-    # One card per group, not per rank, as a model without groups has it.
-    slow = replace(whole, device=replace(whole.device, network_bytes_per_s=50e9 / 8))
+    profile = support.load_profile("h100_grand_teton")
+    # One network card per group instead of per rank, as in a model without groups.
+    slow = replace(profile, device=replace(profile.device, network_bytes_per_s=50e9 / 8))
     monkeypatch.setattr(support, "load_profile", lambda _: slow)
     results = {name: benchmark.simulate(benchmark.RUNS[name]) for name in ("8b", "8b 128")}
     [ratio] = benchmark.ratio_rows(results)

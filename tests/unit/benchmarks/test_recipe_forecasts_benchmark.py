@@ -1,4 +1,4 @@
-"""The benchmark of recipes that are planned only: what it runs, finds and writes."""
+"""The benchmark of recipes that are only simulated: cases, results and tables."""
 
 import importlib
 from pathlib import Path
@@ -42,7 +42,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("recipe_forecasts")
 
 
-def test_figures_of_a_dry_run_go_into_the_table(benchmark, tmp_path):
+def test_results_of_dry_run_are_written_to_table(benchmark, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('name = "small"' + RECIPE)
     rows = benchmark.forecast(path)
@@ -71,14 +71,14 @@ def test_candidates_are_compared_with_recipe(benchmark, tmp_path, monkeypatch):
     assert rows[0].ours != as_is[1].ours
 
 
-def test_what_cannot_be_planned_has_a_code_only(benchmark, tmp_path):
+def test_failed_plan_has_exit_code_only(benchmark, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('name = "small"' + RECIPE + "\n[parallel]\npipeline = 3\n")
     (row,) = benchmark.forecast(path)
     assert (row.ours, row.met) == (2, False)
 
 
-def test_every_recipe_has_a_line(benchmark):
+def test_every_recipe_has_table_row(benchmark):
     table = (ROOT / "docs" / "reference" / "planned_recipes.md").read_text()
     rows = [
         benchmark.Row(name, metric, "", 1.0)
@@ -89,7 +89,7 @@ def test_every_recipe_has_a_line(benchmark):
     assert filled.count("| 1.00 s | 1.0 % | 1 GiB |") == len(benchmark.RECIPES)
 
 
-def test_hours_are_those_of_the_recipes_steps(benchmark):
+def test_training_hours_use_steps_of_recipes(benchmark):
     steps = {
         benchmark.load_recipe(path).recipe.training.steps
         for path in benchmark.RECIPES.values()
@@ -98,7 +98,7 @@ def test_hours_are_those_of_the_recipes_steps(benchmark):
     assert steps == {benchmark.TRAINING_STEPS}
 
 
-def test_the_tables_have_the_figures_of_the_results(benchmark):
+def test_tables_have_values_of_results(benchmark):
     rows = benchmark.kept_rows(ROOT / "benchmarks" / "results" / "recipe_forecasts.json", [])
     for page in (ROOT / "recipes" / "README.md", ROOT / "docs/reference/planned_recipes.md"):
         table = page.read_text()

@@ -1,4 +1,4 @@
-"""The benchmark of reordering: equal counts, nearness to bounds, comparisons in the right rows."""
+"""The benchmark of reordering: equal counts, distance to bounds, and compared rows."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """benchmarks/ is no package."""
+    """Import the module from benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("reordering")
 
@@ -25,7 +25,7 @@ def test_groups_are_balanced_in_all_cases(benchmark):
             assert row.metric == "time" and row.ours > 0 and row.paper
 
 
-def test_orders_are_compared_with_the_best_known(benchmark, monkeypatch):
+def test_orders_are_compared_with_best_known_order(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "BATCH", 240)
     monkeypatch.setattr(benchmark, "RANKS", 4)
     rows = benchmark.orders_rows("images", 30, generator=True, per_rank=1, repetitions=1)
@@ -36,7 +36,7 @@ def test_orders_are_compared_with_the_best_known(benchmark, monkeypatch):
     assert "30 x 8" in rows[0].case
 
 
-def test_brute_force_is_a_bound(benchmark):
+def test_brute_force_is_lower_bound(benchmark):
     rows = benchmark.brute_force_rows(cases=2)
     assert len(rows) == 4
     assert all(row.ours >= 0 for row in rows)

@@ -29,7 +29,7 @@ def test_page_tables_equal_json(load, name):
     rows = records(name)
     assert pages.fill_tables(text, rows) == text
     changed = [{**row, "ours": 1.01 * row["ours"] + 1} for row in rows]
-    assert pages.fill_tables(text, changed) != text  # a control
+    assert pages.fill_tables(text, changed) != text  # the comparison detects changes
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,7 +42,7 @@ def test_page_is_short_and_links_its_data(load, name):
     assert any(f"[{file}]({file})" in text for file in files)
 
 
-def test_filled_pages_are_found():
+def test_filled_pages_are_detected():
     assert len(FILLED) >= 28
 
 
@@ -58,7 +58,9 @@ ROWS = [
 
 def test_line_per_case_gets_columns_by_metric(load):
     text = "# T\n\n| case | speedup (x) | speedup (x), baseline | step (ms) |\n|---|--:|--:|--:|\n"
-    filled = load("support.pages").fill_tables(text + "| b | 1 | 1 | 1 |\n| gone | 1 | | |\n", ROWS)
+    filled = load("support.pages").fill_tables(
+        text + "| b | 1 | 1 | 1 |\n| removed | 1 | | |\n", ROWS
+    )
     assert filled == text + "| b | 3 | 1 |  |\n"
 
 
@@ -75,7 +77,7 @@ def test_table_without_known_rows_gets_first_rows(load, monkeypatch):
     assert pages.fill_tables(text, ROWS) == text.rstrip() + "\n| a | speedup | x | 2 |\n"
 
 
-def test_other_tables_are_unchanged(load):
+def test_different_tables_are_unchanged(load):
     text = "| workload | step |\n|---|--:|\n| a | 1 |\n"
     assert load("support.pages").fill_tables(text, ROWS) == text
 

@@ -1,4 +1,4 @@
-"""The benchmark of schedule search: its steps are what it says, its rows and its picture."""
+"""The benchmark of schedule search: step sizes, rows and plot."""
 
 import importlib
 from math import isfinite
@@ -21,7 +21,7 @@ def modules(monkeypatch):
     )
 
 
-def test_rows_and_picture(modules, tmp_path):
+def test_schedule_search_writes_rows_and_plot(modules, tmp_path):
     benchmark, instances = modules
     instance = instances.Instance(0, 1, 4, instances.TIGHT, microbatches=8)
     searched, rows = benchmark.run(instance, dict.fromkeys(STRATEGIES, 0.02))
@@ -42,7 +42,7 @@ def test_rows_and_picture(modules, tmp_path):
     assert "<svg" in (tmp_path / "gap.svg").read_text()
 
 
-def test_steps_are_what_the_text_says(modules):
+def test_search_instances_have_stated_sizes(modules):
     _, instances = modules
     for seed, cap in ((0, instances.LOOSE), (1, instances.VERY_TIGHT)):
         graph, costs = instances.Instance(seed, 2, 6, cap).build()
@@ -53,7 +53,7 @@ def test_steps_are_what_the_text_says(modules):
         assert 6000 < len(ours.actions) < 10_000
         longest = max(a.sub_microbatch for a in costs.compute_ms)
         assert longest == 3
-        # The bound of equal ranks holds: it is above the work of a rank.
+        # The bound of equal ranks is valid: it is above the work of a rank.
         work_ms = sum(ms for a, ms in costs.compute_ms.items() if graph.layout.stages[
             a.stage].ranks == (0,))  # fmt: skip
         assert lower_bound_ms(ours) > work_ms

@@ -1,4 +1,4 @@
-"""The simulator's benchmark measures steps of the size it says."""
+"""The simulator benchmark: steps of the stated size."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("simulator")
 
 
-def test_sizes_are_what_they_are_called(benchmark):
+def test_simulated_steps_have_stated_size(benchmark):
     for size in benchmark.SIZES:
         graph = benchmark.step_graph(size)
         costs = benchmark.step_costs(graph, 0.0)
@@ -22,7 +22,7 @@ def test_sizes_are_what_they_are_called(benchmark):
         assert 0 in graph.sub_microbatches["vision"]
 
 
-def test_a_small_step_gives_all_rows(benchmark):
+def test_small_step_writes_all_rows(benchmark):
     size = benchmark.Size("small", 1_200, 1, 1.0)
     rows = benchmark.dispatcher_rows(size, 1) + benchmark.plan_rows(size, 1)
     assert [row.metric.split(" of ")[0] for row in rows] == [

@@ -1,4 +1,4 @@
-"""The benchmark of small recipes: what it runs, and which rows it keeps."""
+"""The benchmark of small recipes: cases, and rows that are retained."""
 
 import importlib
 import json
@@ -17,22 +17,22 @@ def benchmark(monkeypatch):
     return importlib.import_module("small_recipes")
 
 
-def test_all_small_recipes_are_there_behind_what_they_start_from(benchmark):
+def test_all_small_recipes_are_ordered_by_dependency(benchmark):
     files = {f"tiny/{path.name}" for path in (ROOT / "recipes/tiny").glob("*.toml")}
     files |= {path.name for path in (ROOT / "recipes").glob("quickstart*.toml")}
-    # One is no recipe; the other is for GPUs.
+    # One file is not a recipe, and the other recipe requires GPUs.
     files -= {"tiny/base.toml", "quickstart_gpu.toml"}
     assert files == {case.path for case in benchmark.CASES.values()}
-    made = []
+    names = []
     for case in benchmark.CASES.values():
         recipe = load_recipe(ROOT / "recipes" / case.path).recipe
         sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
         needed = [s.split("/")[1] for s in sources if s and s.startswith("outputs/")]
-        assert set(needed) <= set(made), case.path
-        made.append(recipe.name)
+        assert set(needed) <= set(names), case.path
+        names.append(recipe.name)
 
 
-def test_the_untrained_model_does_not_move(benchmark):
+def test_untrained_model_does_not_change(benchmark):
     recipe = load_recipe(ROOT / "recipes/quickstart_generation.toml").recipe
     overrides = benchmark.still(recipe)
     still = load_recipe(ROOT / "recipes/quickstart_generation.toml", overrides).recipe
@@ -40,7 +40,7 @@ def test_the_untrained_model_does_not_move(benchmark):
     assert (still.training.steps, still.name) == (1, "quickstart_generation_untrained")
 
 
-def test_figures_stand_beside_those_of_the_untrained_model(benchmark, monkeypatch, tmp_path):
+def test_results_are_compared_with_untrained_model(benchmark, monkeypatch, tmp_path):
     found = [({"validation_loss": 7.0}, 1.0), ({"validation_loss": 4.0}, 90.0)]
     monkeypatch.setattr(benchmark, "train", lambda *_: found.pop(0))
     rows = benchmark.run("smolvlm", benchmark.CASES["smolvlm"])
@@ -52,7 +52,7 @@ def test_figures_stand_beside_those_of_the_untrained_model(benchmark, monkeypatc
     assert benchmark.kept_rows(file, ["smolvlm"]) == benchmark.kept_rows(None, []) == []
 
 
-def test_a_run_that_fails_is_told(benchmark, monkeypatch):
-    monkeypatch.setattr(benchmark.sys, "executable", "false")  # ends with 1, whatever it is asked
+def test_failed_run_is_reported(benchmark, monkeypatch):
+    monkeypatch.setattr(benchmark.sys, "executable", "false")  # exits with code 1
     with pytest.raises(benchmark.RunError, match=r"train\.py"):
         benchmark.train(ROOT / "recipes/quickstart.toml", 1, [])
