@@ -1,4 +1,4 @@
-"""Checkpoints of one process: what comes back, what does not fit, what is kept."""
+"""Checkpoints of one process: restored state, mismatches, and retention."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from torchmm.training.checkpoint.manifest import find_problems, list_steps, read
 
 
 @pytest.mark.parametrize("package", ["torch", *PACKAGES])
-def test_resume_with_other_version_is_logged(manager, tmp_path, caplog, package):
+def test_resume_with_different_version_is_logged(manager, tmp_path, caplog, package):
     first = manager()
     saved(first, 1)
     path = tmp_path / "checkpoints/step-1"
@@ -46,7 +46,9 @@ def test_resume_with_other_version_is_logged(manager, tmp_path, caplog, package)
 
 
 @pytest.mark.parametrize("saved_kernel", ["flash", None])
-def test_resume_with_other_kernel_is_logged(manager, tmp_path, caplog, monkeypatch, saved_kernel):
+def test_resume_with_different_kernel_is_logged(
+    manager, tmp_path, caplog, monkeypatch, saved_kernel
+):
     first = manager()
     saved(first, 1)
     path = tmp_path / "checkpoints/step-1"
@@ -81,7 +83,7 @@ def test_resume_of_older_checkpoint_compares_known_versions(manager, tmp_path, c
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_everything_comes_back_bit_for_bit(manager, asynchronous, fused):
+def test_checkpoint_restores_state_bitwise(manager, asynchronous, fused):
     first = manager(async_save=asynchronous)
     model, optimizer = build(fused=fused)
     train(model, optimizer)
@@ -96,7 +98,7 @@ def test_everything_comes_back_bit_for_bit(manager, asynchronous, fused):
         train(other, other_optimizer)
 
 
-def test_a_checkpoint_before_the_first_step_has_no_optimizer_state(manager):
+def test_checkpoint_before_first_step_has_no_optimizer_state(manager):
     first = manager()
     model, optimizer = build()
     first.save(0, model, optimizer, {})
@@ -106,14 +108,14 @@ def test_a_checkpoint_before_the_first_step_has_no_optimizer_state(manager):
     assert same(model.state_dict(), build()[0].state_dict())
 
 
-def test_saving_changes_neither_model_nor_optimizer(manager):
+def test_saving_changes_no_state(manager):
     model, optimizer = build()
     before = snapshot(model, optimizer)
     manager().save(0, model, optimizer, {})
     assert same(before, everything(model, optimizer))
 
 
-def test_random_state_comes_back(manager):
+def test_rng_state_is_restored(manager):
     first = manager()
     torch.manual_seed(5)
     first.save(1, *build(), {})
@@ -124,8 +126,8 @@ def test_random_state_comes_back(manager):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
-    """The writer is held back until after the values have changed."""
+def test_asynchronous_save_stores_values_of_call(manager, monkeypatch):
+    """Delay the writer until the values have changed."""
     gate = checkpoint.threading.Event()
     write = CheckpointManager._write
     monkeypatch.setattr(
@@ -145,7 +147,7 @@ def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
     assert same(everything(model, optimizer), at_call)
 
 
-def test_the_next_save_waits_for_the_one_before(manager, tmp_path):
+def test_next_save_waits_for_previous_save(manager, tmp_path):
     first = manager(async_save=True, keep_latest=9)
     model, optimizer = build()
     for step in range(4):
@@ -168,7 +170,7 @@ def test_failed_save_names_lost_ranks_only(manager, monkeypatch, text, expected)
     assert ("a rank was lost while saving" in str(raised.value)) == (expected is PeerError)
 
 
-def test_a_step_is_not_saved_twice(manager):
+def test_step_is_not_saved_twice(manager):
     first = manager()
     model, optimizer = build()
     first.save(1, model, optimizer, {"n": 1})
@@ -179,17 +181,17 @@ def test_a_step_is_not_saved_twice(manager):
     assert same(before, everything(model, optimizer))
 
 
-def test_retention_keeps_the_newest(manager, tmp_path):
+def test_retention_preserves_newest_checkpoints(manager, tmp_path):
     saved(manager(keep_latest=2), 1, 2, 10)
     assert steps(tmp_path) == ["step-10", "step-2"]
 
 
-def test_torn_and_damaged_directories_never_push_out_the_good_one(manager, tmp_path):
+def test_damaged_directories_do_not_displace_valid_checkpoint(manager, tmp_path):
     first = manager(keep_latest=2)
     last = saved(first, 1)
     for number in (2, 3, 4):
         (tmp_path / f"checkpoints/step-{number}").mkdir()
-        (tmp_path / f"checkpoints/step-{number}/rank-00000.safetensors").write_bytes(b"torn")
+        (tmp_path / f"checkpoints/step-{number}/rank-00000.safetensors").write_bytes(b"incomplete")
     model, optimizer = build(seed=1)
     first.save(5, model, optimizer, {})
     assert {"step-1", "step-5"} <= set(steps(tmp_path))
@@ -198,7 +200,7 @@ def test_torn_and_damaged_directories_never_push_out_the_good_one(manager, tmp_p
     assert same(everything(model, optimizer), last)
 
 
-def test_temporary_directories_of_dead_runs_are_removed(manager, tmp_path):
+def test_temporary_directories_of_killed_runs_are_removed(manager, tmp_path):
     stale = tmp_path / "checkpoints/step-7.tmp-0123"
     stale.mkdir(parents=True)
     (stale / "rank-00000.safetensors").write_bytes(b"half")
@@ -207,7 +209,7 @@ def test_temporary_directories_of_dead_runs_are_removed(manager, tmp_path):
     assert first.resume(*build()) is None
 
 
-def test_a_second_process_is_kept_out(manager, tmp_path, monkeypatch):
+def test_second_process_is_rejected(manager, tmp_path, monkeypatch):
     manager()
     code = f"""
 import logging, pathlib
@@ -221,7 +223,7 @@ d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).
     assert f"in use by another run (process {os.getpid()} on" in second.stderr
 
 
-def test_a_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
+def test_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
     first = manager(resume="none", keep_latest=2)
     saved(first, 5, 6)
     assert first.resume(*build()) is None
@@ -230,7 +232,7 @@ def test_a_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
     assert len(steps(tmp_path)) == 3
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_set_aside_or_told(manager, tmp_path):
+def test_file_named_like_checkpoint_is_set_aside(manager, tmp_path):
     saved(manager(), 1)
     directory = tmp_path / "checkpoints"
     (directory / "step-2").write_text("no checkpoint")
@@ -240,12 +242,12 @@ def test_a_file_in_the_place_of_a_checkpoint_is_set_aside_or_told(manager, tmp_p
     assert (directory / steps(tmp_path)[1]).read_text() == "no checkpoint"
     saved(second, 2)
     assert not find_problems(directory / "step-2")
-    (directory / "step-3").write_text("made meanwhile")
+    (directory / "step-3").write_text("created during the run")
     with pytest.raises(CheckpointError, match=r"cannot save .*step-3"):
         second.save(3, model, optimizer, {})
 
 
-def test_a_named_checkpoint_is_resumed_and_later_ones_set_aside(manager, tmp_path):
+def test_named_checkpoint_resumes_and_later_are_set_aside(manager, tmp_path):
     saved(manager(keep_latest=3), 1, 2, 3)
     second = manager(resume=str(tmp_path / "checkpoints/step-2"))
     assert second.resume(*build()).step == 2
@@ -254,16 +256,14 @@ def test_a_named_checkpoint_is_resumed_and_later_ones_set_aside(manager, tmp_pat
 
 
 @pytest.mark.parametrize("resume", ["none", "step-1"])
-def test_a_restarted_process_takes_the_newest_whatever_the_first_start_was(
-    manager, tmp_path, resume
-):
+def test_restarted_process_resumes_newest_checkpoint(manager, tmp_path, resume):
     choice = resume if resume == "none" else str(tmp_path / "checkpoints/step-1")
     first = manager(resume=choice)
     saved(first, 1, 2)
     assert first.resume(*build(), restarted=True).step == 2
 
 
-def test_another_recipe_is_logged(manager, caplog):
+def test_different_recipe_is_logged(manager, caplog):
     saved(manager(recipe="one", table={"training": {"steps": 4, "seed": 1}}), 1)
     manager(recipe="two", table={"training": {"steps": 9, "seed": 1}}).resume(*build())
     assert "step-1 was saved with a different recipe: training.steps 4 -> 9\n" in caplog.text
@@ -272,7 +272,7 @@ def test_another_recipe_is_logged(manager, caplog):
     assert "a different recipe" not in caplog.text
 
 
-def test_another_recipe_is_logged_where_only_its_digest_is_known(manager, caplog):
+def test_different_recipe_digest_is_logged(manager, caplog):
     saved(manager(recipe="one"), 1)
     manager(recipe="two").resume(*build())
     assert "with a different recipe, which the checkpoint does not contain" in caplog.text
@@ -288,7 +288,7 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
 
-def test_missing_and_extra_names_are_refused_and_listed(manager, tmp_path):
+def test_missing_and_extra_names_are_rejected(manager, tmp_path):
     first = manager(keep_latest=2)
     wider = Wider()
     first.save(1, wider, optimizer_of(wider), {})
@@ -299,7 +299,7 @@ def test_missing_and_extra_names_are_refused_and_listed(manager, tmp_path):
         first.load(tmp_path / "checkpoints/step-2", wider, optimizer_of(wider))
 
 
-def test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded(manager, tmp_path):
+def test_different_shapes_and_dtypes_change_no_state(manager, tmp_path):
     first = manager()
     saved(first, 1)
     path = tmp_path / "checkpoints/step-1"
@@ -321,7 +321,7 @@ def test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded(manager, 
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_another_choice_of_frozen_parameters_is_refused(manager, tmp_path, stepped):
+def test_different_frozen_parameters_are_rejected(manager, tmp_path, stepped):
     first = manager()
     model, optimizer = build()
     if stepped:
@@ -342,19 +342,19 @@ def test_another_choice_of_frozen_parameters_is_refused(manager, tmp_path, stepp
     first.load(path, model, None)
 
 
-def test_state_that_is_not_json_is_refused_at_the_call(manager):
+def test_state_that_is_not_json_is_rejected(manager):
     with pytest.raises((TypeError, ValueError)):
         manager().save(1, *build(), {"position": float("nan")})
 
 
-def test_files_are_readable_by_any_safetensors_reader(manager, tmp_path):
+def test_files_are_readable_by_safetensors(manager, tmp_path):
     last = saved(manager(), 1)
     tensors = load_file(tmp_path / "checkpoints/step-1/rank-00000.safetensors")
     assert torch.equal(tensors["model.embed.weight[0,0]"], last["embed.weight"])
     assert torch.equal(tensors["model.scale[]"], last["scale"])
 
 
-def test_the_manifest_says_where_it_comes_from(manager, tmp_path):
+def test_manifest_describes_run(manager, tmp_path):
     saved(manager(), 4)
     manifest = json.loads((tmp_path / "checkpoints/step-4/MANIFEST.json").read_bytes())
     assert manifest["step"] == 4 and manifest["layout"] == {"shard": 1}

@@ -23,21 +23,21 @@ from torchmm.training.checkpoint.manifest import WrittenFile, find_problems, rea
 ROOT = Path(__file__).parents[3]
 
 
-def test_fifty_injuries_are_all_found_and_the_previous_step_is_used(manager, tmp_path):
+def test_fifty_changes_are_detected_and_previous_step_used(manager, tmp_path):
     first = manager(keep_latest=2)
     saved(first, 1, 2)
     good = {p.name: p.read_bytes() for p in (tmp_path / "checkpoints/step-2").iterdir()}
     rng = random.Random(0)
     for _ in range(50):
-        injury = damage(tmp_path / "checkpoints/step-2", rng)
-        assert find_problems(tmp_path / "checkpoints/step-2"), injury
-        assert first.latest_valid() == tmp_path / "checkpoints/step-1", injury
+        description = damage(tmp_path / "checkpoints/step-2", rng)
+        assert find_problems(tmp_path / "checkpoints/step-2"), description
+        assert first.latest_valid() == tmp_path / "checkpoints/step-1", description
         for name, data in good.items():
             (tmp_path / "checkpoints/step-2" / name).write_bytes(data)
         assert not find_problems(tmp_path / "checkpoints/step-2")
 
 
-def test_shards_of_another_step_are_refused(manager, tmp_path):
+def test_shards_of_different_step_are_rejected(manager, tmp_path):
     first = manager()
     saved(first, 1, 2)
     one, two = (tmp_path / f"checkpoints/step-{n}/rank-00000.safetensors" for n in (1, 2))
@@ -46,13 +46,13 @@ def test_shards_of_another_step_are_refused(manager, tmp_path):
         first.load(two.parent, *build())
 
 
-def test_a_renamed_step_is_refused(manager, tmp_path):
+def test_renamed_step_is_rejected(manager, tmp_path):
     saved(manager(), 1)
     (tmp_path / "checkpoints/step-1").rename(tmp_path / "checkpoints/step-9")
     assert "contains step 1" in find_problems(tmp_path / "checkpoints/step-9")[0]
 
 
-def test_fallback_is_logged_loudly_and_the_damaged_step_is_set_aside(manager, tmp_path, caplog):
+def test_fallback_is_logged_and_sets_damaged_step_aside(manager, tmp_path, caplog):
     first = manager()
     saved(first, 1, 2)
     (tmp_path / "checkpoints/step-2/state.json").unlink()
@@ -62,7 +62,7 @@ def test_fallback_is_logged_loudly_and_the_damaged_step_is_set_aside(manager, tm
     assert [n for n in steps(tmp_path) if "set-aside" in n] and "step-2" not in steps(tmp_path)
 
 
-def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(manager, tmp_path):
+def test_only_damaged_checkpoints_are_an_error(manager, tmp_path):
     first = manager()
     saved(first, 1)
     (tmp_path / "checkpoints/step-1/MANIFEST.json").unlink()
@@ -72,18 +72,18 @@ def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(manager, tmp_pa
 
 
 @pytest.mark.parametrize("name", [".metadata", "state.json", "index.json", "MANIFEST.json"])
-def test_pickles_never_run(manager, tmp_path, name):
-    """Also with a manifest that vouches for them, as an attacker would write it."""
+def test_pickles_are_not_executed(manager, tmp_path, name):
+    """Check also a manifest that lists the pickles with correct checksums."""
     first = manager()
     saved(first, 1)
     sentinel, path = tmp_path / "ran", tmp_path / "checkpoints/step-1"
     bomb = f"cos\nsystem\n(S'touch {sentinel}'\ntR.".encode()
     (path / name).write_bytes(bomb)
     (path / "rank-00000.safetensors").write_bytes(bomb)
-    for_show = {"files": {}, "step": 1, **first._facts}
+    manifest = {"files": {}, "step": 1, **first._facts}
     if name != "MANIFEST.json":
         (path / "MANIFEST.json").unlink()
-        checkpoint.write_manifest(path, [], for_show)
+        checkpoint.write_manifest(path, [], manifest)
     with pytest.raises((CheckpointError, ValueError)):
         first.load(path, *build())
     assert not sentinel.exists()
@@ -93,8 +93,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.glob("step-*/*")}
 
 
-def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
-    """Going on from an older step would give up what the newer version has trained."""
+def test_checkpoint_of_newer_version_stops_start(manager, tmp_path):
+    """Check this because resuming an older step would discard the training of the newer version."""
     first = manager(keep_latest=3)
     saved(first, 1, 2)
     newer = tmp_path / "checkpoints/step-2"
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
     assert contents(tmp_path / "checkpoints") == before
 
 
-def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
+def test_named_checkpoint_resumes_despite_newer_version(manager, tmp_path):
     saved(manager(keep_latest=3), 1, 2)
     rewrite(tmp_path / "checkpoints/step-2", format=2)
     again = manager(resume=str(tmp_path / "checkpoints/step-1"))
@@ -121,7 +121,7 @@ def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
     assert [n for n in steps(tmp_path) if n.startswith("step-2.set-aside")]
 
 
-def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path, caplog):
+def test_retention_ignores_checkpoints_of_newer_versions(manager, tmp_path, caplog):
     first = manager(keep_latest=1)
     saved(first, 2)
     rewrite(tmp_path / "checkpoints/step-2", format=2)
@@ -132,7 +132,7 @@ def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path,
 
 
 @pytest.mark.parametrize("fact", ["layout", "world_size", "recipe_sha256", "format"])
-def test_a_manifest_without_a_fact_is_damaged(manager, tmp_path, fact):
+def test_manifest_without_required_value_is_damaged(manager, tmp_path, fact):
     first = manager(keep_latest=2)
     saved(first, 1, 2)
     rewrite(tmp_path / "checkpoints/step-2", **{fact: "x" if fact == "format" else None})
@@ -182,7 +182,7 @@ def test_manifest_with_wrong_entry_is_rejected(manager, tmp_path, entry):
     [{"step": True}, {"step": -1}, {"figures": [1]}, {"figures": {"loss": "x"}}, {"recipe": []}],
     ids=str,
 )
-def test_manifest_with_wrong_fact_is_rejected(manager, tmp_path, facts):
+def test_manifest_with_wrong_value_is_rejected(manager, tmp_path, facts):
     saved(manager(), 1)
     path = tmp_path / "checkpoints/step-1"
     rewrite(path, **facts)
@@ -190,7 +190,7 @@ def test_manifest_with_wrong_fact_is_rejected(manager, tmp_path, facts):
 
 
 def certify(path: Path, name: str, data: bytes) -> None:
-    """Replace a file of a checkpoint and list it in the manifest as its writer would."""
+    """Replace a file of a checkpoint and list it in the manifest with its checksum."""
     (path / name).write_bytes(data)
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     rewrite(path, files={**read_manifest(path)["files"], name: entry})
@@ -237,7 +237,7 @@ def test_state_with_wrong_content_is_rejected(manager, tmp_path, content):
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "index.json"])
 def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
-    """Also where the manifest vouches for them."""
+    """Check also if the manifest has correct checksums."""
     first = manager(keep_latest=2)
     saved(first, 1, 2)
     path = tmp_path / "checkpoints/step-2"
@@ -246,8 +246,8 @@ def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
     (path / name).write_bytes(deep)
     if name != "MANIFEST.json":
         entry = WrittenFile(name, len(deep), hashlib.sha256(deep).hexdigest())
-        others = {k: v for k, v in manifest.pop("files").items() if k != name}
-        files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in others.items()]
+        remaining = {k: v for k, v in manifest.pop("files").items() if k != name}
+        files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in remaining.items()]
         (path / "MANIFEST.json").unlink()
         checkpoint.write_manifest(path, [*files, entry], manifest)
     assert len(find_problems(path)) == 1 and name in find_problems(path)[0]
@@ -256,7 +256,7 @@ def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
 
 @pytest.mark.parametrize("file", ["rank-", "index.json", "state.json", "MANIFEST.json"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_named_and_harms_nothing(manager, tmp_path, monkeypatch, file, asynchronous):
+def test_full_disk_is_reported_without_damage(manager, tmp_path, monkeypatch, file, asynchronous):
     first = manager(async_save=asynchronous)
     saved(first, 1)
     first.wait()
@@ -278,12 +278,12 @@ def test_a_full_disk_is_named_and_harms_nothing(manager, tmp_path, monkeypatch, 
     assert first.latest_valid() == tmp_path / "checkpoints/step-3"
 
 
-def test_a_really_full_disk(manager, tmp_path):
+def test_tmpfs_that_is_full_is_reported(manager, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
+        pytest.skip("cannot mount a tmpfs")
     (tmp_path / "checkpoints").symlink_to(disk)
     first = manager(keep_latest=3)
     try:
@@ -303,7 +303,7 @@ def test_a_really_full_disk(manager, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_other_write_errors_keep_their_name(manager, monkeypatch):
+def test_different_write_errors_preserve_their_message(manager, monkeypatch):
     def fail(descriptor):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -312,7 +312,7 @@ def test_other_write_errors_keep_their_name(manager, monkeypatch):
         manager().save(1, *build(), {})
 
 
-def test_verify_script_finds_the_damaged_step(manager, tmp_path):
+def test_verify_script_reports_damaged_step(manager, tmp_path):
     saved(manager(keep_latest=2), 1, 2)
     command = [sys.executable, str(ROOT / "scripts/verify_checkpoint.py"), str(tmp_path)]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0

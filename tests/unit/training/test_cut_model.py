@@ -1,4 +1,4 @@
-"""A model that cannot be split as its recipe says is refused before ranks meet."""
+"""Models that cannot be split as the recipe requires are rejected before initialization."""
 
 import logging
 from dataclasses import replace
@@ -39,25 +39,25 @@ def data(tmp_path_factory) -> Path:
 
 
 def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> Recipe:
-    """A recipe with this LLM behind an encoder."""
+    """Return a recipe with this LLM and an encoder."""
     model = {
         "llm": {"config": LLM | llm},
         "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
     }
     table = {"model": model, "training": {"sequence_length": 64}, "parallel": parallel}
-    whole = merged(complete(table, "images", data, run_dir, steps=1), {})
-    (run_dir / "recipe.toml").write_text(tomli_w.dumps(whole))
+    full = merged(complete(table, "images", data, run_dir, steps=1), {})
+    (run_dir / "recipe.toml").write_text(tomli_w.dumps(full))
     return load_recipe(run_dir / "recipe.toml", [], world_size).recipe
 
 
 def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
-    """As train.py does."""
+    """Check a recipe like train.py."""
     run = resolve(read(data, run_dir, world_size, llm, parallel), world_size)
     choose_model_stages(run, *build_meta_model(run), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "llm", "parallel", "told"),
+    ("world_size", "llm", "parallel", "message"),
     [
         (2, {"tie_word_embeddings": True}, {"pipeline": 2}, None),
         (2, EXPERTS, {"tensor": 2}, "tensor = 2 must divide the 3 experts"),
@@ -88,22 +88,20 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
         ),
     ],
 )
-def test_what_cannot_be_split_is_told_without_ranks(
-    data, tmp_path, world_size, llm, parallel, told
-):
-    if told is None:
+def test_model_that_cannot_be_split_is_rejected(data, tmp_path, world_size, llm, parallel, message):
+    if message is None:
         check(data, tmp_path, world_size, llm, parallel)
         return
     with pytest.raises(ConfigError) as raised:
         check(data, tmp_path, world_size, llm, parallel)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
-def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
-    def meet(*_: object) -> None:
-        pytest.fail("ranks met")
+def test_training_checks_before_initialization(data, tmp_path, monkeypatch):
+    def start(*_: object) -> None:
+        pytest.fail("the process group was started")
 
-    monkeypatch.setattr(torchmm.training.run, "start_process_group", meet)
+    monkeypatch.setattr(torchmm.training.run, "start_process_group", start)
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="must divide the 3 experts"):
@@ -111,7 +109,7 @@ def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("saved", "warns"), [("images", True), ("none", False), (None, False)])
-def test_resume_warns_of_another_choice(saved, warns, caplog):
+def test_resume_warns_about_different_choice(saved, warns, caplog):
     recipe = Recipe.model_validate({"model": {"llm": {"config": LLM}}})
     data = recipe.data.model_copy(update={"reorder": "none", "balance": "none"})
     run = resolve(recipe.model_copy(update={"data": data}), 2)

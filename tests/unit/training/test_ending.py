@@ -1,4 +1,4 @@
-"""The error that comes first stays the one that is told."""
+"""The first error is the reported error."""
 
 import logging
 
@@ -19,8 +19,8 @@ FULL = 28, "No space left on device"
 
 
 @pytest.fixture(autouse=True)
-def a_logger_that_is_heard(monkeypatch):
-    """The run's own passes nothing on."""
+def propagating_logger(monkeypatch):
+    """Replace the logger of runs, which does not propagate records."""
     monkeypatch.setattr(shutdown, "logger", logging.getLogger(__name__))
 
 
@@ -28,21 +28,21 @@ def fail() -> None:
     raise OSError(*FULL)
 
 
-def test_closing_hides_no_error_that_came_first(caplog):
+def test_error_of_closing_preserves_first_error(caplog):
     with pytest.raises(CheckpointError, match="first"), closing_on_exit(fail):
         raise CheckpointError("first")
     assert "No space left on device" in caplog.text
 
 
-def test_closing_that_fails_alone_is_an_error():
+def test_error_of_closing_is_raised():
     with pytest.raises(OSError, match="No space"), closing_on_exit(fail):
         pass
 
 
 @pytest.mark.parametrize("name", ["run/metrics.jsonl", "run"])
-def test_only_the_run_directory_is_a_mistake_in_the_recipe(tmp_path, name):
-    told = pytest.raises(ConfigError, match=f"output_dir = .*{name}: No space")
-    with told, starting(tmp_path / "run"):
+def test_only_run_directory_error_is_config_error(tmp_path, name):
+    raises = pytest.raises(ConfigError, match=f"output_dir = .*{name}: No space")
+    with raises, starting(tmp_path / "run"):
         raise OSError(*FULL, str(tmp_path / name))
     for error in (OSError(*FULL, str(tmp_path / "weights")), ConnectionResetError("peer")):
         with pytest.raises(type(error)) as caught, starting(tmp_path / "run"):
@@ -50,7 +50,7 @@ def test_only_the_run_directory_is_a_mistake_in_the_recipe(tmp_path, name):
         assert caught.value is error
 
 
-def test_a_full_disk_ends_training_like_a_failed_save(tmp_path):
+def test_full_disk_ends_training_like_failed_save(tmp_path):
     inside = OSError(5, "Input/output error", str(tmp_path / "run/a"))
     for error in (OSError(*FULL), inside, RuntimeError("I/O error: No space (os error 28)")):
         with pytest.raises(CheckpointError, match="free space"), training(tmp_path / "run"):
@@ -63,7 +63,7 @@ def test_a_full_disk_ends_training_like_a_failed_save(tmp_path):
 
 
 @pytest.mark.parametrize("error", [CheckpointError("first"), ValueError("first")])
-def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog, error):
+def test_unwritable_status_preserves_first_error(tmp_path, monkeypatch, caplog, error):
     directory = CheckpointDirectory(tmp_path / "checkpoints", logging.getLogger())
     directory.acquire_lock()
     with monkeypatch.context() as context:

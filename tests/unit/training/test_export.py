@@ -1,4 +1,4 @@
-"""A checkpoint becomes the files that its run would have exported."""
+"""The script exports a checkpoint to the same files as the run."""
 
 import contextlib
 import fcntl
@@ -89,7 +89,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
-    """As the run does that saved the checkpoint."""
+    """Write the export as the run that saved the checkpoint."""
     recipe = read_checkpoint_recipe(directory.parent / "run/checkpoints/step-3")
     trained = TrainingSummary(recipe, 3, Path("none"))
     write_export(model, directory, tokenizer, trained, **settings)
@@ -105,7 +105,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
-def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path):
+def test_exported_files_match_model_of_run(config, saved, tokenizer, tmp_path):
     model, checkpoint = saved(config)
     write(model, tmp_path / "theirs", tokenizer, shard_bytes=50_000)
     export_checkpoint(checkpoint, tmp_path / "ours", shard_bytes=50_000)
@@ -114,25 +114,25 @@ def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"run", "ours", "theirs"}
 
 
-def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
+def test_adapters_are_exported_merged_or_separately(saved, tokenizer, tmp_path):
     model, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA)
     write(model, tmp_path / "merged", tokenizer)
-    save_adapters(model, tmp_path / "apart")
+    save_adapters(model, tmp_path / "separate")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_apart", apart=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_separate", apart=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
-    assert files(tmp_path / "ours_apart") == files(tmp_path / "apart")
+    assert files(tmp_path / "ours_separate") == files(tmp_path / "separate")
 
 
-def test_averages_are_only_exported_where_there_are_any(saved, tmp_path):
-    """What they are is seen in tests/distributed/test_train_pipeline.py."""
+def test_missing_averages_are_rejected(saved, tmp_path):
+    """Check a missing average. `test_train_pipeline` checks exported averages."""
     _, checkpoint = saved(CASES["tied"])
     with pytest.raises(CheckpointError, match=r"step-3 has no averaged .* training.ema_decay"):
         export_checkpoint(checkpoint, tmp_path / "hf", averaged=True)
     assert not (tmp_path / "hf").exists()
 
 
-def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
+def test_export_has_requested_dtype(saved, tmp_path):
     model, checkpoint = saved(CASES["tied"])
     export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "half/config.json").read_text())
@@ -142,21 +142,21 @@ def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
         assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
 
 
-def test_export_ends_texts_as_the_run(saved, tokenizer, tmp_path):
+def test_export_has_end_tokens_of_run(saved, tokenizer, tmp_path):
     model, checkpoint = saved(CASES["LLaVA"])
     export_checkpoint(checkpoint, tmp_path / "hf")
-    opened = GenerationConfig.from_pretrained(tmp_path / "hf")
-    assert opened.eos_token_id == tokenizer.eos_token_id
-    chatting = with_template(tokenizer, TEMPLATES["chatml"])
-    write(model, tmp_path / "chat", chatting)
-    answer_end = chatting.convert_tokens_to_ids("<|im_end|>")
-    opened = GenerationConfig.from_pretrained(tmp_path / "chat")
-    assert opened.eos_token_id == [tokenizer.eos_token_id, answer_end]
+    generation_config = GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert generation_config.eos_token_id == tokenizer.eos_token_id
+    chat_tokenizer = with_template(tokenizer, TEMPLATES["chatml"])
+    write(model, tmp_path / "chat", chat_tokenizer)
+    answer_end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generation_config = GenerationConfig.from_pretrained(tmp_path / "chat")
+    assert generation_config.eos_token_id == [tokenizer.eos_token_id, answer_end]
     config = AutoConfig.from_pretrained(tmp_path / "chat")
     assert config.text_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_export_keeps_end_tokens_of_source(saved, tokenizer, tmp_path):
+def test_export_preserves_end_tokens_of_source(saved, tokenizer, tmp_path):
     _, checkpoint = saved(CASES["tied"])
     source = tmp_path / "source"
     export_checkpoint(checkpoint, source)
@@ -164,9 +164,9 @@ def test_export_keeps_end_tokens_of_source(saved, tokenizer, tmp_path):
     (source / "generation_config.json").write_text(json.dumps(generation))
     model, _ = saved(ModelConfig(llm=LlmConfig(source=str(source))))
     write(model, tmp_path / "hf", tokenizer)
-    opened = GenerationConfig.from_pretrained(tmp_path / "hf")
-    assert opened.eos_token_id == [40, 41, tokenizer.eos_token_id]
-    assert opened.temperature == 0.7
+    generation_config = GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert generation_config.eos_token_id == [40, 41, tokenizer.eos_token_id]
+    assert generation_config.temperature == 0.7
 
 
 def test_export_with_overflow_in_float16_raises(saved, tmp_path):
@@ -179,8 +179,8 @@ def test_export_with_overflow_in_float16_raises(saved, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
     assert not (tmp_path / "half").exists()
     export_checkpoint(checkpoint, tmp_path / "wide", dtype=torch.bfloat16)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
-    assert opened.model.norm.weight[0] == torch.tensor(1e5).bfloat16()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    assert reloaded.model.norm.weight[0] == torch.tensor(1e5).bfloat16()
 
 
 def test_merged_adapter_with_overflow_raises(saved, tmp_path):
@@ -206,11 +206,11 @@ def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
     assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
 
 
-def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
+def test_model_card_describes_run(saved, tokenizer, tmp_path, real_data):
     sources = [
         {"path": str(real_data / "tuxpaint_stamps"), "weight": 2.0},
         {"path": str(real_data / "tuxpaint_stamps/train")},
-        {"path": "owner/pictures", "format": "hub", "revision": "abc"},
+        {"path": "owner/images", "format": "hub", "revision": "abc"},
     ]
     model, checkpoint = saved(CASES["LLaVA"], name="mine", data={"sources": sources})
     losses = [
@@ -224,17 +224,17 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     assert yaml.safe_load(head) == {
         "tags": ["torchmm"],
         "pipeline_tag": "image-text-to-text",
-        "datasets": ["owner/pictures"],
+        "datasets": ["owner/images"],
     }
     counts = sum(p.numel() for p in model.llm.parameters())
     assert f"- `llm`: {counts:,} parameters, initialized randomly" in body
     assert "tuxpaint_stamps`, weight 2; license: GPL" in body
     assert "tuxpaint_stamps/train`, weight 1; license: GPL" in body
-    assert "`owner/pictures` at abc, weight 1; license: not recorded" in body
-    told = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
-    again = Recipe.model_validate(told)
+    assert "`owner/images` at abc, weight 1; license: not recorded" in body
+    recipe_toml = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
+    again = Recipe.model_validate(recipe_toml)
     assert recipe_model(again).parameter_counts() == model.parameter_counts()
-    assert "data" not in told and "output_dir" not in told
+    assert "data" not in recipe_toml and "output_dir" not in recipe_toml
     assert "- loss 2.0000 nats per token at step 3" in body
     assert "- validation loss 1.5000 nats per token at step 2" in body
     version = transformers.__version__
@@ -252,11 +252,11 @@ def test_export_files_have_the_mode_of_new_files(saved, tmp_path):
     assert modes == {"0o640"}
 
 
-def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files(saved, tmp_path, monkeypatch):
     _, checkpoint = saved(CASES["tied"])
-    (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match="there already exists; use another"):
-        export_checkpoint(checkpoint, tmp_path / "there")
+    (tmp_path / "existing").mkdir()
+    with pytest.raises(ConfigError, match="existing already exists; use another"):
+        export_checkpoint(checkpoint, tmp_path / "existing")
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -264,10 +264,10 @@ def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "write_files", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*hf: No space left on device"):
         export_checkpoint(checkpoint, tmp_path / "hf")
-    assert {p.name for p in tmp_path.iterdir()} == {"run", "there"}
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "existing"}
 
 
-def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
+def test_damaged_and_older_checkpoints_are_reported(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
     manifest = checkpoint / "MANIFEST.json"
     file = checkpoint / "rank-00000.safetensors"
@@ -284,8 +284,8 @@ def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
     assert manifest.exists() and not (tmp_path / "hf").exists()
 
 
-def killed_at(rename: int, checkpoint: Path, directory: Path) -> None:
-    """Exports in a process that dies instead of the given renaming."""
+def export_and_kill(rename: int, checkpoint: Path, directory: Path) -> None:
+    """Export in a process that is killed instead of a specified rename."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -308,9 +308,9 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it(saved, tmp_path):
+def test_killed_export_is_removed_by_next_export(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
-    killed_at(0, checkpoint, tmp_path / "hf")  # when all files but the name are there
+    export_and_kill(0, checkpoint, tmp_path / "hf")  # when all files are written, but not renamed
     assert names(tmp_path) == {".hf.partial", ".hf.partial.lock", "run"}
     export_checkpoint(checkpoint, tmp_path / "another")
     assert names(tmp_path) == {"run", "another"}
@@ -318,20 +318,20 @@ def test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it(saved,
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
-def test_an_export_that_is_killed_while_it_replaces_one_loses_neither(saved, tokenizer, tmp_path):
+def test_killed_replacement_preserves_old_export(saved, tokenizer, tmp_path):
     model, _ = saved(CASES["tied"])
     write(model, tmp_path / "hf", tokenizer)
     before = files(tmp_path / "hf")
     child = os.fork()
     if child == 0:
-        usual = Path.rename
+        original = Path.rename
 
-        def dying(path: Path, target: Path) -> Path:
+        def rename_or_die(path: Path, target: Path) -> Path:
             if path.name.endswith(".partial"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return usual(path, target)
+            return original(path, target)
 
-        Path.rename = dying  # type: ignore
+        Path.rename = rename_or_die  # type: ignore
         with contextlib.suppress(BaseException):
             write(model, tmp_path / "hf", tokenizer)
         os._exit(0)
@@ -342,7 +342,7 @@ def test_an_export_that_is_killed_while_it_replaces_one_loses_neither(saved, tok
     assert files(tmp_path / "hf") == before
 
 
-def test_an_export_of_another_process_is_left_alone(saved, tmp_path):
+def test_export_of_another_process_is_untouched(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
     with (
         write_directory_atomically(tmp_path / "theirs") as other,
@@ -356,8 +356,8 @@ def test_an_export_of_another_process_is_left_alone(saved, tmp_path):
     assert names(tmp_path) == {"run", "ours", "theirs"}
 
 
-def in_process(work: Callable[[], object]) -> int:
-    """The number of a process that does it and says nothing; see `told_by`."""
+def run_in_process(work: Callable[[], object]) -> int:
+    """Run a function in a process and return the process id for `exit_reason`."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -375,36 +375,42 @@ def in_process(work: Callable[[], object]) -> int:
     return child
 
 
-def told_by(child: int) -> str:
-    """How such a process ended."""
+def exit_reason(child: int) -> str:
+    """Return how a process of `run_in_process` exited."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return {0: "written", 2: "being written", 3: "exists"}.get(code, f"code {code}")
 
 
-def test_of_exporters_of_one_name_one_writes(saved, tokenizer, tmp_path):
-    """They begin at once, beside what a killed one left."""
+def test_concurrent_exports_have_one_writer(saved, tokenizer, tmp_path):
+    """Start exports concurrently, with the files of a killed export."""
     model, checkpoint = saved(CASES["tied"])
     write(model, tmp_path / "theirs", tokenizer)
     for _ in range(3):
-        killed_at(0, checkpoint, tmp_path / "hf")
-        begin, begins = os.pipe()
+        export_and_kill(0, checkpoint, tmp_path / "hf")
+        start_read, start_write = os.pipe()
 
-        def export(begin: int = begin) -> None:
-            os.read(begin, 1)
+        def export(start_read: int = start_read) -> None:
+            os.read(start_read, 1)
             export_checkpoint(checkpoint, tmp_path / "hf")
 
-        children = [in_process(export) for _ in range(4)]
-        os.write(begins, b"1234")
-        told = sorted(map(told_by, children))
-        assert told.count("written") == 1 and set(told) <= {"written", "being written", "exists"}
+        children = [run_in_process(export) for _ in range(4)]
+        os.write(start_write, b"1234")
+        outcomes = sorted(map(exit_reason, children))
+        assert outcomes.count("written") == 1 and set(outcomes) <= {
+            "written",
+            "being written",
+            "exists",
+        }
         assert files(tmp_path / "hf") == files(tmp_path / "theirs")
         assert names(tmp_path) == {"run", "theirs", "hf"}
         shutil.rmtree(tmp_path / "hf")
 
 
-def slow_to_lock(checkpoint: Path, directory: Path) -> tuple[int, int, int]:
-    """An exporter that waits before it locks, though nobody has the lock; its number, what says
-    that it waits, and what lets it go on."""
+def export_with_slow_lock(checkpoint: Path, directory: Path) -> tuple[int, int, int]:
+    """Start an exporter that pauses before it locks.
+
+    Returns the process id, a descriptor that signals the pause, and a descriptor that continues.
+    """
     (waits, tells), (told, goes) = os.pipe(), os.pipe()
 
     def export() -> None:
@@ -419,29 +425,29 @@ def slow_to_lock(checkpoint: Path, directory: Path) -> tuple[int, int, int]:
         atomic_directory.fcntl.flock = slow  # type: ignore
         export_checkpoint(checkpoint, directory)
 
-    return in_process(export), waits, goes
+    return run_in_process(export), waits, goes
 
 
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_lock_is_of_the_file_that_has_the_name(looks, saved, tmp_path, monkeypatch):
-    """One who locked a file that was removed before is not beside the next one; it would be."""
+@pytest.mark.parametrize("checks_name", [True, False])
+def test_lock_is_of_current_file(checks_name, saved, tmp_path, monkeypatch):
+    """Check that the lock of a removed file does not allow a second writer."""
     _, checkpoint = saved(CASES["tied"])
-    if not looks:
+    if not checks_name:
         monkeypatch.setattr(atomic_directory, "_has_name", lambda *_: True)
-    child, waits, goes = slow_to_lock(checkpoint, tmp_path / "hf")
-    os.read(waits, 1)
-    remove_unfinished(tmp_path)  # of one that wants another name
+    child, paused_read, continue_write = export_with_slow_lock(checkpoint, tmp_path / "hf")
+    os.read(paused_read, 1)
+    remove_unfinished(tmp_path)  # of an export with a different name
     with write_directory_atomically(tmp_path / "hf") as partial:
         (partial / "config.json").write_text("{}")
-        os.write(goes, b"1")
-        told = told_by(child)
-        assert (partial.exists(), told) == (
-            (True, "being written") if looks else (False, "written")
+        os.write(continue_write, b"1")
+        outcome = exit_reason(child)
+        assert (partial.exists(), outcome) == (
+            (True, "being written") if checks_name else (False, "written")
         )
         partial.mkdir(exist_ok=True)
 
 
-def test_nothing_written_is_no_directory(tmp_path):
+def test_empty_or_failed_directory_is_not_created(tmp_path):
     with write_directory_atomically(tmp_path / "adapters"):
         pass
     with pytest.raises(KeyError), write_directory_atomically(tmp_path / "hf") as other:
@@ -451,15 +457,15 @@ def test_nothing_written_is_no_directory(tmp_path):
 
 
 @pytest.mark.parametrize("config", ["experts", "LLaVA"])
-def test_a_disk_that_is_too_small_leaves_nothing(config, saved, disk, tmp_path):
-    """Wherever it ends: in weights that are put together, in files, in their names."""
+def test_full_disk_leaves_no_export(config, saved, disk, tmp_path):
+    """Check full disks while weights are assembled, files are written, and files are renamed."""
     _, checkpoint = saved(CASES[config])
     target = disk("size=64m")
-    export_checkpoint(checkpoint, target / "whole")
-    taken_kib = sum(len(data) for data in files(target / "whole").values()) // 1024
-    shutil.rmtree(target / "whole")
+    export_checkpoint(checkpoint, target / "complete")
+    size_kib = sum(len(data) for data in files(target / "complete").values()) // 1024
+    shutil.rmtree(target / "complete")
     for part in (0.3, 0.6, 0.95, 1.2, 1.6):
-        disk(f"size={max(64, int(taken_kib * part))}k")
+        disk(f"size={max(64, int(size_kib * part))}k")
         with pytest.raises(CheckpointError, match=r"cannot write .*hf: .*No space left on device"):
             export_checkpoint(checkpoint, target / "hf")
         assert not names(target), part
@@ -467,11 +473,11 @@ def test_a_disk_that_is_too_small_leaves_nothing(config, saved, disk, tmp_path):
     export_checkpoint(checkpoint, target / "hf")
 
 
-def grown_by(checkpoint: Path, directory: Path) -> int:
-    """Bytes that an export takes at most, mapped pages and all."""
+def peak_growth_bytes(checkpoint: Path, directory: Path) -> int:
+    """Return the peak memory of an export in bytes, including mapped pages."""
     status = Path("/proc/self/status")
     before = re.search(r"VmRSS:\s+(\d+)", status.read_text())
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     export_checkpoint(checkpoint, directory, dtype=torch.bfloat16, shard_bytes=20 << 20)
     peak = re.search(r"VmHWM:\s+(\d+)", status.read_text())
     assert before is not None and peak is not None
@@ -479,28 +485,30 @@ def grown_by(checkpoint: Path, directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_the_largest_file(saved, tmp_path, monkeypatch):
-    """With mapped pages; blocks that are copied and Python's objects take a little more."""
+def test_export_memory_is_bounded_by_largest_file(saved, tmp_path, monkeypatch):
+    """Check memory including mapped pages. Copied blocks and Python objects use a little more."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     _, checkpoint = saved(ModelConfig(llm=LlmConfig(config={**LLMS["llama"], **sizes})))
-    most = (20 << 20) + (40 << 20)
-    assert grown_by(checkpoint, tmp_path / "hf") < most
+    limit = (20 << 20) + (40 << 20)
+    assert peak_growth_bytes(checkpoint, tmp_path / "hf") < limit
     sizes = [file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")]
-    assert max(sizes) < 21 << 20 and sum(sizes) > 1.5 * most
+    assert max(sizes) < 21 << 20 and sum(sizes) > 1.5 * limit
 
-    kept: list = []
+    retained: list = []
     mapped = CheckpointWeights._mapped
 
     def keep(*arguments):
-        kept.append(mapped(*arguments))
-        return kept[-1]
+        retained.append(mapped(*arguments))
+        return retained[-1]
 
     monkeypatch.setattr(CheckpointWeights, "_mapped", keep)
-    assert grown_by(checkpoint, tmp_path / "hf_kept") > most, "what stays mapped was not found"
+    assert peak_growth_bytes(checkpoint, tmp_path / "hf_retained") > limit, (
+        "retained mappings must increase memory use"
+    )
 
 
-def test_experts_are_taken_apart_a_layer_at_a_time(saved, tmp_path):
-    """And what they were made of is let go, so that memory is that of a layer."""
+def test_experts_are_split_layer_by_layer(saved, tmp_path):
+    """Check also that source tensors are freed, so that memory is bounded by a layer."""
     model, _ = saved(CASES["experts"])
     hf = model.llm.backbone
     expected = revert_weight_conversion(hf, dict(hf.state_dict()))
@@ -516,11 +524,11 @@ def test_experts_are_taken_apart_a_layer_at_a_time(saved, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     stacked = [p for name, p in hf.named_parameters() if name.endswith("experts.down_proj")]
     assert len(layers) == len(stacked) == 2 and all(p.is_meta for p in stacked)
-    of_experts = sum(v.nbytes for name, v in expected.items() if ".experts." in name)
-    assert max(layers) <= of_experts // 2
+    expert_bytes = sum(v.nbytes for name, v in expected.items() if ".experts." in name)
+    assert max(layers) <= expert_bytes // 2
 
 
-def test_the_script_takes_a_run_and_says_what_is_wrong(saved, tmp_path, monkeypatch, capsys):
+def test_export_script_accepts_run_and_reports_errors(saved, tmp_path, monkeypatch, capsys):
     _, checkpoint = saved(CASES["tied"])
     run = checkpoint.parent.parent
 
@@ -537,9 +545,9 @@ def test_the_script_takes_a_run_and_says_what_is_wrong(saved, tmp_path, monkeypa
 
 
 class Hub:
-    """Stands for Hugging Face's; `refuses` is the error that an upload ends with."""
+    """Substitute for the Hugging Face Hub. `upload_error` is the error of an upload."""
 
-    refuses: Exception | None = None
+    upload_error: Exception | None = None
     uploaded: ClassVar[list] = []
 
     def create_repo(self, name: str, private: bool, exist_ok: bool) -> RepoUrl:
@@ -547,18 +555,18 @@ class Hub:
         return RepoUrl(f"https://huggingface.co/{name}")
 
     def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        if self.refuses is not None:
-            raise self.refuses
+        if self.upload_error is not None:
+            raise self.upload_error
         self.uploaded.append((repo_id, {p.name for p in Path(folder_path).iterdir()}))
 
 
-def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monkeypatch, capsys):
+def test_rejected_upload_preserves_export(saved, tmp_path, monkeypatch, capsys):
     _, checkpoint = saved(CASES["tied"])
     monkeypatch.setattr(exporting, "HfApi", Hub)
 
     def script(output: str) -> int:
-        words = ["export.py", checkpoint, "--output", tmp_path / output, "--push", "me/mine"]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        arguments = ["export.py", checkpoint, "--output", tmp_path / output, "--push", "me/mine"]
+        monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
         return SCRIPT["main"]()
 
     assert script("good") == 0
@@ -567,7 +575,7 @@ def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monke
     assert "uploaded to https://huggingface.co/me/mine" in capsys.readouterr().out
     transport = exporting.HUB_ERRORS[2]("no route to host")
     for error in (transport, OSError("401 Unauthorized")):
-        monkeypatch.setattr(Hub, "refuses", error)
+        monkeypatch.setattr(Hub, "upload_error", error)
         assert script(f"kept{error}") == 7
         text = capsys.readouterr().err
         assert f"UploadError: {tmp_path}" in text and "HF_TOKEN" in text

@@ -1,4 +1,4 @@
-"""Hooks of the training loop: the table, intervals, and what they do when training ends."""
+"""Hooks of the training loop: the table, intervals, and the end of training."""
 
 from __future__ import annotations
 
@@ -94,10 +94,13 @@ def test_checkpoints_save_last_step_once(steps, stops, saved, tmp_path):
         do_step(training, hook, is_stopping=stops and step == steps)
     hook.finish()
     assert [call[1] for call in log if call[0] == "save"] == saved
-    assert [call[0] for call in log][-2:] == ["finish", "close"]  # ranks stop waiting first
+    assert [call[0] for call in log][-2:] == [
+        "finish",
+        "close",
+    ]  # ranks stop waiting before checkpoints close
 
 
-def test_finished_run_saves_nothing_again(tmp_path):
+def test_finished_run_saves_no_checkpoint_again(tmp_path):
     log = Log()
     CheckpointHook(make_training(log, tmp_path, step=STEPS)).finish()
     assert [call[0] for call in log] == ["finish", "close"]

@@ -1,4 +1,4 @@
-"""Step records, sinks: right figures, and trackers that cannot stop training."""
+"""Step records, sinks and trackers: correct metrics, and trackers that cannot stop training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANK = rank_values(
     data_wait_ms=10.0, decoded_media=3, data_read_bytes=10**6,
 )  # fmt: skip
 OTHERS = {"epoch": 0, "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3}
-NAMES = (  # names that users' scripts rely on
+NAMES = (  # names that user scripts read
     "step loss grad_norm lr tokens_per_s samples_per_s media_per_s mfu step_ms data_wait_ms "
     "encoder_ms llm_ms pipeline_ms bubble_fraction max_expert_load_ratio peak_memory_bytes "
     "slowest_rank straggler_fraction epoch skipped_samples validation_loss loss_text loss_image "
@@ -65,41 +65,41 @@ def lines_of(run_dir: Path):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-# --- figures -------------------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------
 
 
-def test_records_have_the_names_users_rely_on(tmp_path):
-    made = recorder(tmp_path)
-    made.record(record())
-    made.close()
+def test_records_have_documented_names(tmp_path):
+    tracker = recorder(tmp_path)
+    tracker.record(record())
+    tracker.close()
     assert set(lines_of(tmp_path)[0]) == set(METRICS) >= set(NAMES.split())
 
 
-def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
+def test_rates_are_summed_and_times_are_maxima():
     changes = {"data_wait_ms": 700.0, "peak_memory_bytes": 7, "skipped_samples": 2}
     slow = {**RANK, "step_ms": 1000.0, **changes}
-    made = SimpleNamespace(**make_record([RANK, slow], 4e9, step=3, **OTHERS))
-    assert made.step_ms == 1000.0
-    assert made.tokens_per_s == 2000.0
-    assert made.samples_per_s == 20.0
-    assert made.media_per_s == 10.0
-    assert made.mfu == pytest.approx(2e9 / (2 * 4e9))
-    assert made.data_wait_ms == 700.0
-    assert made.slowest_rank == 1
-    assert made.straggler_fraction == pytest.approx(1 - (10 + 700) / 2 / 700)
-    assert made.peak_memory_bytes == 7
-    assert made.skipped_samples == 2
-    assert (made.decoded_media, made.data_read_bytes) == (6, 2 * 10**6)
-    assert made.encoder_ms is None
+    reduced = SimpleNamespace(**make_record([RANK, slow], 4e9, step=3, **OTHERS))
+    assert reduced.step_ms == 1000.0
+    assert reduced.tokens_per_s == 2000.0
+    assert reduced.samples_per_s == 20.0
+    assert reduced.media_per_s == 10.0
+    assert reduced.mfu == pytest.approx(2e9 / (2 * 4e9))
+    assert reduced.data_wait_ms == 700.0
+    assert reduced.slowest_rank == 1
+    assert reduced.straggler_fraction == pytest.approx(1 - (10 + 700) / 2 / 700)
+    assert reduced.peak_memory_bytes == 7
+    assert reduced.skipped_samples == 2
+    assert (reduced.decoded_media, reduced.data_read_bytes) == (6, 2 * 10**6)
+    assert reduced.encoder_ms is None
 
 
 def test_table_defines_reduction_over_ranks():
     reduced = {name: metric.reduce for name, metric in METRICS.items() if metric.reduce}
     first, second = (dict.fromkeys([*RANK], value) for value in (500, 2000))
-    made = make_record([first, second], None, step=1, **OTHERS)
+    result = make_record([first, second], None, step=1, **OTHERS)
     expected = {"max": 2000, "sum": 2500, "rate": 2500 / 2.0}
-    assert {name: made[name] for name in reduced} == {n: expected[r] for n, r in reduced.items()}
-    assert all(type(made[name]) is METRICS[name].kind for name in reduced)
+    assert {name: result[name] for name in reduced} == {n: expected[r] for n, r in reduced.items()}
+    assert all(type(result[name]) is METRICS[name].kind for name in reduced)
     empty = make_record([rank_values(step_ms=1.0)] * 2, None, step=1, **OTHERS)
     modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
     assert {n for n in reduced if empty[n] is None} == {*modules, "generated_images_per_s"}
@@ -110,11 +110,11 @@ def test_record_with_unknown_metric_raises():
         make_record([RANK], None, step=1, unknown=1.0, **OTHERS)
 
 
-def test_mfu_is_null_for_an_unknown_device():
+def test_mfu_of_unknown_device_is_null():
     assert make_record([RANK], None, step=1, **OTHERS)["mfu"] is None
 
 
-def test_cpu_peak_is_what_a_matrix_product_reaches():
+def test_cpu_peak_is_measured_flops_of_matmul():
     flops = peak_flops(CPU)
     assert flops is not None
     assert 1e8 < flops < 1e14
@@ -131,26 +131,26 @@ def test_cpu_peak_is_what_a_matrix_product_reaches():
         ("NVIDIA GB200", 2500.0),
     ],
 )
-def test_gpu_peaks_go_by_device_name(monkeypatch, name, tflops):
+def test_gpu_peak_follows_device_name(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
-def test_an_unknown_gpu_has_no_peak(monkeypatch):
+def test_unknown_gpu_has_no_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     assert peak_flops(torch.device("cuda")) is None
 
 
-def test_peak_memory_of_the_process_is_in_bytes():
+def test_peak_memory_of_process_is_in_bytes():
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
     assert 0.9 * resident_bytes <= peak_memory_bytes(CPU) < 100 * resident_bytes
 
 
-# --- what is shown -------------------------------------------------------------------------------
+# --- console output ------------------------------------------------------------------------------
 
 
-def test_a_step_line_names_all_figures():
+def test_step_line_contains_all_metrics():
     values = record(encoder_ms=12.0, llm_ms=80.0, validation_loss=3.0)
     line = describe_step(values, eta_s=80.0)
     for part in (
@@ -169,23 +169,23 @@ def test_a_step_line_names_all_figures():
         assert part in line
 
 
-def test_without_a_terminal_each_step_is_one_plain_line(tmp_path):
+def test_step_lines_without_terminal_are_unformatted(tmp_path):
     text = io.StringIO()
-    made = recorder(tmp_path, Console(file=text, width=40), log_interval=2)
+    tracker = recorder(tmp_path, Console(file=text, width=40), log_interval=2)
     for step in range(1, 5):
-        made.record(record(step))
-    made.close()
+        tracker.record(record(step))
+    tracker.close()
     lines = text.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 2/20", "step 4/20"]
     assert "\x1b" not in text.getvalue()
 
 
-def test_on_a_terminal_the_bar_and_the_figures_are_shown(tmp_path):
+def test_terminal_shows_progress_bar_and_metrics(tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80)
-    made = recorder(tmp_path, console)
-    made.record(record(7))
-    made.close()
+    tracker = recorder(tmp_path, console)
+    tracker.record(record(7))
+    tracker.close()
     assert "7/20" in text.getvalue()
     assert "tokens/s" in text.getvalue()
 
@@ -197,14 +197,14 @@ def test_summary_shows_labels_and_values():
     assert "1.0 M parameters" in text.getvalue()
 
 
-def test_the_loss_picture_covers_the_run_before_a_resume(tmp_path):
+def test_loss_plot_includes_steps_before_resume(tmp_path):
     first = recorder(tmp_path)
     for step in (1, 2, 3):
         first.record(record(step, validation_loss=3.0 if step == 3 else None))
     first.close()
-    made = recorder(tmp_path, start_step=2)
-    made.record(record(3))
-    made.close()
+    tracker = recorder(tmp_path, start_step=2)
+    tracker.record(record(3))
+    tracker.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     header = (tmp_path / "loss.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -217,7 +217,7 @@ def test_the_loss_picture_covers_the_run_before_a_resume(tmp_path):
 
 
 class Failing:
-    """Accepts two records, then fails."""
+    """Tracker that accepts two records and then fails."""
 
     def __init__(self):
         self.seen = 0
@@ -232,7 +232,7 @@ class Failing:
 
 
 class Hanging:
-    """Never returns from its first record."""
+    """Tracker that never returns from its first record."""
 
     def emit(self, record):
         threading.Event().wait()
@@ -241,7 +241,7 @@ class Hanging:
         pass
 
 
-def test_a_tracker_that_dies_is_warned_of_once(caplog):
+def test_failed_tracker_warns_once(caplog):
     failing = Failing()
     sink = BackgroundSink("tracker", lambda: failing, LOG)
     for step in range(100):
@@ -254,7 +254,7 @@ def test_a_tracker_that_dies_is_warned_of_once(caplog):
     ) == len(caplog.records)
 
 
-def test_a_tracker_that_cannot_start_is_warned_of_once(caplog):
+def test_tracker_that_cannot_start_warns_once(caplog):
     def start():
         raise OSError("no network")
 
@@ -264,7 +264,7 @@ def test_a_tracker_that_cannot_start_is_warned_of_once(caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_hanging_tracker_neither_slows_steps_nor_the_end(caplog):
+def test_blocked_tracker_delays_neither_steps_nor_exit(caplog):
     sink = BackgroundSink("tracker", Hanging, LOG, close_s=0.2)
     for step in range(5000):
         sink.emit({"step": step})
@@ -273,7 +273,7 @@ def test_a_hanging_tracker_neither_slows_steps_nor_the_end(caplog):
     assert "is too slow" in caplog.text
 
 
-def test_a_tracker_that_does_not_finish_is_left_behind(caplog):
+def test_tracker_that_does_not_finish_is_abandoned(caplog):
     sink = BackgroundSink("tracker", Hanging, LOG, close_s=0.2)
     sink.emit({"step": 1})
     sink.close()
@@ -293,34 +293,32 @@ def unreachable_wandb(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def test_unreachable_wandb_records_offline_and_leaves_training_alone(
-    tmp_path, caplog, unreachable_wandb
-):
-    made = recorder(tmp_path, wandb="online")
+def test_unreachable_wandb_records_offline(tmp_path, caplog, unreachable_wandb):
+    tracker = recorder(tmp_path, wandb="online")
     for step in range(1, 21):
-        made.record(record(step))
+        tracker.record(record(step))
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, 21))
-    made.close()
+    tracker.close()
     assert "is unreachable" in caplog.text
     assert "is disabled for the rest of the run" not in caplog.text
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def test_wandb_offline_writes_a_run(tmp_path, caplog, unreachable_wandb):
-    made = recorder(tmp_path, wandb="offline")
-    made.record(record())
-    made.close()
+def test_wandb_offline_writes_run(tmp_path, caplog, unreachable_wandb):
+    tracker = recorder(tmp_path, wandb="offline")
+    tracker.record(record())
+    tracker.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert file.stat().st_size > 0
     assert not [r for r in caplog.records if r.name == LOG.name]
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
+def test_resumed_run_continues_wandb_run(tmp_path, unreachable_wandb):
     identities = []
     for start_step in (0, 5, 0):
-        made = recorder(tmp_path, start_step=start_step, wandb="offline")
-        made.record(record(start_step + 1))
-        made.close()
+        tracker = recorder(tmp_path, start_step=start_step, wandb="offline")
+        tracker.record(record(start_step + 1))
+        tracker.close()
         identities.append((tmp_path / "wandb_run_id").read_text().strip())
     first, resumed, fresh = identities
     assert first == resumed != fresh
@@ -328,16 +326,16 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
     assert {f"run-{first}", f"run-{fresh}"} <= set(found)
 
 
-def test_late_scores_are_those_of_the_last_step(tmp_path, monkeypatch):
+def test_late_scores_belong_to_last_step(tmp_path, monkeypatch):
     emitted = []
     tracker = SimpleNamespace(emit=emitted.append, close=lambda: None)
     monkeypatch.setattr("torchmm.training.tracking.recorder.start_trackers", lambda run: [tracker])
-    made = recorder(tmp_path)
-    made.record(record(1))
-    made.record(record(2, scores={"held/cider": 1.0}))
-    made.add_scores({"task/exact_match": 0.25})
-    made.add_scores({"task/exact_match": 0.5})
-    made.close()
+    run_recorder = recorder(tmp_path)
+    run_recorder.record(record(1))
+    run_recorder.record(record(2, scores={"held/cider": 1.0}))
+    run_recorder.add_scores({"task/exact_match": 0.25})
+    run_recorder.add_scores({"task/exact_match": 0.5})
+    run_recorder.close()
     first, last = lines_of(tmp_path)
     assert first["scores"] is None and last["loss"] == 2.5
     assert last["scores"] == {"held/cider": 1.0, "task/exact_match": 0.5}

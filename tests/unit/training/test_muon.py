@@ -1,4 +1,4 @@
-"""Muon: the numbers of torch, and which parameters it updates."""
+"""Muon: the values of torch, and the parameters that it updates."""
 
 import torch
 from torch import nn
@@ -23,21 +23,21 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
         optimizer.step()
 
 
-def test_muon_is_torchs():
+def test_muon_matches_torch():
     model, theirs = net(), net()
     settings = {"lr": 0.02, "weight_decay": 0.1}
     config = OptimizerConfig(name="muon", lr_schedule="constant", **settings)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     ours = build_optimizer(model, lambda _: "llm", config, (), matrices, torch.bfloat16)
-    own = torch.optim.Muon(
+    torch_muon = torch.optim.Muon(
         [p for p in theirs.parameters() if p.ndim == 2], adjust_lr_fn="match_rms_adamw", **settings
     )
     steps(model, ours, 3)
-    steps(theirs, own, 3)
+    steps(theirs, torch_muon, 3)
     for a, b, start in zip(
         model.parameters(), theirs.parameters(), net().parameters(), strict=True
     ):
-        if a.ndim == 2:  # bfloat16 products in another order of brackets
+        if a.ndim == 2:  # bfloat16 matmuls in a different order
             assert (a - b).norm() < 0.05 * (b - start).norm()
 
 
@@ -47,7 +47,7 @@ def test_orthogonal_matrices_have_singular_values_near_1():
     assert found.shape == (3, 24) and found.min() > 0.5 and found.max() < 1.3
 
 
-def test_muon_is_for_matrices_of_layers_alone():
+def test_muon_updates_matrices_of_layers_only():
     model = net()
     config = OptimizerConfig(name="muon", lr=1e-2, lr_schedule="constant")
     optimizer = build_optimizer(model, lambda _: "llm", config, matrices=[model[2].weight])

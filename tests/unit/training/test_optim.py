@@ -32,7 +32,7 @@ def test_groups_split_by_module_and_decay():
     config = OptimizerConfig(lr=1.0, module_lr={"vision": 0.5}, weight_decay=0.1)
     groups = build_optimizer(model, _module_of, config).param_groups
     found = {(g["module"], g["lr"], g["weight_decay"]): len(g["params"]) for g in groups}
-    # LLM: the matrix decays; embedding and bias do not. Vision: likewise, at its own rate.
+    # LLM: the matrix decays, but embedding and bias do not. Vision is equal with a separate rate.
     assert found == {
         ("llm", 1.0, 0.1): 1,
         ("llm", 1.0, 0.0): 2,
@@ -48,7 +48,7 @@ def test_frozen_parameters_are_in_no_group():
     assert {g["module"] for g in groups} == {"vision"}
 
 
-def test_a_copy_of_an_embedding_does_not_decay():
+def test_copy_of_embedding_does_not_decay():
     model = _model()
     copy = model["llm"][1].weight
     groups = build_optimizer(model, _module_of, OptimizerConfig(), [copy]).param_groups
@@ -56,7 +56,7 @@ def test_a_copy_of_an_embedding_does_not_decay():
     assert not decays[id(copy)] and decays[id(model["vision"].weight)]
 
 
-def test_a_rank_may_have_nothing_to_train():
+def test_rank_without_trainable_parameters_is_supported():
     model = _model().requires_grad_(False)
     optimizer = build_optimizer(model, _module_of, OptimizerConfig(lr=2.0))
     set_learning_rate(optimizer, 0.5)
@@ -84,18 +84,18 @@ def test_learning_rate_follows_each_group_peak():
     assert {g["module"]: g["lr"] for g in optimizer.param_groups} == {"llm": 2.0, "vision": 1.0}
 
 
-def test_warmup_is_linear_and_reaches_the_peak():
+def test_warmup_is_linear_to_peak():
     config = OptimizerConfig(warmup_steps=4, lr_schedule="constant")
     assert [lr_factor(s, 10, config) for s in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_cosine_ends_at_the_floor_and_is_half_way_in_the_middle():
+def test_cosine_schedule_ends_at_minimum():
     config = OptimizerConfig(warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.2)
     assert lr_factor(100, 100, config) == pytest.approx(0.2)
     assert lr_factor(50, 100, config) == pytest.approx(0.6)
 
 
-def test_wsd_is_flat_then_linear_to_the_floor():
+def test_wsd_schedule_is_constant_then_linear():
     config = OptimizerConfig(lr_schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
     factors = [lr_factor(s, 10, config) for s in range(1, 11)]
     assert factors[:8] == [1.0] * 8
@@ -110,7 +110,7 @@ def test_wsd_is_flat_then_linear_to_the_floor():
         ("wsd", 10, 15, "from 1.000e-02 in step 10 to 1.000e-01 in step 11"),
         ("wsd", 4, 20, None),  # both are on the plateau
         ("cosine", 10, 10, None),
-        ("cosine", 10, 5, None),  # nothing is trained
+        ("cosine", 10, 5, None),  # no further steps
         ("constant", 10, 20, None),
     ],
 )

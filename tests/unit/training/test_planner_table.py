@@ -1,4 +1,4 @@
-"""The table of planners: the planner that a recipe gets, and the interface of all planners."""
+"""The table of planners: the planner of a recipe, and the interface of all planners."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_table_factory_returns_planner(name):
 
 
 class RecordingPipeline:
-    """Returns the number of the call as a plan."""
+    """Pipeline that returns the number of the call as a plan."""
 
     calls = 0
 
@@ -65,7 +65,7 @@ def test_single_planner_reuses_plan_of_equal_metadata():
     assert planner.plan(1, [first, second]).plan == 1
     assert planner.plan(2, [first, second]).plan == 2  # a plan is used once
     planner.plan_ahead(lambda: [["other rank"], ["b", "a"]])
-    assert planner.plan(3, [first, second]).plan == 4  # another order of microbatches
+    assert planner.plan(3, [first, second]).plan == 4  # a different order of microbatches
     planner.plan_ahead(lambda: None)
     assert planner.plan(4, [first]).plan == 5
 

@@ -25,7 +25,7 @@ CULPRIT = Status("failed", 3, 2, 3, "bad sample")
 
 @pytest.fixture
 def handlers():
-    """Restores the handlers of stop signals."""
+    """Yield the handlers of stop signals and restore them."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield before
     signal.set_wakeup_fd(-1)
@@ -34,21 +34,21 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_only_sets_a_flag(handlers, number):
+def test_signal_sets_flag_only(handlers, number):
     with StopSignal() as stop:
         assert stop.received is None
         os.kill(os.getpid(), number)
         assert stop.received == number
 
 
-def test_the_first_signal_counts(handlers):
+def test_first_signal_is_recorded(handlers):
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGTERM
 
 
-def test_handlers_come_back(handlers):
+def test_signal_handlers_are_restored(handlers):
     with StopSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
         with stop.interrupt_main_thread(pytest.fail):
@@ -79,16 +79,16 @@ def test_signal_before_interrupting_raises_preempted(handlers):
     with pytest.raises(Preempted), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         with stop.interrupt_main_thread(pytest.fail):
-            pytest.fail("the block began")
+            pytest.fail("the block was entered")
 
 
-def test_early_error_stays_without_signal(handlers):
+def test_early_error_without_signal_is_raised(handlers):
     with pytest.raises(ValueError, match="mine"), StopSignal() as stop:  # noqa: SIM117
         with stop.interrupt_main_thread(pytest.fail):
             raise ValueError("mine")
 
 
-def test_blocked_early_stop_calls_end(handlers, monkeypatch):
+def test_blocked_early_stop_calls_exit(handlers, monkeypatch):
     monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
     ended = []
     with pytest.raises(Preempted), StopSignal() as stop, stop.interrupt_main_thread(ended.append):
@@ -111,15 +111,15 @@ def test_signal_after_interrupting_sets_flag(handlers, monkeypatch):
         assert stop.received == signal.SIGTERM
 
 
-def test_status_comes_back(tmp_path):
+def test_status_round_trips(tmp_path):
     status = Status("preempted", 7, 0, 75, "SIGTERM")
     write_status(tmp_path, status)
     assert read_status(tmp_path) == status
-    assert read_status(tmp_path / "elsewhere") is None
+    assert read_status(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("order", [[LOST_PEER, CULPRIT], [CULPRIT, LOST_PEER]])
-def test_the_culprit_is_told_from_its_victims_in_any_order(tmp_path, order):
+def test_first_failure_replaces_lost_peer_in_any_order(tmp_path, order):
     write_status(tmp_path, Status("running", 0, 0))
     for status in order:
         write_status(tmp_path, status)
@@ -127,27 +127,27 @@ def test_the_culprit_is_told_from_its_victims_in_any_order(tmp_path, order):
 
 
 @pytest.mark.parametrize("ended", [Status("done", 9, 0, 0), Status("preempted", 9, 0, 75)])
-def test_a_lost_peer_does_not_undo_a_good_end(tmp_path, ended):
+def test_lost_peer_does_not_replace_successful_end(tmp_path, ended):
     write_status(tmp_path, ended)
     write_status(tmp_path, LOST_PEER)
     assert read_status(tmp_path) == ended
 
 
-def test_rank_0_has_the_word_on_lost_peers(tmp_path):
-    of_rank_0 = Status("failed", 3, 0, 6, "rank 2 is gone")
-    for status in (LOST_PEER, of_rank_0, LOST_PEER):
+def test_lost_peer_of_rank_zero_has_precedence(tmp_path):
+    rank_zero_status = Status("failed", 3, 0, 6, "rank 2 is gone")
+    for status in (LOST_PEER, rank_zero_status, LOST_PEER):
         write_status(tmp_path, status)
-    assert read_status(tmp_path) == of_rank_0
+    assert read_status(tmp_path) == rank_zero_status
 
 
-def test_a_new_start_replaces_the_old_end(tmp_path):
+def test_new_start_replaces_old_status(tmp_path):
     write_status(tmp_path, CULPRIT)
     write_status(tmp_path, Status("running", 0, 0))
     assert read_status(tmp_path).state == "running"
 
 
 @pytest.mark.parametrize(
-    "left",
+    "content",
     [
         b"", b'{"state": "run', b"\xff\x00", b"[" * 100_000, b"[1]", b"null", b"{}",
         b'{"state": "paused", "step": 1, "rank": 0}',
@@ -155,14 +155,14 @@ def test_a_new_start_replaces_the_old_end(tmp_path):
         b'{"state": ["failed"], "step": 1, "rank": 0, "time": 1.0}',
     ],
 )  # fmt: skip
-def test_an_unreadable_status_of_before_is_none(tmp_path, left):
-    (tmp_path / "STATUS.json").write_bytes(left)
+def test_unreadable_old_status_is_ignored(tmp_path, content):
+    (tmp_path / "STATUS.json").write_bytes(content)
     assert read_status(tmp_path) is None
     assert write_status(tmp_path, LOST_PEER)
     assert read_status(tmp_path) == LOST_PEER
 
 
-def test_a_status_of_a_newer_version_is_read_without_what_is_new(tmp_path):
+def test_status_of_newer_version_ignores_unknown_fields(tmp_path):
     write_status(tmp_path, CULPRIT)
     file = tmp_path / "STATUS.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "host": "a", "version": 2}))
@@ -172,7 +172,10 @@ def test_a_status_of_a_newer_version_is_read_without_what_is_new(tmp_path):
 
 
 class FullDisk:
-    """No new file can be written; with `blocks`, not even over an old one."""
+    """Disk on which no file can be created.
+
+    If `blocks` is False, files cannot be overwritten either.
+    """
 
     def __init__(self, monkeypatch, blocks: bool = True) -> None:
         def fail(*arguments):
@@ -184,7 +187,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("message", ["", "short", "long " * 50_000])
-def test_a_status_gets_onto_a_full_disk(tmp_path, monkeypatch, message):
+def test_status_is_written_on_full_disk(tmp_path, monkeypatch, message):
     write_status(tmp_path, Status("running", 0, 0, None, "x" * 100))
     FullDisk(monkeypatch)
     assert write_status(tmp_path, Status("failed", 7, 0, 4, message))
@@ -194,8 +197,8 @@ def test_a_status_gets_onto_a_full_disk(tmp_path, monkeypatch, message):
     assert allocated_bytes(tmp_path / "STATUS.json") <= 8192
 
 
-def test_a_status_that_cannot_be_replaced_does_not_stay(tmp_path, monkeypatch):
-    """Nothing is better than a run that is said to be running for ever."""
+def test_status_that_cannot_be_replaced_is_removed(tmp_path, monkeypatch):
+    """Check this because an outdated status would show a running run."""
     write_status(tmp_path, Status("running", 0, 0))
     FullDisk(monkeypatch, blocks=False)
     with pytest.raises(OSError, match="No space left"):
@@ -205,7 +208,7 @@ def test_a_status_that_cannot_be_replaced_does_not_stay(tmp_path, monkeypatch):
         write_status(tmp_path, LOST_PEER)
 
 
-def test_readers_never_see_half_a_status(tmp_path):
+def test_readers_never_read_incomplete_status(tmp_path):
     write_status(tmp_path, Status("running", 0, 0))
     writers = [
         threading.Thread(

@@ -1,4 +1,4 @@
-"""Files of a run that trackers show, and the offline file of Weights & Biases, read back."""
+"""Files of a run that trackers show, and the offline file of Weights & Biases."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
 
 
-def test_the_offline_file_of_wandb_has_it_all(tmp_path: Path, offline: None, caplog) -> None:
+def test_wandb_offline_file_contains_all_records(tmp_path: Path, offline: None, caplog) -> None:
     finished_run(tmp_path, wandb="offline", artifacts=["exports"])
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = read_wandb(file)
@@ -25,9 +25,9 @@ def test_the_offline_file_of_wandb_has_it_all(tmp_path: Path, offline: None, cap
     assert (first["train/loss"], first["time/step_ms"], first["_step"]) == (2.5, 5.0, 1)
     assert "validation/samples" not in first and "loss" not in first
     table = file.parent / "files" / second["validation/samples"]["path"]
-    told = json.loads(table.read_text())
-    assert told["columns"] == ["step", "sample", "image", "prompt", "reference", "generated"]
-    (row,) = told["data"]
+    table_json = json.loads(table.read_text())
+    assert table_json["columns"] == ["step", "sample", "image", "prompt", "reference", "generated"]
+    (row,) = table_json["data"]
     assert row[:2] == [2, "boats[3]"] and row[3:] == ["Say.", "A | boat.", "written 2"]
     timeline = file.parent / "files" / second["pipeline/timeline"]["path"]
     assert SVG in timeline.read_text()
@@ -43,26 +43,26 @@ def test_the_offline_file_of_wandb_has_it_all(tmp_path: Path, offline: None, cap
     assert artifacts["model"].name == "run-hf"
     assert set(artifacts["model"].aliases) == {"latest", "hf"}
     assert [e.path for e in artifacts["model"].manifest.contents] == ["config.json"]
-    pictures = [e for e in artifacts["run_table"].manifest.contents if e.path.endswith(".png")]
-    assert len(pictures) == 1 and Path(pictures[0].local_path).is_file()
+    images = [e for e in artifacts["run_table"].manifest.contents if e.path.endswith(".png")]
+    assert len(images) == 1 and Path(images[0].local_path).is_file()
     assert not [r for r in caplog.records if r.name == LOG.name]
 
 
-def test_files_are_shown_once_and_with_their_steps(tmp_path: Path) -> None:
+def test_files_are_shown_once_with_their_steps(tmp_path: Path) -> None:
     write_sample(tmp_path, 2)
     files = RunFiles(tmp_path, after_step=2)
     write_sample(tmp_path, 4)
     write_timeline(tmp_path, 4)
-    early = files.until(3)  # a tracker that is behind
+    early = files.until(3)  # a delayed tracker
     assert not early.samples and not early.timelines
     new = files.until(5)
     assert [sample.generated for sample, _ in new.samples] == ["written 4"]
     assert list(new.timelines) == ["step-4.svg"] and list(new.measured_panels) == [4]
-    nothing = files.until(9)
-    assert not nothing.samples and not nothing.timelines and not nothing.measured_panels
+    last = files.until(9)
+    assert not last.samples and not last.timelines and not last.measured_panels
 
 
-def test_models_count_as_they_appear_and_when_they_are_replaced(tmp_path: Path) -> None:
+def test_new_and_replaced_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "hf-best").mkdir()
     (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
     models = NewModelDirectories(tmp_path, ["checkpoints", "exports"])
@@ -78,7 +78,7 @@ def test_models_count_as_they_appear_and_when_they_are_replaced(tmp_path: Path) 
     assert exports.new() == []
 
 
-def test_boxes_of_a_timeline_are_where_its_records_are(tmp_path: Path) -> None:
-    picture = timeline_picture(Panel("", write_timeline(tmp_path, 1), LAYOUT), width_px=101)
-    shades = [picture.getpixel((x, 5)) for x in (10, 50, 90)]
+def test_timeline_boxes_match_records(tmp_path: Path) -> None:
+    image = timeline_picture(Panel("", write_timeline(tmp_path, 1), LAYOUT), width_px=101)
+    shades = [image.getpixel((x, 5)) for x in (10, 50, 90)]
     assert shades[1] == (255, 255, 255) and len(set(shades)) == 3

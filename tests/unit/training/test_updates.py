@@ -1,4 +1,4 @@
-"""Norm, clipping, AdamW and the check for non-finite values, queued without the host."""
+"""Norm, clipping, AdamW and the check for non-finite values, without host synchronization."""
 
 import copy
 
@@ -33,24 +33,27 @@ def torch_step(
 
 @pytest.mark.parametrize(("max_norm", "bound"), [(1e3, 0.0), (1.0, 3e-7)])
 def test_update_equals_fused_adamw_of_torch(max_norm, bound):
-    """Bitwise without clipping. With it, gradients are divided instead of multiplied."""
+    """Compare bitwise without clipping.
+
+    With clipping, gradients are divided instead of multiplied.
+    """
     ours, theirs = Trained(max_grad_norm=max_norm, lr_schedule="constant"), Net()
     assert isinstance(ours.optimizer, LocalAdamW)
     decays = [p for p in theirs.parameters() if p.ndim > 1]
-    others = [p for p in theirs.parameters() if p.ndim <= 1]
-    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    no_decay = [p for p in theirs.parameters() if p.ndim <= 1]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
     for number in range(1, 4):
         ours.step(number, size=1.0 / number)
         torch_step(theirs, adamw, number, 1.0 / number, max_norm)
-    for mine, other in zip(ours.net.parameters(), theirs.parameters(), strict=True):
-        states = [(ours.optimizer.state[mine][k], v) for k, v in adamw.state[other].items()]
-        for x, y in [(mine, other), *states]:
+    for mine, reference in zip(ours.net.parameters(), theirs.parameters(), strict=True):
+        states = [(ours.optimizer.state[mine][k], v) for k, v in adamw.state[reference].items()]
+        for x, y in [(mine, reference), *states]:
             assert torch.equal(x, y) if not bound else torch.allclose(x, y, bound, bound * 0.1)
 
 
 def test_clipped_gradients_are_accurate_to_float32():
-    """The kernel stores the divided gradients, at most 3 roundings away from the exact ones."""
+    """Check that stored gradients are at most 3 roundings from the exact gradients."""
     trained = Trained(max_grad_norm=0.1)
     trained.net.set_gradients(1)
     exact = [p.grad.double() for p in trained.net.parameters() if p.grad is not None]
@@ -92,8 +95,8 @@ def test_non_finite_first_step_leaves_zero_states():
     assert_equal(trained.tensors(), fresh.tensors())
 
 
-def test_unchecked_non_finite_step_is_noticed():
-    """Without `found_inf`, the comparison above fails."""
+def test_unchecked_non_finite_step_is_detected():
+    """Check that the comparison above fails without `found_inf`."""
     trained = Trained()
     trained.step(1)
     before = trained.tensors()
@@ -107,7 +110,7 @@ def test_unchecked_non_finite_step_is_noticed():
         assert_equal(after, before)
 
 
-def test_gradients_of_two_dtypes_are_in_one_norm():
+def test_norm_includes_gradients_of_two_dtypes():
     wide, narrow = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     wide.grad, narrow.grad = torch.full((3,), 2.0), torch.full((4,), 1.0, dtype=torch.bfloat16)
     assert global_grad_norm({1: [wide, narrow]}).item() == 4.0
@@ -124,14 +127,14 @@ def test_optimizer_without_parameters_accepts_clip_factor():
 
 
 def test_states_load_into_adamw_of_torch():
-    """State tensors have the names, shapes and dtypes of torch, which continues from them."""
+    """Check names, shapes and dtypes of states, from which torch continues."""
     trained = Trained()
     trained.step(1)
     theirs = copy.deepcopy(trained.net)
     adamw = torch.optim.AdamW(theirs.parameters(), fused=True)
     set_learning_rate(trained.optimizer, 0.5)
-    for mine, other in zip(trained.net.parameters(), theirs.parameters(), strict=True):
-        adamw.state[other] = {k: v.clone() for k, v in trained.optimizer.state[mine].items()}
+    for mine, reference in zip(trained.net.parameters(), theirs.parameters(), strict=True):
+        adamw.state[reference] = {k: v.clone() for k, v in trained.optimizer.state[mine].items()}
     theirs.set_gradients(2)
     theirs.unused.grad = None
     adamw.step()

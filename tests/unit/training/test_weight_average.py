@@ -1,4 +1,4 @@
-"""Averages of weights against torch's own average of a plain module."""
+"""Averages of weights, compared with the average of torch on a separate module."""
 
 import copy
 
@@ -23,8 +23,8 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return found
 
 
-def move(module: nn.Module, number: int) -> None:
-    """Trained parameters to other values."""
+def change_parameters(module: nn.Module, number: int) -> None:
+    """Change trainable parameters."""
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -33,32 +33,34 @@ def move(module: nn.Module, number: int) -> None:
 
 
 def averaged(module: nn.Module, steps: int) -> tuple[WeightAverage, AveragedModel]:
-    """Ours and torch's after some steps; torch's is of the same values in float32."""
+    """Return the averages of torchmm and of torch in float32 after some steps."""
     ours = WeightAverage(module, DECAY)
     theirs = AveragedModel(copy.deepcopy(module).float(), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for number in range(steps):
-        move(module, number)
+        change_parameters(module, number)
         ours.update()
         theirs.update_parameters(copy.deepcopy(module).float())
     return ours, theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_averages_are_torchs(dtype):
+def test_averages_match_torch(dtype):
     module = model(dtype)
     ours, theirs = averaged(module, 4)
     named = dict(module.named_parameters())
-    wanted = dict(theirs.module.named_parameters())
+    expected = dict(theirs.module.named_parameters())
     trained = {n for n, p in named.items() if p.requires_grad}
     assert {n for n, p in named.items() if p in ours.averages} == trained and len(trained) == 3
     for name in trained:
         found = ours.averages[named[name]]
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, wanted[name].data, rtol=1e-6, atol=1e-7)
-        assert not torch.allclose(found, named[name].float(), rtol=1e-2), "it is no average"
+        torch.testing.assert_close(found, expected[name].data, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(found, named[name].float(), rtol=1e-2), (
+            "the average must differ from the parameter"
+        )
 
 
-def test_averages_take_the_weights_places_and_leave_them():
+def test_averages_replace_weights_temporarily():
     module = model()
     ours, theirs = averaged(module, 3)
     before = {n: p.clone() for n, p in module.named_parameters()}
@@ -70,7 +72,7 @@ def test_averages_take_the_weights_places_and_leave_them():
     assert not torch.equal(before["1.weight"], theirs.module[1].weight)
 
 
-def test_nothing_to_train_has_no_average():
+def test_model_without_trainable_parameters_has_no_average():
     module = model().requires_grad_(False)
     average = WeightAverage(module, DECAY)
     for _ in range(2):
@@ -79,7 +81,7 @@ def test_nothing_to_train_has_no_average():
         assert average.averages == {}
 
 
-def test_checkpoints_with_and_without_averages_fit_both_ways(tmp_path, caplog):
+def test_checkpoints_with_and_without_averages_load(tmp_path, caplog):
     module = model()
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
     ours, _ = averaged(module, 2)
@@ -104,14 +106,14 @@ def test_checkpoints_with_and_without_averages_fit_both_ways(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"name": "muon", "offload": True}])
-def test_memory_is_predicted(optimizer):
-    """As many bytes as averages have, of every trained parameter."""
+def test_memory_of_averages_matches_plan(optimizer):
+    """Compare the planned bytes with the bytes of averages of all trainable parameters."""
     ours, _ = averaged(module := model(), 1)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    held = sum(a.nbytes for a in ours.averages.values())
+    average_bytes = sum(a.nbytes for a in ours.averages.values())
     with_, without = (
         parameter_states(Recipe.model_validate({"optimizer": optimizer, "training": training}))
         for training in ({"ema_decay": DECAY}, {})
     )
-    assert (with_.average - without.average) * trained == held
+    assert (with_.average - without.average) * trained == average_bytes
     assert with_.updated > without.updated
