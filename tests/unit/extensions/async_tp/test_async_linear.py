@@ -1,4 +1,4 @@
-"""Overlapped linears in one process: many ranks, operators' contracts, what is kept, misuse."""
+"""Overlapped linear layers in one process: shapes, opcheck, saved tensors and misuse."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
 
 @pytest.fixture
 def group(request):
-    """A process group of `request.param` ranks that sends nothing; this is rank 0."""
+    """Yield a fake process group of `request.param` ranks. The test process is rank 0."""
     ranks = request.param
     dist.init_process_group("fake", rank=0, world_size=ranks)
     yield dist.group.WORLD
@@ -34,28 +34,28 @@ def group(request):
 @pytest.mark.parametrize("group", [1, 8, 64], indirect=True)
 @pytest.mark.parametrize("rows", [1, 7, 64, 100])
 @pytest.mark.parametrize("backend", ["ring", "collective"])
-def test_many_ranks_give_the_right_shapes(group, rows, backend):
+def test_async_linear_has_shapes_for_many_ranks(group, rows, backend):
     size = -(-rows // group.size())
     overlap = Overlap(backend, group.group_name, 3)
     x_SD = torch.randn(size, 6, requires_grad=True)
     weights = [torch.randn(f, 6, requires_grad=True) for f in (4, 2)]
     bias = torch.randn(4, requires_grad=True)
-    products = gather_linear(x_SD, weights, [bias, None], rows, overlap)
-    assert [p.shape for p in products] == [(rows, 4), (rows, 2)]
+    outputs = gather_linear(x_SD, weights, [bias, None], rows, overlap)
+    assert [p.shape for p in outputs] == [(rows, 4), (rows, 2)]
     down_DF = torch.randn(6, 4, requires_grad=True)
-    out_SD = linear_scatter(products[0] * products[1].sum(), down_DF, None, size, overlap)
+    out_SD = linear_scatter(outputs[0] * outputs[1].sum(), down_DF, None, size, overlap)
     assert out_SD.shape == (size, 6)
-    whole_TD = gather_slices(out_SD, rows, overlap)
-    assert whole_TD.shape == (rows, 6)
-    whole_TD.sum().backward()
+    full_TD = gather_slices(out_SD, rows, overlap)
+    assert full_TD.shape == (rows, 6)
+    full_TD.sum().backward()
     for tensor in (x_SD, *weights, bias, down_DF):
         assert tensor.grad.shape == tensor.shape
 
 
 @pytest.mark.parametrize("group", [16], indirect=True)
 @pytest.mark.parametrize("rows", [5, 32, 33])
-def test_sixteen_ranks_in_one_process(group, rows):
-    """LocalTensor runs all ranks' collectives in one process; it has no sends."""
+def test_collective_backend_matches_matmul_on_sixteen_ranks(group, rows):
+    """Check with LocalTensor, which runs the collectives of all ranks in one process."""
     ranks, size = group.size(), -(-rows // group.size())
     generator = torch.Generator().manual_seed(rows)
     x_TD = torch.randn(rows, 6, generator=generator)
@@ -63,8 +63,8 @@ def test_sixteen_ranks_in_one_process(group, rows):
     down_DF = torch.randn(6, ranks * 2, generator=generator)
     padded = functional.pad(x_TD, (0, 0, 0, size * ranks - rows))
 
-    def local(pieces):
-        return LocalTensor({rank: piece.clone() for rank, piece in enumerate(pieces)})
+    def local(shards):
+        return LocalTensor({rank: shard.clone() for rank, shard in enumerate(shards)})
 
     with LocalTensorMode(ranks):
         backend = CollectiveBackend(group, 1)
@@ -80,8 +80,8 @@ def test_sixteen_ranks_in_one_process(group, rows):
 @pytest.mark.parametrize("group", [1], indirect=True)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["ring", "collective"])
-def test_operators_keep_what_they_promise_to_the_compiler(group, name, backend):
-    """Shapes, strides, no aliases, no changed inputs, gradients, with numbers for sizes or not."""
+def test_async_operators_pass_opcheck(group, name, backend):
+    """Check shapes, strides, aliasing, mutation and gradients, with static and dynamic sizes."""
     where = (backend, group.group_name, 2)
     x = torch.randn(5, 6, requires_grad=True)
     weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(4, requires_grad=True)
@@ -98,23 +98,23 @@ def test_operators_keep_what_they_promise_to_the_compiler(group, name, backend):
 
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("trained", [True, False])
-def test_only_the_slice_is_kept_for_backward_and_only_for_trained_weights(group, trained):
-    kept = []
+def test_only_trained_weights_save_local_slice(group, trained):
+    saved_shapes = []
 
-    def keep(tensor):
-        kept.append(tuple(tensor.shape))
+    def record_shape(tensor):
+        saved_shapes.append(tuple(tensor.shape))
         return tensor
 
     x_SD = torch.randn(3, 6, requires_grad=True)
     weight = torch.randn(4, 6, requires_grad=trained)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_shape, lambda tensor: tensor):
         gather_linear(x_SD, [weight], [None], 12, Overlap("ring", group.group_name))
-    assert kept == [(4, 6), (3, 6)] if trained else [(4, 6)]
+    assert saved_shapes == [(4, 6), (3, 6)] if trained else [(4, 6)]
 
 
 @pytest.mark.parametrize("group", [4], indirect=True)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
-def test_blocks_are_the_slice_in_order(group, chunks):
+def test_ring_blocks_cover_local_slice(group, chunks):
     ring = RingBackend(group, chunks)
     for rows in (0, 1, 9):
         blocks = ring._blocks(5, 5 + rows)
@@ -124,18 +124,18 @@ def test_blocks_are_the_slice_in_order(group, chunks):
         ]
 
 
-def test_a_scope_that_does_more_with_its_input_is_an_error():
+def test_unsupported_operation_on_scope_input_raises():
     column = PrecomputedColumn(nn.Linear(3, 2), lambda parameter: parameter)
-    product = torch.randn(4, 2)
-    scope_input = ScopeInput(torch.Size((4, 3)), [product])
-    assert column(scope_input) is product
+    output = torch.randn(4, 2)
+    scope_input = ScopeInput(torch.Size((4, 3)), [output])
+    assert column(scope_input) is output
     with pytest.raises(TypeError, match="async_tensor_parallel = false"):
         column(torch.randn(4, 3))
     with pytest.raises(TypeError):
         scope_input * 2
 
 
-def test_recipes_name_the_backends():
+def test_recipe_accepts_all_backends():
     for name in BACKENDS:
         assert ParallelConfig(async_tensor_backend=name).async_tensor_backend == name
 

@@ -1,5 +1,4 @@
-"""Causal LMs that no table lists: what passes the proof, and that the proof notices what is
-wrong."""
+"""Causal LMs without a registered family: the models that pass the proof, and detected errors."""
 
 import importlib.util
 import logging
@@ -38,23 +37,23 @@ def load_script():
     return script
 
 
-def refusal(model_type: str, **settings: object) -> str:
+def rejection(model_type: str, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
         compare_llm(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
     return "; ".join(caught.value.problems)
 
 
-def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
+def test_unlisted_llm_trains_with_warning(caplog) -> None:
     caplog.set_level(logging.WARNING)
     parity._register_llm.cache_clear()
     config = ModelConfig(llm=LlmConfig(config={"model_type": "olmo", **SIZES}))
     model = build(config)
     model(microbatch([5, 9])).backward()
     assert all(p.grad is not None for p in model.parameters())
-    (said,) = [
+    (message,) = [
         record.message for record in caplog.records if "'olmo' is not registered" in record.message
     ]
-    assert "Tensor parallelism was not compared" in said
+    assert "Tensor parallelism was not compared" in message
     (problem,) = tensor_problems(model.llm, 2)
     assert "'llm' is not a registered model type" in problem
     caplog.clear()
@@ -63,16 +62,16 @@ def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "persimmon"])
-def test_parts_with_other_names_are_found(model_type: str) -> None:
-    """Embeddings, layers, norm and head are called otherwise than Llama's."""
+def test_modules_with_different_names_are_detected(model_type: str) -> None:
+    """Check models whose embeddings, layers, norm and head have different names than in Llama."""
     assert compare_llm(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
 
 
-def test_a_copy_shows_every_kind_of_layer() -> None:
-    kinds = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
-    config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=kinds)
+def test_small_copy_has_every_layer_type() -> None:
+    layer_types = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
+    config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=layer_types)
     small = small_llm_copy_config(config)
-    assert small.layer_types == kinds[:11]
+    assert small.layer_types == layer_types[:11]
     assert (small.hidden_size, small.sliding_window) == (32, 4)
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=30, layer_types=late)
@@ -80,15 +79,15 @@ def test_a_copy_shows_every_kind_of_layer() -> None:
         small_llm_copy_config(config)
 
 
-def test_sizes_make_no_kinds_of_layers() -> None:
+def test_layer_types_are_independent_of_sizes() -> None:
     family = compare_llm(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
-    kinds = set()
+    layer_types = set()
     for size in (32, 64):
         config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
         with torch.device("meta"):
             model = LlmModule(config, family, torch.float32, LLM_FILES)
-        kinds |= {layer_signature(layer) for layer in model.layers}
-    assert len(kinds) == 1
+        layer_types |= {layer_signature(layer) for layer in model.layers}
+    assert len(layer_types) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,16 +96,16 @@ def test_sizes_make_no_kinds_of_layers() -> None:
         ("gpt2", "weights outside of embeddings, layers, one norm and head: wpe"),
         ("bert", "are not in the same module as its embeddings"),
         ("stablelm", "of samples packed, whole"),  # attention ignores the segments
-        ("nanochat", ", one stage per layer"),  # norms what enters its first layer
+        ("nanochat", ", one stage per layer"),  # normalizes the input of the first layer
         ("gemma3n_text", "altup_projections"),
         ("mamba", "num_attention_heads"),
     ],
 )
-def test_what_is_not_proven_is_refused_by_name(model_type: str, reason: str) -> None:
-    assert reason in refusal(model_type)
+def test_unproven_llm_is_rejected_with_reason(model_type: str, reason: str) -> None:
+    assert reason in rejection(model_type)
 
 
-def test_a_recipe_with_such_a_type_hears_what_it_has_and_what_is_near() -> None:
+def test_unsupported_llm_error_names_similar_type() -> None:
     config = ModelConfig(llm=LlmConfig(config={"model_type": "jamba"}))
     with pytest.raises(ConfigError) as caught:
         build_model(config, FreezeConfig())
@@ -117,7 +116,7 @@ def test_a_recipe_with_such_a_type_hears_what_it_has_and_what_is_near() -> None:
 
 
 @pytest.mark.parametrize("broken", ["segments", "window"])
-def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
+def test_proof_detects_errors_of_torchmm(broken: str, monkeypatch) -> None:
     right = attention._attend_segments
 
     def wrong(query, key, value, s, scale, rules):
@@ -128,10 +127,10 @@ def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
         return right(query, key, value, s, scale, rules)
 
     monkeypatch.setattr(attention, "_attend_segments", wrong)
-    assert "comparisons with the Hugging Face model fail" in refusal("olmo3")
+    assert "comparisons with the Hugging Face model fail" in rejection("olmo3")
 
 
-def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
+def test_proof_detects_wrong_gradient(monkeypatch) -> None:
     right = parity._unsplit_results
 
     def wrong(ours, batch):
@@ -140,10 +139,10 @@ def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
         return results
 
     monkeypatch.setattr(parity, "_unsplit_results", wrong)
-    assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in refusal("olmo")
+    assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in rejection("olmo")
 
 
-def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
+def test_unreadable_weight_names_are_rejected_when_loading() -> None:
     config = CONFIG_MAPPING["minimax_m2"]()
     assert "missing for 'llm'" in compare_llm(config, LLM_FILES).unreadable
     parity.register_llm(config, LLM_FILES)
@@ -153,8 +152,8 @@ def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
 
 
 @pytest.mark.campaign
-def test_all_causal_lms_of_transformers() -> None:
-    """The page lists those that pass; their cost model counts what torch does."""
+def test_survey_of_causal_lms_matches_documentation() -> None:
+    """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
     outcomes = script.survey(script.LLMS, script.causal_lms())
     page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
@@ -165,16 +164,14 @@ def test_all_causal_lms_of_transformers() -> None:
             found, counted = flops_of(name, outcome.proof.family)
             if abs(found / counted - 1) > 0.01:
                 wrong[name] = found / counted
-    # As docs/reference/models.md says, where the reasons are.
-    shares = {name: round(share, 2) for name, share in wrong.items()}
-    assert shares == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}
+    # docs/reference/models.md explains these exceptions.
+    fractions = {name: round(share, 2) for name, share in wrong.items()}
+    assert fractions == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}
 
 
 def flops_of(model_type: str, family) -> tuple[float, float]:
-    """Of a forward: by the cost model, and by torch's counter."""
-    llm = LlmModule(
-        small_llm_copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES
-    )
+    """Return the FLOPs of a forward pass by the cost model, and by the FLOP counter of torch."""
+    llm = LlmModule(copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES)
     batch = microbatch([20, 33])
     counted, _ = count_flops(lambda: llm(batch, {}))
     meta = MicrobatchMeta((SampleMeta("s", 0, 20), SampleMeta("s", 1, 33)), 53)

@@ -1,5 +1,4 @@
-"""Image encoders that no table lists: what passes the proof, and that the proof notices what is
-wrong."""
+"""Image encoders without a registered family: models that pass the proof, and detected errors."""
 
 import importlib.util
 import json
@@ -62,13 +61,13 @@ def proof(model_type: str, **settings: object) -> ParityResult[DetectedEncoderFa
     )
 
 
-def refusal(model_type: str, **settings: object) -> str:
+def rejection(model_type: str, **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
         proof(model_type, **settings)
     return "; ".join(caught.value.problems)
 
 
-def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
+def test_unlisted_encoder_trains_with_warning(caplog) -> None:
     caplog.set_level(logging.WARNING)
     parity._register_encoder.cache_clear()
     model = build(pair("vit"))
@@ -76,8 +75,8 @@ def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
     batch = microbatch([40], {"eye": images}, images.positions_K)
     model.llm(batch, model.encode(batch)).backward()
     assert all(p.grad is not None for p in model.parameters())
-    (said,) = [r.message for r in caplog.records if "'vit' is not registered" in r.message]
-    assert "Tensor parallelism was not compared" in said
+    (message,) = [r.message for r in caplog.records if "'vit' is not registered" in r.message]
+    assert "Tensor parallelism was not compared" in message
     (problem,) = tensor_problems(model.encoders["eye"], 2)  # type: ignore[arg-type]
     assert "'eye' is not a registered model type" in problem
     caplog.clear()
@@ -91,11 +90,11 @@ def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
         ("deit", 2, "layernorm"),
         ("dinov2_with_registers", 5, "layernorm"),
         ("ijepa", 0, "layernorm"),
-        ("altclip_vision_model", 1, ""),  # `AutoModel` does not know it; layers insist on a mask
-        ("git_vision_model", 1, "vision_model.post_layernorm"),  # all of it in a part of its own
+        ("altclip_vision_model", 1, ""),  # not registered with `AutoModel`; layers require a mask
+        ("git_vision_model", 1, "vision_model.post_layernorm"),  # in a nested module
     ],
 )
-def test_parts_are_found_by_what_a_forward_does(
+def test_encoder_structure_is_detected_from_forward(
     model_type: str, tokens: int, final_norm: str
 ) -> None:
     found = proof(model_type)
@@ -109,7 +108,7 @@ def test_parts_are_found_by_what_a_forward_does(
     ("model_type", "settings", "reason"),
     [
         ("beit", {}, "layers have inputs besides hidden states: ['resolution']"),
-        ("vit_mae", {}, "for 2 images of 16 patches"),  # leaves patches out
+        ("vit_mae", {}, "for 2 images of 16 patches"),  # drops patches
         ("yolos", {"image_size": [64, 64]}, "the input of layer 1"),
         ("yolos", {}, "is not a square"),
         ("sam_vision_model", {}, "an operation that is not a separate module is before the layers"),
@@ -117,21 +116,21 @@ def test_parts_are_found_by_what_a_forward_does(
         ("timm_wrapper", {}, "images have no fixed size"),
     ],
 )
-def test_what_is_not_proven_is_refused_by_name(model_type: str, settings, reason: str) -> None:
-    assert reason in refusal(model_type, **settings)
+def test_unproven_encoder_is_rejected_with_reason(model_type: str, settings, reason: str) -> None:
+    assert reason in rejection(model_type, **settings)
 
 
-def test_layers_that_mix_images_are_noticed(monkeypatch) -> None:
+def test_proof_detects_layers_that_mix_images(monkeypatch) -> None:
     right = modeling_vit.ViTLayer.forward
 
     def mixing(self, hidden_states, attention_mask=None, **kwargs):
         return right(self, hidden_states) + hidden_states.mean(0)
 
     monkeypatch.setattr(modeling_vit.ViTLayer, "forward", mixing)
-    assert "of images together" in refusal("vit")
+    assert "of images together" in rejection("vit")
 
 
-def test_positions_that_depend_on_the_batch_are_noticed(monkeypatch) -> None:
+def test_proof_detects_positions_that_depend_on_batch(monkeypatch) -> None:
     right = modeling_vit.ViTEmbeddings.forward
 
     def counting(self, pixel_values, **kwargs):
@@ -139,30 +138,32 @@ def test_positions_that_depend_on_the_batch_are_noticed(monkeypatch) -> None:
         return right(self, pixel_values, **kwargs) + places[:, None, None]
 
     monkeypatch.setattr(modeling_vit.ViTEmbeddings, "forward", counting)
-    assert "pixels of patch 0 change positions" in refusal("vit")
+    assert "pixels of patch 0 change positions" in rejection("vit")
 
 
 @pytest.mark.parametrize("broken", ["layer", "order", "class token"])
-def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
+def test_proof_detects_errors_of_encoder(broken: str, monkeypatch) -> None:
     run_layer, finish = DetectedEncoderFamily.run_layer, DetectedEncoderFamily.finish
 
-    def skipping(self, tower, index, layer, hidden, context):
+    def skip_layer(self, tower, index, layer, hidden, context):
         return hidden if index == 1 else run_layer(self, tower, index, layer, hidden, context)
 
-    def turned(self, tower, hidden, *others):
-        return finish(self, tower, hidden.flip(0), *others)
+    def reverse_order(self, tower, hidden, *arguments):
+        return finish(self, tower, hidden.flip(0), *arguments)
 
-    def early(self, tower, hidden, *others):
-        return finish(self, tower, hidden.roll(1, dims=1), *others)
+    def shift_tokens(self, tower, hidden, *arguments):
+        return finish(self, tower, hidden.roll(1, dims=1), *arguments)
 
     if broken == "layer":
-        monkeypatch.setattr(DetectedEncoderFamily, "run_layer", skipping)
+        monkeypatch.setattr(DetectedEncoderFamily, "run_layer", skip_layer)
     else:
-        monkeypatch.setattr(DetectedEncoderFamily, "finish", turned if broken == "order" else early)
-    assert "comparisons with the Hugging Face model fail" in refusal("vit")
+        monkeypatch.setattr(
+            DetectedEncoderFamily, "finish", reverse_order if broken == "order" else shift_tokens
+        )
+    assert "comparisons with the Hugging Face model fail" in rejection("vit")
 
 
-def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
+def test_proof_detects_wrong_encoder_gradient(monkeypatch) -> None:
     right = parity._stage_features
 
     def wrong(ours, inputs):
@@ -171,11 +172,11 @@ def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
         return results
 
     monkeypatch.setattr(parity, "_stage_features", wrong)
-    assert "gradient of layers.1.mlp.fc1.weight of images" in refusal("vit")
+    assert "gradient of layers.1.mlp.fc1.weight of images" in rejection("vit")
 
 
-def test_files_of_a_model_with_a_head_are_read(tmp_path: Path) -> None:
-    """Those of transformers' own classes, under the names that they wrote in earlier versions."""
+def test_files_of_classification_model_are_read(tmp_path: Path) -> None:
+    """Check files of transformers classes, with the weight names of earlier versions."""
     plain = ViTForImageClassification(CONFIG_MAPPING["vit"](**TINY))
     plain.save_pretrained(tmp_path)
     names = json.dumps(sorted(path.name for path in tmp_path.iterdir()))
@@ -191,13 +192,13 @@ def test_files_of_a_model_with_a_head_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "chinese_clip_vision_model"])
-def test_its_image_processor_gives_what_it_reads(model_type: str) -> None:
+def test_image_processor_matches_encoder(model_type: str) -> None:
     spec = build_model(pair(model_type), FreezeConfig()).image_specs()["eye"]
     pixels = ImagePreprocessor(spec).pixels(Image.new("RGB", (70, 40), "red"))
     assert pixels.shape == (3, 16, 16)
 
 
-def test_a_type_without_a_processor_is_told_to_name_one() -> None:
+def test_encoder_without_processor_requires_one() -> None:
     with pytest.raises(ConfigError, match="image_processor_type"):
         build_model(pair("dinov2_with_registers", REGISTERS), FreezeConfig())
     named = {"image_processor_type": "ViTImageProcessor"}
@@ -213,9 +214,7 @@ def test_a_type_without_a_processor_is_told_to_name_one() -> None:
         ("timm_wrapper", "a backbone of another library (timm)"),
     ],
 )
-def test_a_recipe_hears_what_such_a_type_has_and_what_was_found(
-    model_type: str, mechanism: str
-) -> None:
+def test_unsupported_encoder_error_names_mechanism(model_type: str, mechanism: str) -> None:
     encoder = EncoderConfig(config={"model_type": model_type})
     config = ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": encoder})
     with pytest.raises(ConfigError) as caught:
@@ -225,7 +224,7 @@ def test_a_recipe_hears_what_such_a_type_has_and_what_was_found(
     assert "does not match the structure of a ViT encoder" in problem
 
 
-def test_a_recipe_hears_what_a_composite_has_and_what_is_near() -> None:
+def test_unsupported_multimodal_error_names_similar_type() -> None:
     with pytest.raises(ConfigError) as caught:
         build_model(ModelConfig(config={"model_type": "blip-2"}), FreezeConfig())
     (problem,) = caught.value.problems
@@ -236,8 +235,8 @@ def test_a_recipe_hears_what_a_composite_has_and_what_is_near() -> None:
 
 
 @pytest.mark.campaign
-def test_all_image_encoders_of_transformers() -> None:
-    """The page lists those that pass; their cost model counts what torch does."""
+def test_survey_of_image_encoders_matches_documentation() -> None:
+    """Check the list of supported models, and compare the FLOPs of the cost model with torch."""
     script = load_script()
     kind = script.ENCODERS
     outcomes = script.survey(kind, script.image_encoders())
@@ -250,7 +249,7 @@ def test_all_image_encoders_of_transformers() -> None:
 
 
 def flops_of(model_type: str, family: DetectedEncoderFamily) -> tuple[float, float]:
-    """Of a forward: by the cost model, and by torch's counter."""
+    """Return the FLOPs of a forward pass by the cost model, and by the FLOP counter of torch."""
     config = small_encoder_config(CONFIG_MAPPING[model_type]())
     spec = EncoderSpec("eye", family, config, "", {}, None, 24, torch.float32)
     encoder = EncoderModule(spec, ENCODER_FILES)

@@ -1,4 +1,4 @@
-"""An encoder and an LLM of which one has an unlisted type: their Hugging Face class."""
+"""Encoder and LLM of which one is not registered: the Hugging Face class of the export."""
 
 from pathlib import Path
 
@@ -26,25 +26,25 @@ UNLISTED = {
     "ijepa, qwen3": ({"model_type": "ijepa", **_VIT}, LLMS["qwen3"], -2),
     "clip, olmo": (ENCODERS["clip"], {"model_type": "olmo", **_LLM}, -2),
 }
-"""Towers and LLMs of transformers that no table lists."""
+"""Encoders and LLMs of transformers that are not registered."""
 
 
-def pair(tower: dict, llm: dict, layer: int = -1) -> ModelConfig:
-    section = EncoderConfig(config=tower, feature_layer=layer)
+def pair(vision: dict, llm: dict, layer: int = -1) -> ModelConfig:
+    section = EncoderConfig(config=vision, feature_layer=layer)
     return ModelConfig(llm=LlmConfig(config=llm), encoders={"eye": section})
 
 
-def shown() -> EncoderInputs:
+def image_inputs() -> EncoderInputs:
     pixels = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(5))
     return EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 19))
 
 
 @pytest.mark.parametrize("name", UNLISTED)
-def test_parts_that_no_table_lists_become_llava_too(name: str, tmp_path: Path, tokenizer) -> None:
+def test_unlisted_modules_export_as_llava(name: str, tmp_path: Path, tokenizer) -> None:
     model = build(pair(*UNLISTED[name]))
     export_hf(model, tmp_path, tokenizer)
     plain = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
-    images = shown()
+    images = image_inputs()
     batch = microbatch([22], {"eye": images}, images.positions_K)
     sample = {"input_ids": batch.input_ids_T[None], "pixel_values": images.pixels}
     theirs = plain(**sample, use_cache=False).logits[0]
@@ -52,13 +52,13 @@ def test_parts_that_no_table_lists_become_llava_too(name: str, tmp_path: Path, t
     assert relative_error(ours, theirs) < 1e-5
     assert written(model, as_prompt(batch)) == written_by(plain, sample)
     again = build(ModelConfig(source=str(tmp_path)), seed=7)
-    here = microbatch([22], {"vision": images}, images.positions_K)
-    assert not torch.isclose(again(here), model(batch), rtol=1e-3)
+    vision_batch = microbatch([22], {"vision": images}, images.positions_K)
+    assert not torch.isclose(again(vision_batch), model(batch), rtol=1e-3)
     load_weights(again)
-    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+    assert torch.isclose(again(vision_batch), model(batch), rtol=1e-6)
 
 
-def test_unlisted_encoder_with_scaled_logits_is_exported_in_parts(
+def test_unlisted_encoder_with_scaled_logits_is_exported_separately(
     tmp_path: Path, tokenizer
 ) -> None:
     model = build(pair(UNLISTED["vit, llama"][0], LLMS["granite"]))
@@ -67,15 +67,15 @@ def test_unlisted_encoder_with_scaled_logits_is_exported_in_parts(
     assert (tmp_path / PARTS_FILE).exists()
 
 
-def test_an_unlisted_llm_that_scales_its_logits_becomes_no_llava() -> None:
-    """Cohere's head is followed by a scale, which LLaVA's class has not."""
+def test_unlisted_llm_with_scaled_logits_rejects_llava() -> None:
+    """Check Cohere, which scales logits after the head. The LLaVA class does not."""
     model: MultimodalModel = build(pair(ENCODERS["clip"], {"model_type": "cohere", **_LLM}))
     assert "cohere scales or caps its logits" in str(pair_class(model))
     plain = build(pair(ENCODERS["clip"], {"model_type": "olmo", **_LLM}))
     assert isinstance(pair_class(plain), PairClass)
 
 
-def test_a_composite_of_unlisted_parts_that_fail_the_proof_is_refused(tmp_path: Path) -> None:
+def test_multimodal_model_with_unproven_encoder_is_rejected(tmp_path: Path) -> None:
     config = {
         "model_type": "llava",
         "vision_config": {"model_type": "swin"},

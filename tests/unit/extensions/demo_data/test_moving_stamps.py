@@ -1,4 +1,4 @@
-"""Clips made of stamps move as their captions say, and stay on their side of the split."""
+"""Videos of stamps match their captions and their split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PIXELS = 10_000
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Clips of 40 black rectangles."""
+    """Prepare videos of 40 black rectangles."""
     rows = [
         {
             "image": {"bytes": encode(Image.new("RGB", (20, 10 + i % 7)), "PNG"), "path": None},
@@ -38,31 +38,31 @@ def prepared(tmp_path):
     return tmp_path
 
 
-def clips(prepared, split):
+def read_videos(prepared, split):
     source = open_map_source(
         SourceConfig(path=str(prepared / "moving_stamps"), split=split, target_image_column="clip")
     )
     return [source.read(i) for i in range(len(source))]
 
 
-def path_of(clip: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Centre (x, y) and area of what is dark, in every frame."""
-    centres, areas = [], []
-    for frame in decode_frames(clip, MAX_PIXELS, OPTIONS["frames"]):
+def track_stamp(video: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the center (x, y) and the area of dark pixels in each frame."""
+    centers, areas = [], []
+    for frame in decode_frames(video, MAX_PIXELS, OPTIONS["frames"]):
         y, x = np.nonzero(np.asarray(frame.convert("L")) < 128)
-        centres.append((x.mean(), y.mean()))
+        centers.append((x.mean(), y.mean()))
         areas.append(len(x))
-    return np.asarray(centres), np.asarray(areas)
+    return np.asarray(centers), np.asarray(areas)
 
 
-def test_stamps_move_as_the_caption_says(prepared):
-    seen = set()
-    for record in [*clips(prepared, "train"), *clips(prepared, "validation")]:
-        centres, areas = path_of(record.columns["clip"])
-        (right, down), larger = centres[-1] - centres[0], areas[-1] / areas[0]
+def test_stamp_motion_matches_caption(prepared):
+    motions = set()
+    for record in [*read_videos(prepared, "train"), *read_videos(prepared, "validation")]:
+        centers, areas = track_stamp(record.columns["clip"])
+        (right, down), larger = centers[-1] - centers[0], areas[-1] / areas[0]
         words = record.columns["text"].partition(". ")[2]
-        seen.add(words)
-        wanted = {
+        motions.add(words)
+        matches = {
             "It moves to the right.": right > 5,
             "It moves to the left.": right < -5,
             "It moves up.": down < -5,
@@ -70,23 +70,23 @@ def test_stamps_move_as_the_caption_says(prepared):
             "It grows.": larger > 4,
             "It shrinks.": larger < 0.25,
         }
-        assert [said for said, moved in wanted.items() if moved] == [words]
-    assert len(seen) == len(moving_stamps.MOTIONS)
+        assert [caption for caption, moved in matches.items() if moved] == [words]
+    assert len(motions) == len(moving_stamps.MOTIONS)
 
 
-def test_every_stamp_has_two_motions_on_its_side_of_the_split(prepared):
+def test_stamps_have_two_motions_in_one_split(prepared):
     for split in ("train", "validation"):
-        files = [record.columns["file"] for record in clips(prepared, split)]
+        files = [record.columns["file"] for record in read_videos(prepared, split)]
         assert files and {files.count(file) for file in files} == {2}
         assert {split_of(file) for file in files} == {split}
-        texts = [record.columns["text"] for record in clips(prepared, split)]
+        texts = [record.columns["text"] for record in read_videos(prepared, split)]
         assert len(set(texts)) == len(texts)
 
 
-def test_a_generator_sees_all_frames(prepared):
+def test_generator_receives_all_frames(prepared):
     images = pytest.importorskip("torchmm.extensions.generation.images")
     targets = images.DiffusionImages(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
-    data = clips(prepared, "train")[0].columns["clip"]
+    data = read_videos(prepared, "train")[0].columns["clip"]
     meta = GeneratedMeta(targets.grid(data), targets.context(4))
     assert meta.grid_thw == (3, 2, 2)
     decoded = targets.decode(data, meta, 4, ("s", 0, 0, 0)).patches_PV.reshape(3, -1)
@@ -94,6 +94,6 @@ def test_a_generator_sees_all_frames(prepared):
     assert io.BytesIO(data).read(4) == b"\x89PNG"
 
 
-def test_stamps_come_first(tmp_path):
+def test_stamp_videos_require_stamps(tmp_path):
     with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         moving_stamps.prepare(tmp_path, tmp_path, OPTIONS)

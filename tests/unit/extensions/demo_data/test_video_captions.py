@@ -1,4 +1,4 @@
-"""Sets of captioned clips: what moves as said, and what is held out."""
+"""Datasets of captioned videos: motion as in the caption, and held-out videos."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_and_last(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(first.convert("L")), np.asarray(last.convert("L"))
 
 
-def test_stamps_move_in_files_of_every_kind(tmp_path) -> None:
+def test_stamp_videos_move_in_every_file_format(tmp_path) -> None:
     rows = [
         {
             "image": {"bytes": encode(Image.new("RGB", (20, 14 + i % 5)), "PNG"), "path": None},
@@ -40,17 +40,17 @@ def test_stamps_move_in_files_of_every_kind(tmp_path) -> None:
     write_parquet(tmp_path / "tuxpaint_stamps" / "train", rows)
     manifest.record(tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}})
     video_captions.prepare_stamps(tmp_path, tmp_path, {"source": {}, **OPTIONS})
-    kinds, moved = set(), set()
+    file_types, motions = set(), set()
     for split in ("train", "validation"):
         source = open_map_source(SourceConfig(path=str(tmp_path / "stamp_videos"), split=split))
         for i in range(len(source)):
             row = source.read(i).columns
             assert split_of(row["file"]) == split
-            kinds.add(row["video"][:4])
+            file_types.add(row["video"][:4])
             dark = [np.nonzero(frame < 128) for frame in first_and_last(row["video"])]
             (y0, x0), (y1, x1) = [tuple(axis.mean() for axis in frame) for frame in dark]
             words = row["text"].split(". ")[1]
-            moved.add(words)
+            motions.add(words)
             right, down, area = x1 - x0, y1 - y0, len(dark[1][0]) / len(dark[0][0])
             found = {
                 "It moves to the right.": right > 4,
@@ -61,19 +61,19 @@ def test_stamps_move_in_files_of_every_kind(tmp_path) -> None:
                 "It shrinks.": area < 0.5,
             }
             assert found[words] and sum(found.values()) == 1
-    assert len(kinds) == 3 and len(moved) == 6
+    assert len(file_types) == 3 and len(motions) == 6
 
 
-def test_sections_wander_over_films_and_the_end_is_held_out() -> None:
-    # Gray grows to the right, and with time; ten seconds.
+def test_film_sections_match_captions_and_split() -> None:
+    # Brightness increases to the right and over 10 s.
     x = np.linspace(0, 100, 64)
     frames = [
         Image.fromarray(np.broadcast_to(x + 2 * t, (48, 64)).astype(np.uint8)) for t in range(50)
     ]
-    shown = _Shown.of(write_clip(frames, 5))
-    assert shown.duration_s == pytest.approx(10.0)
+    film_video = _Shown.of(write_clip(frames, 5))
+    assert film_video.duration_s == pytest.approx(10.0)
     film = Film("film.mp4", "Gray.")
-    rows = {split: list(_film_rows(film, shown, split, OPTIONS)) for split in CLIPS}
+    rows = {split: list(_film_rows(film, film_video, split, OPTIONS)) for split in CLIPS}
     assert [len(part) for part in rows.values()] == list(CLIPS.values())
     starts = {s: [float(r["file"].split()[2]) for r in part] for s, part in rows.items()}
     assert max(starts["train"]) <= 6.5 and 7.5 <= min(starts["validation"]) <= 9.0

@@ -15,14 +15,14 @@ from torchmm.training.hooks.registry import HOOKS, order_hooks
 
 
 def used_hooks(validation: dict) -> dict[str, object]:
-    """Return the hooks that a run uses, in their order."""
+    """Return the hooks of a run in order."""
     run = SimpleNamespace(recipe=Recipe.model_validate({"validation": validation}))
     entries = order_hooks(HOOKS, find_entries("hooks"))
     return {entry.name: entry.load() for entry in entries if entry.is_used(run)}
 
 
 @pytest.mark.parametrize("key", ["num_samples", "generated_images"])
-def test_samples_are_generated_between_validation_and_recording(key):
+def test_samples_are_generated_before_recording(key):
     hooks = used_hooks({"interval": 2, key: 1})
     assert hooks["generated_samples"] is SampleHook
     names = list(hooks)
@@ -47,7 +47,7 @@ def test_benchmarks_without_tasks_are_rejected():
     assert {"validation.benchmarks.interval", "validation.benchmarks.python"} <= keys
 
 
-def test_samples_without_the_extension_are_rejected(monkeypatch):
+def test_samples_without_extension_are_rejected(monkeypatch):
     monkeypatch.setattr(check_model, "find_entry", lambda table, name: None)
     recipe = Recipe.model_validate({"validation": {"interval": 2, "num_samples": 3}})
     problems = {problem.key: str(problem) for problem in find_problems(recipe, None)}

@@ -10,7 +10,7 @@ from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.training.export.model_files import is_chat_model
 
 QUICK = ("llama", "clip + llama", "paligemma2")
-"""Classes of the quick suite; all others are in the campaign."""
+"""Classes of the quick suite. The campaign tests all remaining classes."""
 
 
 def run_card(case: CardCase) -> str:
@@ -38,7 +38,7 @@ def test_card_example_generates_torchmm_text(name, chats, real_data, tmp_path):
     assert case.text
 
 
-def test_card_with_wrong_prompt_generates_other_text(real_data, tmp_path):
+def test_card_with_wrong_prompt_generates_different_text(real_data, tmp_path):
     case = make_card_case("clip + llama", chats=False, data=real_data, root=tmp_path)
     code = case.code().replace("<image>", "<image>A")
     assert code != case.code()

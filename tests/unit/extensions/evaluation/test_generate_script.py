@@ -1,4 +1,4 @@
-"""scripts/generate.py: what it opens, what may be asked, and that layouts of questions agree."""
+"""scripts/generate.py: accepted inputs, rejected arguments, and equality of question formats."""
 
 import importlib.util
 import io
@@ -33,7 +33,7 @@ from torchmm.training.export.checkpoint import export_checkpoint
 from torchmm.training.pipeline import Pipeline
 
 SCRIPT = Path(__file__).parents[4] / "scripts" / "generate.py"
-DRAWN = ["--temperature", "1.5", "--max-new-tokens", "8"]
+SAMPLED = ["--temperature", "1.5", "--max-new-tokens", "8"]
 Run = Callable[..., list[str]]
 
 
@@ -53,12 +53,12 @@ def _export(directory: Path, tokenizer: Path, connector: str = "mlp", **changes:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                parameter.mul_(5)  # so that texts depend on what comes before them
+                parameter.mul_(5)  # make the output depend on the prompt
     export_hf(model, directory, AutoTokenizer.from_pretrained(tokenizer))
     return directory
 
 
-def _pictures(folder: Path) -> list[Path]:
+def _write_images(folder: Path) -> list[Path]:
     pictures = [folder / "red.png", folder / "blue.jpg"]
     for picture in pictures:
         Image.new("RGB", (40, 30), picture.stem).save(picture)
@@ -66,15 +66,15 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
-def test_writes_a_line_per_image(connector, tmp_path, real_data, train_server):
+def test_generate_prints_one_line_per_image(connector, tmp_path, real_data, train_server):
     _export(tmp_path / "hf", real_data / "tokenizer", connector)
     assert (tmp_path / "hf" / PARTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
-    pictures = _pictures(tmp_path)
-    arguments = [tmp_path / "hf", *pictures, "--max-new-tokens", "3"]
+    images = _write_images(tmp_path)
+    arguments = [tmp_path / "hf", *images, "--max-new-tokens", "3"]
     codes, output = train_server.run(arguments, tmp_path / "log", script=SCRIPT)
     assert codes == [0], output
     lines = [line for line in output.splitlines() if line.startswith(str(tmp_path))]
-    assert [line.split(":")[0] for line in lines] == [str(p) for p in pictures]
+    assert [line.split(":")[0] for line in lines] == [str(p) for p in images]
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def exported(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(script, exported, monkeypatch, capsys) -> Run:
-    """Runs the script on the export's run directory; the lines that it prints."""
+    """Return a function that runs the script on the run directory and returns the printed lines."""
 
     def with_arguments(
-        *arguments: object, model: Path = exported.parent, code: int = 0, said: Sequence[str] = ()
+        *arguments: object, model: Path = exported.parent, code: int = 0, inputs: Sequence[str] = ()
     ) -> list[str]:
-        lines = iter(said)
+        lines = iter(inputs)
 
         def line(_: str) -> str:
             try:
@@ -107,8 +107,8 @@ def run(script, exported, monkeypatch, capsys) -> Run:
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", line)
-        given = ["generate.py", model, *arguments]
-        monkeypatch.setattr("sys.argv", [str(argument) for argument in given])
+        argv = ["generate.py", model, *arguments]
+        monkeypatch.setattr("sys.argv", [str(argument) for argument in argv])
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             monkeypatch.setenv(name, value)
         try:
@@ -122,41 +122,39 @@ def run(script, exported, monkeypatch, capsys) -> Run:
     return with_arguments
 
 
-def test_every_prompt_is_asked_of_every_file_or_of_all_together(run: Run, tmp_path: Path) -> None:
-    pictures = _pictures(tmp_path)
-    words = ["--prompt", "a", "--prompt", "the colour", *DRAWN, "--json"]
-    each = [json.loads(line) for line in run(*pictures, *words)]
+def test_prompts_apply_to_each_file_or_all_files(run: Run, tmp_path: Path) -> None:
+    images = _write_images(tmp_path)
+    arguments = ["--prompt", "a", "--prompt", "the color", *SAMPLED, "--json"]
+    each = [json.loads(line) for line in run(*images, *arguments)]
     assert [found["asked"] for found in each] == [
-        f"{p} {w}" for p in pictures for w in words[1:4:2]
+        f"{p} {w}" for p in images for w in arguments[1:4:2]
     ]
-    one = run(pictures[1], *words, "--batch-size", 1)
+    one = run(images[1], *arguments, "--batch-size", 1)
     assert len(one) == 2
-    together = [json.loads(line) for line in run(*pictures, *words, "--all-files")]
-    assert [found["asked"] for found in together] == [
-        f"{pictures[0]} {pictures[1]} {w}" for w in words[1:4:2]
+    joint = [json.loads(line) for line in run(*images, *arguments, "--all-files")]
+    assert [found["asked"] for found in joint] == [
+        f"{images[0]} {images[1]} {w}" for w in arguments[1:4:2]
     ]
 
 
-def test_texts_depend_on_the_seed_and_not_on_how_many_are_written_at_a_time(run: Run) -> None:
-    words = ["--prompt", "one", "--prompt", "two of", "--prompt", "three", *DRAWN]
-    together = run(*words, "--seed", 3)
-    assert [line.split(":")[0] for line in together] == ["one", "two of", "three"]
-    assert run(*words, "--seed", 3, "--batch-size", 2) == together
-    assert run(*words, "--seed", 4) != together
+def test_generated_text_depends_on_seed_only(run: Run) -> None:
+    arguments = ["--prompt", "one", "--prompt", "two of", "--prompt", "three", *SAMPLED]
+    batched = run(*arguments, "--seed", 3)
+    assert [line.split(":")[0] for line in batched] == ["one", "two of", "three"]
+    assert run(*arguments, "--seed", 3, "--batch-size", 2) == batched
+    assert run(*arguments, "--seed", 4) != batched
 
 
-def test_a_stream_shows_what_is_otherwise_printed_at_the_end(run: Run) -> None:
-    words = ["--prompt", "one", *DRAWN]
-    [whole] = run(*words)
-    assert "\n".join(run(*words, "--stream")) == whole.removeprefix("one: ")
+def test_stream_prints_same_text(run: Run) -> None:
+    arguments = ["--prompt", "one", *SAMPLED]
+    [full] = run(*arguments)
+    assert "\n".join(run(*arguments, "--stream")) == full.removeprefix("one: ")
 
 
-def test_until_the_first_word_it_says_that_what_was_asked_is_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And then nothing else between the words."""
-    told = io.StringIO()
-    monkeypatch.setattr(generate, "make_console", lambda **_: Console(file=told))
+def test_progress_is_shown_until_first_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also that no progress is shown afterwards."""
+    console_output = io.StringIO()
+    monkeypatch.setattr(generate, "make_console", lambda **_: Console(file=console_output))
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     logits = Pipeline.next_token_logits
@@ -166,52 +164,55 @@ def test_until_the_first_word_it_says_that_what_was_asked_is_read(
         return logits(*arguments)
 
     monkeypatch.setattr(Pipeline, "next_token_logits", slow)
-    words = ["--max-new-tokens", "4"]
+    arguments_of_run = ["--max-new-tokens", "4"]
     for arguments in (["--prompt", "one", "--stream"], ["--chat"]):
-        run(*arguments, *words, said=["one"])
-        assert "reading prompts: 0 s" in told.getvalue()
-        assert "writing" not in told.getvalue()
-        told.truncate(0)
-    run("--prompt", "one", *words)
-    assert "writing: " in told.getvalue() and "reading prompts" not in told.getvalue()
+        run(*arguments, *arguments_of_run, said=["one"])
+        assert "reading prompts: 0 s" in console_output.getvalue()
+        assert "writing" not in console_output.getvalue()
+        console_output.truncate(0)
+    run("--prompt", "one", *arguments_of_run)
+    assert (
+        "writing: " in console_output.getvalue()
+        and "reading prompts" not in console_output.getvalue()
+    )
 
 
-def test_chats_are_asked_as_a_user_asks_and_as_one_talks(run: Run, tmp_path: Path) -> None:
-    picture, _ = _pictures(tmp_path)
-    [by_template] = run(picture, "--prompt", "What is it?", "--template", *DRAWN, "--json")
+def test_question_formats_generate_same_text(run: Run, tmp_path: Path) -> None:
+    image, _ = _write_images(tmp_path)
+    [by_template] = run(image, "--prompt", "What is it?", "--template", *SAMPLED, "--json")
     text = json.loads(by_template)["text"]
-    content = [{"type": "image", "image": picture.name}, {"type": "text", "text": "What is it?"}]
-    asked = {"role": "user", "content": content}
-    (tmp_path / "one.json").write_text(json.dumps([asked]))
+    content = [{"type": "image", "image": image.name}, {"type": "text", "text": "What is it?"}]
+    question = {"role": "user", "content": content}
+    (tmp_path / "one.json").write_text(json.dumps([question]))
     chats = [
-        {"messages": [asked, {"role": "assistant", "content": "Old."}]},
+        {"messages": [question, {"role": "assistant", "content": "Old."}]},
         {
-            "image": picture.name,
+            "image": image.name,
             "conversations": [{"from": "human", "value": "<image>What is it?"}],
         },
     ]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    [of_one] = run("--chats", tmp_path / "one.json", *DRAWN, "--json")
-    assert json.loads(of_one)["text"] == text
+    [single] = run("--chats", tmp_path / "one.json", *SAMPLED, "--json")
+    assert json.loads(single)["text"] == text
     first, second = (json.loads(line) for line in run("--chats", tmp_path / "two.jsonl", "--json"))
-    assert first["text"] == second["text"]  # the likeliest of the same prompt
-    said = [f"/file {picture}", "What is it?", "/end"]
-    assert "\n".join(run("--chat", *DRAWN, said=said)) == text
+    assert first["text"] == second["text"]  # greedy decoding of the same prompt
+    inputs = [f"/file {image}", "What is it?", "/end"]
+    assert "\n".join(run("--chat", *SAMPLED, said=inputs)) == text
 
 
-def test_answers_are_part_of_what_is_said_next(run: Run) -> None:
-    said = ["Hello", "And now?"]
-    whole = run("--chat", *DRAWN, said=said)
-    anew = run("--chat", *DRAWN, said=[said[0], "/new", said[1]])
-    assert whole[0] == anew[0] and whole != anew
+def test_chat_includes_earlier_responses(run: Run) -> None:
+    inputs = ["Hello", "And now?"]
+    continued = run("--chat", *SAMPLED, said=inputs)
+    restarted = run("--chat", *SAMPLED, said=[inputs[0], "/new", inputs[1]])
+    assert continued[0] == restarted[0] and continued != restarted
 
 
-def test_checkpoints_write_what_their_exports_write(
+def test_checkpoint_generates_same_text_as_export(
     run: Run, real_data: Path, tmp_path: Path
 ) -> None:
-    """With adapters, which the export has merged."""
+    """Check adapters, which the export has merged."""
     config = _config("mlp").model_copy(update={"tokenizer": str(real_data / "tokenizer")})
-    table = {"model": config.model_dump(), "adapters": {"own": {"modules": ["llm"], "rank": 2}}}
+    table = {"model": config.model_dump(), "adapters": {"adapter": {"modules": ["llm"], "rank": 2}}}
     recipe = Recipe.model_validate(table)
     model = recipe_model(recipe)
     materialize(model, "cpu")
@@ -222,22 +223,22 @@ def test_checkpoints_write_what_their_exports_write(
     with make_manager(run_dir, table=recipe.model_dump(mode="json"), async_save=False) as saver:
         saver.save(3, model, optimizer, {})
     export_checkpoint(run_dir / "checkpoints" / "step-3", tmp_path / "hf")
-    words = [*_pictures(tmp_path), "--prompt", "one", *DRAWN]
-    wanted = run(*words, model=tmp_path / "hf")
-    assert run(*words, model=run_dir) == wanted
-    assert run(*words, model=run_dir / "checkpoints" / "step-3") == wanted
-    assert run(*words) != wanted
+    arguments = [*_write_images(tmp_path), "--prompt", "one", *SAMPLED]
+    expected = run(*arguments, model=tmp_path / "hf")
+    assert run(*arguments, model=run_dir) == expected
+    assert run(*arguments, model=run_dir / "checkpoints" / "step-3") == expected
+    assert run(*arguments) != expected
 
 
-@pytest.mark.parametrize(("drawing", "ends"), [("latents", "png"), ("clips", "gif")])
-def test_pictures_are_drawn_for_words(
-    drawing: str, ends: str, run: Run, real_data: Path, tmp_path: Path
+@pytest.mark.parametrize(("target", "suffix"), [("latents", "png"), ("videos", "gif")])
+def test_images_are_generated_from_prompts(
+    target: str, suffix: str, run: Run, real_data: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("diffusers")
-    config = latent_config() if drawing == "latents" else generator_config(encoder=None)
+    config = latent_config() if target == "latents" else generator_config(encoder=None)
     table = config.model_dump() | {"tokenizer": str(real_data / "tokenizer")}
     table["llm"]["config"]["vocab_size"] = 4096
-    table["generator"]["frames"] = 3 if drawing == "clips" else 1
+    table["generator"]["frames"] = 3 if target == "videos" else 1
     recipe = Recipe.model_validate({"model": table})
     model = recipe_model(recipe)
     materialize(model, "cpu")
@@ -247,21 +248,21 @@ def test_pictures_are_drawn_for_words(
     run_dir = tmp_path / "run"
     with make_manager(run_dir, table=recipe.model_dump(mode="json"), async_save=False) as saver:
         saver.save(3, model, optimizer, {})
-    asked = ["--prompt", "one", "--prompt", "two", "--denoising-steps", 2, "--generate-images"]
+    arguments = ["--prompt", "one", "--prompt", "two", "--denoising-steps", 2, "--generate-images"]
 
-    def drawn(name: str, *more: object) -> list[bytes]:
-        lines = run(*asked, tmp_path / name, *more, model=run_dir)
-        files = [tmp_path / name / f"{number}.{ends}" for number in range(2)]
+    def generate_files(name: str, *more: object) -> list[bytes]:
+        lines = run(*arguments, tmp_path / name, *more, model=run_dir)
+        files = [tmp_path / name / f"{number}.{suffix}" for number in range(2)]
         assert lines == [f"one: {files[0]}", f"two: {files[1]}"]
         for file in files:
-            with Image.open(file) as picture:
-                assert picture.size == (16, 16)
-                assert getattr(picture, "n_frames", 1) == (3 if drawing == "clips" else 1)
+            with Image.open(file) as image:
+                assert image.size == (16, 16)
+                assert getattr(image, "n_frames", 1) == (3 if target == "videos" else 1)
         return [file.read_bytes() for file in files]
 
-    first = drawn("first")
-    assert drawn("again") == first and first[0] != first[1]
-    assert not set(drawn("other", "--seed", 4)) & set(first)
+    first = generate_files("first")
+    assert generate_files("again") == first and first[0] != first[1]
+    assert not set(generate_files("other", "--seed", 4)) & set(first)
 
 
 def test_generate_opens_text_only_export(run: Run, tmp_path: Path, real_data: Path) -> None:
@@ -271,16 +272,16 @@ def test_generate_opens_text_only_export(run: Run, tmp_path: Path, real_data: Pa
         assert len(lines) == 1 and lines[0].startswith("one: ")
 
 
-def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
+def test_files_have_type_of_their_suffix(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.PNG", "b.wav", "c.mp4", "d.flac")]
     for file in files:
         file.touch()
-    picture, sound, clip, other = map(str, files)
+    image, audio, video, flac = map(str, files)
     record = make_request(files, "What?").record
-    named = {"images": [picture], "audios": [sound, other], "videos": [clip]}
+    named = {"images": [image], "audios": [audio, flac], "videos": [video]}
     assert record == {**named, "prompt": "What?", "completion": "?"}
-    kinds = [part["type"] for part in content_parts(files, "What?")]
-    assert kinds == ["image", "audio", "video", "audio", "text"]
+    types = [part["type"] for part in content_parts(files, "What?")]
+    assert types == ["image", "audio", "video", "audio", "text"]
 
 
 @pytest.mark.parametrize(
@@ -294,11 +295,11 @@ def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
             "no text in the loss in the first 16 tokens",
         ),
         (["--prompt", "one", "--ema"], "is an export with fixed weights"),
-        (["--prompt", "one", "--generate-images", "pictures"], "this model has no generator"),
-        (["--chat", "--generate-images", "pictures"], "requires text prompts"),
+        (["--prompt", "one", "--generate-images", "images"], "this model has no generator"),
+        (["--chat", "--generate-images", "images"], "requires text prompts"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(run: Run, arguments: list[str], problem: str) -> None:
+def test_invalid_arguments_are_rejected(run: Run, arguments: list[str], problem: str) -> None:
     unreadable = ("no text in the loss in the first 16", "no such file", "absent.json")
     code = 3 if problem.startswith(unreadable) else 2
     assert problem in "\n".join(run(*arguments, code=code))

@@ -1,4 +1,4 @@
-"""Text behind prompts of one process: batches, draws, ends."""
+"""Text generation in one process: batches, sampling and stop tokens."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,8 +40,17 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, unsplit_pipeline
 
 CPU = torch.device("cpu")
-SHOWN = ("llava", "internvl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "qwen3_5")
-"""Composites with images, positions of three numbers, tokens that see each other both ways."""
+WITH_IMAGES = (
+    "llava",
+    "internvl",
+    "smolvlm",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma3",
+    "paligemma",
+    "qwen3_5",
+)
+"""Multimodal models with images, mrope positions, or bidirectional attention."""
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +75,8 @@ def text_prompts(lengths: list[int]) -> list[Microbatch]:
     ]
 
 
-def shown_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
-    """Two with an image each, and one without."""
+def image_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
+    """Return two prompts with an image each, and one without an image."""
     batch, _ = two_samples_with_images(name)
     inputs, starts = batch.encoders["vision"], batch.cu_seqlens
     samples, positions = [], []
@@ -87,49 +96,53 @@ def shown_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
     return prompts_of([batch], 2)
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_prompts_with_images_together_equal_each_computed_again(name: str, mesh) -> None:
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_batched_prompts_match_separate_prompts(name: str, mesh) -> None:
     assert name in COMPOSITES
     model = build(composite_config(name)).eval()
-    prompts = shown_prompts(name, model)
+    prompts = image_prompts(name, model)
     assert not differences(pipeline_of(model, mesh), prompts, mesh, written_again(model, prompts))
 
 
-def test_shifted_positions_write_something_else(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the comparison above."""
+def test_shifted_positions_change_generated_tokens(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the comparison above."""
 
     def shifted(row: Microbatch, tokens_B: torch.Tensor) -> Microbatch:
         following = next_token_sequence(row, tokens_B)
         return replace(following, position_ids=following.position_ids + 1)
 
     model = build(composite_config("qwen2_5_vl")).eval()
-    prompts = shown_prompts("qwen2_5_vl", model)
-    wanted = written_again(model, prompts)
+    prompts = image_prompts("qwen2_5_vl", model)
+    expected = written_again(model, prompts)
     monkeypatch.setattr("text_writing.next_token_sequence", shifted)
-    problems = differences(pipeline_of(model, mesh), prompts, mesh, wanted)
+    problems = differences(pipeline_of(model, mesh), prompts, mesh, expected)
     assert [problem.split(" are off")[0] for problem in problems] == [
         f"logits of token {step}" for step in range(1, GREEDY.max_new_tokens)
     ]
 
 
-def test_uncached_generation_equals_cached_generation(mesh) -> None:
-    """Unlisted families and ranks that share packed sequences do not cache."""
+def test_uncached_generation_matches_cached_generation(mesh) -> None:
+    """Check generation of unlisted families and context-parallel ranks, which do not cache."""
     pipeline = pipeline_of(text_model("qwen2"), mesh)
     prompts = text_prompts([5, 9, 3])
-    wanted = generate_tokens(pipeline, prompts, mesh, DRAWN, ())
+    expected = generate_tokens(pipeline, prompts, mesh, DRAWN, ())
     pipeline.caches_tokens = False
-    told: list[list[int]] = [[], [], []]
+    streamed: list[list[int]] = [[], [], []]
 
-    def tell(tokens: Mapping[int, int]) -> None:
+    def record(tokens: Mapping[int, int]) -> None:
         for number, token in tokens.items():
-            told[number].append(token)
+            streamed[number].append(token)
 
-    assert generate_tokens(pipeline, prompts, mesh, DRAWN, (), on_tokens=tell) == wanted == told
+    assert (
+        generate_tokens(pipeline, prompts, mesh, DRAWN, (), on_tokens=record)
+        == expected
+        == streamed
+    )
 
 
 def test_images_are_encoded_once(mesh) -> None:
     model = build(composite_config("llava")).eval()
-    prompts = shown_prompts("llava", model)
+    prompts = image_prompts("llava", model)
     encoder = model.encoders["vision"]
     calls: list[int] = []
     encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0].grids_thw)))
@@ -138,38 +151,38 @@ def test_images_are_encoded_once(mesh) -> None:
 
 
 @pytest.mark.parametrize("name", LLMS)
-def test_a_model_that_wrote_trains_like_one_that_did_not(name: str, mesh) -> None:
-    """Later tokens are computed in inference mode, whose tensors cannot be trained with."""
+def test_model_trains_equally_after_generation(name: str, mesh) -> None:
+    """Check tensors of inference mode, which cannot be used for training."""
     gradients = []
-    for writes in (False, True):
+    for generates in (False, True):
         model = text_model(name)
-        if writes:
+        if generates:
             generate_tokens(pipeline_of(model, mesh), text_prompts([5, 9]), mesh, GREEDY, ())
         model.train()
         batch = microbatch([6, 7], seed=1)
         model(batch).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and gradients[0]
-    for key, wanted in gradients[0].items():
-        assert torch.equal(gradients[1][key], wanted), key
+    for key, expected in gradients[0].items():
+        assert torch.equal(gradients[1][key], expected), key
 
 
-def test_draws_depend_on_the_seed_and_on_no_other_prompt(mesh) -> None:
+def test_sampling_depends_on_seed_and_prompt_only(mesh) -> None:
     pipeline = pipeline_of(text_model("qwen2"), mesh)
     prompts = text_prompts([5, 9, 3])
     longer = replace(DRAWN, max_new_tokens=20)
-    together = generate_tokens(pipeline, prompts, mesh, longer, ())
+    batched = generate_tokens(pipeline, prompts, mesh, longer, ())
     alone = [
         generate_tokens(pipeline, [prompt], mesh, longer, (), first=number)[0]
         for number, prompt in enumerate(prompts)
     ]
-    assert together == alone
+    assert batched == alone
     other = generate_tokens(pipeline, prompts, mesh, replace(longer, seed=6), ())
-    assert all(a != b for a, b in zip(together, other, strict=True))
+    assert all(a != b for a, b in zip(batched, other, strict=True))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_likeliest_tokens_are_those_of_hugging_faces_generate(penalty: float, mesh) -> None:
+def test_greedy_tokens_match_hugging_face_generate(penalty: float, mesh) -> None:
     model = text_model("llama")
     [prompt] = text_prompts([7])
     plain = plain_causal_lm(model)
@@ -177,16 +190,18 @@ def test_likeliest_tokens_are_those_of_hugging_faces_generate(penalty: float, me
         max_new_tokens=20, do_sample=False, repetition_penalty=penalty, pad_token_id=0
     )
     ids = prompt.input_ids_T[None]
-    wanted = plain.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, 7:].tolist()
+    expected = plain.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, 7:].tolist()
     sampling = Sampling(20, repetition_penalty=penalty)
     found = generate_tokens(pipeline_of(model, mesh), [prompt], mesh, sampling, ())
-    assert found == [wanted]
+    assert found == [expected]
 
 
 def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMesh) -> list[float]:
     """Return relative errors of logits against Hugging Face, by prompt."""
     plain = plain_causal_lm(model)
-    prompts = text_prompts([5, 12, 2, 8])  # the limit of 8 is crossed at different steps, or never
+    prompts = text_prompts(
+        [5, 12, 2, 8]
+    )  # prompts exceed the limit of 8 at different steps, or never
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
     outputs = {"return_dict_in_generate": True, "output_logits": True}
     expected = []
@@ -207,7 +222,7 @@ def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMe
     return [float((found - own).norm() / own.norm()) for found, own in pairs]
 
 
-def test_generation_beyond_longrope_limit_equals_hugging_face(mesh) -> None:
+def test_generation_beyond_longrope_limit_matches_hugging_face(mesh) -> None:
     model = build(rope_model("phi3")).eval()
     assert max(longrope_errors(pipeline_of(model, mesh), model, mesh)) < 1e-5
 
@@ -220,7 +235,7 @@ def test_generation_with_stale_longrope_cache_differs(mesh) -> None:
     assert [error > 1e-3 for error in errors] == [True, False, False, True]
 
 
-def test_the_likeliest_of_one_is_no_draw(mesh) -> None:
+def test_top_k_of_one_is_greedy(mesh) -> None:
     pipeline = pipeline_of(text_model("qwen2"), mesh)
     prompts = text_prompts([5, 9])
     one = replace(GREEDY, temperature=3.0, top_k=1)
@@ -228,25 +243,30 @@ def test_the_likeliest_of_one_is_no_draw(mesh) -> None:
     assert generate_tokens(pipeline, prompts, mesh, one, ()) == greedy
 
 
-def test_texts_end_where_their_own_end_comes(mesh) -> None:
+def test_generation_ends_at_end_token_of_prompt(mesh) -> None:
     pipeline = pipeline_of(text_model("qwen2"), mesh)
     prompts = text_prompts([5, 9, 3])
     sampling = replace(DRAWN, max_new_tokens=12)
-    whole = generate_tokens(pipeline, prompts, mesh, sampling, ())
-    end = whole[1][4]
-    seen: list[dict[int, int]] = []
+    full = generate_tokens(pipeline, prompts, mesh, sampling, ())
+    end = full[1][4]
+    steps_seen: list[dict[int, int]] = []
     found = generate_tokens(
-        pipeline, prompts, mesh, sampling, [{end}] * 3, on_tokens=lambda t: seen.append(dict(t))
+        pipeline,
+        prompts,
+        mesh,
+        sampling,
+        [{end}] * 3,
+        on_tokens=lambda t: steps_seen.append(dict(t)),
     )
-    cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
-    assert found == cut and len(cut[1]) <= 4
-    others = generate_tokens(pipeline, prompts, mesh, sampling, [(), {end}, ()])
-    assert others == [whole[0], cut[1], whole[2]]
-    streamed = [[step[n] for step in seen if n in step] for n in range(len(prompts))]
-    assert streamed == cut
+    truncated = [ids[: ids.index(end)] if end in ids else ids for ids in full]
+    assert found == truncated and len(truncated[1]) <= 4
+    mixed_ends = generate_tokens(pipeline, prompts, mesh, sampling, [(), {end}, ()])
+    assert mixed_ends == [full[0], truncated[1], full[2]]
+    streamed = [[step[n] for step in steps_seen if n in step] for n in range(len(prompts))]
+    assert streamed == truncated
 
 
-def test_groups_have_no_more_tokens_than_a_row() -> None:
+def test_prompt_groups_respect_token_limit() -> None:
     rows = text_prompts([5, 9, 3, 30, 4, 4, 4, 4])
     prompts = [Prompt(row, row.targets_T, SampleMeta("made", 0, 1)) for row in rows]
     groups = batch_prompts(prompts, most=3, tokens=27)
@@ -258,6 +278,6 @@ def test_groups_have_no_more_tokens_than_a_row() -> None:
     ]
 
 
-def test_wrong_settings_are_all_named() -> None:
+def test_invalid_sampling_settings_are_all_reported() -> None:
     with pytest.raises(ValueError, match=r"temperature = -1 .* not negative; top_p = 0 .* above 0"):
         Sampling(4, temperature=-1, top_p=0)

@@ -1,7 +1,7 @@
-"""Scores of texts, against values by hand and those of the programs that define them.
+"""Text metrics, compared with manually computed values and with reference programs.
 
-The values of pycocoevalcap 1.2 (its CiderScorer, on words in lower case without punctuation) and of
-lmms-eval 0.7.3 (its EvalAIAnswerProcessor) were computed with them on 25 November 2026.
+The values of pycocoevalcap 1.2 (CiderScorer on lowercase words without punctuation) and of
+lmms-eval 0.7.3 (EvalAIAnswerProcessor) were computed on 25 November 2026.
 """
 
 import math
@@ -29,21 +29,21 @@ CAPTIONS = [
         ("¡Hola!", "hola ,", 1),
     ],
 )
-def test_word_errors_are_changes_of_words(truth, written, errors):
+def test_word_error_rate_counts_word_edits(truth, written, errors):
     found = score("word_error_rate", [Answer(written, (truth,))])
     assert found == errors / len(truth.split())
 
 
-def test_long_truths_weigh_more():
+def test_long_references_have_larger_weight():
     answers = [Answer("b", ("a",)), Answer("a b c", ("a b c",))]
     assert score("word_error_rate", answers) == 0.25
 
 
-def test_the_nearest_reference_counts():
+def test_nearest_reference_is_used():
     assert score("word_error_rate", [Answer("a b", ("x y z", "a c", "q"))]) == 0.5
 
 
-def test_scores_need_answers_and_words():
+def test_metrics_require_samples_and_words():
     with pytest.raises(ValueError, match="the references of 1 samples contain no words"):
         score("word_error_rate", [Answer("a", ("...",))])
     with pytest.raises(ValueError, match="cider requires at least one sample"):
@@ -61,27 +61,27 @@ def test_scores_need_answers_and_words():
         ("", ("a",), False),
     ],
 )
-def test_exact_matches(written, references, right):
+def test_exact_match_ignores_case_and_punctuation(written, references, right):
     assert score("exact_match", [Answer(written, references)]) == right
 
 
 @pytest.mark.parametrize(
     ("people", "accuracy"),
-    # Of ten people n say so; leaving one of them out leaves n - 1, each of the others n.
+    # If n of ten people agree, leaving out each person leaves n - 1 or n agreeing answers.
     [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)],
 )
-def test_vqa_accuracy_is_that_of_ten_people(people, accuracy):
+def test_vqa_accuracy_averages_over_ten_people(people, accuracy):
     answer = Answer("Two!", ("2",) * people + ("dog",) * (10 - people))
     assert score("vqa_accuracy", [answer]) == pytest.approx(accuracy)
 
 
-def test_few_people_are_right_each():
+def test_vqa_accuracy_accepts_few_answers():
     answers = [Answer("two", ("2",)), Answer("two", ("dog", "2", "cat")), Answer("two", ("dog",))]
     assert score("vqa_accuracy", answers) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "normalised"),
+    ("text", "normalized"),
     [
         ("A dog.", "dog"),
         ("None, really?", "0 really"),
@@ -94,26 +94,26 @@ def test_few_people_are_right_each():
         ("youdve an\ttwas", "you'd've 'twas"),
     ],
 )
-def test_answers_are_compared_as_vqas_server_does(text, normalised):
-    assert vqa_normalize(text) == normalised
+def test_vqa_normalization_matches_reference(text, normalized):
+    assert vqa_normalize(text) == normalized
 
 
-def test_cider_is_that_of_pycocoevalcap():
+def test_cider_matches_pycocoevalcap():
     assert score("cider", CAPTIONS) == pytest.approx(2.4394649425328923, rel=1e-12)
 
 
-def test_cider_by_hand():
-    """Two captions of one word each, each written right: of four lengths of n-grams one agrees."""
+def test_cider_matches_manual_values():
+    """Check correct captions of one word: one of four n-gram lengths agrees."""
     answers = [Answer("cat", ("cat",)), Answer("dog", ("dog",))]
     assert score("cider", answers) == pytest.approx(10 / 4)
     swapped = [Answer("dog", ("cat",)), Answer("cat", ("dog",))]
     assert score("cider", swapped) == 0.0
-    # One pair of words too many costs exp(-1 / 72), and half of the words' weights are strange.
+    # One additional word costs exp(-1 / 72), and half of the weights are of unknown words.
     longer = [Answer("cat sat", ("cat",)), Answer("dog", ("dog",))]
-    of_first = 10 / 4 * math.exp(-1 / 72) / math.sqrt(2)
-    assert score("cider", longer) == pytest.approx((of_first + 10 / 4) / 2)
+    first_score = 10 / 4 * math.exp(-1 / 72) / math.sqrt(2)
+    assert score("cider", longer) == pytest.approx((first_score + 10 / 4) / 2)
 
 
-def test_order_of_answers_does_not_matter():
+def test_metrics_are_independent_of_sample_order():
     for name in ("cider", "vqa_accuracy", "exact_match", "word_error_rate"):
         assert score(name, CAPTIONS) == pytest.approx(score(name, CAPTIONS[::-1]))

@@ -1,4 +1,4 @@
-"""The process that answers benchmarks, with a program in its place that takes no time."""
+"""Benchmark processes, with a substitute for the benchmark program."""
 
 import json
 import logging
@@ -20,7 +20,10 @@ SCORES = {
 
 @pytest.fixture
 def program(tmp_path):
-    """program(body): a Python that does this instead of what it is asked; `output` is its file."""
+    """Return a function that writes a Python program with a body.
+
+    `output` is the path of its results.
+    """
 
     def make(body: str) -> str:
         file = tmp_path / "python"
@@ -32,7 +35,7 @@ def program(tmp_path):
     return make
 
 
-def started(python: str, run_dir: Path, **settings) -> BenchmarkRunner:
+def start_benchmarks(python: str, run_dir: Path, **settings) -> BenchmarkRunner:
     config = BenchmarksConfig(tasks=["task"], python=python, **settings)
     found = BenchmarkRunner(config, run_dir, logging.getLogger("torchmm.test"))
     found.start(4, snapshot(run_dir, 4))
@@ -45,7 +48,7 @@ def snapshot(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def awaited(benchmarks: BenchmarkRunner):
+def wait_for_result(benchmarks: BenchmarkRunner):
     deadline = time.monotonic() + 60
     while (found := benchmarks.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -59,10 +62,10 @@ def finish(benchmarks: BenchmarkRunner):
 WRITES = f"open(output, 'w').write({json.dumps(SCORES)!r})"
 
 
-def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
+def test_scores_are_returned_once_without_snapshot(program, tmp_path, caplog):
     caplog.set_level("INFO")
-    benchmarks = started(program(WRITES), tmp_path)
-    found = awaited(benchmarks)
+    benchmarks = start_benchmarks(program(WRITES), tmp_path)
+    found = wait_for_result(benchmarks)
     assert found.scores == {"task/exact_match": 0.25} and found.step == 4
     assert benchmarks.poll() is None
     assert read_evaluations(tmp_path) == [found]
@@ -70,18 +73,18 @@ def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
     assert not (tmp_path / "benchmarks/step-4/hf").exists()
 
 
-def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
+def test_failed_benchmark_is_logged_and_counted(program, tmp_path, caplog):
     (tmp_path / "benchmarks/step-4").mkdir(parents=True)
     (tmp_path / "benchmarks/step-4/scores.json").write_text(json.dumps(SCORES))  # stale
-    benchmarks = started(program("print('no such task'); sys.exit(0)"), tmp_path)
+    benchmarks = start_benchmarks(program("print('no such task'); sys.exit(0)"), tmp_path)
     finish(benchmarks)
     assert benchmarks.failed == 1 and read_evaluations(tmp_path) == []
     assert "benchmarks of step 4 exited with 0 and without scores (1 failed so far)" in caplog.text
     assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
 
 
-def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
-    benchmarks = started(program("time.sleep(600)"), tmp_path, timeout_s=0.1)
+def test_benchmarks_are_sequential_and_time_limited(program, tmp_path, caplog):
+    benchmarks = start_benchmarks(program("time.sleep(600)"), tmp_path, timeout_s=0.1)
     benchmarks.start(5, snapshot(tmp_path, 5))
     assert "skipping benchmarks of step 5, because those of step 4 are still running" in caplog.text
     assert not (tmp_path / "benchmarks/step-5").exists()
@@ -91,32 +94,32 @@ def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("polled", [False, True], ids=["running", "finished"])
-def test_the_last_one_waits_for_the_one_before(polled, program, tmp_path):
-    there = tmp_path / "go"
-    slow = f"while not os.path.exists({str(there)!r}): time.sleep(0.02)"
-    benchmarks = started(program(f"{slow}\n{WRITES}"), tmp_path)
+def test_last_benchmark_waits_for_previous_one(polled, program, tmp_path):
+    signal_file = tmp_path / "go"
+    slow = f"while not os.path.exists({str(signal_file)!r}): time.sleep(0.02)"
+    benchmarks = start_benchmarks(program(f"{slow}\n{WRITES}"), tmp_path)
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     assert benchmarks.poll() is None and (tmp_path / "benchmarks/step-5/hf").exists()
-    there.touch()
-    found = [awaited(benchmarks)] if polled else []
+    signal_file.touch()
+    found = [wait_for_result(benchmarks)] if polled else []
     found += finish(benchmarks)
     assert [evaluation.step for evaluation in found] == [4, 5]
     assert read_evaluations(tmp_path) == found
     assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0
 
 
-def test_a_signal_ends_the_waiting(program, tmp_path):
-    benchmarks = started(program("time.sleep(600)"), tmp_path)
+def test_stop_signal_ends_waiting(program, tmp_path):
+    benchmarks = start_benchmarks(program("time.sleep(600)"), tmp_path)
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
-    asked = []
+    polls = []
     begin = time.monotonic()
-    assert benchmarks.finish(lambda: asked.append(True) or len(asked) > 1) == []
+    assert benchmarks.finish(lambda: polls.append(True) or len(polls) > 1) == []
     assert time.monotonic() - begin < 60
     assert not list(tmp_path.glob("benchmarks/*/hf"))
 
 
-def test_a_run_that_ends_early_ends_them(program, tmp_path):
-    benchmarks = started(program("time.sleep(600)"), tmp_path)
+def test_early_exit_terminates_benchmarks(program, tmp_path):
+    benchmarks = start_benchmarks(program("time.sleep(600)"), tmp_path)
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     benchmarks.close()
     finish(benchmarks)
@@ -124,12 +127,12 @@ def test_a_run_that_ends_early_ends_them(program, tmp_path):
     assert not (tmp_path / "benchmarks/step-5").exists()
 
 
-def test_the_process_is_no_rank_and_sees_the_gpus_it_may(monkeypatch):
+def test_benchmark_environment_has_no_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert "RANK" not in environment("") and environment("")["CUDA_VISIBLE_DEVICES"] == ""
     assert environment(None)["CUDA_VISIBLE_DEVICES"] == "0,1"
     config = BenchmarksConfig(tasks=["a", "b"], folder="more", limit=7)
-    words = command(config, Path("/hf"), Path("/out.json"))
-    given = ["--tasks", "a", "b", "--include", "more"]
-    assert words[words.index("--tasks") :] == [*given, "--limit", "7"]
+    arguments = command(config, Path("/hf"), Path("/out.json"))
+    expected = ["--tasks", "a", "b", "--include", "more"]
+    assert arguments[arguments.index("--tasks") :] == [*expected, "--limit", "7"]

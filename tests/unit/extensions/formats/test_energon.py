@@ -1,4 +1,4 @@
-"""Folders of Megatron-Energon, written as its documentation describes them."""
+"""Datasets of Megatron-Energon, written as in its documentation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write(directory, members, kind, fields=None, **more):
     return write_meta(directory, kind, fields, **more)
 
 
-def test_questions_become_chats_with_the_best_answer(tmp_path):
-    sample = {"question": "<image>\nColour?", "answers": ["blue", "red"], "weights": [0.3, 1.0]}
+def test_energon_questions_use_best_answer(tmp_path):
+    sample = {"question": "<image>\nColor?", "answers": ["blue", "red"], "weights": [0.3, 1.0]}
     fields = {
         "image": "png",
         "context": "json[question]",
@@ -39,15 +39,15 @@ def test_questions_become_chats_with_the_best_answer(tmp_path):
     members = {"dir/a.png": RED, "dir/a.json": json.dumps(sample).encode()}
     (found,) = columns(write(tmp_path, members, "VQASample", fields))
     assert found["images"] == [RED]
-    content = [{"type": "image"}, {"type": "text", "text": "Colour?"}]
+    content = [{"type": "image"}, {"type": "text", "text": "Color?"}]
     assert found["messages"] == [
         {"role": "user", "content": content},
         {"role": "assistant", "content": "red"},
     ]
 
 
-def test_fields_inside_of_lists(tmp_path):
-    turns = [{"from": "human", "value": "Colour?"}, {"from": "gpt", "value": "Red."}]
+def test_energon_fields_inside_lists_are_read(tmp_path):
+    turns = [{"from": "human", "value": "Color?"}, {"from": "gpt", "value": "Red."}]
     fields = {"image": "jpg,png", "context": "json[0][value]", "answers": "json[1][value]"}
     members = {"a.png": RED, "a.json": json.dumps(turns).encode()}
     (found,) = columns(write(tmp_path, members, "VQAWebdataset", fields))
@@ -61,13 +61,13 @@ def test_fields_inside_of_lists(tmp_path):
         {"texts": ["First", None, "then", None], "images": [None, "x.png", None, "y.png"]},
     ],
 )
-def test_interleaved_sequences_name_their_images(tmp_path, sequence):
+def test_energon_interleaved_sequences_name_images(tmp_path, sequence):
     members = {"a.x.png": RED, "a.y.png": BLUE, "a.json": json.dumps(sequence).encode()}
     (found,) = columns(write(tmp_path, members, "InterleavedSample", {"sequence": "json"}))
     assert found == {"texts": ["First", None, "then", None], "images": [None, RED, None, BLUE]}
 
 
-def test_chats_keep_their_turns(tmp_path):
+def test_energon_chats_preserve_turns(tmp_path):
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     shared = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Red."}]
     members = {
@@ -81,14 +81,14 @@ def test_chats_keep_their_turns(tmp_path):
     assert second == {"messages": turns}
 
 
-def test_crude_samples_keep_their_parts(tmp_path):
+def test_energon_crude_samples_preserve_members(tmp_path):
     inner = {"text": "red", "images": ["x.png"], "n": 1}
     members = {"a.json": json.dumps(inner).encode(), "a.x.png": RED}
     (found,) = columns(write(tmp_path, members, "CrudeWebdataset"))
     assert found == {"text": "red", "images": [RED], "n": 1, "x.png": RED}
 
 
-def test_splits_braces_and_exclusions(tmp_path):
+def test_energon_splits_expand_braces_and_exclusions(tmp_path):
     for number in range(5):
         names = {f"{number}{key}.txt": f"{number}{key}".encode() for key in "ab"}
         write_shard(tmp_path / "shards" / f"s_00{number}.tar", names.items())
@@ -105,7 +105,7 @@ def test_splits_braces_and_exclusions(tmp_path):
     assert kind == "energon" and [f.name for f in files[-2:]] == ["s_000.tar", "s_002.tar"]
 
 
-def test_code_next_to_the_data_is_never_run(tmp_path):
+def test_energon_sample_loader_code_is_never_run(tmp_path):
     write(tmp_path, {"a.txt": b"a"}, "TextSample", None, sample_loader="sample_loader.py:load")
     sentinel = tmp_path / "sentinel"
     code = f"open({str(sentinel)!r}, 'w')"
@@ -123,12 +123,12 @@ def test_code_next_to_the_data_is_never_run(tmp_path):
         ("ChatMLWebdataset", {"imgs": "jpgs", "conversation": "json"}, "'jpgs', which is a pickle"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(tmp_path, kind, fields, reason):
+def test_unsupported_energon_dataset_is_rejected(tmp_path, kind, fields, reason):
     with pytest.raises(DataError, match=rf"dataset\.yaml: .*{reason}"):
         columns(write(tmp_path, {"a.txt": b"a"}, kind, fields))
 
 
-def test_a_sample_without_a_field_is_corrupt(tmp_path):
+def test_energon_sample_without_field_is_corrupt(tmp_path):
     members = {"a.txt": b"text", "b.png": RED, "b.txt": b"text"}
     write(tmp_path, members, "CaptioningSample", {"image": "png", "caption": "txt"})
     source = open_map_source(SourceConfig(path=str(tmp_path)))
@@ -139,7 +139,7 @@ def test_a_sample_without_a_field_is_corrupt(tmp_path):
     assert source.read(1).where == f"{tmp_path}/shards/s-0.tar:b"
 
 
-def test_an_index_of_a_shard_is_used_unless_it_is_older(tmp_path):
+def test_energon_shard_index_is_used_unless_older(tmp_path):
     names = {f"{n}.{part}": f"{n}".encode() for n in "abc" for part in ("txt", "cls")}
     write(tmp_path, names, "TextSample", {"text": "txt"})
     shard = tmp_path / "shards" / "s-0.tar"
@@ -158,7 +158,7 @@ def test_an_index_of_a_shard_is_used_unless_it_is_older(tmp_path):
     assert [row["text"] for row in columns(tmp_path)] == ["a", "b", "c"]
 
 
-def test_missing_shards_and_broken_files_are_named(tmp_path):
+def test_missing_energon_shards_are_reported(tmp_path):
     write(tmp_path, {"a.txt": b"a"}, "TextSample", {"text": "txt"})
     (tmp_path / "shards" / "s-0.tar").unlink()
     with pytest.raises(DataError, match=r"split\.yaml lists .*s-0\.tar, which does not exist"):

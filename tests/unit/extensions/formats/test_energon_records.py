@@ -46,16 +46,16 @@ def rows_directory(tmp_path):
     return tmp_path / "rows"
 
 
-def test_energon_gives_the_same_bytes_in_order(tmp_path):
+def test_energon_reads_equally_by_index_and_stream(tmp_path):
     write_energon(tmp_path / "set [test]")
     sources.check_format(tmp_path)
 
 
 @pytest.mark.parametrize("split", sources.SPLITS)
 def test_energon_slices_select_rows(rows_directory, split):
-    sources.test_slices_of_a_split_select_rows(rows_directory, split)
+    sources.test_split_slices_select_rows(rows_directory, split)
     if split in sources.STREAMED_SPLITS:
-        sources.test_streams_read_slices_or_reject_them(rows_directory, split)
+        sources.test_stream_reads_split_slices_or_rejects(rows_directory, split)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

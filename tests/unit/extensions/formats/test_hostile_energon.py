@@ -1,4 +1,4 @@
-"""Files of `.nv-meta` that are wrong or hostile are named in a DataError within seconds."""
+"""Incorrect or hostile `.nv-meta` files raise DataError with their name within seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From held-out batches to pictures: which images are drawn, and what a patch becomes."""
+"""Generated images of held-out batches: selection of images, and conversion of patches."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torchmm.extensions.generation.images import DiffusionImages
 GRID = (1, 1, 1)
 
 
-def microbatch(drawn: list[int]) -> Microbatch:
-    """Samples of four tokens with so many images to be drawn each."""
+def microbatch(counts: list[int]) -> Microbatch:
+    """Return samples of four tokens with the specified numbers of target images."""
     metas = tuple(
-        SampleMeta("s", i, 4, generated=(GeneratedMeta(GRID, 2),) * n) for i, n in enumerate(drawn)
+        SampleMeta("s", i, 4, generated=(GeneratedMeta(GRID, 2),) * n) for i, n in enumerate(counts)
     )
-    count, tokens = sum(drawn), 4 * len(drawn)
+    count, tokens = sum(counts), 4 * len(counts)
     inputs = GeneratorInputs(
         patches_PV=torch.arange(count)[:, None].float(),
         noise_PV=torch.zeros(count, 1),
         times=[0.5] * count,
         grids_thw=[GRID] * count,
         context_positions_K=torch.cat(
-            [4 * i + torch.tensor([0, 1]).repeat(n) for i, n in enumerate(drawn)]
+            [4 * i + torch.tensor([0, 1]).repeat(n) for i, n in enumerate(counts)]
         ),
         contexts=[2] * count,
         counted=[True] * count,
@@ -42,22 +42,22 @@ def microbatch(drawn: list[int]) -> Microbatch:
     return Microbatch(ids, ids, ids, starts, {}, meta, inputs if count else None)
 
 
-def test_as_many_images_are_drawn_as_asked_for():
+def test_requested_number_of_images_is_selected():
     batches = [
         StepBatch([microbatch([0, 0]), microbatch([1, 2])], {}),
         StepBatch([microbatch([2, 0, 3]), microbatch([1])], {}),
     ]
-    for count, wanted in ((2, [2]), (3, [3]), (4, [3, 1]), (6, [3, 3]), (99, [3, 5, 1])):
+    for count, expected in ((2, [2]), (3, [3]), (4, [3, 1]), (6, [3, 3]), (99, [3, 5, 1])):
         found = list(held_out_target_images(batches, count))
-        assert [len(m.generator.contexts) for m in found] == wanted
+        assert [len(m.generator.contexts) for m in found] == expected
         for m in found:
             assert len(m.meta.generated) == len(m.generator.contexts)
             assert len(m.generator.context_positions_K) == 2 * len(m.generator.contexts)
             assert m.generator.patches_PV[:, 0].tolist() == list(range(len(m.meta.generated)))
-    assert len(batches[0].microbatches[1].meta.generated) == 3, "the batch itself is as it was"
+    assert len(batches[0].microbatches[1].meta.generated) == 3, "the batch does not change"
 
 
-def test_patches_become_the_image_they_came_from():
+def test_patches_convert_back_to_image():
     levels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "PNG")
@@ -69,15 +69,15 @@ def test_patches_become_the_image_they_came_from():
     assert np.array_equal(np.asarray(frame), levels)
 
 
-def test_values_beyond_black_and_white_are_clipped():
+def test_values_outside_range_are_clipped():
     (frame,) = to_frames(torch.tensor([[-9.0, 0.0, 9.0]]), GRID, 1)
     assert frame.getpixel((0, 0)) == (0, 128, 255)
 
 
-def test_a_picture_shows_drawn_above_true_frames(tmp_path: Path):
+def test_plot_has_generated_and_target_frames(tmp_path: Path):
     black, white = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")
     samples = [([white] * 3, [black] * 3, f"text {i} for $5") for i in range(5)]
-    plot_generated_images(samples, "title", tmp_path / "picture.png")
-    with Image.open(tmp_path / "picture.png") as picture:
-        dark_rows = (np.asarray(picture.convert("L")) < 30).mean(axis=1) > 0.3
+    plot_generated_images(samples, "title", tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as plot:
+        dark_rows = (np.asarray(plot.convert("L")) < 30).mean(axis=1) > 0.3
     assert dark_rows.any() and not dark_rows.all()

@@ -1,4 +1,4 @@
-"""A generator computes what its diffusers class does, image by image, however it is batched."""
+"""The generator matches its diffusers class for each image, independent of batching."""
 
 import copy
 import dataclasses
@@ -37,8 +37,8 @@ def context(contexts: list[int]) -> Tensor:
     return torch.randn(sum(contexts), D_LLM, generator=torch.Generator().manual_seed(5))
 
 
-def plain_pixart(model: MultimodalModel) -> diffusers.PixArtTransformer2DModel:
-    """diffusers' own model with the same weights and nothing of ours."""
+def diffusers_pixart(model: MultimodalModel) -> diffusers.PixArtTransformer2DModel:
+    """Return the model of diffusers with equal weights."""
     plain = diffusers.PixArtTransformer2DModel(**model.generator.spec.config)
     prefixes = hf_prefixes(model)
     state = {hf_name(prefixes, "generator", n): t for n, t in model.generator.state_dict().items()}
@@ -48,13 +48,13 @@ def plain_pixart(model: MultimodalModel) -> diffusers.PixArtTransformer2DModel:
 
 
 def to_pixels(patches_PV: Tensor, side: int = 4) -> Tensor:
-    """(N, 3, 16, 16) from the concatenated patches of images."""
+    """Return images (N, 3, 16, 16) from concatenated patches."""
     blocks = patches_PV.view(-1, side, side, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
     return blocks.reshape(-1, 3, 4 * side, 4 * side)
 
 
-def plain_loss(plain, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
-    """Flow matching written down once more, over whole images."""
+def reference_loss(plain, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
+    """Return the flow matching loss, computed independently on complete images."""
     pixels, noise = to_pixels(inputs.patches_PV), to_pixels(inputs.noise_PV)
     times = torch.tensor(inputs.times)
     t = times[:, None, None, None]
@@ -67,12 +67,12 @@ def plain_loss(plain, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
     return (velocity - (noise - pixels)).square().mean(dim=(1, 2, 3)).sum()
 
 
-def test_loss_and_gradients_are_those_of_diffusers(model):
+def test_generator_matches_diffusers_loss_and_gradients(model):
     inputs, ours, theirs = generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS), context(CONTEXTS)
-    plain = plain_pixart(model)
+    plain = diffusers_pixart(model)
     model.zero_grad()
     loss = model.generator(inputs, ours.requires_grad_())
-    reference = plain_loss(plain, inputs, theirs.requires_grad_())
+    reference = reference_loss(plain, inputs, theirs.requires_grad_())
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
     loss.backward()
     reference.backward()
@@ -80,73 +80,73 @@ def test_loss_and_gradients_are_those_of_diffusers(model):
     gradients = {n: p.grad for n, p in plain.named_parameters()}
     largest = max(g.norm().item() for g in gradients.values())
     for name, parameter in model.generator.named_parameters():
-        wanted = gradients.pop(hf_name(hf_prefixes(model), "generator", name))
-        if wanted.norm() < 1e-6 * largest:  # a key's bias: zero but for rounding
+        expected = gradients.pop(hf_name(hf_prefixes(model), "generator", name))
+        if expected.norm() < 1e-6 * largest:  # bias of keys: zero except for rounding
             assert parameter.grad.norm() < 1e-5 * largest, name
         else:
-            assert relative_error(parameter.grad, wanted) < 1e-5, name
+            assert relative_error(parameter.grad, expected) < 1e-5, name
     assert not gradients
 
 
-def test_padding_changes_nothing(model):
+def test_padding_does_not_change_loss_or_velocity(model):
     inputs, features = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS), context(MIXED_CONTEXTS)
     alone, velocities = [], []
     for number, part in enumerate(features.split(MIXED_CONTEXTS)):
         image = inputs.select(range(number, number + 1))
         alone.append(model.generator(image, part))
         velocities.append(model.generator.velocity(image, part))
-    together = model.generator(inputs, features)
-    assert together.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
+    batched = model.generator(inputs, features)
+    assert batched.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
     velocity = model.generator.velocity(inputs, features)
     assert relative_error(velocity, torch.cat(velocities)) < 1e-5
 
 
-def test_frames_of_a_clip_know_their_number_and_each_other(model):
+def test_velocity_depends_on_frame_order_and_content(model):
     inputs, features = generator_inputs([(3, 4, 4)], [4]), context([4])
     before = model.generator.velocity(inputs, features).view(3, 16, VALUES)
     inputs.patches_PV[:32] = inputs.patches_PV[:32].roll(16, 0)
     inputs.noise_PV[:32] = inputs.noise_PV[:32].roll(16, 0)
     after = model.generator.velocity(inputs, features).view(3, 16, VALUES)
-    assert relative_error(after[[1, 0, 2]], before) > 1e-2, "swapped frames look alike"
+    assert relative_error(after[[1, 0, 2]], before) > 1e-2, "swapped frames must differ"
     inputs.patches_PV[:16] += 1
     assert relative_error(model.generator.velocity(inputs, features)[32:], after[2]) > 1e-3
 
 
-def test_images_that_do_not_count_have_no_loss_and_no_gradient(model):
+def test_excluded_images_have_no_loss_and_gradient(model):
     inputs, features = generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS).requires_grad_()
     inputs.counted = [False, True]
     loss = model.generator(inputs, features)
     loss.backward()
-    only = model.generator(inputs.select(range(1, 2)), features[5:])
-    assert loss.item() == pytest.approx(only.item(), rel=1e-5)
+    second_loss = model.generator(inputs.select(range(1, 2)), features[5:])
+    assert loss.item() == pytest.approx(second_loss.item(), rel=1e-5)
     assert features.grad[:5].norm() == 0 < features.grad[5:].norm()
     inputs.counted = [False, False]
     assert model.generator(inputs, features).item() == 0
 
 
 def example() -> Microbatch:
-    """Two samples with an image to be read in the first, and one to be drawn after each."""
+    """Return two samples with input images in the first, and one target image after each sample."""
     pixels = make_inputs("clip")
     placeholders = torch.arange(3, 35)
     images = {"eye": EncoderInputs(pixels.pixels, pixels.grids_thw, placeholders)}
     batch = microbatch([41, 9], images, placeholders)
-    drawn = torch.cat([torch.arange(34, 39), torch.arange(42, 49)])
-    batch.generator = generator_inputs(GRIDS, [5, 7], drawn)
+    context_positions = torch.cat([torch.arange(34, 39), torch.arange(42, 49)])
+    batch.generator = generator_inputs(GRIDS, [5, 7], context_positions)
     return batch
 
 
-def test_gradients_of_the_image_loss_reach_encoder_and_llm(model):
+def test_generator_gradients_reach_encoder_and_llm(model):
     model.zero_grad()
     losses = model.losses(example())
     losses["generator"].backward()
-    reached = {
+    modules = {
         module_of(n) for n, p in model.named_parameters() if p.grad is not None and p.grad.any()
     }
-    assert reached == {"eye", "eye.connector", "llm", "generator", "generator.connector"}
-    assert model.llm.backbone.lm_head.weight.grad is None, "the head only writes text"
+    assert modules == {"eye", "eye.connector", "llm", "generator", "generator.connector"}
+    assert model.llm.backbone.lm_head.weight.grad is None, "the head is used for text only"
 
 
-def test_the_text_loss_is_that_without_a_generator(model):
+def test_text_loss_is_independent_of_generator(model):
     batch = example()
     losses = model.losses(batch)
     assert losses["llm"].item() == model(batch).item()
@@ -159,7 +159,7 @@ def test_the_text_loss_is_that_without_a_generator(model):
 
 
 @pytest.mark.parametrize("llm", LLMS)
-def test_the_context_is_what_the_head_reads(llm):
+def test_generator_context_is_input_of_head(llm):
     model = build(generator_config(llm, encoder=None))
     batch = microbatch([12, 9])
     batch.generator = generator_inputs(GRIDS, [3, 4], torch.tensor([5, 6, 7, 15, 16, 17, 18]))
@@ -168,12 +168,12 @@ def test_the_context_is_what_the_head_reads(llm):
     logits = head(context_KD)
     if cap := LLMS[llm].get("final_logit_softcapping"):
         logits = cap * torch.tanh(logits / cap)
-    wanted = model.llm.logits(batch, {}, batch.generator.context_positions_K)
-    scale = (wanted * logits).sum() / logits.square().sum()  # granite divides its logits
-    assert relative_error(logits * scale, wanted) < 1e-5
+    expected = model.llm.logits(batch, {}, batch.generator.context_positions_K)
+    scale = (expected * logits).sum() / logits.square().sum()  # granite divides its logits
+    assert relative_error(logits * scale, expected) < 1e-5
 
 
-def test_a_microbatch_without_images_gives_no_image_loss(model):
+def test_batch_without_images_has_no_generator_loss(model):
     model.zero_grad()
     losses = model.losses(microbatch([8, 5]))
     assert losses["generator"].item() == 0
@@ -182,32 +182,35 @@ def test_a_microbatch_without_images_gives_no_image_loss(model):
 
 
 @pytest.mark.parametrize("stages", [[(0, 1), (1, 3)], [(0, 0), (0, 1), (1, 2), (2, 3), (3, 3)]])
-def test_stages_behind_each_other_are_the_whole(stages):
+def test_generator_stages_match_full_generator(stages):
     config = generator_config()
-    whole = build(config)
+    full = build(config)
     inputs, features = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS), context(MIXED_CONTEXTS)
-    cut = build_model(config, FreezeConfig())
-    cut.cut({"generator": stage_ranges(stages)})
-    materialize(cut, "cpu")
-    init_weights(cut, 0)
-    values = whole.state_dict()
-    cut.load_state_dict({name: values[name] for name in cut.state_dict()})
-    given, reached = features.clone().requires_grad_(), features.clone().requires_grad_()
-    state = given
-    for stage in cut.stages["generator"]:
+    staged = build_model(config, FreezeConfig())
+    staged.cut({"generator": stage_ranges(stages)})
+    materialize(staged, "cpu")
+    init_weights(staged, 0)
+    values = full.state_dict()
+    staged.load_state_dict({name: values[name] for name in staged.state_dict()})
+    stage_context, full_context = (
+        features.clone().requires_grad_(),
+        features.clone().requires_grad_(),
+    )
+    state = stage_context
+    for stage in staged.stages["generator"]:
         state = stage(inputs, state)
-    loss = whole.generator(inputs, reached)
+    loss = full.generator(inputs, full_context)
     assert state.item() == pytest.approx(loss.item(), rel=1e-6)
     state.backward()
     loss.backward()
-    assert relative_error(given.grad, reached.grad) < 1e-5
-    for name, parameter in cut.generator.named_parameters():
-        assert relative_error(parameter.grad, whole.generator.get_parameter(name).grad) < 1e-5, name
-    parameters = [sum(p.numel() for p in s.parameters()) for s in cut.stages["generator"]]
-    assert sum(parameters) == sum(p.numel() for p in whole.generator.parameters())
+    assert relative_error(stage_context.grad, full_context.grad) < 1e-5
+    for name, parameter in staged.generator.named_parameters():
+        assert relative_error(parameter.grad, full.generator.get_parameter(name).grad) < 1e-5, name
+    parameters = [sum(p.numel() for p in s.parameters()) for s in staged.stages["generator"]]
+    assert sum(parameters) == sum(p.numel() for p in full.generator.parameters())
 
 
-def test_initial_velocities_are_zero_and_layers_are_residual():
+def test_initial_velocity_is_zero():
     model = build_model(generator_config(), FreezeConfig())
     materialize(model, "cpu")
     init_weights(model, 0)
@@ -223,7 +226,7 @@ def test_initial_velocities_are_zero_and_layers_are_residual():
     assert zeros == {"dit.proj_out.weight", *to_out}
 
 
-def test_sizes_of_stages_and_messages(model):
+def test_generator_description_and_message_shapes(model):
     described = model.generator.describe()
     assert described.kind == "generator" and len(described.layers) == 3
     assert not any(layer.rotary for layer in described.layers)
@@ -255,12 +258,12 @@ def test_sizes_of_stages_and_messages(model):
         ({"ffn_size": 0}, "ffn_size = 0"),
     ],
 )
-def test_configs_that_cannot_be_are_told(settings, words):
+def test_invalid_generator_config_is_rejected(settings, words):
     with pytest.raises(ConfigError, match=words):
         build_model(generator_config(**settings), FreezeConfig())
 
 
-def test_mistakes_of_all_modules_are_told_at_once():
+def test_problems_of_all_modules_are_reported():
     config = generator_config(num_layer=1).model_copy(
         update={"llm": LlmConfig(config={**LLMS["llama"], "num_attention_heads": 5})}
     )
@@ -269,7 +272,7 @@ def test_mistakes_of_all_modules_are_told_at_once():
     assert len(caught.value.problems) == 2
 
 
-def test_freezing_keeps_the_connector_trained():
+def test_frozen_generator_trains_its_connector():
     model = build(generator_config(), freeze=("generator", "llm", "eye", "eye.connector"))
     described = model.generator.describe()
     assert not described.trainable and described.connector_trainable
@@ -280,9 +283,9 @@ def test_freezing_keeps_the_connector_trained():
     assert trained == {"generator.connector"}
 
 
-def test_weights_of_another_run_are_loaded_connector_included(tmp_path):
+def test_generator_loads_weights_including_connector(tmp_path):
     source = build(generator_config(encoder=None))
-    plain_pixart(source).save_pretrained(tmp_path / "generator")
+    diffusers_pixart(source).save_pretrained(tmp_path / "generator")
     section = GeneratorConfig(source=str(tmp_path / "generator"))
     for llm, connector in (("llama", True), ("wide", False)):
         sizes = {"hidden_size": 48, "num_attention_heads": 6} if llm == "wide" else {}
@@ -297,7 +300,7 @@ def test_weights_of_another_run_are_loaded_connector_included(tmp_path):
             assert torch.equal(parameter, source.generator.get_parameter(name)), name
 
 
-def test_feed_forward_parts_may_be_of_any_width(tmp_path, model):
+def test_feed_forward_width_is_configurable(tmp_path, model):
     width, hidden = 40, PIXART["num_attention_heads"] * PIXART["attention_head_dim"]
     source = build(generator_config(encoder=None, ffn_size=width))
     described, usual = source.generator.describe(), model.generator.describe()
@@ -305,11 +308,13 @@ def test_feed_forward_parts_may_be_of_any_width(tmp_path, model):
     saved = (4 * hidden - width) * (2 * hidden + 1) * PIXART["num_layers"]
     assert usual.parameters - described.parameters == saved
     source.generator(generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS)).backward()
-    whole = source.generator.build_transformer()
+    transformer = source.generator.build_transformer()
     prefixes = hf_prefixes(source)
     state = source.generator.state_dict()
-    whole.load_state_dict({hf_name(prefixes, "generator", n): t for n, t in state.items()}, False)
-    whole.save_pretrained(tmp_path / "generator")
+    transformer.load_state_dict(
+        {hf_name(prefixes, "generator", n): t for n, t in state.items()}, False
+    )
+    transformer.save_pretrained(tmp_path / "generator")
     section = GeneratorConfig(source=str(tmp_path / "generator"))
     config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), generator=section)
     again = build_model(config, FreezeConfig())
@@ -319,17 +324,17 @@ def test_feed_forward_parts_may_be_of_any_width(tmp_path, model):
         assert torch.equal(parameter, source.generator.get_parameter(name)), name
 
 
-def test_randomize_reaches_all(model):
-    """The comparisons above would say little about weights that are zero."""
+def test_randomized_weights_are_nonzero(model):
+    """Check this because comparisons of zero weights prove nothing."""
     randomize(copy.deepcopy(model))
     assert all(p.any() for p in model.parameters())
     assert PIXART["num_layers"] == len(model.generator.layers)
 
 
-def test_diffusers_own_scheduler_draws_the_same(model):
-    """What `draw` does in a pipeline, and what a user of the export does."""
+def test_diffusers_scheduler_generates_same_images(model):
+    """Compare `draw` of a pipeline with the scheduler that a user of the export runs."""
     inputs, features, steps = generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS), 4
-    plain, scheduler = plain_pixart(model), model.generator.family.scheduler()
+    plain, scheduler = diffusers_pixart(model), model.generator.family.scheduler()
     scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     theirs, ours = to_pixels(inputs.noise_PV), inputs.noise_PV
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Wrong values of `[model.generator]` are rejected with the key that has to change."""
+"""Wrong values of `[model.generator]` are rejected with the key that must change."""
 
 import pytest
 from generator_cases import PIXART, VAE
@@ -27,7 +27,7 @@ def test_generator_config_wrong_value_names_key(generator, vae, key):
     assert key in problem
 
 
-def test_two_wrong_values_are_both_named():
+def test_two_wrong_values_are_both_reported():
     generator = {"config": {**PIXART, "attention_head_dim": {}, "num_attention_heads": "x"}}
     (problem,) = problems_of_model({"llm": {"config": LLMS["llama"]}, "generator": generator})
     assert "attention_head_dim" in problem

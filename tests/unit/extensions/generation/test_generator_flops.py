@@ -1,4 +1,4 @@
-"""FLOPs and memory traffic of a real generator are what descriptions and metadata say."""
+"""FLOPs and memory traffic of a generator match its description and metadata."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ META = MicrobatchMeta(
     ),
     sum(CONTEXTS),
 )
-EVERYTHING = ("generator", "generator.connector")
+GENERATOR_MODULES = ("generator", "generator.connector")
 
 
 @pytest.mark.parametrize("llm_frozen", [False, True])
-@pytest.mark.parametrize("freeze", [(), EVERYTHING[:1], EVERYTHING[1:], EVERYTHING], ids=str)
-def test_a_generator_costs_what_torch_counts(freeze: tuple[str, ...], llm_frozen: bool) -> None:
+@pytest.mark.parametrize(
+    "freeze", [(), GENERATOR_MODULES[:1], GENERATOR_MODULES[1:], GENERATOR_MODULES], ids=str
+)
+def test_generator_flops_match_torch_counter(freeze: tuple[str, ...], llm_frozen: bool) -> None:
     model = model_cases.build(
         generator_config(encoder=None), (*freeze, *(("llm",) if llm_frozen else ()))
     )
@@ -39,26 +41,27 @@ def test_a_generator_costs_what_torch_counts(freeze: tuple[str, ...], llm_frozen
     modules = [module.describe() for module in model.modality_modules()]
     found = microbatch_flops(modules, META)["generator"]
     assert found.forward == pytest.approx(forward, rel=0.01)
-    # Hidden states before the first cross attention get no gradient where only context needs one.
+    # Hidden states before the first cross attention have no gradient if only the context needs
+    # one.
     assert found.backward == pytest.approx(backward, rel=0.01 if not freeze else 0.25)
     assert bool(found.backward) == bool(backward)
 
 
-def test_its_layers_can_be_cut_by_cost() -> None:
+def test_generator_layers_have_costs_for_splitting() -> None:
     modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
     layers = module_layers(modules, [META])[-1]
     assert layers.kind == "generator" and layers.sub_microbatched
     assert len(layers.costs) == 3 and min(layers.costs) > 0 < min(layers.pre_cost, layers.post_cost)
     flops = microbatch_flops(modules, META)["generator"]
-    whole = sum(layers.costs) + layers.pre_cost + layers.post_cost
-    assert whole == pytest.approx(flops.forward + flops.backward, rel=1e-6)
+    total = sum(layers.costs) + layers.pre_cost + layers.post_cost
+    assert total == pytest.approx(flops.forward + flops.backward, rel=1e-6)
 
 
-def test_step_flops_equal_those_of_each_microbatch() -> None:
+def test_step_flops_match_sum_of_microbatches() -> None:
     modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
     image = ImageMeta(0, 0, 16, 4, encoder=next(m.name for m in modules if m.kind == "encoder"))
-    shown = MicrobatchMeta((SampleMeta("s", 0, 12, (image,)),), 16)
-    metas = [META, shown, MicrobatchMeta((SampleMeta("s", 1, 9),), 16)]
+    image_batch = MicrobatchMeta((SampleMeta("s", 0, 12, (image,)),), 16)
+    metas = [META, image_batch, MicrobatchMeta((SampleMeta("s", 1, 9),), 16)]
     expected = [sum(map(sum, microbatch_flops(modules, meta).values())) for meta in metas]
     assert step_flops(modules, metas).tolist() == expected
     assert len(set(expected)) == 3

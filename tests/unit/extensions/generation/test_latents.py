@@ -1,4 +1,4 @@
-"""A generator of latents computes what diffusers' autoencoder and transformer do together."""
+"""A generator of latents matches the autoencoder and transformer of diffusers."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ def model(request) -> MultimodalModel:
     return build(latent_config(request.param))
 
 
-def kind(model: MultimodalModel) -> str:
+def latent_mode(model: MultimodalModel) -> str:
     return "sampled" if model.generator.spec.latents.sampled else "mean"
 
 
@@ -49,8 +49,8 @@ def context(contexts: list[int]) -> Tensor:
     return torch.randn(sum(contexts), D_LLM, generator=torch.Generator().manual_seed(5))
 
 
-def plain(model: MultimodalModel) -> tuple:
-    """diffusers' own models with the same weights and nothing of ours."""
+def diffusers_models(model: MultimodalModel) -> tuple:
+    """Return the transformer and the autoencoder of diffusers with equal weights."""
     transformer = diffusers.PixArtTransformer2DModel(**model.generator.spec.config)
     vae = diffusers.AutoencoderKL(**VAE)
     prefixes = hf_prefixes(model)
@@ -62,8 +62,8 @@ def plain(model: MultimodalModel) -> tuple:
     return transformer, vae.eval()
 
 
-def plain_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
-    """Latent flow matching written down once more, over whole images."""
+def reference_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor) -> Tensor:
+    """Return the latent flow matching loss, computed independently on complete images."""
     pixels = to_images(inputs.patches_PV, (len(inputs.times), 4, 4), 4)
     noise = to_images(inputs.drawn_noise_PV, (len(inputs.times), 4, 4), 2)
     with torch.no_grad():
@@ -84,13 +84,13 @@ def plain_loss(transformer, vae, inputs: GeneratorInputs, context_KD: Tensor) ->
     return (velocity - (noise - latents)).square().mean(dim=(1, 2, 3)).sum()
 
 
-def test_loss_and_gradients_are_those_of_diffusers(model):
-    inputs = generator_inputs(GRIDS, CONTEXTS, latents=kind(model))
+def test_latent_generator_matches_diffusers_loss_and_gradients(model):
+    inputs = generator_inputs(GRIDS, CONTEXTS, latents=latent_mode(model))
     ours, theirs = context(CONTEXTS), context(CONTEXTS)
-    transformer, vae = plain(model)
+    transformer, vae = diffusers_models(model)
     model.zero_grad()
     loss = model.generator(inputs, ours.requires_grad_())
-    reference = plain_loss(transformer, vae, inputs, theirs.requires_grad_())
+    reference = reference_loss(transformer, vae, inputs, theirs.requires_grad_())
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
     loss.backward()
     reference.backward()
@@ -100,47 +100,50 @@ def test_loss_and_gradients_are_those_of_diffusers(model):
         if name.startswith("latent_"):
             assert parameter.grad is None and not parameter.requires_grad, name
             continue
-        wanted = transformer.get_parameter(hf_name(hf_prefixes(model), "generator", name)).grad
-        if wanted.norm() < 1e-6 * largest:  # a key's bias: zero but for rounding
+        expected = transformer.get_parameter(hf_name(hf_prefixes(model), "generator", name)).grad
+        if expected.norm() < 1e-6 * largest:  # bias of keys: zero except for rounding
             assert parameter.grad.norm() < 1e-5 * largest, name
         else:
-            assert relative_error(parameter.grad, wanted) < 1e-5, name
+            assert relative_error(parameter.grad, expected) < 1e-5, name
 
 
-def test_what_is_compared_with_diffusers_depends_on_the_autoencoder(model):
-    """The comparison above is no comparison of zeros: a latent that is off is seen."""
-    inputs = generator_inputs(GRIDS, CONTEXTS, latents=kind(model))
-    transformer, vae = plain(model)
+def test_autoencoder_changes_affect_reference_loss(model):
+    """Check that a changed latent changes the reference loss of the comparison above."""
+    inputs = generator_inputs(GRIDS, CONTEXTS, latents=latent_mode(model))
+    transformer, vae = diffusers_models(model)
     with torch.no_grad():
         vae.encoder.conv_out.bias[0] += 1e-3
     loss = model.generator(inputs, context(CONTEXTS)).item()
-    assert plain_loss(transformer, vae, inputs, context(CONTEXTS)).item() != pytest.approx(
+    assert reference_loss(transformer, vae, inputs, context(CONTEXTS)).item() != pytest.approx(
         loss, rel=1e-5
     )
-    if kind(model) == "sampled":
+    if latent_mode(model) == "sampled":
         inputs.noise_PV[:, LATENT_VALUES:] *= 1.01
         assert model.generator(inputs, context(CONTEXTS)).item() != pytest.approx(loss, rel=1e-5)
 
 
-def test_neighbours_and_chunks_change_nothing(model):
+def test_batching_and_chunks_do_not_change_loss(model):
     features = context(MIXED_CONTEXTS)
-    inputs = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS, latents=kind(model))
+    inputs = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS, latents=latent_mode(model))
     alone = [
         model.generator(inputs.select(range(number, number + 1)), part)
         for number, part in enumerate(features.split(MIXED_CONTEXTS))
     ]
-    together = model.generator(inputs, features)
-    assert together.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
-    whole = copy.copy(model.generator.latent_encoder)
-    sizes = whole.spec.sizes._replace(encode_batch_size=2)
-    parts = copy.copy(whole)
-    parts.spec = dataclasses.replace(whole.spec, sizes=sizes)
-    given = inputs.patches_PV, inputs.grids_thw, inputs.latent_noise_PV
-    assert relative_error(parts(*given), whole(*given)) < 1e-5
+    batched = model.generator(inputs, features)
+    assert batched.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
+    encoder = copy.copy(model.generator.latent_encoder)
+    sizes = encoder.spec.sizes._replace(encode_batch_size=2)
+    chunked = copy.copy(encoder)
+    chunked.spec = dataclasses.replace(encoder.spec, sizes=sizes)
+    arguments = inputs.patches_PV, inputs.grids_thw, inputs.latent_noise_PV
+    assert relative_error(chunked(*arguments), encoder(*arguments)) < 1e-5
 
 
-def test_what_is_drawn_is_decoded_as_diffusers_does(model):
-    inputs, features = generator_inputs(GRIDS, CONTEXTS, latents=kind(model)), context(CONTEXTS)
+def test_generated_latents_decode_as_diffusers(model):
+    inputs, features = (
+        generator_inputs(GRIDS, CONTEXTS, latents=latent_mode(model)),
+        context(CONTEXTS),
+    )
     noisy = inputs.drawn_noise_PV
     now = dataclasses.replace(inputs, patches_PV=noisy, noise_PV=noisy, encoded=True)
     with torch.no_grad():
@@ -148,13 +151,13 @@ def test_what_is_drawn_is_decoded_as_diffusers_does(model):
         pixels = model.generator.decode_latents(now, features)
         times = torch.tensor(inputs.times).repeat_interleave(16)[:, None]
         latents = to_images(noisy - times * velocity, (2, 4, 4), 2)
-        _, vae = plain(model)
-        wanted = vae.decode(latents / 0.6 + 0.1).sample
-    assert relative_error(to_images(pixels, (2, 4, 4), 4), wanted) < 1e-5
+        _, vae = diffusers_models(model)
+        expected = vae.decode(latents / 0.6 + 0.1).sample
+    assert relative_error(to_images(pixels, (2, 4, 4), 4), expected) < 1e-5
 
 
-def test_stages_hand_latents_on(model):
-    inputs = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS, latents=kind(model))
+def test_generator_stages_pass_latents(model):
+    inputs = generator_inputs(MIXED_GRIDS, MIXED_CONTEXTS, latents=latent_mode(model))
     features = context(MIXED_CONTEXTS)
     first, last = copy.deepcopy(model.generator), copy.deepcopy(model.generator)
     first.is_last = False
@@ -163,14 +166,16 @@ def test_stages_hand_latents_on(model):
     state = first(inputs, features)
     assert state.latents_AV.shape == (sum(16 if g[1] == 4 else g[0] * 6 for g in MIXED_GRIDS), 8)
     assert not state.latents_AV.requires_grad
-    own = dataclasses.replace(inputs, patches_PV=torch.zeros(0))
+    last_inputs = dataclasses.replace(inputs, patches_PV=torch.zeros(0))
     layers = first.dit.transformer_blocks
     last.dit.transformer_blocks = torch.nn.ModuleList([torch.nn.Identity()] * len(layers))
-    last.indexed_layers = list  # all ran in the first
-    assert last(own, state).item() == pytest.approx(model.generator(inputs, features).item())
+    last.indexed_layers = list  # the first stage runs all layers
+    assert last(last_inputs, state).item() == pytest.approx(
+        model.generator(inputs, features).item()
+    )
 
 
-def test_patches_and_images_are_the_same_numbers():
+def test_patches_round_trip_to_images():
     images = torch.arange(2 * 3 * 8 * 12).view(2, 3, 8, 12)
     patches = to_patches(images, 4)
     assert patches.shape == (2 * 2 * 3, 48)
@@ -178,13 +183,13 @@ def test_patches_and_images_are_the_same_numbers():
     assert torch.equal(to_images(patches, (2, 2, 3), 4), images)
 
 
-def test_an_autoencoder_is_given_and_stays_as_it_is(tmp_path):
-    _, vae = plain(build(latent_config()))
+def test_autoencoder_loads_and_stays_frozen(tmp_path):
+    _, vae = diffusers_models(build(latent_config()))
     vae.save_pretrained(tmp_path / "vae")
     section = AutoencoderConfig(source=str(tmp_path / "vae"))
     config = latent_config()
-    drawing = config.generator.model_copy(update={"vae": section})
-    model = build_model(config.model_copy(update={"generator": drawing}), FreezeConfig())
+    generator_config = config.generator.model_copy(update={"vae": section})
+    model = build_model(config.model_copy(update={"generator": generator_config}), FreezeConfig())
     materialize(model, "cpu")
     filled = load_weights(model)
     assert {n.split(".")[1] for n in filled} == {"latent_encoder", "latent_decoder"}
@@ -195,12 +200,12 @@ def test_an_autoencoder_is_given_and_stays_as_it_is(tmp_path):
         assert torch.equal(model.generator.get_parameter(f"latent_{half}.{name}"), value), name
     described = model.generator.describe()
     assert sum(described.given_parameters) == sum(p.numel() for p in vae.parameters())
-    whole, trained = model.parameter_counts()["generator"]
-    assert whole - trained == sum(described.given_parameters)
+    total, trained = model.parameter_counts()["generator"]
+    assert total - trained == sum(described.given_parameters)
 
 
-def test_old_files_name_attention_otherwise(tmp_path):
-    _, vae = plain(build(latent_config()))
+def test_old_attention_names_of_autoencoder_load(tmp_path):
+    _, vae = diffusers_models(build(latent_config()))
     vae.save_pretrained(tmp_path)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -213,8 +218,8 @@ def test_old_files_name_attention_otherwise(tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
     config = latent_config()
     section = AutoencoderConfig(source=str(tmp_path))
-    drawing = config.generator.model_copy(update={"vae": section})
-    config = config.model_copy(update={"generator": drawing})
+    generator_config = config.generator.model_copy(update={"vae": section})
+    config = config.model_copy(update={"generator": generator_config})
     model = build_model(config, FreezeConfig())
     materialize(model, "cpu")
     load_weights(model)
@@ -227,7 +232,7 @@ def test_old_files_name_attention_otherwise(tmp_path):
         load_weights(model)
 
 
-def test_random_autoencoders_are_the_same_for_every_seed_of_theirs():
+def test_random_autoencoder_depends_on_seed_only():
     one, same, other = (build_model(latent_config(), FreezeConfig()) for _ in range(3))
     for model, seed in ((one, 3), (same, 3), (other, 4)):
         materialize(model, "cpu")
@@ -251,22 +256,22 @@ def test_random_autoencoders_are_the_same_for_every_seed_of_theirs():
         ({"latents_mean": [0.0, 0.0]}, "latents_mean"),
     ],
 )
-def test_autoencoders_that_cannot_be_are_told(settings, words):
+def test_invalid_autoencoder_config_is_rejected(settings, words):
     with pytest.raises(ConfigError, match=words):
         build_model(latent_config(vae=settings), FreezeConfig())
 
 
-def test_a_directory_without_an_autoencoder_is_told(tmp_path):
+def test_directory_without_autoencoder_is_rejected(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
     config = latent_config()
     for source in (tmp_path, tmp_path / "none"):
         section = AutoencoderConfig(source=str(source))
-        drawing = config.generator.model_copy(update={"vae": section})
+        generator_config = config.generator.model_copy(update={"vae": section})
         with pytest.raises(ConfigError, match=r"\[model.generator.vae\]"):
-            build_model(config.model_copy(update={"generator": drawing}), FreezeConfig())
+            build_model(config.model_copy(update={"generator": generator_config}), FreezeConfig())
 
 
-def test_a_dummy_image_can_be_drawn(model):
+def test_dummy_image_has_zero_generator_loss(model):
     inputs = model.generator.dummy_inputs(torch.device("cpu"))
     assert model.generator(inputs, torch.zeros(1, D_LLM)).item() == 0
 
@@ -280,31 +285,31 @@ META = MicrobatchMeta(
 )
 
 
-def test_encoding_costs_what_torch_counts(model):
-    """With latents and without: what is between is the encoder's."""
+def test_encoding_flops_match_torch_counter(model):
+    """Compare with and without encoded latents. The difference is the encoder."""
     features = context(CONTEXTS * 2)
-    inputs = generator_inputs(GRIDS * 2, CONTEXTS * 2, latents=kind(model))
+    inputs = generator_inputs(GRIDS * 2, CONTEXTS * 2, latents=latent_mode(model))
     encoded = model.generator.latent_encoder(
         inputs.patches_PV, inputs.grids_thw, inputs.latent_noise_PV
     )
-    given = dataclasses.replace(
+    encoded_inputs = dataclasses.replace(
         inputs, patches_PV=encoded, noise_PV=inputs.drawn_noise_PV, encoded=True
     )
     with torch.no_grad():
-        counted, whole = count_flops(lambda: model.generator(inputs, features))
-        without, alike = count_flops(lambda: model.generator(given, features))
-    assert whole.item() == pytest.approx(alike.item(), rel=1e-6)
+        counted, loss = count_flops(lambda: model.generator(inputs, features))
+        without, encoded_loss = count_flops(lambda: model.generator(encoded_inputs, features))
+    assert loss.item() == pytest.approx(encoded_loss.item(), rel=1e-6)
     modules = [module.describe() for module in model.modality_modules()]
     found = microbatch_flops(modules, META)["generator"].forward
     sizes = generator_sizes([META.generated])
     block = Encoding(trained=False, leaf=True, of=modules[-1].latents)
-    own = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
-    assert own == pytest.approx(counted - without, rel=1e-6)
+    encoding_flops = sum(float(flops_N[0]) for flops_N in block.flops(sizes))
+    assert encoding_flops == pytest.approx(counted - without, rel=1e-6)
     assert found == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("encode_batch_size", [1, 2, 8])
-def test_encoding_never_needs_more_memory_than_was_said(encode_batch_size):
+def test_encoding_memory_is_below_estimate(encode_batch_size):
     channels = {"block_out_channels": [16, 32], "norm_num_groups": 8, "layers_per_block": 2}
     model = build(latent_config(vae=channels, encode_batch_size=encode_batch_size))
     grids = [(1, 16, 16), (2, 12, 16), (1, 16, 16), (1, 16, 16)]

@@ -1,4 +1,4 @@
-"""Recipe keys of the generator: mistakes reported with a remedy, before anything is built."""
+"""Recipe keys of the generator: mistakes are reported with a fix before anything is built."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ target_image_column = "image"
 """
 
 
-def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
+def test_generator_accepts_module_settings(recipe: Path) -> None:
     arguments = [
         "--parallel.pipeline=4",
         "--parallel.generator.sub_microbatch_images=3",
@@ -64,22 +64,24 @@ def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
         ('--freeze.modules=["generators"]', "freeze", 'did you mean "generator"'),
     ],
 )
-def test_mistakes_are_told(recipe: Path, argument: str, key: str, words: str) -> None:
+def test_invalid_generator_settings_are_rejected(
+    recipe: Path, argument: str, key: str, words: str
+) -> None:
     problems = problems_of(recipe, argument, world_size=4)
     assert any(key in problem and words in problem for problem in problems), problems
 
 
-def test_a_config_names_its_class(recipe: Path) -> None:
+def test_generator_config_requires_class_name(recipe: Path) -> None:
     recipe.write_text(MODEL.replace("_class_name", "patch_size = 2  #"))
     assert "_class_name: is missing" in problems_of(recipe, world_size=4)[0]
 
 
-def test_both_weights_zero_learn_nothing(recipe: Path) -> None:
+def test_two_zero_loss_weights_are_rejected(recipe: Path) -> None:
     weights = [f"--model.generator.{name}=0" for name in ("loss_weight", "text_loss_weight")]
     assert "there is no loss" in problems_of(recipe, *weights, world_size=4)[0]
 
 
-def test_stages_need_layers(recipe: Path) -> None:
+def test_generator_stages_require_layers(recipe: Path) -> None:
     problems = problems_of(
         recipe, "--parallel.pipeline=4", "--parallel.generator.segments=2", world_size=4
     )
@@ -88,13 +90,13 @@ def test_stages_need_layers(recipe: Path) -> None:
     )
 
 
-def test_drawings_need_held_out_images_and_validations(recipe: Path) -> None:
+def test_generated_images_require_validation(recipe: Path) -> None:
     for argument in ("--validation.interval=0", "--data.validation=[{path = '.'}]"):
         problems = problems_of(recipe, "--validation.generated_images=2", argument, world_size=4)
         assert any("validation.generated_images" in problem for problem in problems), problems
 
 
-def test_drawing_needs_a_generator(recipe: Path) -> None:
+def test_target_images_require_generator(recipe: Path) -> None:
     text = MODEL.replace("[model.generator.config]", "[model.encoders.generator.config]")
     recipe.write_text(text.replace("_class_name", "model_type"))
     problems = problems_of(recipe, "--validation.generated_images=2", world_size=4)
@@ -107,7 +109,7 @@ def test_drawing_needs_a_generator(recipe: Path) -> None:
     assert any("model.encoders.generator" in problem for problem in problems)
 
 
-def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> None:
+def test_heads_of_inline_generator_must_be_divisible(monkeypatch, tmp_path) -> None:
     recipe = ROOT / "recipes" / "papers" / "pipeweaver_t2v_s.toml"
     load_recipe(recipe, ["--parallel.tensor=4"], 16)
     with pytest.raises(ConfigError) as caught:
@@ -125,7 +127,7 @@ def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> N
         ("vae={config={},encode_batch_size=0}", "model.generator.vae.encode_batch_size", ">= 1"),
     ],
 )
-def test_autoencoders_are_checked(recipe, override, key, text):
+def test_autoencoder_settings_are_checked(recipe, override, key, text):
     problems = problems_of(recipe, f"--model.generator.{override}", world_size=1)
     assert any(key in problem and text in problem for problem in problems), problems
 
@@ -141,7 +143,9 @@ def test_stored_recipe_with_removed_key_loads_equal(recipe: Path, tmp_path: Path
     assert "model.generator.connector = 7: is no longer supported" in problem
 
 
-def test_the_quickstarts_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quickstart_generation_recipes_are_valid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("train", "validation"):
         (tmp_path / "data" / "tuxpaint_stamps" / name).mkdir(parents=True)

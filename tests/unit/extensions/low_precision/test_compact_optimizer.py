@@ -1,4 +1,4 @@
-"""AdamW and Muon on compact tensors: numbers, rounding, states, offload."""
+"""AdamW and Muon on compact tensors: values, rounding, states, offload."""
 
 import math
 import shutil
@@ -41,24 +41,22 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
     for number in range(first, first + count):
         generator = torch.Generator().manual_seed(number)
         for p in model.parameters():
-            # Of sizes that differ by columns, as gradients' do.
+            # Gradient sizes differ by column, as in real training.
             sizes = torch.logspace(-3, 0, p.shape[-1])
             p.grad = (torch.randn(p.shape, generator=generator) * sizes).to(p.dtype)
         optimizer.step()
 
 
 def distance(a: nn.Module, b: nn.Module) -> float:
-    """Of weights, relative to how far they have moved from `net`."""
+    """Return the distance of weights, relative to their distance from `net`."""
     pairs = [*zip(a.parameters(), b.parameters(), net().parameters(), strict=True)]
-    apart = sum((x.double() - y.double()).square().sum() for x, y, _ in pairs)
+    difference = sum((x.double() - y.double()).square().sum() for x, y, _ in pairs)
     moved = sum((y.double() - z.double()).square().sum() for _, y, z in pairs)
-    return math.sqrt(apart / moved)
+    return math.sqrt(difference / moved)
 
 
-def test_states_on_the_host_change_no_bit(monkeypatch):
-    monkeypatch.setattr(
-        low_precision_optimizer, "CHUNK_ELEMENTS", 1000
-    )  # many portions, in the middle of matrices
+def test_offloaded_states_are_bitwise_equal(monkeypatch):
+    monkeypatch.setattr(low_precision_optimizer, "CHUNK_ELEMENTS", 1000)  # several chunks within matrices
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)
@@ -68,7 +66,7 @@ def test_states_on_the_host_change_no_bit(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.01), ("int8", 0.08)])
-def test_narrow_states_lead_to_nearly_the_same_weights(dtype, bound):
+def test_narrow_states_reach_similar_weights(dtype, bound):
     plain, narrow = net(), net()
     steps(plain, optimizer_of(plain), 20)
     steps(narrow, optimizer_of(narrow, state_dtype=dtype), 20)
@@ -87,39 +85,39 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> in
         ({"name": "muon", "state_dtype": "int8"}, 1 + 4 / BLOCK),
     ],
 )
-def test_states_have_as_many_bytes_as_planned(settings, each):
+def test_state_bytes_match_plan(settings, each):
     model = net()
     optimizer = optimizer_of(model, **settings)
     steps(model, optimizer, 1)
     assert state_bytes(optimizer, model[2].weight) == each * model[2].weight.numel()
 
 
-def test_rounding_at_random_is_right_in_the_mean():
+def test_stochastic_rounding_is_unbiased():
     value = torch.full((512, 512), 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
     places = ShardPositions(torch.arange(512), torch.arange(512))
     rounded = RandomBits(places, torch.tensor(5)).rounded(value).float()
     up = (rounded > 1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert up.mean().item() == pytest.approx(1 / 8, abs=0.004)  # five standard deviations
-    # Neither rows nor columns nor neighbours know of each other.
+    # Rows, columns and adjacent elements are independent.
     assert up.mean(0).std().item() == pytest.approx(math.sqrt(7 / 64 / 512), rel=0.2)
     assert up.mean(1).std().item() == pytest.approx(math.sqrt(7 / 64 / 512), rel=0.2)
     for other in (up.roll(1, 0), up.roll(1, 1), up.T):
         assert abs(torch.corrcoef(torch.stack([up.flatten(), other.flatten()]))[0, 1]) < 0.015
 
 
-def test_rounding_differs_between_steps_and_tensors_but_not_between_parts():
+def test_rounding_depends_on_step_and_tensor_only():
     value = torch.randn(64, 96)
-    whole = ShardPositions(torch.arange(64), torch.arange(96))
+    all_places = ShardPositions(torch.arange(64), torch.arange(96))
     part = ShardPositions(torch.arange(16, 32), torch.arange(32, 96))
-    once, again = (RandomBits(whole, torch.tensor(key)).rounded(value) for key in (5, 6))
+    once, again = (RandomBits(all_places, torch.tensor(key)).rounded(value) for key in (5, 6))
     assert not torch.equal(once, again)
-    of_part = RandomBits(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
-    assert torch.equal(of_part, once[16:32, 32:])
+    rounded_part = RandomBits(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
+    assert torch.equal(rounded_part, once[16:32, 32:])
 
 
-def test_small_steps_count_only_if_rounded_at_random():
-    """Weights of 1 move by 1e-4 per step, where bfloat16 has 1 - 0.004 next."""
+def test_small_steps_require_stochastic_rounding():
+    """Move weights of 1 by 1e-4 per step. The next smaller bfloat16 value is 1 - 0.004."""
     moved = {}
     for at_random in (True, False):
         model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
@@ -134,7 +132,7 @@ def test_small_steps_count_only_if_rounded_at_random():
     assert moved[True] == pytest.approx(50e-4, rel=0.1)
 
 
-def test_a_second_moment_is_0_only_if_it_is_0():
+def test_second_moment_is_zero_only_if_exact():
     value = torch.zeros(1, BLOCK)
     value[0, 0], value[0, 1] = 1.0, 1e-12
     form = Int8BlockFormat(signed=False)
@@ -144,7 +142,7 @@ def test_a_second_moment_is_0_only_if_it_is_0():
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_8_bits_are_within_their_steps(signed):
+def test_int8_error_is_within_one_step(signed):
     torch.manual_seed(0)
     value = torch.randn(7, 150) * torch.logspace(-4, 4, 7)[:, None]
     value = value if signed else value.abs()
@@ -157,12 +155,12 @@ def test_8_bits_are_within_their_steps(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_map_is_that_of_torchao(signed):
+def test_int8_map_matches_torchao(signed):
     utils = pytest.importorskip("torchao.optim.quant_utils")
     assert torch.allclose(dynamic_map(signed), torch.tensor(utils.create_dynamic_map(signed)))
 
 
-def test_learning_rates_are_set_as_of_other_optimizers():
+def test_learning_rate_of_compact_optimizer_is_set():
     model = net()
     optimizer = optimizer_of(model, state_dtype="bfloat16")
     before = [p.clone() for p in model.parameters()]
@@ -171,8 +169,8 @@ def test_learning_rates_are_set_as_of_other_optimizers():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_copies_of_a_parameter_are_rounded_alike():
-    """Names, not ranks or objects, decide: those of originals and their copies are the same."""
+def test_copies_of_parameter_are_rounded_equally():
+    """Check that rounding depends on names, which are equal for originals and their copies."""
     a, b = net(torch.bfloat16), net(torch.bfloat16)
     for model in (a, b):
         steps(model, optimizer_of(model, state_dtype="bfloat16"), 3)
@@ -185,7 +183,7 @@ def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
 
 
 def run_fused_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the operators of the fused update one by one, rounded as compiled code rounds them."""
+    """Run the operators of the fused update separately, rounded as in compiled code."""
     square_root = torch.Tensor.sqrt
     monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     monkeypatch.setattr(fused_update, "_compiled", partial)
@@ -203,11 +201,11 @@ class Shapes(nn.Module):
 
 
 EVEN = [(64, 128), (8, 192), (128,), (48,), (16, 5, 64)]
-"""Shapes whose sizes are multiples of 16, so that torch's kernel for CPUs has no scalar loop."""
+"""Shapes of multiples of 16 elements, for which the CPU kernel of torch has no scalar loop."""
 ODD = [(13, 70), (3, 4, 66), (1, 64), (33, 1), (5,), ()]
 
 
-def trained(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dict:
+def train_shapes(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dict:
     """Return parameters and states after some updates."""
     model = Shapes(shapes, dtype)
     optimizer = LowPrecisionOptimizer(
@@ -238,7 +236,7 @@ def different(a: dict, b: dict) -> list[str]:
     return [name for name, value in a.items() if not torch.equal(value, b[name])]
 
 
-KINDS = [
+DTYPES = [
     (dtype, state)
     for dtype in (torch.float32, torch.bfloat16)
     for state in ("float32", "bfloat16", "int8")
@@ -246,19 +244,19 @@ KINDS = [
 
 
 @pytest.mark.parametrize("small", [0, 2**20], ids=["separate", "joined"])
-@pytest.mark.parametrize(("dtype", "state"), KINDS)
+@pytest.mark.parametrize(("dtype", "state"), DTYPES)
 def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
-    expected = trained(EVEN, dtype, state_dtype=state)
+    expected = train_shapes(EVEN, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
     monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
-    assert different(trained(EVEN, dtype, state_dtype=state), expected) == []
+    assert different(train_shapes(EVEN, dtype, state_dtype=state), expected) == []
 
 
-@pytest.mark.parametrize(("dtype", "state"), KINDS)
-def test_fused_update_of_odd_shapes_rounds_alike(monkeypatch, dtype, state):
-    expected = trained(ODD, dtype, state_dtype=state)
+@pytest.mark.parametrize(("dtype", "state"), DTYPES)
+def test_fused_update_of_odd_shapes_rounds_equally(monkeypatch, dtype, state):
+    expected = train_shapes(ODD, dtype, state_dtype=state)
     run_fused_without_compiler(monkeypatch)
-    found = trained(ODD, dtype, state_dtype=state)
+    found = train_shapes(ODD, dtype, state_dtype=state)
     for name, value in expected.items():
         if value.dtype == torch.float32:
             assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
@@ -266,42 +264,43 @@ def test_fused_update_of_odd_shapes_rounds_alike(monkeypatch, dtype, state):
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("defect", ["no fused multiplication", "another key"])
-def test_fused_comparison_finds_defects(monkeypatch, defect):
-    expected = trained(EVEN, torch.bfloat16, state_dtype="bfloat16")
+@pytest.mark.parametrize("defect", ["no fused multiplication", "different key"])
+def test_fused_comparison_detects_defects(monkeypatch, defect):
+    expected = train_shapes(EVEN, torch.bfloat16, state_dtype="bfloat16")
     run_fused_without_compiler(monkeypatch)
-    if defect == "another key":
+    if defect == "different key":
         monkeypatch.setattr(fused_update, "MOMENT_KEY", fused_update.MOMENT_KEY + 2)
         monkeypatch.setattr(fused_update, "STEP_KEY", fused_update.STEP_KEY + 2)
     else:
         monkeypatch.setattr(fused_update, "fused_multiply_add", lambda a, b, c: a * b + 1.001 * c)
-    assert different(trained(EVEN, torch.bfloat16, state_dtype="bfloat16"), expected)
+    assert different(train_shapes(EVEN, torch.bfloat16, state_dtype="bfloat16"), expected)
 
 
 def test_fused_joined_groups_equal_separate_calls(monkeypatch):
     run_fused_without_compiler(monkeypatch)
-    joined = trained(EVEN + ODD, torch.bfloat16, state_dtype="int8")
+    joined = train_shapes(EVEN + ODD, torch.bfloat16, state_dtype="int8")
     monkeypatch.setattr(fused_update, "JOINED_ELEMENTS", 500)  # groups of few rows
     monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", 0)
-    assert different(trained(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
+    assert different(train_shapes(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("fuses", [False, True])
-def test_fused_offloaded_states_change_no_bit(monkeypatch, fuses, offload):
+def test_fused_offloaded_states_are_bitwise_equal(monkeypatch, fuses, offload):
     if fuses:
         run_fused_without_compiler(monkeypatch)
-    plain = trained(EVEN, torch.bfloat16, state_dtype="int8")
+    plain = train_shapes(EVEN, torch.bfloat16, state_dtype="int8")
     monkeypatch.setattr(low_precision_optimizer, "CHUNK_ELEMENTS", 1000)
     assert (
-        different(trained(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain) == []
+        different(train_shapes(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain)
+        == []
     )
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
-def test_update_of_non_finite_gradients_changes_nothing(monkeypatch, fuses, state, rule):
+def test_non_finite_gradients_change_nothing(monkeypatch, fuses, state, rule):
     if fuses:
         run_fused_without_compiler(monkeypatch)
     model = net(torch.bfloat16)
@@ -327,7 +326,7 @@ def test_update_divides_gradients_by_grad_scale(monkeypatch, fuses, rule):
     optimizer = optimizer_of(scaled, **settings)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(0.25), torch.tensor(0.0)
     for number in range(2):
-        steps(scaled, OnlyGradients(scaled, 0.25), 1, number)
+        steps(scaled, ScaleGradients(scaled, 0.25), 1, number)
         optimizer.step()
     assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
 
@@ -364,16 +363,16 @@ def test_float32_storage_equals_muon_of_core(skips):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compact_optimizer_divides_by_grad_scale(dtype):
     scaled, plain = Trained(dtype, state_dtype="bfloat16"), Trained(dtype, state_dtype="bfloat16")
-    for trained, size in ((scaled, 4.0), (plain, 1.0)):
-        trained.net.set_gradients(1, size)
-        trained.optimizer.grad_scale = torch.tensor(size)
-        trained.optimizer.step()
+    for train_shapes, size in ((scaled, 4.0), (plain, 1.0)):
+        train_shapes.net.set_gradients(1, size)
+        train_shapes.optimizer.grad_scale = torch.tensor(size)
+        train_shapes.optimizer.step()
     parameters = zip(scaled.net.parameters(), plain.net.parameters(), strict=True)
     assert all(torch.equal(x, y) for x, y in parameters)
 
 
-class OnlyGradients:
-    """An optimizer that multiplies gradients and updates nothing."""
+class ScaleGradients:
+    """An optimizer that multiplies gradients and updates no weights."""
 
     def __init__(self, model: nn.Module, factor: float) -> None:
         self._model, self._factor = model, factor
@@ -394,11 +393,11 @@ def test_code_search_equals_bucketize(monkeypatch):
 @pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
 def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
-    expected = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
+    expected = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
     monkeypatch.setattr(low_precision_optimizer, "uses_fused_update", lambda device: True)
     for small in (0, 2**20):
         monkeypatch.setattr(fused_update, "MAX_SMALL_ELEMENTS", small)
-        trained(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
+        train_shapes(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
+            found = train_shapes(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
         assert different(found, expected) == []

@@ -1,4 +1,4 @@
-"""Which linears compute in float8, and on which devices."""
+"""Selection of linear layers for float8, and device support."""
 
 from dataclasses import replace
 
@@ -26,10 +26,10 @@ CPU = torch.device("cpu")
 
 def names_of(model: MultimodalModel, config: Float8Config) -> list[str]:
     chosen = find_float8_linears(model.llm, config)
-    return [n for n, part in model.llm.named_modules() if any(part is own for own in chosen)]
+    return [n for n, part in model.llm.named_modules() if any(part is linear for linear in chosen)]
 
 
-def test_linears_between_the_first_and_the_last_layer_are_replaced_and_keep_their_names() -> None:
+def test_inner_linear_layers_are_replaced_in_place() -> None:
     model = text_model("qwen3")  # of three layers
     names = names_of(model, EMULATED)
     assert len(names) == 7 and all(".layers.1." in name for name in names)
@@ -40,17 +40,17 @@ def test_linears_between_the_first_and_the_last_layer_are_replaced_and_keep_thei
     assert {n: id(p) for n, p in model.llm.named_parameters()} == parameters
 
 
-def test_what_is_excluded_stays() -> None:
+def test_excluded_layers_are_not_replaced() -> None:
     every = Float8Config(scaling="rowwise", emulate=True, first_layers=0, last_layers=0)
     names = names_of(text_model("qwen3"), every)
     assert len(names) == 21
     fewer = every.model_copy(update={"exclude": ["self_attn.*", "*.down_proj"]})
-    kept = [name for name in names if name.endswith(("gate_proj", "up_proj"))]
-    assert names_of(text_model("qwen3"), fewer) == kept
+    expected = [name for name in names if name.endswith(("gate_proj", "up_proj"))]
+    assert names_of(text_model("qwen3"), fewer) == expected
 
 
-def test_sizes_that_are_no_multiples_of_16_stay() -> None:
-    """Multi-head latent attention of this model has ranks of 24 and values of 40 features."""
+def test_sizes_not_divisible_by_16_are_not_replaced() -> None:
+    """Check multi-head latent attention with ranks of 24 and values of 40 features."""
     every = Float8Config(scaling="rowwise", emulate=True, first_layers=0, last_layers=0)
     chosen = find_float8_linears(text_model("minicpm3").llm, every)
     assert chosen and all(size % 16 == 0 for linear in chosen for size in linear.weight.shape)
@@ -69,7 +69,9 @@ def test_sizes_that_are_no_multiples_of_16_stay() -> None:
         (torch.device("cuda"), {}, "Ampere does not support float8 matmuls"),
     ],
 )
-def test_devices(device, config, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_devices_are_rejected(
+    device, config, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Ampere")
     modules = list(build_model(pair_config("llama", "clip"), FreezeConfig()).modality_modules())
@@ -77,23 +79,24 @@ def test_devices(device, config, expected, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(found) == (expected is not None) and all(expected in text for text in found)
 
 
-def test_a_device_with_float8_products_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_with_float8_support_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = Float8Config(scaling="tensorwise")
     assert float8_problems([text_model("llama").llm], config, torch.device("cuda")) == []
 
 
-def test_torchao_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchao_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     (problem,) = float8_problems([text_model("llama").llm], EMULATED, CPU)
     assert "pip install -e '.[float8]'" in problem
 
 
-def products(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A linear's output, and the gradients of its input and its weight.
+def linear_results(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output of a linear layer, and the gradients of its input and its weight.
 
     Args:
-        tensors: weight (O, I), input (T, I) and gradient of the output (T, O).
+        recipe: Scaling recipe of torchao.
+        tensors: Weight (O, I), input (T, I) and gradient of the output (T, O).
     """
     weight_OI, x_TI, grad_TO = tensors
     linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
@@ -108,19 +111,19 @@ def products(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_only_scales_of_rows_do_not_mind_which_tokens_are_on_a_rank(recipe: str) -> None:
+def test_rowwise_scales_are_independent_of_token_split(recipe: str) -> None:
     torch.manual_seed(0)
     weight_OI, x_TI, grad_TO = torch.randn(32, 48), torch.randn(64, 48), torch.randn(64, 32)
     x_TI *= torch.linspace(0.1, 4, 64)[:, None]
-    out_TO, of_input_TI, of_weight_OI = products(recipe, weight_OI, x_TI, grad_TO)
+    out_TO, input_grad_TI, weight_grad_OI = linear_results(recipe, weight_OI, x_TI, grad_TO)
     halves = zip(x_TI.chunk(2), grad_TO.chunk(2), strict=True)
-    first, second = (products(recipe, weight_OI, *half) for half in halves)
+    first, second = (linear_results(recipe, weight_OI, *half) for half in halves)
     errors = [
-        float((found - whole).norm() / whole.norm())
-        for found, whole in (
+        float((found - full).norm() / full.norm())
+        for found, full in (
             (torch.cat((first[0], second[0])), out_TO),
-            (torch.cat((first[1], second[1])), of_input_TI),
-            (first[2] + second[2], of_weight_OI),
+            (torch.cat((first[1], second[1])), input_grad_TI),
+            (first[2] + second[2], weight_grad_OI),
         )
     ]
     if recipe == "rowwise":
@@ -128,4 +131,4 @@ def test_only_scales_of_rows_do_not_mind_which_tokens_are_on_a_rank(recipe: str)
     else:
         assert max(errors) > 1e-3
     exact_OI = grad_TO.T @ x_TI
-    assert (of_weight_OI - exact_OI).norm() > 1e-2 * exact_OI.norm(), "nothing was rounded"
+    assert (weight_grad_OI - exact_OI).norm() > 1e-2 * exact_OI.norm(), "values must be rounded"

@@ -1,4 +1,4 @@
-"""Costs of linears in float8: casts as real ones make them, and the device's rate of products."""
+"""Costs of linear layers in float8: casts as in real layers, and the matmul rate of the device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROWS, INPUTS, OUTPUTS = 480, 640, 1280
 SIZES = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], padding=False)
 
 
-def described(config: Float8Config, **sizes: int) -> list[LayerDescription]:
-    """Layers of a model whose linears have sizes of their own each."""
+def describe_layers(config: Float8Config, **sizes: int) -> list[LayerDescription]:
+    """Return layers of a model whose linear layers have different sizes."""
     given = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 160, **sizes}
     section = LlmConfig(config={**LLMS["llama"], **given})
     llm = build_model(ModelConfig(llm=section), FreezeConfig()).llm
@@ -50,7 +50,7 @@ def a_cast(recipe: str) -> Float8Config:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_casts_are_those_of_real_linears(recipe: str, dtype: torch.dtype) -> None:
+def test_cast_costs_match_real_layers(recipe: str, dtype: torch.dtype) -> None:
     linear = linear_of(recipe, dtype)
     x = torch.randn(ROWS, INPUTS, dtype=dtype, requires_grad=True)
     gradient = torch.randn(ROWS, OUTPUTS, dtype=dtype)
@@ -58,19 +58,22 @@ def test_casts_are_those_of_real_linears(recipe: str, dtype: torch.dtype) -> Non
         result = linear(x)
     with CountTraffic() as backward:
         result.backward(gradient)
-    rounded = described(a_cast(recipe))[0].rounded
+    rounded = describe_layers(a_cast(recipe))[0].rounded
     assert rounded is not None
     setting = Setting(Execution(), dtype.itemsize)
     passes = rounded_matmul(ROWS, INPUTS, OUTPUTS, rounded, setting)
-    for counted, own in ((forward, passes.forward), (backward, passes.inputs + passes.weights)):
-        casts = [o for o in own if o.kind == "elementwise"]
+    for counted, operators in (
+        (forward, passes.forward),
+        (backward, passes.inputs + passes.weights),
+    ):
+        casts = [o for o in operators if o.kind == "elementwise"]
         names = [name for name in counted.calls if name != "mm"]
         moved = sum(counted.nbytes[name] for name in names)
         assert sum(o.memory_bytes for o in casts) == pytest.approx(moved, rel=0.03)
         assert sum(o.calls for o in casts) == sum(counted.calls[name] for name in names)
 
 
-def test_memory_of_casts_is_that_of_real_ones() -> None:
+def test_cast_memory_matches_real_layers() -> None:
     class Peak(CountLive):
         most = 0
 
@@ -79,7 +82,7 @@ def test_memory_of_casts_is_that_of_real_ones() -> None:
             self.most = max(self.most, self.live_bytes([*linear.parameters()]))
             return out
 
-    (layer, *_) = described(a_cast("rowwise"), hidden_size=INPUTS, intermediate_size=OUTPUTS)
+    (layer, *_) = describe_layers(a_cast("rowwise"), hidden_size=INPUTS, intermediate_size=OUTPUTS)
     linear = linear_of("rowwise", torch.bfloat16)
     x = torch.randn(4096, INPUTS, dtype=torch.bfloat16)
     with Peak() as peak:
@@ -90,34 +93,34 @@ def test_memory_of_casts_is_that_of_real_ones() -> None:
     assert peak.most == pytest.approx(9 * x.numel(), rel=0.01)
 
 
-def test_products_are_as_fast_as_the_device_says() -> None:
+def test_float8_matmul_rate_follows_device() -> None:
     setting = Setting(Execution(), 2)
-    plain = described(Float8Config(), hidden_size=4096, intermediate_size=14336)[0]
-    rounds = described(a_cast("rowwise"), hidden_size=4096, intermediate_size=14336)[0]
+    plain = describe_layers(Float8Config(), hidden_size=4096, intermediate_size=14336)[0]
+    rounds = describe_layers(a_cast("rowwise"), hidden_size=4096, intermediate_size=14336)[0]
     assert plain.rounded is None
     assert rounds.rounded is not None
     emulated = replace(rounds, rounded=rounds.rounded._replace(products=False))
 
-    def products_ms(layer: LayerDescription, device: str) -> float:
-        own = layer_operators(layer, SIZES, setting).forward
+    def matmul_ms(layer: LayerDescription, device: str) -> float:
+        operators = layer_operators(layer, SIZES, setting).forward
         profile = load_profile(device)
-        found = [operator_ms(o, profile, "bfloat16") for o in own if o.kind == "matmul"]
+        found = [operator_ms(o, profile, "bfloat16") for o in operators if o.kind == "matmul"]
         return float(sum(found)[0])  # type: ignore[index]
 
-    assert products_ms(rounds, "h100") == pytest.approx(products_ms(plain, "h100") / 2, rel=0.02)
-    assert products_ms(emulated, "h100") == pytest.approx(products_ms(plain, "h100"), rel=0.02)
-    assert products_ms(rounds, "a100") == pytest.approx(products_ms(plain, "a100"), rel=0.02)
+    assert matmul_ms(rounds, "h100") == pytest.approx(matmul_ms(plain, "h100") / 2, rel=0.02)
+    assert matmul_ms(emulated, "h100") == pytest.approx(matmul_ms(plain, "h100"), rel=0.02)
+    assert matmul_ms(rounds, "a100") == pytest.approx(matmul_ms(plain, "a100"), rel=0.02)
 
 
-def test_only_chosen_layers_and_linears_count() -> None:
+def test_float8_costs_apply_to_selected_layers() -> None:
     config = Float8Config(scaling="rowwise", exclude=["mlp.down_proj"], emulate=True)
-    first, inner, last = described(config)
+    first, inner, last = describe_layers(config)
     assert first.rounded is None
     assert last.rounded is None
     assert inner.rounded is not None
     assert (160, 64) not in inner.rounded.linears
     assert (64, 160) in inner.rounded.linears
-    casts = 2 * 3  # gate, up, and one of attention's sizes at least
-    own = layer_operators(inner, SIZES, Setting(Execution(), 2)).forward
-    more = len(own) - len(layer_operators(first, SIZES, Setting(Execution(), 2)).forward)
+    casts = 2 * 3  # gate, up, and at least one size of attention
+    operators = layer_operators(inner, SIZES, Setting(Execution(), 2)).forward
+    more = len(operators) - len(layer_operators(first, SIZES, Setting(Execution(), 2)).forward)
     assert more >= casts / 2

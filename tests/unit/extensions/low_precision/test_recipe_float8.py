@@ -1,4 +1,4 @@
-"""What float8 is refused with: other scales than one process would take, and needless work."""
+"""Recipes that float8 rejects: scales that depend on parallelism, and unnecessary work."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ VISION = "--float8.modules ['llm','vision'] "
     [
         "--parallel.shard 4",
         "--parallel.pipeline 2 --parallel.schedule 1f1b",
-        "--parallel.schedule zero_bubble",  # no pipeline
+        "--parallel.schedule zero_bubble",  # without a pipeline
         "--parallel.tensor 2",
         "--parallel.tensor 2 --parallel.sequence_parallel true",
         "--parallel.tensor 2 --float8.scaling tensorwise --float8.modules []",
@@ -39,7 +39,7 @@ VISION = "--float8.modules ['llm','vision'] "
         "--parallel.llm.context 2",
     ],
 )
-def test_valid(recipe: Path, arguments: str) -> None:
+def test_valid_float8_recipe_loads(recipe: Path, arguments: str) -> None:
     load_recipe(recipe, arguments.split(), 4)
 
 
@@ -73,7 +73,9 @@ def test_valid(recipe: Path, arguments: str) -> None:
         ("--freeze.modules ['llm']", "float8.modules", "compute its weight gradients"),
     ],
 )
-def test_refused(recipe: Path, arguments: str, key: str, text: str) -> None:
+def test_unsupported_float8_recipe_is_rejected(
+    recipe: Path, arguments: str, key: str, text: str
+) -> None:
     found = problems_of(recipe, *arguments.split(), world_size=4)
     assert any(key in problem and text in problem for problem in found), found
 

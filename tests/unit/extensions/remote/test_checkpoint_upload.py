@@ -1,4 +1,4 @@
-"""Copies of checkpoints in a store: whole or not there, found again, never in training's way."""
+"""Uploaded checkpoints: complete or absent, found at restart, and not blocking training."""
 
 import errno
 import hashlib
@@ -24,11 +24,11 @@ from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, r
 from torchmm.training.checkpoint.store import step_of_upload_folder, upload_folder_name
 
 logger = logging.getLogger("test_checkpoint_upload")
-IMPATIENT = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))
+SHORT_RETRY = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))
 
 
-class Machine:
-    """Managers of a run called "run" on one of several machines that share the store alone."""
+class Host:
+    """Managers of a run on one of several hosts that share only the object store."""
 
     def __init__(self, place: Path, store: str) -> None:
         self.run_dir = place / "run"
@@ -37,30 +37,30 @@ class Machine:
 
     def manager(self, **config):
         self._made.append(
-            make_manager(self.run_dir, remote_dir=self._store, data=IMPATIENT, **config)
+            make_manager(self.run_dir, remote_dir=self._store, data=SHORT_RETRY, **config)
         )
         return self._made[-1]
 
     def save(self, *numbers: int, **config):
-        """Saves steps of one training, each copied before the next; returns the last state."""
+        """Save steps of one run, upload each before the next, and return the last state."""
         manager = self.manager(**config)
         model, optimizer = build()
         last = None
         for number in numbers:
             last = saved(manager, number, model=model, optimizer=optimizer)
             manager._uploads.wait()
-        self.leave()
+        self.close()
         return last
 
     def resume(self, **config):
-        """Step and state of what another start goes on from."""
+        """Return the step and state from which another start resumes."""
         manager = self.manager(**config)
         model, optimizer = build(seed=9)
         restored = manager.resume(model, optimizer)
-        self.leave()
+        self.close()
         return (restored and restored.step), everything(model, optimizer)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         for manager in self._made:
             manager.close()
         self._made.clear()
@@ -72,21 +72,21 @@ def store(tmp_path) -> Path:
 
 
 @pytest.fixture
-def machines(tmp_path, store):
-    """Any number of them."""
+def new_host(tmp_path, store):
+    """Yield a function that makes hosts."""
     made = []
 
-    def make() -> Machine:
-        made.append(Machine(tmp_path / f"machine{len(made)}", str(store)))
+    def make() -> Host:
+        made.append(Host(tmp_path / f"machine{len(made)}", str(store)))
         return made[-1]
 
     yield make
     for machine in made:
-        machine.leave()
+        machine.close()
 
 
 def committed(store: Path) -> list[int]:
-    """Steps, newest first."""
+    """Return the uploaded steps, newest first."""
     return [step_of_upload_folder(folder) for folder in remote(store).committed()]
 
 
@@ -98,81 +98,83 @@ def folder(store: Path, step: int) -> Path:
     return next((store / "run").glob(f"step-{step}-*"))
 
 
-def test_the_best_stay_here_and_in_the_store(machines, store):
-    here = machines()
-    manager = here.manager(keep_latest=1, keep_best=BestConfig(count=2))
+def test_best_checkpoints_are_retained_locally_and_remotely(new_host, store):
+    host = new_host()
+    manager = host.manager(keep_latest=1, keep_best=BestConfig(count=2))
     model, optimizer = build()
     for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, None, 9.0), start=1):
         manager.save(step, model, optimizer, {}, {"validation_loss": loss})
         manager.wait()
         manager._uploads.wait()
-    kept = {path.name for path in (here.run_dir / "checkpoints").glob("step-*")}
-    assert kept == {"step-2", "step-4", "step-6"}
+    names = {path.name for path in (host.run_dir / "checkpoints").glob("step-*")}
+    assert names == {"step-2", "step-4", "step-6"}
     assert committed(store) == [6, 4, 2]
 
 
-def test_another_machine_goes_on_from_the_copy(machines, store):
-    last = machines().save(1, 2)
+def test_another_host_resumes_from_upload(new_host, store):
+    last = new_host().save(1, 2)
     assert committed(store) == [2, 1]
-    other = machines()
-    step, found = other.resume()
+    other_host = new_host()
+    step, found = other_host.resume()
     assert step == 2 and same(found, last)
-    assert not find_problems(other.run_dir / "checkpoints" / "step-2")
+    assert not find_problems(other_host.run_dir / "checkpoints" / "step-2")
 
 
-def test_the_copy_is_the_checkpoint_byte_by_byte(machines, store):
-    machine = machines()
+def test_upload_is_bitwise_equal_to_checkpoint(new_host, store):
+    machine = new_host()
     machine.save(1)
-    here = {p.name: p.read_bytes() for p in (machine.run_dir / "checkpoints/step-1").iterdir()}
-    assert {p.name: p.read_bytes() for p in folder(store, 1).iterdir()} == here
+    local_files = {
+        p.name: p.read_bytes() for p in (machine.run_dir / "checkpoints/step-1").iterdir()
+    }
+    assert {p.name: p.read_bytes() for p in folder(store, 1).iterdir()} == local_files
 
 
 @pytest.mark.parametrize("address", ["memory://bucket/runs", "s3://uploads/runs"])
-def test_stores_with_addresses(tmp_path, address, object_server):
+def test_upload_to_object_store_urls_resumes(tmp_path, address, object_server):
     object_server.put("uploads", "other/file", b"")
-    here, there = Machine(tmp_path / "a", address), Machine(tmp_path / "b", address)
-    last = here.save(1, 2, 3)
-    step, found = there.resume()
+    first_host, second_host = Host(tmp_path / "a", address), Host(tmp_path / "b", address)
+    last = first_host.save(1, 2, 3)
+    step, found = second_host.resume()
     assert step == 3 and same(found, last)
-    there.save(4)
+    second_host.save(4)
     found = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
     assert [step_of_upload_folder(name) for name in found] == [4, 3]
 
 
 @pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
-def test_upload_to_local_address_uses_directory(tmp_path, monkeypatch, place):
+def test_upload_to_local_url_uses_directory(tmp_path, monkeypatch, place):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     address = place.format(tmp_path)
-    last = Machine(tmp_path / "a", address).save(1, 2)
+    last = Host(tmp_path / "a", address).save(1, 2)
     assert committed(tmp_path / "sp ace") == [2, 1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "sp ace"]
-    step, found = Machine(tmp_path / "b", address).resume()
+    step, found = Host(tmp_path / "b", address).resume()
     assert step == 2 and same(found, last)
 
 
 @pytest.mark.parametrize("address", ["{}", "file://{}"])
-def test_resume_accepts_copy_in_directory(machines, store, address):
-    machines().save(1, 2)
+def test_resume_accepts_copy_in_directory(new_host, store, address):
+    new_host().save(1, 2)
     named = address.format(folder(store, 1))
-    assert machines().resume(resume=named)[0] == 1
+    assert new_host().resume(resume=named)[0] == 1
 
 
-def test_what_is_here_is_not_fetched(machines, store, monkeypatch):
-    machine = machines()
+def test_local_checkpoint_is_not_downloaded(new_host, store, monkeypatch):
+    machine = new_host()
     last = machine.save(1, 2)
     monkeypatch.setattr(RemoteCheckpoints, "fetch", None)
     step, found = machine.resume()
     assert step == 2 and same(found, last)
 
 
-def test_a_named_address_is_resumed_without_copies_of_ones_own(tmp_path):
-    here = Machine(tmp_path / "a", "memory://named")
-    manager = here.manager(keep_latest=3)
+def test_resume_from_named_url_without_remote_dir(tmp_path):
+    host = Host(tmp_path / "a", "memory://named")
+    manager = host.manager(keep_latest=3)
     first = saved(manager, 1)
     manager._uploads.wait()
     saved(manager, 2)
-    here.leave()
+    host.close()
     name = RemoteCheckpoints("memory://named/run", 1.0, logger).committed()[1]
     alone = make_manager(tmp_path / "alone", resume=f"memory://named/run/{name}")
     model, optimizer = build(seed=4)
@@ -181,56 +183,56 @@ def test_a_named_address_is_resumed_without_copies_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_damaged_copies_are_found_and_an_older_one_is_taken(machines, store, seed):
-    first = machines()
+def test_damaged_upload_is_skipped_for_older_one(new_host, store, seed):
+    first = new_host()
     first.save(1)
     older = first.save(2)
     first.save(3)
     good = {p.name: p.read_bytes() for p in folder(store, 3).iterdir()}
     place = folder(store, 3)
-    injury = damage(place, random.Random(seed))
-    step, found = machines().resume()
-    assert step == 2 and same(found, older), injury
-    for file in place.iterdir():  # what is whole again is taken again: the search can find it
+    description = damage(place, random.Random(seed))
+    step, found = new_host().resume()
+    assert step == 2 and same(found, older), description
+    for file in place.iterdir():  # a restored copy must be valid again
         file.unlink()
     for name, content in good.items():
         (place / name).write_bytes(content)
 
 
-def test_all_damaged_stops_the_start(machines, store):
-    machines().save(1)
+def test_start_fails_if_all_uploads_are_damaged(new_host, store):
+    new_host().save(1)
     (folder(store, 1) / "index.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are corrupt"):
-        machines().resume()
+        new_host().resume()
 
 
-def test_a_copy_without_a_manifest_does_not_count_and_is_made_again(machines, store):
-    """As a machine leaves it that dies while copying."""
-    machine = machines()
+def test_upload_without_manifest_is_repeated(new_host, store):
+    """Check the files of a host that fails during an upload."""
+    machine = new_host()
     machine.save(1, 2)
     before = folder(store, 2)
     (before / MANIFEST_NAME).unlink()
     (before / "index.json").write_bytes(b"half")
     assert committed(store) == [1]
-    assert machine.resume()[0] == 2  # that of its own disk
+    assert machine.resume()[0] == 2  # from the local disk
     assert committed(store) == [2, 1] and folder(store, 2) == before
-    assert machines().resume()[0] == 2
+    assert new_host().resume()[0] == 2
 
 
-def test_what_an_unfinished_copy_left_goes_with_the_next(machines, store):
-    machines().save(1, 2)
+def test_incomplete_upload_is_removed_by_next_upload(new_host, store):
+    new_host().save(1, 2)
     (folder(store, 2) / MANIFEST_NAME).unlink()
-    torn = folder(store, 2).name
-    other = machines()
-    assert other.resume()[0] == 1
-    other.save(2, 3, keep_latest=5)
+    incomplete = folder(store, 2).name
+    other_host = new_host()
+    assert other_host.resume()[0] == 1
+    other_host.save(2, 3, keep_latest=5)
     assert committed(store) == [3, 2, 1]
     names = {path.name for path in (store / "run").iterdir() if any(path.iterdir())}
-    assert torn not in names or torn == folder(store, 2).name
+    assert incomplete not in names or incomplete == folder(store, 2).name
 
 
-def test_retention_counts_what_is_whole(machines, store):
-    machine = machines()
+def test_remote_retention_counts_complete_uploads(new_host, store):
+    machine = new_host()
     machine.save(1, 2, 3, keep_latest=2)
     assert committed(store) == [3, 2]
     (folder(store, 3) / "index.json").unlink()
@@ -241,8 +243,8 @@ def test_retention_counts_what_is_whole(machines, store):
 
 
 @pytest.mark.parametrize("resume", ["none", "step-1"])
-def test_what_training_does_not_go_on_from_is_set_aside_and_stays(machines, store, resume):
-    machine = machines()
+def test_uploads_after_resumed_step_are_set_aside(new_host, store, resume):
+    machine = new_host()
     machine.save(1, 2, keep_latest=3)
     content = (folder(store, 2) / "index.json").read_bytes()
     at = machine.run_dir / "checkpoints" / "step-1"
@@ -257,14 +259,14 @@ def test_what_training_does_not_go_on_from_is_set_aside_and_stays(machines, stor
     assert 2 in committed(store)
 
 
-def test_a_newer_format_stops_the_start_and_stays(machines, store):
-    first = machines()
+def test_upload_of_newer_format_stops_start(new_host, store):
+    first = new_host()
     first.save(1)
     newer = shutil.copytree(folder(store, 1), store / "run" / "step-1")
     rewrite(newer, format=2)
     newer = newer.rename(store / "run" / "step-9-0123456789ab")
     with pytest.raises(CheckpointError, match="has format 2"):
-        machines().resume()
+        new_host().resume()
     first.save(10, 11, 12, keep_latest=1)
     assert committed(store) == [12, 9]
     assert (newer / "index.json").exists()
@@ -272,10 +274,10 @@ def test_a_newer_format_stops_the_start_and_stays(machines, store):
 
 @pytest.mark.parametrize("resume", ["auto", "address"])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, absolute):
-    machines().save(1, 2)
-    other = machines()
-    planted = other.run_dir.parent / "planted.py"
+def test_fetch_of_unsafe_name_writes_nothing(new_host, store, tmp_path, resume, absolute):
+    new_host().save(1, 2)
+    other_host = new_host()
+    planted = other_host.run_dir.parent / "planted.py"
     name = str(planted) if absolute else "../../../planted.py"
     code = b"raise SystemExit(1)"
     entry = {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
@@ -288,66 +290,66 @@ def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, 
     hostile = hostile.rename(store / "run" / upload_folder_name(manifest))
     planted.parent.mkdir(parents=True, exist_ok=True)
     if resume == "auto":
-        assert other.resume()[0] == 1
+        assert other_host.resume()[0] == 1
     else:
         with pytest.raises(CheckpointError, match="names the file"):
-            other.resume(resume=f"{store.as_uri()}/run/{hostile.name}")
+            other_host.resume(resume=f"{store.as_uri()}/run/{hostile.name}")
     assert not planted.exists()
 
 
 class Gate:
-    """Lets no file through to the store before it is opened."""
+    """Gate that blocks uploads until it is opened."""
 
     def __init__(self, monkeypatch) -> None:
         self.opened, self.waiting = threading.Event(), threading.Event()
-        real = RemoteCheckpoints.put
+        original = RemoteCheckpoints.put
 
         def put(remote, folder, file):
             self.waiting.set()
             assert self.opened.wait(30)
-            return real(remote, folder, file)
+            return original(remote, folder, file)
 
         monkeypatch.setattr(RemoteCheckpoints, "put", put)
 
 
-def test_a_slow_store_gets_the_newest_and_nothing_waits_for_it(machines, store, monkeypatch):
+def test_slow_store_receives_newest_checkpoint(new_host, store, monkeypatch):
     gate = Gate(monkeypatch)
-    machine = machines()
+    machine = new_host()
     manager = machine.manager(keep_latest=1)
     model, optimizer = build()
     for step in (1, 2, 3):
         saved(manager, step, model=model, optimizer=optimizer)
     assert gate.waiting.wait(30)
-    # What is being copied stays until that is over.
+    # A checkpoint is retained until its upload finishes.
     assert steps(machine.run_dir) == ["step-1", "step-3"]
     gate.opened.set()
-    machine.leave()
+    machine.close()
     assert committed(store) == [3]
 
 
 class FullStore:
-    """Takes files up to some bytes in all, as a disk."""
+    """Store that accepts files up to a total number of bytes, as a disk."""
 
-    def __init__(self, monkeypatch, room_bytes: float) -> None:
-        self.room_bytes = room_bytes
-        real = clients._Filesystem.write
+    def __init__(self, monkeypatch, free_bytes: float) -> None:
+        self.free_bytes = free_bytes
+        original = clients._Filesystem.write
 
         def write(filesystem, path, content):
             size = len(content) if isinstance(content, bytes) else content.stat().st_size
-            if size > self.room_bytes:
+            if size > self.free_bytes:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real(filesystem, path, content)
+            original(filesystem, path, content)
 
         monkeypatch.setattr(clients._Filesystem, "write", write)
 
 
-@pytest.mark.parametrize("room_bytes", [0, 3000])
-def test_a_full_store_is_told_and_training_goes_on(
-    machines, store, monkeypatch, caplog, room_bytes
+@pytest.mark.parametrize("free_bytes", [0, 3000])
+def test_full_store_is_reported_and_training_continues(
+    new_host, store, monkeypatch, caplog, free_bytes
 ):
-    machine = machines()
+    machine = new_host()
     machine.save(1)
-    full = FullStore(monkeypatch, room_bytes)
+    full = FullStore(monkeypatch, free_bytes)
     manager = machine.manager(keep_latest=3)
     model, optimizer = build()
     saved(manager, 2, model=model, optimizer=optimizer)
@@ -359,17 +361,20 @@ def test_a_full_store_is_told_and_training_goes_on(
     assert "Training continues without this upload" in caplog.text
     assert manager.pop_metrics()["checkpoint_upload_failures"] == 1
     assert committed(store) == [1]
-    assert not list((store / "run").glob("step-2-*/*")), "what was copied takes no room"
-    full.room_bytes = float("inf")
+    assert not list((store / "run").glob("step-2-*/*")), "incomplete uploads must be removed"
+    full.free_bytes = float("inf")
     saved(manager, 3, model=model, optimizer=optimizer)
     manager._uploads.wait()
     assert committed(store) == [3, 1] and manager.status_warning == ""
     assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
 
 
-def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
-    """The disk is full when the manifest is written; the next start has room again."""
-    machine = machines()
+def test_full_disk_leaves_no_manifest(new_host, store, monkeypatch):
+    """Check a disk that is full when the manifest is written.
+
+    The next start has free space again.
+    """
+    machine = new_host()
     machine.save(1)
     with monkeypatch.context() as context:
         FullDisk(f".{MANIFEST_NAME}", context)
@@ -377,38 +382,38 @@ def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
         last = saved(manager, 2)
         manager._uploads.wait()
         assert "No space left on device" in manager.status_warning
-        machine.leave()
+        machine.close()
     assert {p.name for p in folder(store, 2).iterdir()} == {
         "index.json", "state.json", "rank-00000.safetensors"
     }  # fmt: skip
     assert committed(store) == [1]
     assert machine.resume()[0] == 2
     assert committed(store) == [2, 1]
-    step, found = machines().resume()
+    step, found = new_host().resume()
     assert step == 2 and same(found, last)
 
 
 def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
-    """As of a file system that keeps what was written before an error."""
-    real = clients._Filesystem.write
+    """Check a file system that retains the bytes written before an error."""
+    original = clients._Filesystem.write
 
     def write(filesystem, path, content):
         if path.endswith(MANIFEST_NAME):
-            real(filesystem, path, content[:100])
+            original(filesystem, path, content[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(filesystem, path, content)
+        original(filesystem, path, content)
 
     monkeypatch.setattr(clients._Filesystem, "write", write)
-    machine = Machine(tmp_path, "memory://torn")
+    machine = Host(tmp_path, "memory://incomplete")
     machine.save(1)
-    assert RemoteCheckpoints("memory://torn/run", 1.0, logger).committed() == []
+    assert RemoteCheckpoints("memory://incomplete/run", 1.0, logger).committed() == []
 
 
 @pytest.mark.parametrize(
     "damaged", ["no manifest", "empty manifest", "cut manifest", "other manifest", "short file"]
 )
-def test_damaged_copy_is_made_again_at_start(machines, store, damaged):
-    machine = machines()
+def test_damaged_upload_is_repeated_at_start(new_host, store, damaged):
+    machine = new_host()
     last = machine.save(1, 2)
     place = folder(store, 2)
     manifest = place / MANIFEST_NAME
@@ -423,22 +428,22 @@ def test_damaged_copy_is_made_again_at_start(machines, store, damaged):
         shutil.copy(folder(store, 1) / MANIFEST_NAME, manifest)
     else:
         (place / "index.json").write_bytes(good["index.json"][:-1])
-    (place / ".index.json.0123").write_bytes(b"of a process that was killed")
+    (place / ".index.json.0123").write_bytes(b"of a killed process")
     assert machine.resume()[0] == 2
     assert {p.name: p.read_bytes() for p in place.iterdir()} == good
-    step, found = machines().resume()
+    step, found = new_host().resume()
     assert step == 2 and same(found, last)
 
 
-def test_whole_copy_is_not_made_again(machines, store, monkeypatch):
-    machine = machines()
+def test_complete_upload_is_not_repeated(new_host, store, monkeypatch):
+    machine = new_host()
     machine.save(1, 2)
     monkeypatch.setattr(RemoteCheckpoints, "put", None)
     assert machine.resume()[0] == 2
 
 
 class DyingWrite:
-    """Ends the process in the middle of copying a file."""
+    """Copy function that interrupts the process within a file."""
 
     def __init__(self, monkeypatch) -> None:
         def copy(source, target, length=0):
@@ -448,7 +453,7 @@ class DyingWrite:
         monkeypatch.setattr("torchmm.common.files.shutil.copyfileobj", copy)
 
 
-def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
+def test_interrupted_write_preserves_old_object(store, monkeypatch, tmp_path):
     client = clients.StoreClient(clients.THIS_MACHINE, 1.0)
     path = str(store / "object").lstrip("/")
     client.write(path, b"old")
@@ -460,8 +465,8 @@ def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
     assert (store / "object").read_bytes() == b"old"
 
 
-def test_figures_are_of_what_ended(machines, store):
-    machine = machines()
+def test_checkpoint_metrics_cover_finished_saves(new_host, store):
+    machine = new_host()
     manager = machine.manager()
     assert manager.pop_metrics() == {}
     saved(manager, 1)
@@ -477,39 +482,39 @@ def test_figures_are_of_what_ended(machines, store):
     assert manager.pop_metrics() == {}
 
 
-def test_a_store_that_cannot_be_asked_stops_the_start(tmp_path, machines, monkeypatch):
+def test_unreachable_store_stops_start(tmp_path, new_host, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    manager = Machine(tmp_path / "machine", "s3://nowhere/runs").manager()
+    manager = Host(tmp_path / "machine", "s3://nowhere/runs").manager()
     with pytest.raises(StoreError, match="s3://nowhere/runs/run did not respond"):
         manager.resume(*build())
     manager.close()
 
 
-def test_a_copy_that_lost_a_file_is_not_committed(machines, store, monkeypatch):
-    real = RemoteCheckpoints.put
+def test_upload_with_missing_file_is_not_committed(new_host, store, monkeypatch):
+    original = RemoteCheckpoints.put
 
     def lose(self, folder, file):
-        size_bytes = real(self, folder, file)
+        size_bytes = original(self, folder, file)
         if file.name == "index.json":
             (store / "run" / folder / file.name).unlink()
         return size_bytes
 
     monkeypatch.setattr(RemoteCheckpoints, "put", lose)
-    machine = machines()
+    machine = new_host()
     manager = machine.manager()
     saved(manager, 1)
     manager._uploads.wait()
     assert committed(store) == [] and "index.json has no bytes" in manager.status_warning
 
 
-def test_each_copies_its_own_files_and_nobody_the_same_twice():
+def test_ranks_upload_each_file_once():
     names = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
     shared = share(names, [names, names, names])
     assert sorted(name for part in shared for name in part) == names
     assert [names[1 + rank] in shared[rank] for rank in range(2)] == [True, True]
-    apart = share(names, [[names[0], names[1], names[3]], [names[2]]])
-    assert apart == [[names[0], names[1], names[3]], [names[2]]]
+    separate = share(names, [[names[0], names[1], names[3]], [names[2]]])
+    assert separate == [[names[0], names[1], names[3]], [names[2]]]
     assert share(names, [[names[0]], []]) == [[names[0]], []]

@@ -1,4 +1,4 @@
-"""Limits of servers: size of requests without a token, and clients that do not read."""
+"""Limits of servers: sizes of requests without a token, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _serve(pipe) -> None:
 
 @pytest.mark.parametrize("kind", ["ticket", "action"])
 def test_large_request_without_token_is_not_stored(kind):
-    """Two of them at the same time once used 1.8 GB."""
+    """Send two requests at the same time. Storing them would use 1.8 GB."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
     process.start()
@@ -57,8 +57,8 @@ def test_large_request_without_token_is_not_stored(kind):
     assert used_mb < 300, used_mb
 
 
-def test_many_valid_requests_keep_their_connection(site):
-    """The limit is per request, not per connection."""
+def test_valid_requests_preserve_their_connection(site):
+    """Check that the limit applies to requests, not to connections."""
     client = connect(site.producer(), None, 10**6)
     producer = site.opened[0]
     values = json.loads(pack_request(Request("other", []))) | {"x": "x" * 7_900_000}
@@ -70,7 +70,7 @@ def test_many_valid_requests_keep_their_connection(site):
 
 
 class Large(Producer):
-    """A producer whose responses end with large messages, if `extra` is set."""
+    """Producer whose responses end with large messages if `extra` is set."""
 
     extra = 0
 
@@ -83,7 +83,7 @@ class Large(Producer):
 
 @pytest.fixture
 def large(site, monkeypatch):
-    """A producer with large responses, and the bytes of a request for its first step."""
+    """Return a producer with large responses, and the bytes of a request for its first step."""
     monkeypatch.setattr("test_producers.Producer", Large)
     monkeypatch.setattr(connections, "READING_S", 2.0)
     monkeypatch.setattr(connections, "READING_BYTES_PER_S", 10**9)
@@ -94,10 +94,10 @@ def large(site, monkeypatch):
     return producer, pack_request(Request(producer._fingerprint, names_of(packs), None, 10**9))
 
 
-def test_clients_that_do_not_read_lose_their_places(site, large):
+def test_clients_that_do_not_read_lose_their_slots(site, large):
     producer, request = large
     address = f"127.0.0.1:{producer.port}"
-    # Options differ, so that each client has its own connection.
+    # Options differ, so that each client has a separate connection.
     clients = [connect(address, None, 10**9 + number) for number in range(4)]
     streams = [client.do_get(flight.Ticket(request)) for client in clients]
     for stream in streams:
@@ -115,13 +115,13 @@ def test_clients_that_do_not_read_lose_their_places(site, large):
             stream.read_all()
 
 
-def test_slow_client_that_reads_keeps_its_place(large):
+def test_slow_reading_client_keeps_its_slot(large):
     producer, request = large
     producer.extra = 6
     stream = connect(f"127.0.0.1:{producer.port}", None, 10**9).do_get(flight.Ticket(request))
     sizes = []
     for chunk in stream:
         sizes.append(chunk.data.nbytes)
-        time.sleep(0.3)  # in all longer than the limit
+        time.sleep(0.3)  # longer than the limit in total
     assert sum(size >= 64 * 10**6 for size in sizes) == 6 and len(sizes) > 6
     assert producer.watch.closed == 0

@@ -29,7 +29,7 @@ def through_messages(
     microbatch: Microbatch, decoder: StepDecoder, corrupt: Iterable[str] = ()
 ) -> Microbatch:
     """Return a microbatch of one pack as the trainer receives it from a producer."""
-    step = DecodedStep([microbatch], dict.fromkeys(corrupt, "torn"))
+    step = DecodedStep([microbatch], dict.fromkeys(corrupt, "damaged"))
     sent = [to_arrow(message, 0) for message in messages_of(step)]
     chunks = [SimpleNamespace(data=batch, app_metadata=pa.py_buffer(v)) for batch, v in sent]
     packs = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
@@ -37,14 +37,16 @@ def through_messages(
     return unpack_step(arrived, [packs], decoder).microbatches[0]
 
 
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("is_corrupt", [False, True])
 @pytest.mark.parametrize(("family", "changes"), TILED)
-def test_producer_response_has_same_tiles(family, changes, torn, open_run, monkeypatch) -> None:
-    if torn:
+def test_producer_response_has_same_tiles(
+    family, changes, is_corrupt, open_run, monkeypatch
+) -> None:
+    if is_corrupt:
         monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", fail_to_decode)
-    _, microbatches, _, _ = open_run(family, torn=torn, **changes)
+    _, microbatches, _, _ = open_run(family, corrupt=is_corrupt, **changes)
     for microbatch in microbatches:
-        corrupt = [sample_name(s) for s in microbatch.meta.samples if torn]
+        corrupt = [sample_name(s) for s in microbatch.meta.samples if is_corrupt]
         received = through_messages(microbatch, open_run.decoder, corrupt)
         ours, theirs = microbatch.encoders["vision"], received.encoders["vision"]
         assert theirs.kept == ours.kept and theirs.blank == ours.blank
@@ -54,23 +56,23 @@ def test_producer_response_has_same_tiles(family, changes, torn, open_run, monke
 
 
 @pytest.mark.parametrize("changes", [{}, SHRUNK])
-def test_wrong_kept_tiles_are_rejected(changes, open_run) -> None:
+def test_invalid_kept_tiles_are_rejected(changes, open_run) -> None:
     _, (microbatch, *_), _, _ = open_run("llava_onevision", **changes)
     inputs = microbatch.encoders["vision"]
     assert inputs.kept is not None
-    honest = [list(kept) for kept in inputs.kept]
-    wrong = [None, honest[:-1], [None, *honest[1:]], [[0] * 6, *honest[1:]]]
-    for image, kept in enumerate(honest):
-        for place in range(6):
+    valid = [list(kept) for kept in inputs.kept]
+    wrong = [None, valid[:-1], [None, *valid[1:]], [[0] * 6, *valid[1:]]]
+    for image, kept in enumerate(valid):
+        for position in range(6):
             for value in (-1, 10**6, 1.0, True, "x", None, [[9, 9]] * 6):
-                if json.dumps(value) != json.dumps(kept[place]):
-                    other = [*kept[:place], value, *kept[place + 1 :]]
-                    wrong.append([*honest[:image], other, *honest[image + 1 :]])
+                if json.dumps(value) != json.dumps(kept[position]):
+                    other = [*kept[:position], value, *kept[position + 1 :]]
+                    wrong.append([*valid[:image], other, *valid[image + 1 :]])
         shrunk = kept[5]
-        for place in range(6 if shrunk else 0):
+        for position in range(6 if shrunk else 0):
             for value in (-1, 10**6, [0, 10**6], [3, 1], [0, 1, 2], 0.5):
-                other = [*kept[:5], [*shrunk[:place], value, *shrunk[place + 1 :]]]
-                wrong.append([*honest[:image], other, *honest[image + 1 :]])
+                other = [*kept[:5], [*shrunk[:position], value, *shrunk[position + 1 :]]]
+                wrong.append([*valid[:image], other, *valid[image + 1 :]])
     for values in wrong:
         inputs.kept = values
         with pytest.raises(ValueError, match="kept"):

@@ -1,4 +1,4 @@
-"""Trainers that have neither data nor index: the same steps, planned by any producer."""
+"""Trainers without data and index: any producer plans the same steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from data_cases import (
     write_parquet,
 )
 from pyarrow import flight
-from test_producers import DRAWN
+from test_producers import GENERATOR
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.build import build_loader
@@ -35,8 +35,7 @@ from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 @pytest.fixture
 def site(tmp_path, tokenizer, text_spec):
-    """Producers of three sources, one of them held out; recipes that name them, with and without
-    data."""
+    """Yield producers of two sources and a validation source, and recipes with and without data."""
     write_parquet(tmp_path / "captions", caption_rows(23))
     held_out = [row | {"references": ["three", "3"]} for row in caption_rows(7)]
     write_parquet(tmp_path / "held_out", held_out)
@@ -44,7 +43,7 @@ def site(tmp_path, tokenizer, text_spec):
     specs = {
         "tokenizer": tokenizer,
         "text_spec": text_spec,
-        "generator_spec": DRAWN,
+        "generator_spec": GENERATOR,
         "image_specs": {"vision": CLIP},
     }
 
@@ -69,10 +68,10 @@ def site(tmp_path, tokenizer, text_spec):
         return f"127.0.0.1:{producer.port}"
 
     def loader(*addresses, rank=0, ranks=2, retry_timeout_s=20.0, sizes=None, workers=0, **more):
-        given = data(
+        remote_config = data(
             "/nowhere", addresses, plan=True, retry_timeout_s=retry_timeout_s, workers=workers
         )
-        chosen = given if addresses else data(tmp_path)
+        chosen = remote_config if addresses else data(tmp_path)
         return build_loader(
             chosen,
             training(**(sizes or {})),
@@ -87,25 +86,25 @@ def site(tmp_path, tokenizer, text_spec):
 
 
 @pytest.mark.parametrize(("arrange", "workers"), [(None, 2), (largest_first, 0)])
-def test_steps_are_those_of_ranks_that_have_the_data(site, arrange, workers):
+def test_planned_steps_match_ranks_with_data(site, arrange, workers):
     address = site.start()
     shares = []
     for rank in range(2):
         expected = take(site.loader(rank=rank, arrange=arrange))
         assert take(site.loader(address, rank=rank, arrange=arrange, workers=workers)) == expected
         shares.append(expected)
-    assert shares[0] != shares[1]  # a rank that got another's packs would be noticed
+    assert shares[0] != shares[1]  # the comparison depends on the rank
     natural = take(site.loader(address))
     assert (natural == shares[0]) == (arrange is None)
 
 
-def test_sizes_of_other_ranks_are_there_when_they_are_asked_for(site):
+def test_next_metas_match_ranks_with_data(site):
     ours, theirs = site.loader(), site.loader(site.start())
     for _, _ in islice(zip(ours, theirs, strict=True), 3):
         assert list(theirs.next_metas()) == list(ours.next_metas())
 
 
-def test_any_producer_goes_on_where_another_was(site):
+def test_producer_failover_preserves_plan(site):
     expected = take(site.loader())
     addresses = [site.start(), site.start()]
     steps = iter(site.loader(*addresses))
@@ -117,14 +116,14 @@ def test_any_producer_goes_on_where_another_was(site):
     assert take(resumed, 3) == expected[3:]
 
 
-def test_held_out_samples_and_pictures_come_from_there(site):
+def test_validation_samples_and_images_are_fetched(site):
     address = site.start()
     ours, theirs = site.loader(validation=True), site.loader(address, validation=True)
     expected = take(ours, 99)
     assert take(theirs, 99) == expected and len(expected) < 99
-    shown = [loader.images("held_out", 3) for loader in (ours, theirs)]
-    assert [image.tobytes() for image in shown[0]] == [image.tobytes() for image in shown[1]]
-    assert len(shown[0]) == 1
+    images = [loader.images("held_out", 3) for loader in (ours, theirs)]
+    assert [image.tobytes() for image in images[0]] == [image.tobytes() for image in images[1]]
+    assert len(images[0]) == 1
     assert ours.references("held_out", 3) == theirs.references("held_out", 3) == ("three", "3")
 
 
@@ -136,12 +135,12 @@ def test_held_out_samples_and_pictures_come_from_there(site):
         ({"sequence_length": 48}, "training.sequence_length 64 -> 48"),
     ],
 )
-def test_other_recipes_are_refused_by_key(site, sizes, why):
+def test_different_training_settings_are_rejected(site, sizes, why):
     with pytest.raises(DataError, match=why):
         site.loader(site.start(), sizes=sizes)
 
 
-def test_what_has_to_be_there_is_named(site):
+def test_missing_plan_and_changed_data_are_reported(site):
     with pytest.raises(DataError, match=r"does not set data\.producers\.plan = true"):
         site.loader(site.start(plan=False), retry_timeout_s=0.2)
     assert take(site.loader(site.start(plan=False), site.start()), 1) == take(site.loader(), 1)
@@ -156,17 +155,17 @@ def test_what_has_to_be_there_is_named(site):
 
 def test_steps_are_planned_once_for_all_ranks(site, monkeypatch):
     address = site.start()
-    begun = []
+    positions = []
     plans = site.opened[0]._plans._steps[False]
     make = plans._make
-    plans._make = lambda *position: (begun.append(position), make(*position))[1]
+    plans._make = lambda *position: (positions.append(position), make(*position))[1]
     for rank in range(2):
         take(site.loader(address, rank=rank))
-    assert begun == [(None, False)]
+    assert positions == [(None, False)]
 
 
-class Liar(Server):
-    """Answers everything, with nonsense."""
+class BadServer(Server):
+    """Server with an invalid response to every action."""
 
     def __init__(self, answers):
         super().__init__("127.0.0.1:0")
@@ -180,17 +179,17 @@ class Liar(Server):
     "answer",
     [b"[]", b"\xff", b'{"packs": 1}', b'{"packs": [[0, [[0]]]], "state": {}}', b"[" * 10**5],
 )
-def test_nonsense_is_not_taken_for_a_step(site, answer):
+def test_malformed_plan_is_rejected(site, answer):
     address = site.start()
-    described = site.opened[0]._plans.answer("describe", b'{"held_out": false}')
-    liar = Liar({"describe": described, "plan": answer})
+    description = site.opened[0]._plans.answer("describe", b'{"held_out": false}')
+    bad_server = BadServer({"describe": description, "plan": answer})
     try:
         with pytest.raises(DataError, match="malformed response"):
-            site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=0.2)
-        # Another one is asked instead.
-        assert take(site.loader(f"127.0.0.1:{liar.port}", address)) == take(site.loader())
+            site.loader(f"127.0.0.1:{bad_server.port}", retry_timeout_s=0.2)
+        # Another producer is requested instead.
+        assert take(site.loader(f"127.0.0.1:{bad_server.port}", address)) == take(site.loader())
     finally:
-        liar.shutdown()
+        bad_server.shutdown()
 
 
 JUNK = [None, "x", True, -1, 1.5, 10**30, [], {}]
@@ -242,22 +241,22 @@ def wrong_plans(plan):
 def test_wrong_plan_is_rejected(site):
     site.start()
     plans = site.opened[0]._plans
-    asked = Asked("start", None, False, None, False)
-    body = json.dumps(asked._asdict() | {"held_out": False}).encode()
+    request = Asked("start", None, False, None, False)
+    body = json.dumps(request._asdict() | {"held_out": False}).encode()
     plan = json.loads(plans.answer("plan", body))
     trainer = find_samples(
         site.data("/nowhere", [f"127.0.0.1:{site.opened[0].port}"], plan=True),
         training(),
         **site.specs,
     )
-    read = partial(trainer.look._read_part, asked)
+    read = partial(trainer.look._read_part, request)
     assert set(read(plan).packs) == set(range(4))
-    tried = 0
+    plan_count = 0
     for path, value, wrong in wrong_plans(plan):
         with pytest.raises((ValueError, *UNREADABLE)):
             pytest.fail(f"accepted: {path} = {value!r}: {read(wrong)}")
-        tried += 1
-    assert tried > 150
+        plan_count += 1
+    assert plan_count > 150
 
 
 @pytest.mark.parametrize(
@@ -265,17 +264,17 @@ def test_wrong_plan_is_rejected(site):
     [{"names": ["a", "a"]}, {"names": "ab"}, {"identity": {}}, {"identity": []}, {"digest": ["x"]},
      {"global_batch_size": True}, {"listed": 3}, {"fingerprint": None}, {"other": 1}],
 )  # fmt: skip
-def test_wrong_description_leaves_producer_out(site, changes):
+def test_malformed_description_excludes_producer(site, changes):
     address = site.start()
-    described = json.loads(site.opened[0]._plans.answer("describe", b'{"held_out": false}'))
-    liar = Liar({"describe": json.dumps(described | changes).encode()})
+    description = json.loads(site.opened[0]._plans.answer("describe", b'{"held_out": false}'))
+    bad_server = BadServer({"describe": json.dumps(description | changes).encode()})
     try:
         with pytest.raises(DataError, match="malformed response"):
-            site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=60)
-        both = site.loader(f"127.0.0.1:{liar.port}", address)
+            site.loader(f"127.0.0.1:{bad_server.port}", retry_timeout_s=60)
+        both = site.loader(f"127.0.0.1:{bad_server.port}", address)
         assert take(both, 1) == take(site.loader(), 1)
     finally:
-        liar.shutdown()
+        bad_server.shutdown()
 
 
 class Endless(Server):
@@ -301,13 +300,13 @@ def test_endless_response_to_action_is_rejected(site):
      b'{"held_out": false, "after": "start", "state": null, "resume_changed": false,'
      b' "packs": [99], "records": false}'],
 )  # fmt: skip
-def test_nonsense_is_refused(site, body):
+def test_malformed_plan_request_is_rejected(site, body):
     site.start()
     with pytest.raises(ValueError, match=r"invalid|Expecting|validation|packed"):
         site.opened[0]._plans.answer("plan", body)
 
 
-def test_a_trainer_opens_nothing(site):
+def test_trainer_with_remote_plan_opens_no_source(site):
     samples = find_samples(
         site.data("/nowhere", [site.start()], plan=True), training(), **site.specs
     )

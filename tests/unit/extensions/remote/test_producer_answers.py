@@ -1,4 +1,4 @@
-"""Wrong producer responses: each field is validated, and the error names the field."""
+"""Invalid producer responses: each field is validated, and the error names the field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from data_cases import CLIP, QWEN, planned_shares, take
-from test_producers import Liar, Site, site
+from test_producers import BadProducer, Site, site
 
 from torchmm.common.errors import DataError
 from torchmm.extensions.remote.producers.answers import unpack_step
@@ -94,7 +94,7 @@ def requests(site, spec):
 
 @pytest.fixture(scope="module", params=["clip", "qwen", "fractional"])
 def requested(request, tmp_path_factory, tokenizer, text_spec):
-    """Microbatches for one encoder and type of position ids."""
+    """Return microbatches for one encoder and type of position ids."""
     spec = CLIP if request.param == "clip" else QWEN
     if request.param != "clip":
         times = "sides" if request.param == "qwen" else "fractional"
@@ -102,38 +102,38 @@ def requested(request, tmp_path_factory, tokenizer, text_spec):
     return requests(Site(tmp_path_factory.mktemp("site"), tokenizer, text_spec), spec)
 
 
-def test_right_response_is_accepted(requested):
+def test_valid_response_is_accepted(requested):
     for each in requested:
         step = each.unpack(each.messages())
         (found,) = step.microbatches
         assert step.corrupt == each.corrupt
         assert {m.values["part"] for m in messages_of(step)} == set(each.sent)
         for message in messages_of(step):
-            own = each.sent[message.values["part"]]
-            assert json.dumps(message.values) == json.dumps(own.values)
-            assert all(torch.equal(t, own.tensors[n]) for n, t in message.tensors.items())
+            sent = each.sent[message.values["part"]]
+            assert json.dumps(message.values) == json.dumps(sent.values)
+            assert all(torch.equal(t, sent.tensors[n]) for n, t in message.tensors.items())
         assert found.meta.tokens == len(found.input_ids_T)
 
 
-def test_wrong_value_is_rejected_and_named(requested):
-    """Each value of each part with each wrong type, missing, and with an unknown key."""
-    tried = 0
+def test_invalid_value_is_rejected_with_name(requested):
+    """Check each value of each part with wrong types, missing, and with an unknown key."""
+    case_count = 0
     for each in requested:
         for part, message in each.sent.items():
-            for key, honest in message.values.items():
+            for key, valid in message.values.items():
                 for wrong in WRONG_VALUES:
-                    if json.dumps(wrong) == json.dumps(honest) or (key, wrong) == ("corrupt", {}):
+                    if json.dumps(wrong) == json.dumps(valid) or (key, wrong) == ("corrupt", {}):
                         continue
                     assert key in each.rejection(part, {key: wrong}), (part, key, wrong)
-                    tried += 1
+                    case_count += 1
                 assert key in each.rejection(part, without=[key]) or key == "part"
             assert "unknown" in each.rejection(part, {"unknown": 1})
-    assert tried > 300
+    assert case_count > 300
 
 
-def test_wrong_tensor_is_rejected_and_named(requested):
-    """Each tensor of each part with wrong dtype, dimensions and length, missing, and unknown."""
-    tried = 0
+def test_invalid_tensor_is_rejected_with_name(requested):
+    """Check each tensor of each part with wrong dtype or shape, missing, and unknown."""
+    case_count = 0
     for each in requested:
         for part, message in each.sent.items():
             for name, tensor in message.tensors.items():
@@ -142,16 +142,16 @@ def test_wrong_tensor_is_rejected_and_named(requested):
                     if wrong.dtype == tensor.dtype and wrong.shape == tensor.shape:
                         continue
                     assert name in each.rejection(part, tensors={name: wrong}), (part, name, kind)
-                    tried += 1
+                    case_count += 1
                 assert name in each.rejection(part, without=[name])
             if len(message.tensors) < 3:
                 extra = torch.zeros(3, dtype=torch.int64)
                 assert "extra" in each.rejection(part, tensors={"extra": extra})
-    assert tried > 50
+    assert case_count > 50
 
 
 def wrong_numbers(each: Requested):
-    """Yield (part, field, changes) of right types and shapes, but wrong numbers."""
+    """Yield (part, field, changes) with correct types and shapes, but wrong values."""
     text = each.sent[TEXT]
     ids, targets, positions = (
         text.tensors[key] for key in ("input_ids_T", "targets_T", "position_ids")
@@ -169,12 +169,12 @@ def wrong_numbers(each: Requested):
         "cu_seqlens",
         {"values": {"cu_seqlens": list(map(float, text.values["cu_seqlens"]))}},
     )
-    yield TEXT, "corrupt", {"values": {"corrupt": {"other[99]": "torn"}}}
+    yield TEXT, "corrupt", {"values": {"corrupt": {"other[99]": "damaged"}}}
     yield TEXT, "corrupt", {"values": {"corrupt": dict.fromkeys(each.corrupt, 3) or {"x[1]": ""}}}
     yield TEXT, "decoded_media", {"values": {"decoded_media": 10**6}}
-    if not each.corrupt:  # then blank samples are expected
+    if not each.corrupt:  # otherwise, blank samples are expected
         name = f"{each.packs[0][0].meta.source}[{each.packs[0][0].meta.index}]"
-        yield TEXT, "", {"values": {"corrupt": {name: "torn"}}}
+        yield TEXT, "", {"values": {"corrupt": {name: "damaged"}}}
     for part, message in each.sent.items():
         if part == TEXT:
             continue
@@ -205,13 +205,13 @@ def put(tensor, index, value):
     return changed
 
 
-def test_wrong_number_is_rejected_and_named(requested):
-    tried = 0
+def test_out_of_range_value_is_rejected_with_name(requested):
+    case_count = 0
     for each in requested:
         for part, field, changes in wrong_numbers(each):
             assert re.search(field, each.rejection(part, **changes)), (part, field, changes)
-            tried += 1
-    assert tried > 50
+            case_count += 1
+    assert case_count > 50
 
 
 def test_duplicate_missing_and_unknown_parts_are_rejected(requested):
@@ -231,7 +231,7 @@ def test_duplicate_missing_and_unknown_parts_are_rejected(requested):
 
 
 def test_endless_response_is_rejected_early(requested):
-    """The reader takes no message after the first one that was not requested."""
+    """Check that the reader stops after the first message that was not requested."""
     each = next(each for each in requested if len(each.sent) > 1)
     read = 0
 
@@ -251,12 +251,12 @@ def test_endless_response_is_rejected_early(requested):
 
 
 class WrongIds(Producer):
-    """A producer whose token ids are too large."""
+    """Producer that returns token ids above the vocabulary size."""
 
-    asked = 0
+    request_count = 0
 
     def do_get(self, context, ticket):
-        self.asked += 1
+        self.request_count += 1
         return super().do_get(context, ticket)
 
     def _wait(self, job, context):
@@ -265,7 +265,7 @@ class WrongIds(Producer):
         return [Message(text.values, tensors), *others]
 
 
-def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
+def test_malformed_producer_is_logged_and_excluded(site, monkeypatch, caplog):
     expected = take(site.loader(), 6)
     monkeypatch.setattr("test_producers.Producer", WrongIds)
     wrong = site.producer()
@@ -274,21 +274,21 @@ def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
     assert take(site.loader(wrong, right), 6) == expected
     (record,) = [r for r in caplog.records if "wrong response" in r.message]
     assert wrong in record.message and "input_ids_T" in record.message
-    assert site.opened[0].asked == 1  # by one data worker, in the whole run
+    assert site.opened[0].request_count == 1  # one request of one data worker in the run
     with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed response.*input_ids_T"):
-        take(site.loader(wrong, retry_timeout_s=60), 1)  # at once
+        take(site.loader(wrong, retry_timeout_s=60), 1)  # without a retry
 
 
-def test_liar_that_streams_forever_is_left_out(site):
+def test_endless_producer_is_excluded(site):
     loader = site.loader()
     decoder = loader._decoder
     planned = next(planned_shares(loader))
     step = decoder.decode_one(planned[0], decoder.images_to_decode(planned)[0])
     (text, *_) = messages_of(step)
     endless = (to_arrow(Message(text.values | {"part": f"p{n}"}, text.tensors), 0) for n in count())
-    with Liar(*[]) as liar:
-        liar.parts = endless
+    with BadProducer(*[]) as bad_server:
+        bad_server.parts = endless
         right = site.producer()
-        address = f"127.0.0.1:{liar.port}"
+        address = f"127.0.0.1:{bad_server.port}"
         assert take(site.loader(address, right), 2) == take(site.loader(), 2)
         assert next(endless) is not None

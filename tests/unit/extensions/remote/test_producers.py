@@ -1,4 +1,4 @@
-"""Disaggregated preprocessing: same batches from any producer, even if one dies meanwhile."""
+"""Disaggregated preprocessing: equal batches from any producer, even if one fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from data_cases import (
 )
 from ports import free_port
 from pyarrow import flight
-from test_video import clip_of
+from test_video import make_video
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
@@ -55,15 +55,15 @@ from torchmm.extensions.remote.producers.messages import (
 from torchmm.extensions.remote.producers.server import Producer
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
-DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
+GENERATOR = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
 
 
 class Site:
-    """Data, and those that prepare them."""
+    """Data and producers."""
 
     def __init__(self, directory: Path, tokenizer, text_spec) -> None:
         rows = caption_rows(23)
-        rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]  # torn after its header
+        rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]  # truncated after its header
         write_parquet(directory / "captions", rows)
         path = str(directory / "captions")
         self.sources = [
@@ -72,7 +72,7 @@ class Site:
         ]
         self.directory = directory
         self.sizes: dict[str, int] = {}
-        self.common = {"tokenizer": tokenizer, "text_spec": text_spec, "generator_spec": DRAWN}
+        self.common = {"tokenizer": tokenizer, "text_spec": text_spec, "generator_spec": GENERATOR}
         self.opened: list[Producer] = []
 
     def data(self, workers=0, **producers):
@@ -94,7 +94,7 @@ class Site:
         )
 
     def producer(self, spec=CLIP, workers=0, token=None, certificate=None, **sizes):
-        """Starts one; returns its address."""
+        """Start a producer and return its address."""
         sizes = training(**self.sizes, **sizes)
         opened = open_samples(self.data(), sizes, image_specs={"vision": spec}, **self.common)
         producer = Producer(
@@ -116,7 +116,7 @@ def site(tmp_path, tokenizer, text_spec):
 
 
 @pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
-def test_batches_are_those_of_the_own_workers(site, spec):
+def test_producer_batches_match_local_workers(site, spec):
     addresses = [site.producer(spec), site.producer(spec)]
     for rank in range(2):
         expected = take(site.loader(spec=spec, rank=rank, ranks=2), 7)
@@ -125,30 +125,30 @@ def test_batches_are_those_of_the_own_workers(site, spec):
 
 
 @pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
-def test_clips_come_as_from_the_own_workers(site, spec):
-    """Whole or frame by frame, with images and text, and one that is torn after planning."""
+def test_producer_videos_match_local_workers(site, spec):
+    """Check videos and frames, images and text, and one video that is damaged after planning."""
     rows = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
     rows += [{"image": "image.png", "text": caption(4)}, {"text": caption(5)}]
     (site.directory / "image.png").write_bytes(png(16, 24))
     for i in range(4):
         (site.directory / f"{i}.mp4").write_bytes(
-            clip_of(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
+            make_video(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
         )
-    path = write_jsonl(site.directory / "clips.jsonl", rows)
-    site.sources = [SourceConfig(path=str(path), name="clips")]
+    path = write_jsonl(site.directory / "videos.jsonl", rows)
+    site.sources = [SourceConfig(path=str(path), name="videos")]
     site.common["text_spec"] = replace(site.common["text_spec"], video_token_id=4)
     site.sizes = {"sequence_length": 256}
-    own, served = site.loader(spec=spec), site.loader(site.producer(spec), spec=spec)
-    (site.directory / "2.mp4").write_bytes(b"torn later")
-    expected = take(own, 3)
-    assert take(served, 3) == expected
+    local, remote = site.loader(spec=spec), site.loader(site.producer(spec), spec=spec)
+    (site.directory / "2.mp4").write_bytes(b"damaged later")
+    expected = take(local, 3)
+    assert take(remote, 3) == expected
     metas = [meta for batch, _, _ in expected for *_, meta in batch]
     frames = {i.frames for meta in metas for i in meta.images_read_by("vision") if i.duration_ms}
     assert frames == ({2, 4} if spec is QWEN else {1})
-    assert any("clips[2]" in message for _, skipped, _ in expected for message in skipped)
+    assert any("videos[2]" in message for _, skipped, _ in expected for message in skipped)
 
 
-def test_noise_is_not_sent_but_drawn_where_it_is_trained_on(site):
+def test_noise_is_generated_by_trainer(site):
     producer = site.loader(site.producer())
     planned = next(planned_shares(producer))
     sent = producer._decoder.decode(planned)
@@ -159,7 +159,7 @@ def test_noise_is_not_sent_but_drawn_where_it_is_trained_on(site):
         assert m.generator is None or m.generator.noise_PV.shape == m.generator.patches_PV.shape
 
 
-def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):
+def test_killed_worker_and_producer_lose_no_batches(site):
     expected = take(site.loader(), 12)
     addresses = [site.producer(workers=1), site.producer()]
     batches = iter(site.loader(*addresses, workers=1))
@@ -174,15 +174,15 @@ def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):
     assert found == expected
 
 
-def test_resuming_with_other_producers_goes_on_exactly(site):
-    whole = take(site.loader(), 6)
+def test_resume_with_different_producers_is_exact(site):
+    expected = take(site.loader(), 6)
     first = take(site.loader(site.producer()), 3)
     site.stop()
     found = first + take(site.loader(site.producer(), state=first[-1][2]), 3)
-    assert [(c, state) for c, _, state in found] == [(c, state) for c, _, state in whole]
+    assert [(c, state) for c, _, state in found] == [(c, state) for c, _, state in expected]
 
 
-def test_busy_producers_are_asked_again(site):
+def test_busy_producer_is_retried(site):
     address = site.producer()
     room = site.opened[0]._room
     for _ in range(4):
@@ -194,19 +194,19 @@ def test_busy_producers_are_asked_again(site):
     assert take(site.loader(address), 2) == take(site.loader(), 2)
 
 
-def test_nobody_answers(site):
+def test_unreachable_producer_is_reported(site):
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(DataError, match=f"no producer.*{address}: Unavailable.*torchmm.data.serve"):
         take(site.loader(address, retry_timeout_s=0.5), 1)
     assert take(site.loader(address, site.producer()), 2) == take(site.loader(), 2)
 
 
-def test_a_producer_of_other_data_is_refused(site):
+def test_producer_of_different_data_is_rejected(site):
     with pytest.raises(DataError, match="uses different data"):
         take(site.loader(site.producer(seed=4)), 1)
 
 
-def test_a_wrong_token_is_refused(site, monkeypatch):
+def test_wrong_token_is_rejected(site, monkeypatch):
     address = site.producer(token="secret")
     for sent, why in ((None, "no token"), ("guess", "wrong token")):
         if sent:
@@ -217,20 +217,20 @@ def test_a_wrong_token_is_refused(site, monkeypatch):
     assert take(site.loader(address), 2) == take(site.loader(), 2)
 
 
-def test_a_message_above_the_limit_names_it(site):
+def test_too_large_message_names_limit(site):
     with pytest.raises(DataError, match=r"too large for one message.*max_message_mb = 0.001"):
         take(site.loader(site.producer(), max_message_mb=0.001), 1)
 
 
-def test_an_unknown_certificate_is_not_trusted(site, tmp_path):
+def test_unknown_certificate_is_rejected(site, tmp_path):
     keys = {}
     for name in ("ours", "theirs"):
         key, certificate = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
         command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
         names = [*command.split(), "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out"]
-        made = subprocess.run([*names, certificate], capture_output=True, check=False)
-        if made.returncode:
-            pytest.skip("no openssl to make a certificate with")
+        result = subprocess.run([*names, certificate], capture_output=True, check=False)
+        if result.returncode:
+            pytest.skip("openssl is not installed")
         keys[name] = (certificate.read_bytes(), key.read_bytes())
     address = site.producer(certificate=keys["ours"])
     trusted = site.loader(address, ca_certificate=str(tmp_path / "ours.pem"))
@@ -261,7 +261,7 @@ def test_absent_ca_certificate_names_its_key(tmp_path):
         read_certificate("some.key", str(tmp_path / "absent.pem"))
 
 
-def test_streams_stay_where_they_are_read(site):
+def test_streamed_source_rejects_producers(site):
     site.sources[0] = site.sources[0].model_copy(update={"streaming": True})
     with pytest.raises(ConfigError, match=r"'read' is streamed.*streaming = false"):
         site.loader("127.0.0.1:1")
@@ -278,7 +278,7 @@ def test_streams_stay_where_they_are_read(site):
         ("node3:1", True, "secret", True),
     ],
 )
-def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, allowed):
+def test_remote_producers_require_certificate_and_token(bind, encrypted, token, allowed):
     if allowed:
         check_exposure(bind, encrypted, token)
     else:
@@ -287,12 +287,12 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
-def test_what_is_no_request_is_said(data):
+def test_malformed_request_is_rejected(data):
     with pytest.raises(ValueError, match=r"invalid request|protocol version is 0, but 6|column"):
         unpack_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
-    for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
-        assert unpack_request(pack_request(asked)) == asked
+    for request in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
+        assert unpack_request(pack_request(request)) == request
     assert VERSION == 6
 
 
@@ -309,11 +309,11 @@ def test_what_is_no_request_is_said(data):
     ],
     ids=["negative", "beyond", "no sample", "no source", "too long", "too many", "too large"],
 )
-def test_requests_cannot_make_a_producer_decode_what_no_step_has(site, samples, why):
+def test_request_outside_plan_is_rejected(site, samples, why):
     address = site.producer()
     fingerprint = site.opened[0]._fingerprint
-    asked = {"version": VERSION, "fingerprint": fingerprint, "samples": samples}
-    ticket = flight.Ticket(json.dumps(asked | {"reads": None, "most_bytes": 10**9}).encode())
+    values = {"version": VERSION, "fingerprint": fingerprint, "samples": samples}
+    ticket = flight.Ticket(json.dumps(values | {"reads": None, "most_bytes": 10**9}).encode())
     with pytest.raises(flight.FlightServerError, match=why) as caught:
         flight.FlightClient(f"grpc+tcp://{address}").do_get(ticket).read_all()
     assert caught.value.extra_info == b"refused"
@@ -321,8 +321,8 @@ def test_requests_cannot_make_a_producer_decode_what_no_step_has(site, samples, 
     assert take(site.loader(address), 1) == take(site.loader(), 1)
 
 
-class Liar(flight.FlightServerBase):
-    """Answers every request with the same."""
+class BadProducer(flight.FlightServerBase):
+    """Producer with the same response to every request."""
 
     def __init__(self, *parts, schema=SCHEMA):
         super().__init__("grpc+tcp://127.0.0.1:0")
@@ -333,8 +333,8 @@ class Liar(flight.FlightServerBase):
         return flight.GeneratorStream(self.schema, iter(self.parts))
 
 
-def honest(site):
-    """The messages that the first step is made of."""
+def correct_messages(site):
+    """Return the messages of the first step."""
     loader = site.loader()
     planned = next(planned_shares(loader))
     wanted = loader._decoder.images_to_decode(planned)
@@ -345,8 +345,8 @@ def honest(site):
     ]
 
 
-def changed(sent, number, part, values=None, tensors=None):
-    """Honest messages, one of them with other values or tensors."""
+def changed_messages(sent, number, part, values=None, tensors=None):
+    """Return correct messages, one of them with different values or tensors."""
     found = []
     for of, message in sent:
         values_now, tensors_now = dict(message.values), dict(message.tensors)
@@ -357,8 +357,8 @@ def changed(sent, number, part, values=None, tensors=None):
     return found
 
 
-def lies(sent):
-    """By name: what a producer may send that is no answer."""
+def malformed_responses(sent):
+    """Return malformed producer responses by name."""
     first = {message.values["part"]: message for number, message in sent if number == 0}
     pixels = first["vision"].tensors["pixels"]
     nothing = pa.record_batch([pa.nulls(1, pa.large_binary())] * 3, schema=SCHEMA)
@@ -367,45 +367,45 @@ def lies(sent):
         "no values": [nothing],
         "no JSON": [(nothing, b"{")],
         "a list": [(nothing, b"[]")],
-        "half of it": changed(sent, 0, "")[:1],
-        "twice the same": changed(sent, 0, "")[:1] * 2,
-        "other tokens": changed(sent, 0, "", tensors={"input_ids_T": pixels}),
-        "other segments": changed(sent, 0, "", {"cu_seqlens": [0, 3]}),
-        "no segments": changed(sent, 0, "", {"cu_seqlens": None}),
-        "fewer pixels": changed(sent, 0, "vision", tensors={"pixels": pixels[1:]}),
-        "floats": changed(sent, 0, "vision", tensors={"pixels": pixels.float()}),
-        "other sizes": changed(sent, 0, "vision", {"grids_thw": [[1, 2, 3]]}),
-        "places outside": changed(
+        "half of it": changed_messages(sent, 0, "")[:1],
+        "twice the same": changed_messages(sent, 0, "")[:1] * 2,
+        "other tokens": changed_messages(sent, 0, "", tensors={"input_ids_T": pixels}),
+        "other segments": changed_messages(sent, 0, "", {"cu_seqlens": [0, 3]}),
+        "no segments": changed_messages(sent, 0, "", {"cu_seqlens": None}),
+        "fewer pixels": changed_messages(sent, 0, "vision", tensors={"pixels": pixels[1:]}),
+        "floats": changed_messages(sent, 0, "vision", tensors={"pixels": pixels.float()}),
+        "other sizes": changed_messages(sent, 0, "vision", {"grids_thw": [[1, 2, 3]]}),
+        "places outside": changed_messages(
             sent, 0, "vision", tensors={"places": first["vision"].tensors["places"] + 10**6}
         ),
-        "blank what is not there": changed(sent, 0, "vision", {"blank": [99]}),
+        "unknown blank sample": changed_messages(sent, 0, "vision", {"blank": [99]}),
     }
 
 
-def test_answers_that_are_none_are_named_and_asked_for_elsewhere(site):
-    sent = honest(site)
-    true, expected = site.producer(), take(site.loader(), 1)
-    whole = Liar(*changed(sent, 0, ""))
-    assert take(site.loader(f"127.0.0.1:{whole.port}"), 1) == expected  # the truth, so far
-    whole.shutdown()
-    for name, parts in lies(sent).items():
-        with Liar(*parts) as liar:
-            address = f"127.0.0.1:{liar.port}"
+def test_malformed_response_is_reported_and_retried_elsewhere(site):
+    sent = correct_messages(site)
+    correct, expected = site.producer(), take(site.loader(), 1)
+    valid_producer = BadProducer(*changed_messages(sent, 0, ""))
+    assert take(site.loader(f"127.0.0.1:{valid_producer.port}"), 1) == expected  # a valid response
+    valid_producer.shutdown()
+    for name, parts in malformed_responses(sent).items():
+        with BadProducer(*parts) as bad_producer:
+            address = f"127.0.0.1:{bad_producer.port}"
             with pytest.raises(DataError, match=f"{address}: malformed response"):
                 take(site.loader(address, retry_timeout_s=0.1), 1)
-            for addresses in ([address, true], [true, address]):
+            for addresses in ([address, correct], [correct, address]):
                 assert take(site.loader(*addresses), 1) == expected, name
     other = pa.schema([("x", pa.int64())])
-    with Liar(pa.record_batch([[1]], schema=other), schema=other) as liar:
-        assert take(site.loader(f"127.0.0.1:{liar.port}", true), 1) == expected
+    with BadProducer(pa.record_batch([[1]], schema=other), schema=other) as bad_producer:
+        assert take(site.loader(f"127.0.0.1:{bad_producer.port}", correct), 1) == expected
 
 
-def test_ranks_with_the_same_samples_share_their_decoding(site):
-    """Those of a replica that read no pixels ask for the very same."""
+def test_ranks_with_same_samples_share_decoding(site):
+    """Check ranks of a replica that read no pixels, which send equal requests."""
     address = site.producer()
     work = site.opened[0].work
-    nothing = Reads({})
-    loaders = [site.loader(address, reads=nothing) for _ in range(3)]
+    no_pixels = Reads({})
+    loaders = [site.loader(address, reads=no_pixels) for _ in range(3)]
     found = [take(loader, 2) for loader in loaders]
     assert found[0] == found[1] == found[2]
     steps = len(found[0])
@@ -415,11 +415,11 @@ def test_ranks_with_the_same_samples_share_their_decoding(site):
     assert work.decoded == 2 * steps * microbatches
 
 
-def test_what_nobody_waits_for_is_not_decoded(site):
+def test_timed_out_request_is_not_decoded(site):
     address = site.producer()
     work = site.opened[0].work
-    held = threading.Event()
-    work._pool.submit(held.wait, 30)  # its only worker is busy
+    release = threading.Event()
+    work._pool.submit(release.wait, 30)  # occupy the only worker
     loader = site.loader(address, timeout_s=0.3, retry_timeout_s=0.3)
     with pytest.raises(DataError, match="TimedOut"):
         take(loader, 1)
@@ -429,10 +429,10 @@ def test_what_nobody_waits_for_is_not_decoded(site):
     ):
         time.sleep(0.05)
     assert work.unfinished == 0 and not work._jobs
-    held.set()
+    release.set()
 
 
-def test_nothing_is_said_to_other_machines_unencrypted(site, monkeypatch):
+def test_remote_producer_requires_encryption(site, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with pytest.raises(DataError, match="requires encryption"):
         take(site.loader("192.0.2.1:7", retry_timeout_s=0.1), 1)

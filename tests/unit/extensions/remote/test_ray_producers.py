@@ -1,4 +1,4 @@
-"""Producers that Ray starts, and starts again: killed, added, removed, and the same batches."""
+"""Producers that Ray starts and restarts: killed, added and removed, with equal batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmm.extensions.remote.producers.ray_actors import RayProducers  # noqa:
 
 __all__ = ["site"]
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
-PATIENCE_S = 200
+TIMEOUT_S = 200
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def registry():
 
 
 def addresses(registry, count: int, without: str = "") -> set[str]:
-    """Of all producers, once there are so many, and one is not among them."""
+    """Return the addresses of all producers once `count` are listed and `without` is not."""
     client = connect(f"127.0.0.1:{registry.port}", None, 10**6)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while (
         len(listed := {each.address for each in ask_registry(client)}) != count or without in listed
     ):
@@ -40,10 +40,10 @@ def addresses(registry, count: int, without: str = "") -> set[str]:
     return listed
 
 
-def test_three_actors_one_killed_one_added(site, registry):
+def test_ray_restarts_killed_producer(site, registry):
     expected = take(site.loader(), 12)
     address = f"127.0.0.1:{registry.port}"
-    given = {
+    settings = {
         "registry": address,
         "engine": "ray",
         "count": 3,
@@ -51,17 +51,17 @@ def test_three_actors_one_killed_one_added(site, registry):
         "retry_timeout_s": 300,
     }
     specs = {**site.common, "image_specs": {"vision": CLIP}}
-    producers = RayProducers(site.data(**given), training(), specs)
+    producers = RayProducers(site.data(**settings), training(), specs)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        batches = iter(site.loader(workers=1, **given))
+        batches = iter(site.loader(workers=1, **settings))
         found = take(batches, 3)
         first = addresses(registry, 3)
         killed, process = ray.get(producers.actors[0].describe.remote())
         os.kill(process, signal.SIGKILL)
         found += take(batches, 3)
         second = addresses(registry, 3, without=killed)
-        assert first - second == {killed}  # Ray has started another in its place
+        assert first - second == {killed}  # Ray started a replacement
         added = producers.add()
         third = addresses(registry, 4)
         assert ray.get(added.describe.remote())[0] in third - second

@@ -1,4 +1,4 @@
-"""Producers that come, go and die while samples are asked for; who is asked first."""
+"""Producers that are added, removed and killed while samples are requested, and request order."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ class Reporting:
         address = self.site.producer(**options)
         load = partial(self.site.opened[-1].load, address)
         self.reporters.append(Reporter(self.address, load))
-        self.until(lambda known: address in known)
+        self.until(lambda listed: address in listed)
         return address
 
-    def known(self) -> list[str]:
+    def listed(self) -> list[str]:
         return [each.address for each in ask_registry(connect(self.address, None, 10**6))]
 
     def until(self, condition) -> None:
         deadline = time.monotonic() + 3 * FORGOTTEN_S
-        while not condition(self.known()):
-            assert time.monotonic() < deadline, self.known()
+        while not condition(self.listed()):
+            assert time.monotonic() < deadline, self.listed()
             time.sleep(0.05)
 
     def remove(self, number: int = 0) -> None:
-        """It says that it leaves."""
+        """Remove a producer, which notifies the registry."""
         self.reporters.pop(number).close()
         self.site.stop(number)
 
     def kill(self, number: int = 0) -> None:
-        """It says nothing."""
+        """Stop a producer without a notification of the registry."""
         reporter = self.reporters.pop(number)
         reporter._closing.set()
         reporter._send = lambda kind: None
@@ -86,7 +86,7 @@ def reporting(site):
     found.close()
 
 
-def test_producers_come_and_go_in_a_run(reporting, site):
+def test_producers_can_be_added_and_removed(reporting, site):
     expected = take(site.loader(), 12)
     first = reporting.add()
     batches = iter(site.loader(registry=reporting.address))
@@ -94,36 +94,36 @@ def test_producers_come_and_go_in_a_run(reporting, site):
     second = reporting.add()
     found += take(batches, 3)
     reporting.remove(0)
-    assert reporting.known() == [second]
+    assert reporting.listed() == [second]
     found += take(batches, 3)
     third = reporting.add()
     reporting.kill(0)
     found += take(batches, 3)
     assert found == expected and len({first, second, third}) == 3
-    reporting.until(lambda known: known == [third])  # who was killed is forgotten
+    reporting.until(lambda listed: listed == [third])  # the killed producer expires
 
 
-def test_all_producers_have_their_turn(reporting, site):
+def test_all_producers_receive_requests(reporting, site):
     for _ in range(2):
         reporting.add()
     take(site.loader(registry=reporting.address), 8)
     assert all(producer.work.decoded >= 4 for producer in site.opened)
 
 
-def test_a_run_goes_on_without_its_registry(reporting, site):
+def test_run_continues_without_registry(reporting, site):
     reporting.add()
     batches = iter(site.loader(registry=reporting.address))
     found = take(batches, 2)
     port = reporting.registry.port
     reporting.registry.shutdown()
-    time.sleep(2.5)  # what is known of it is old by now
+    time.sleep(2.5)  # the listed producers are outdated
     found += take(batches, 2)
     assert found == take(site.loader(), 4)
     reporting.registry = Registry(f"127.0.0.1:{port}")
-    reporting.until(lambda known: len(known) == 1)
+    reporting.until(lambda listed: len(listed) == 1)
 
 
-def test_producers_of_other_data_are_not_asked(reporting, site):
+def test_producers_of_different_data_are_not_requested(reporting, site):
     reporting.add(seed=4)
     with pytest.raises(DataError, match="lists 0 producers of the same data and 1 of other data"):
         take(site.loader(registry=reporting.address, retry_timeout_s=0.5), 1)
@@ -131,13 +131,13 @@ def test_producers_of_other_data_are_not_asked(reporting, site):
     assert take(site.loader(registry=reporting.address), 2) == take(site.loader(), 2)
 
 
-def test_a_registry_that_is_not_there_is_named(site):
+def test_missing_registry_is_reported(site):
     message = r"no producer.*registry 127.0.0.1:1: Unavailable.*data.producers.registry"
     with pytest.raises(DataError, match=message):
         take(site.loader(registry="127.0.0.1:1", retry_timeout_s=0.5), 1)
 
 
-def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatch):
+def test_registry_requires_token_and_valid_reports(reporting, monkeypatch):
     client = connect(reporting.address, None, 10**6)
     for kind, body in {
         "report": b"{",
@@ -147,11 +147,11 @@ def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatc
         with pytest.raises(flight.FlightServerError):
             list(client.do_action(flight.Action(kind, body), within(5)))
     guarded = Registry("127.0.0.1:0", token="secret")
-    asked = connect(f"127.0.0.1:{guarded.port}", None, 10**6)
+    client_without_token = connect(f"127.0.0.1:{guarded.port}", None, 10**6)
     with pytest.raises(flight.FlightUnauthenticatedError, match="no token"):
-        ask_registry(asked)
+        ask_registry(client_without_token)
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert ask_registry(asked) == []
+    assert ask_registry(client_without_token) == []
     guarded.shutdown()
 
 
@@ -177,20 +177,20 @@ def report(client, kind="report", **changes):
 
 
 @pytest.mark.parametrize("wrong", WRONG_REPORTS, ids=lambda w: ascii(w)[:40])
-def test_registry_rejects_wrong_report(reporting, wrong, caplog):
+def test_registry_rejects_malformed_report(reporting, wrong, caplog):
     caplog.set_level("INFO")
     client = connect(reporting.address, None, 10**6)
     with pytest.raises(flight.FlightServerError, match="invalid report of a producer") as caught:
         report(client, **wrong)
     assert said(caught.value).isprintable()
-    assert reporting.known() == [] and not caplog.records
+    assert reporting.listed() == [] and not caplog.records
     for right in ("node-3.example_1:7411", "10.0.0.7:65535", "[fd00::7]:7411"):
         report(client, address=right, workers=4096)
-    assert len(reporting.known()) == 3
+    assert len(reporting.listed()) == 3
 
 
-def test_large_report_does_not_disturb_run(reporting, site):
-    """A report of 10^7 workers once ended the runs that use the registry."""
+def test_large_report_does_not_interrupt_run(reporting, site):
+    """Check a report of 10^7 workers, which previously stopped the runs that used the registry."""
     reporting.add()
     client = connect(reporting.address, None, 10**6)
     fingerprint = site.opened[0].load("a:1").fingerprint
@@ -219,7 +219,7 @@ def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
             registry._hear(kind, right, "ipv4:10.0.0.9")
     assert right in registry.listed()
     monkeypatch.setattr(registry_module, "MOST_PRODUCERS", len(registry._last))
-    registry._hear("report", right, "ipv4:10.0.0.1")  # known producers can always report
+    registry._hear("report", right, "ipv4:10.0.0.1")  # listed producers can always report
     with pytest.raises(ValueError, match="258 producers are registered"):
         registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
     now_s[0] += FORGOTTEN_S  # the made-up addresses expire, though no trainer lists producers
@@ -227,7 +227,7 @@ def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
     assert registry.listed() == [Reported("third:1", "f", 1, 0)]
 
 
-def test_turns_of_many_workers_are_limited():
+def test_request_order_limits_many_workers():
     many = [Reported(f"n{number}:1", "f", 4096, 0) for number in range(2000)]
     begin_s = time.monotonic()
     assert len(in_turn(many, 7)) == 2000
@@ -244,16 +244,16 @@ def test_turns_of_many_workers_are_limited():
     [["--workers", "-1"], ["--workers", "4097"], ["--bind", "nowhere"], ["--bind", "a:1\x1b[2J"],
      ["--registry", "a:0"], ["--advertise", "http://a:1"]],
 )  # fmt: skip
-def test_serve_rejects_wrong_arguments(wrong):
+def test_serve_rejects_invalid_arguments(wrong):
     arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *wrong])
     with pytest.raises(ConfigError, match=wrong[0]) as caught:
         serve(arguments, overrides)
     assert "\x1b" not in str(caught.value)
 
 
-@pytest.mark.parametrize("given", ["--tls-certificate", "--tls-key"])
-def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
-    half = [given, "file.pem"]
+@pytest.mark.parametrize("option", ["--tls-certificate", "--tls-key"])
+def test_programs_with_half_tls_pair_are_rejected(option, monkeypatch, capsys):
+    half = [option, "file.pem"]
     arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *half])
     with pytest.raises(ConfigError, match="must be used together"):
         serve(arguments, overrides)
@@ -264,12 +264,12 @@ def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
     assert "--tls-certificate and --tls-key must be used together" in capsys.readouterr().err
 
 
-def test_nothing_is_reported_unencrypted_to_other_machines():
+def test_reports_to_remote_registry_require_encryption():
     with pytest.raises(ConnectionError, match="requires encryption"):
         Reporter("192.0.2.1:7", lambda: Reported("a:1", "f", 1, 0))
 
 
-def test_a_run_has_a_registry_only_on_its_own_machine():
+def test_run_starts_registry_on_its_host_only():
     with own_registry(ProducersConfig()) as none:
         assert none is None
     with own_registry(ProducersConfig(registry="10.0.0.1:7")) as none:
@@ -280,7 +280,7 @@ def test_a_run_has_a_registry_only_on_its_own_machine():
             second.__enter__()
 
 
-def test_kubernetes_starts_what_there_is():
+def test_kubernetes_manifest_uses_valid_arguments():
     documents = yaml.safe_load_all((LAUNCH / "kubernetes_producers.yaml").read_text())
     pods = {
         d["metadata"]["name"]: d["spec"]["template"]["spec"]
@@ -288,18 +288,18 @@ def test_kubernetes_starts_what_there_is():
         if "template" in d["spec"]
     }
     (registry,) = pods["torchmm-registry"]["containers"]
-    program, _, module, *given = [*registry["command"], *registry["args"]]
+    program, _, module, *arguments = [*registry["command"], *registry["args"]]
     assert (program, module) == ("python", "torchmm.data.registry")
-    assert registry_parser().parse_args(given).bind.endswith(":7410")
+    assert registry_parser().parse_args(arguments).bind.endswith(":7410")
     (producer,) = pods["torchmm-producers"]["containers"]
-    _, _, _, module, *given = producer["args"][0].split()
-    found, overrides = serve_parser().parse_known_args(given)
+    _, _, _, module, *arguments = producer["args"][0].split()
+    found, overrides = serve_parser().parse_known_args(arguments)
     assert module == "torchmm.data.serve" and overrides == []
     assert found.registry.endswith(":7410") and found.advertise.endswith(":7411")
     assert found.tls_key and found.tls_certificate and found.ca_certificate
 
 
-def test_steps_go_to_producers_as_often_as_they_have_workers():
+def test_requests_are_proportional_to_workers():
     small, large = Reported("small:1", "f", 1, 0), Reported("large:1", "f", 3, 0)
     firsts = [in_turn([small, large], step)[0] for step in range(8)]
     assert firsts.count("large:1") == 6 and firsts[:4] == firsts[4:]
@@ -307,7 +307,7 @@ def test_steps_go_to_producers_as_often_as_they_have_workers():
     assert in_turn([], 3) == []
 
 
-def test_busy_and_silent_producers_come_last():
+def test_busy_and_unresponsive_producers_are_last():
     idle, busy = Reported("idle:1", "f", 1, 1), Reported("busy:1", "f", 1, 2)
     assert all(in_turn([idle, busy], step) == ["idle:1", "busy:1"] for step in range(4))
     last = in_turn([idle, busy], 0, avoided={"idle:1": 0.0})

@@ -32,16 +32,16 @@ def one_problem(path: Path, *overrides: str, world_size: int) -> str:
     return problem
 
 
-def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
+def test_producers_on_other_hosts_require_encryption(valid):
     local = '["127.0.0.1:7411", "localhost:7411", "[::1]:7411"]'
     load_recipe(valid, ["--data.producers.addresses", local], 1)
-    apart = ["--data.producers.addresses", '["127.0.0.1:7411", "10.0.0.7:7411"]']
-    problem = one_problem(valid, *apart, world_size=1)
+    remote = ["--data.producers.addresses", '["127.0.0.1:7411", "10.0.0.7:7411"]']
+    problem = one_problem(valid, *remote, world_size=1)
     assert 'data.producers.addresses[1] = "10.0.0.7:7411"' in problem
     assert "set data.producers.ca_certificate" in problem
     problem = one_problem(valid, "--data.producers.registry", "10.0.0.7:7410", world_size=1)
     assert 'data.producers.registry = "10.0.0.7:7410"' in problem
-    load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
+    load_recipe(valid, [*remote, "--data.producers.ca_certificate", "ca.pem"], 1)
 
 
 @pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:0", "a:1\\nb", "http://a:1"])
@@ -53,10 +53,10 @@ def test_producer_address_without_port_is_rejected(valid, address):
     assert "data.producers.addresses[1]" in problem and "use HOST:PORT" in problem
 
 
-def test_producers_are_listed_or_registered(valid):
+def test_producers_use_list_or_registry(valid):
     both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
-    given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
-    assert "remove one of the two keys" in one_problem(valid, *given, world_size=1)
+    overrides = [text for name, value in both for text in (f"--data.producers.{name}", value)]
+    assert "remove one of the two keys" in one_problem(valid, *overrides, world_size=1)
     by_ray = ["--data.producers.engine", "ray"]
     assert "requires data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
     by_ray += ["--data.producers.registry", "node1:7410", "--data.producers.ca_certificate", "ca"]
@@ -65,13 +65,13 @@ def test_producers_are_listed_or_registered(valid):
     assert "data.producers.tls_key" in problem and "on another host" in problem
 
 
-@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
-def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
+@pytest.mark.parametrize(("option", "missing"), [("certificate", "key"), ("key", "certificate")])
+def test_producers_with_half_tls_pair_are_rejected(valid, option, missing):
     local = ["--data.producers.engine", "ray", "--data.producers.registry", "127.0.0.1:7410"]
-    half = [*local, f"--data.producers.tls_{given}", "file.pem"]
+    half = [*local, f"--data.producers.tls_{option}", "file.pem"]
     problem = one_problem(valid, *half, world_size=1)
     assert f"data.producers.tls_{missing}" in problem
-    assert f"is required with data.producers.tls_{given}" in problem
+    assert f"is required with data.producers.tls_{option}" in problem
     load_recipe(valid, local, 1)
     load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
 
@@ -86,12 +86,12 @@ def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
         ("~nobody-has-this-name/runs", "use an absolute path"),
     ],
 )
-def test_upload_to_unusable_address_is_rejected(valid, upload, fix):
+def test_upload_to_unusable_url_is_rejected(valid, upload, fix):
     problem = one_problem(valid, "--checkpoint.remote_dir", upload, world_size=1)
     assert "checkpoint.remote_dir" in problem and upload in problem and fix in problem
 
 
-def test_staging_at_address_is_rejected(valid):
+def test_staging_at_url_is_rejected(valid):
     options = ["--checkpoint.remote_dir", "/copies", "--checkpoint.staging_dir", "s3://bucket/runs"]
     assert "use a directory" in one_problem(valid, *options, world_size=1)
 

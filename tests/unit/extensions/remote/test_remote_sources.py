@@ -1,4 +1,4 @@
-"""Sources elsewhere give the records, samples and identities that they give on this machine."""
+"""Remote sources have the records, samples and identities of local sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNT = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The same captions in every format."""
+    """Write the same captions in every format."""
     root = tmp_path_factory.mktemp("formats")
     rows = caption_rows(COUNT)
     for name, part in (("a", rows[:25]), ("b", rows[25:])):
@@ -50,10 +50,10 @@ def folder(tmp_path_factory) -> Path:
     split = {"split_parts": {"train": ["shards/{a,b}.tar"], "val": ["shards/b.tar"]}}
     write_meta(root / "energon", "CaptioningSample", fields, split)
     for kind in ("jsonl", "json", "csv", "gz", "described"):
-        (root / kind / "pictures").mkdir(parents=True)
+        (root / kind / "images").mkdir(parents=True)
         for i, row in enumerate(rows):
-            (root / kind / "pictures" / f"{i:03d}.png").write_bytes(row["image"]["bytes"])
-    named = [{"image": f"pictures/{i:03d}.png", "text": caption(i)} for i in range(COUNT)]
+            (root / kind / "images" / f"{i:03d}.png").write_bytes(row["image"]["bytes"])
+    named = [{"image": f"images/{i:03d}.png", "text": caption(i)} for i in range(COUNT)]
     lines = "".join(json.dumps(row) + "\n" for row in named)
     (root / "jsonl" / "a.jsonl").write_text(lines)
     (root / "gz" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
@@ -91,29 +91,29 @@ def samples_of(source, reader) -> str:
     return digest.hexdigest()
 
 
-KINDS = ("parquet", "tar", "energon", "jsonl", "json", "csv", "gz", "described")
+FORMATS = ("parquet", "tar", "energon", "jsonl", "json", "csv", "gz", "described")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_elsewhere_gives_the_same_samples(store, folder, tmp_path, reader, kind):
-    here = open_at(tmp_path, folder / kind)
-    there = open_at(tmp_path, f"s3://formats/{kind}")
-    assert len(here) == len(there) == COUNT
+@pytest.mark.parametrize("kind", FORMATS)
+def test_remote_source_has_same_samples(store, folder, tmp_path, reader, kind):
+    local = open_at(tmp_path, folder / kind)
+    remote = open_at(tmp_path, f"s3://formats/{kind}")
+    assert len(local) == len(remote) == COUNT
     for index in (0, COUNT - 1, 7):
-        own = reader.read(there.read(index))
-        assert own == reader.read(here.read(index))
-        assert own.files and own.text.ids
-        where = there.read(index).where
-        assert where.replace("s3://formats", str(folder)) == here.read(index).where
-    assert samples_of(here, reader) == samples_of(there, reader)
-    worker = copy.deepcopy(there)
-    assert reader.read(worker.read(3)) == reader.read(here.read(3))
+        sample = reader.read(remote.read(index))
+        assert sample == reader.read(local.read(index))
+        assert sample.files and sample.text.ids
+        where = remote.read(index).where
+        assert where.replace("s3://formats", str(folder)) == local.read(index).where
+    assert samples_of(local, reader) == samples_of(remote, reader)
+    worker = copy.deepcopy(remote)
+    assert reader.read(worker.read(3)) == reader.read(local.read(3))
 
 
-def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tmp_path):
+def test_energon_splits_of_remote_folder_apply(object_server, folder, tmp_path):
     def write_split(parts):
-        said = {"split_parts": {"train": parts}, "exclude": ["shards/a.tar", "shards/b.tar/003"]}
-        content = json.dumps(said).encode()
+        split = {"split_parts": {"train": parts}, "exclude": ["shards/a.tar", "shards/b.tar/003"]}
+        content = json.dumps(split).encode()
         object_server.put("excluded", "energon/.nv-meta/split.yaml", content)
 
     object_server.put_folder("excluded", folder / "energon", "energon/")
@@ -133,7 +133,7 @@ def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tm
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "csv"])
-def test_streams_elsewhere_resume_like_those_here(store, folder, tmp_path, kind):
+def test_remote_stream_resumes(store, folder, tmp_path, kind):
     data = data_of(tmp_path)
     config = SourceConfig(path=f"s3://formats/{kind}", streaming=True)
     stream = open_stream("x", config, data.index_cache_dir, open_file_system(config.path, data))
@@ -145,7 +145,7 @@ def test_streams_elsewhere_resume_like_those_here(store, folder, tmp_path, kind)
     assert stream.next().where == records[11][0]
 
 
-def test_a_sample_of_a_shard_costs_its_blocks_and_a_second_start_no_search(tmp_path, object_server):
+def test_shard_sample_reads_its_blocks_only(tmp_path, object_server):
     members = [(f"{i:02d}.bin", bytes([i]) * 400_000) for i in range(20)]
     shard = write_shard(tmp_path / "big.tar", members).read_bytes()
     object_server.put("big", "big.tar", shard)
@@ -153,7 +153,7 @@ def test_a_sample_of_a_shard_costs_its_blocks_and_a_second_start_no_search(tmp_p
     data = data_of(tmp_path)
     source = open_at(tmp_path, "s3://big/big.tar", data)
     assert len(source) == 20
-    # Headers are 400 kB apart: of each block of 256 KiB with one, no neighbour is fetched.
+    # Headers have intervals of 400 kB: blocks of 256 KiB without a header are not fetched.
     assert object_server.sent_bytes < len(shard)
     again = data_of(tmp_path, cache_dir=str(tmp_path / "other cache"))
     object_server.reset()
@@ -164,28 +164,28 @@ def test_a_sample_of_a_shard_costs_its_blocks_and_a_second_start_no_search(tmp_p
     assert object_server.sent_bytes < 700_000 + 1_100_000
 
 
-def test_row_groups_are_fetched_once_and_only_those_that_are_read(store, folder, tmp_path):
-    there = open_at(tmp_path, "s3://formats/parquet")
+def test_row_groups_are_fetched_once_when_read(store, folder, tmp_path):
+    remote = open_at(tmp_path, "s3://formats/parquet")
     for index in (3, 4, 9, 3, 30, 31):
-        there.read(index)
+        remote.read(index)
     entries = tmp_path / "index" / "storage" / "entries"
     assert len(list(entries.rglob("*-rows*"))) == 2
     sent = store.sent_bytes
-    fresh = open_at(tmp_path, "s3://formats/parquet")  # another process of this machine
-    assert fresh.read(5).columns == there.read(5).columns
+    fresh = open_at(tmp_path, "s3://formats/parquet")  # another process on this host
+    assert fresh.read(5).columns == remote.read(5).columns
     assert store.sent_bytes == sent
 
 
 @pytest.mark.parametrize("cache_gb", [0.0, 1e-5])
-def test_rows_without_room_to_keep_them(store, folder, tmp_path, cache_gb):
+def test_rows_are_read_without_cache_space(store, folder, tmp_path, cache_gb):
     data = data_of(tmp_path, cache_gb=cache_gb)
-    there = open_at(tmp_path, "s3://formats/parquet", data)
-    here = open_at(tmp_path, folder / "parquet")
+    remote = open_at(tmp_path, "s3://formats/parquet", data)
+    local = open_at(tmp_path, folder / "parquet")
     for index in (39, 0, 12, 39):
-        assert there.read(index).columns == here.read(index).columns
+        assert remote.read(index).columns == local.read(index).columns
 
 
-def test_a_broken_row_group_costs_its_own_rows(object_server, tmp_path):
+def test_damaged_remote_row_group_costs_its_rows(object_server, tmp_path):
     rows = pa.table({"text": [f"{i:05d}" * 40 for i in range(40)]})
     path = tmp_path / "broken.parquet"
     options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
@@ -201,9 +201,9 @@ def test_a_broken_row_group_costs_its_own_rows(object_server, tmp_path):
     assert source.read(30).columns["text"] == "00030" * 40
 
 
-def test_a_store_that_is_away_is_no_broken_row_group(store, tmp_path):
+def test_unavailable_store_is_not_corruption(store, tmp_path):
     source = open_at(tmp_path, "s3://formats/parquet", data_of(tmp_path, retry_timeout_s=0.5))
-    shutil.rmtree(tmp_path / "index" / "storage" / "entries")  # has the small file of the footer
+    shutil.rmtree(tmp_path / "index" / "storage" / "entries")  # remove the cached footer
     store.go_away()
     try:
         with pytest.raises(DataError, match=r"s3://formats/parquet/a\.parquet did not respond"):
@@ -213,7 +213,7 @@ def test_a_store_that_is_away_is_no_broken_row_group(store, tmp_path):
     assert source.read(3).columns["text"] == caption(3)
 
 
-def test_a_file_that_is_no_parquet_is_named(object_server, tmp_path):
+def test_remote_file_that_is_not_parquet_is_reported(object_server, tmp_path):
     object_server.put("broken", "no.parquet", b"x" * 5000)
     with pytest.raises(DataError, match=r"s3://broken/no\.parquet cannot be read \(not a parquet"):
         open_at(tmp_path, "s3://broken/no.parquet")
@@ -222,8 +222,8 @@ def test_a_file_that_is_no_parquet_is_named(object_server, tmp_path):
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        ("../jsonl/pictures/000.png", "is outside of s3://paths/in"),
-        ("s3://formats/jsonl/pictures/000.png", "is outside of s3://paths/in"),
+        ("../jsonl/images/000.png", "is outside of s3://paths/in"),
+        ("s3://formats/jsonl/images/000.png", "is outside of s3://paths/in"),
         ("https://127.0.0.1:9/x.png", "is outside of s3://paths/in"),
         ("/etc/hostname", "is outside of s3://paths/in"),
         ("missing.png", r"image file s3://paths/in/missing\.png: no such object"),
@@ -231,9 +231,7 @@ def test_a_file_that_is_no_parquet_is_named(object_server, tmp_path):
         ("a.png", None),
     ],
 )
-def test_named_files_stay_in_the_folder_of_their_source(
-    object_server, tmp_path, reader, image, reason
-):
+def test_remote_file_names_stay_in_source_folder(object_server, tmp_path, reader, image, reason):
     object_server.put("paths", "in/a.png", png(16, 16))
     line = json.dumps({"image": image, "text": "a red square"}) + "\n"
     object_server.put("paths", "in/rows.jsonl", line.encode())
@@ -247,7 +245,7 @@ def test_named_files_stay_in_the_folder_of_their_source(
     assert not any("formats" in path for _, path, _ in object_server.requests)
 
 
-def test_what_is_too_large_is_not_fetched(object_server, tmp_path, tokenizer, text_spec):
+def test_too_large_remote_file_is_not_fetched(object_server, tmp_path, tokenizer, text_spec):
     object_server.put("paths", "large/a.png", bytes(2_000_000))
     object_server.put("paths", "large/rows.jsonl", b'{"image": "a.png", "text": "a red square"}\n')
     source = open_at(tmp_path, "s3://paths/large")
@@ -259,14 +257,14 @@ def test_what_is_too_large_is_not_fetched(object_server, tmp_path, tokenizer, te
     assert object_server.sent_bytes < 1000
 
 
-def test_nothing_there(store, tmp_path):
+def test_missing_remote_source_is_reported(store, tmp_path):
     with pytest.raises(DataError, match=r"s3://formats/nothing.*no such file"):
         open_at(tmp_path, "s3://formats/nothing")
     with pytest.raises(DataError, match="no such bucket"):
         open_at(tmp_path, "s3://nobucket/nothing/*.tar")
 
 
-def test_the_split_is_a_folder_elsewhere_too(object_server, tmp_path):
+def test_remote_split_can_be_folder(object_server, tmp_path):
     for split in ("train", "validation"):
         row = json.dumps({"text": split}) + "\n"
         object_server.put("splits", f"set/{split}/a.jsonl", row.encode())
@@ -294,7 +292,7 @@ def test_splits_of_remote_files_are_selected_or_rejected(object_server, tmp_path
             read(path, "validation")
 
 
-def test_a_revision_goes_into_addresses_of_the_hub():
+def test_revision_is_added_to_hub_url():
     config = SourceConfig(path="hf://datasets/owner/name/train/*.parquet", revision="abc")
     assert pinned(config) == "hf://datasets/owner/name@abc/train/*.parquet"
     for path in ("hf://datasets/owner/name@main/x", "hf://datasets/owner"):
@@ -304,7 +302,7 @@ def test_a_revision_goes_into_addresses_of_the_hub():
         resolve_files(SourceConfig(path="data", revision="abc", format="json"))
 
 
-def test_the_root_is_the_folder_of_the_source(store, tmp_path):
+def test_root_of_remote_source_is_its_folder(store, tmp_path):
     for address in ("s3://formats/tar", "s3://formats/tar/", "s3://formats/tar/*.tar"):
         assert len(open_at(tmp_path, address)) == COUNT
     record = open_at(tmp_path, "s3://formats/parquet/*.parquet").read(0)

@@ -1,4 +1,4 @@
-"""Files at addresses: ranges, what is kept, stores that are away, slow, wrong or refusing."""
+"""Remote files: byte ranges, caching, and stores that are unavailable, slow or incorrect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_storage(path: Path, limit_bytes: int = 10**8, retry_timeout_s: float = 
     return Storage(path / "cache", limit_bytes, retry_timeout_s)
 
 
-def big(storage: Storage) -> RemoteFile:
+def large_file(storage: Storage) -> RemoteFile:
     file = storage.find("s3://first/x/a.bin")
     assert file is not None
     return file
@@ -50,37 +50,37 @@ def cached(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("limit_bytes", [0, 10**8])
 @pytest.mark.parametrize("keep", [False, True])
-def test_any_reading_gives_the_bytes_of_the_file(store, tmp_path, limit_bytes, keep):
+def test_reads_return_bytes_of_file(store, tmp_path, limit_bytes, keep):
     storage = open_storage(tmp_path, limit_bytes)
-    chance = random.Random(0)
-    with storage.open(big(storage), keep) as stream:
+    rng = random.Random(0)
+    with storage.open(large_file(storage), keep) as stream:
         for _ in range(60):
-            at = chance.randrange(len(CONTENT))
-            size = chance.choice([0, 1, 512, 70_000, 900_000, 5_000_000])
+            at = rng.randrange(len(CONTENT))
+            size = rng.choice([0, 1, 512, 70_000, 900_000, 5_000_000])
             assert stream.seek(at) == at
             assert stream.read(size) == CONTENT[at : at + size]
         stream.seek(-100, 2)
         assert stream.read() == CONTENT[-100:]
         stream.seek(0)
-        pieces = iter(lambda: stream.read(10_000), b"")
-        assert b"".join(pieces) == CONTENT
+        chunks = iter(lambda: stream.read(10_000), b"")
+        assert b"".join(chunks) == CONTENT
 
 
-def test_only_what_is_read_is_fetched_and_once(store, tmp_path):
-    file = big(open_storage(tmp_path))
+def test_only_read_blocks_are_fetched_once(store, tmp_path):
+    file = large_file(open_storage(tmp_path))
     with file.open() as stream:
         stream.seek(1_000_000)
         stream.read(1000)
     assert store.sent_bytes == BLOCK_BYTES
-    again = copy.deepcopy(file)  # as a worker process gets it
+    again = copy.deepcopy(file)  # as in a worker process
     with again.open() as stream:
         stream.seek(1_000_100)
         assert stream.read(500) == CONTENT[1_000_100:1_000_600]
     assert store.sent_bytes == BLOCK_BYTES
 
 
-def test_reading_in_order_takes_few_requests_and_no_byte_twice(store, tmp_path):
-    with big(open_storage(tmp_path)).open() as stream:
+def test_sequential_reading_uses_few_requests(store, tmp_path):
+    with large_file(open_storage(tmp_path)).open() as stream:
         while stream.read(512):
             pass
     gets = [r for r in store.requests if r[0] == "GET"]
@@ -88,7 +88,7 @@ def test_reading_in_order_takes_few_requests_and_no_byte_twice(store, tmp_path):
     assert len(gets) <= 5
 
 
-def test_lists_and_patterns(store, tmp_path):
+def test_remote_lists_and_patterns_match_files(store, tmp_path):
     storage = open_storage(tmp_path)
 
     def names(address: str) -> list[str]:
@@ -103,8 +103,8 @@ def test_lists_and_patterns(store, tmp_path):
         storage.list("s3://nobucket/x")
 
 
-def test_a_store_that_is_away_for_a_while_costs_only_time(store, tmp_path, caplog):
-    file = big(open_storage(tmp_path))
+def test_temporarily_unavailable_store_is_retried(store, tmp_path, caplog):
+    file = large_file(open_storage(tmp_path))
     store.go_away()
     timer = threading.Timer(2.0, store.come_back)
     timer.start()
@@ -116,23 +116,23 @@ def test_a_store_that_is_away_for_a_while_costs_only_time(store, tmp_path, caplo
     assert "s3://first/x/a.bin: " in caplog.text and "retrying" in caplog.text
 
 
-def test_a_store_that_stays_away_ends_the_run_in_time(store, tmp_path):
-    file = big(open_storage(tmp_path, retry_timeout_s=1.5))
+def test_unavailable_store_raises_after_timeout(store, tmp_path):
+    file = large_file(open_storage(tmp_path, retry_timeout_s=1.5))
     store.go_away()
-    began = time.monotonic()
+    begin_s = time.monotonic()
     try:
         with file.open() as stream, pytest.raises(DataError) as caught:
             stream.read(10)
     finally:
         store.come_back()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - begin_s < 15
     assert "s3://first/x/a.bin did not respond" in str(caught.value)
     assert "data.storage.retry_timeout_s" in str(caught.value)
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_busy_store_is_asked_again(store, tmp_path, status):
-    file = big(open_storage(tmp_path))
+def test_busy_store_is_retried(store, tmp_path, status):
+    file = large_file(open_storage(tmp_path))
     store.faults.status = status
     timer = threading.Timer(0.7, lambda: setattr(store.faults, "status", None))
     timer.start()
@@ -141,17 +141,17 @@ def test_a_busy_store_is_asked_again(store, tmp_path, status):
     timer.join()
 
 
-def test_a_slow_store_is_waited_for(store, tmp_path):
-    file = big(open_storage(tmp_path))
+def test_slow_store_is_waited_for(store, tmp_path):
+    file = large_file(open_storage(tmp_path))
     store.faults.bytes_per_s = BLOCK_BYTES
-    began = time.monotonic()
+    begin_s = time.monotonic()
     with file.open() as stream:
         assert stream.read(10) == CONTENT[:10]
-    assert time.monotonic() - began > 0.5
+    assert time.monotonic() - begin_s > 0.5
 
 
-def test_an_answer_that_is_cut_off_is_asked_for_again(store, tmp_path):
-    file = big(open_storage(tmp_path))
+def test_truncated_response_is_retried(store, tmp_path):
+    file = large_file(open_storage(tmp_path))
     store.faults.cut_after = 1000
     timer = threading.Timer(0.7, lambda: setattr(store.faults, "cut_after", None))
     timer.start()
@@ -165,9 +165,9 @@ def forget(path: Path) -> None:
         file.unlink()
 
 
-def test_wrong_bytes_are_asked_for_again(store, tmp_path, caplog):
+def test_incorrect_bytes_are_retried(store, tmp_path, caplog):
     storage = open_storage(tmp_path)
-    file = big(storage)
+    file = large_file(storage)
     assert storage.read(file, 0, 10) == CONTENT[:10]
     forget(tmp_path)
     wrong_until = len(store.requests) + 2
@@ -176,9 +176,9 @@ def test_wrong_bytes_are_asked_for_again(store, tmp_path, caplog):
     assert "checksum of bytes from 0 does not match" in caplog.text
 
 
-def test_a_store_that_stays_wrong_ends_the_run(store, tmp_path):
+def test_store_with_incorrect_bytes_raises(store, tmp_path):
     storage = open_storage(tmp_path)
-    file = big(storage)
+    file = large_file(storage)
     storage.read(file, 0, 10)
     forget(tmp_path)
     store.faults.spoil = lambda path, number: True
@@ -188,51 +188,51 @@ def test_a_store_that_stays_wrong_ends_the_run(store, tmp_path):
         storage.read(file, 0, 10)
 
 
-def test_damage_on_the_own_disk_is_found_and_mended(store, tmp_path, caplog):
+def test_damaged_cache_entry_is_replaced(store, tmp_path, caplog):
     storage = open_storage(tmp_path)
-    file = big(storage)
+    file = large_file(storage)
     storage.read(file, 0, 2 * BLOCK_BYTES)
-    flipped, cut = cached(tmp_path)
-    content = bytearray(flipped.read_bytes())
+    changed_entry, truncated_entry = cached(tmp_path)
+    content = bytearray(changed_entry.read_bytes())
     content[1000] ^= 1
-    flipped.write_bytes(content)
-    cut.write_bytes(cut.read_bytes()[:5000])
+    changed_entry.write_bytes(content)
+    truncated_entry.write_bytes(truncated_entry.read_bytes()[:5000])
     assert storage.read(file, 0, 2 * BLOCK_BYTES) == CONTENT[: 2 * BLOCK_BYTES]
     assert storage.cache.damaged == 2
     assert caplog.text.count("is corrupt") == 2
 
 
-def test_the_cache_stays_within_its_limit_and_drops_what_is_old(tmp_path):
+def test_cache_respects_limit_and_evicts_old_entries(tmp_path):
     limit = 1_000_000
     cache = BlockCache(tmp_path, limit)
     for number in range(100):
         cache.put(f"{number:040d}", bytes([number]) * 50_000)
         if number % 10 == 0:
-            kept = cache.get(f"{0:040d}")
-            assert kept is None or kept == bytes(50_000)
+            entry = cache.get(f"{0:040d}")
+            assert entry is None or entry == bytes(50_000)
         total = sum(f.stat().st_size for f in (tmp_path / "entries").rglob("*") if f.is_file())
         assert total <= limit * 33 / 32 + 50_016
     assert cache.get(f"{1:040d}") is None
     assert cache.get(f"{99:040d}") == bytes([99]) * 50_000
 
 
-def test_a_full_disk_costs_the_cache_and_not_the_run(store, tmp_path, caplog):
+def test_full_disk_disables_cache_only(store, tmp_path, caplog):
     storage = open_storage(tmp_path)
-    file = big(storage)
+    file = large_file(storage)
     entries = tmp_path / "cache" / "entries"
     entries.rmdir()
-    entries.write_bytes(b"")  # nothing can be made in it, whoever asks
+    entries.write_bytes(b"")  # no file can be created in it
     assert storage.read(file, 5, 10) == CONTENT[5:10]
     assert "cannot cache" in caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_a_mistake_of_the_recipe(tmp_path):
+def test_unwritable_cache_is_config_error(tmp_path):
     (tmp_path / "cache").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"data\.storage\.cache_dir"):
         open_storage(tmp_path)
 
 
-def test_an_object_that_is_replaced_ends_the_run(store, tmp_path):
+def test_replaced_object_raises(store, tmp_path):
     store.put("second", "c.bin", CONTENT)
     file = open_storage(tmp_path).find("s3://second/c.bin")
     assert file is not None
@@ -245,7 +245,7 @@ def test_an_object_that_is_replaced_ends_the_run(store, tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_refused_access_names_the_remedy_and_no_secret(store, tmp_path, status):
+def test_denied_access_reports_fix_without_secret(store, tmp_path, status):
     storage = open_storage(tmp_path)
     store.faults.status = status
     with pytest.raises(DataError) as caught:
@@ -255,18 +255,18 @@ def test_refused_access_names_the_remedy_and_no_secret(store, tmp_path, status):
     assert store.environment["AWS_SECRET_ACCESS_KEY"] not in text
 
 
-def test_missing_credentials_are_told_at_once(store, tmp_path, monkeypatch):
+def test_missing_credentials_are_reported_without_retry(store, tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    # Where machines in Amazon's cloud get theirs: here nobody listens.
+    # Hosts in AWS receive credentials from this endpoint. No process listens on this port.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    began = time.monotonic()
+    begin_s = time.monotonic()
     with pytest.raises(DataError, match=r"no credentials found.*set AWS_ACCESS_KEY_ID"):
         open_storage(tmp_path).find("s3://first/x/a.bin")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - begin_s < 10
 
 
-def test_whole_named_files(store, tmp_path):
+def test_named_remote_files_are_read(store, tmp_path):
     folder = RemotePath("s3://first/x", open_storage(tmp_path))
     named = folder.join("y/b.bin")
     assert named is not None and named.find().read_bytes() == b"b"
@@ -275,27 +275,27 @@ def test_whole_named_files(store, tmp_path):
     assert folder.join("../z.bin") is None
 
 
-def test_other_stores_through_fsspec(tmp_path):
+def test_fsspec_store_is_read(tmp_path):
     files = fsspec.filesystem("memory")
-    with files.open("/room/x/a.bin", "wb") as stream:
+    with files.open("/folder/x/a.bin", "wb") as stream:
         stream.write(CONTENT)
     storage = open_storage(tmp_path)
-    (file,) = storage.list("memory://room/x")
+    (file,) = storage.list("memory://folder/x")
     assert file.size == len(CONTENT)
     with file.open() as stream:
         stream.seek(1000)
         assert stream.read(5000) == CONTENT[1000:6000]
-    assert storage.client("memory://room").bytes_read == BLOCK_BYTES
-    assert storage.find("memory://room/x/b.bin") is None
+    assert storage.client("memory://folder").bytes_read == BLOCK_BYTES
+    assert storage.find("memory://folder/x/b.bin") is None
 
 
 @pytest.mark.parametrize("root", ["nothing://x", "file://x", "simplecache://x"])
-def test_unknown_stores_are_mistakes_of_the_recipe(root):
+def test_unknown_store_is_config_error(root):
     with pytest.raises(ConfigError, match=root):
         StoreClient(root, 1.0)
 
 
-def test_a_recipe_with_a_secret_in_an_address_is_refused_without_showing_it():
+def test_secret_in_url_is_rejected_without_showing_it():
     sources = '--data.sources=[{path="https://host/x.tar?X-Amz-Signature=hushhush"}]'
     found = problems_of(QUICKSTART, sources, world_size=1)
     assert any("data.sources[0].path" in p and "?X-Amz-Signature=" in p for p in found)
@@ -307,9 +307,7 @@ def test_a_recipe_with_a_secret_in_an_address_is_refused_without_showing_it():
 
 
 @pytest.mark.parametrize("root", ["s3://written", "memory://written"])
-def test_objects_are_written_as_bytes_and_from_files_in_parts_and_removed(
-    object_server, tmp_path, root
-):
+def test_objects_are_written_in_parts_and_removed(object_server, tmp_path, root):
     object_server.put("written", "other", b"")
     content = bytes(range(256)) * (9 << 14) + b"end"  # three parts
     (tmp_path / "file").write_bytes(content)
@@ -332,7 +330,7 @@ def test_objects_are_written_as_bytes_and_from_files_in_parts_and_removed(
     assert [item.path for item in client.list("a")] == ["a/small"]
 
 
-def test_a_store_that_may_not_be_written_names_the_remedy(object_server):
+def test_denied_write_reports_fix(object_server):
     object_server.put("written", "other", b"")
     object_server.faults.write_status = 403
     with pytest.raises(DataError, match="AWS_ACCESS_KEY_ID"):

@@ -1,4 +1,4 @@
-"""Runs of earlier versions, whose recipe, metrics and folders have former names, are shown."""
+"""Runs of earlier versions with former names of keys, metrics and folders."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ num_samples = 4
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run directory of an earlier version."""
+    """Return a run directory of an earlier version."""
     record = {name: number for number, name in enumerate(RENAMED_METRICS, 1)}
     lines = [json.dumps({"step": step, "loss": 2.0, **record}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_records_have_the_new_metrics(run_dir: Path) -> None:
+def test_former_records_have_current_metrics(run_dir: Path) -> None:
     run = read_run(run_dir)
     assert run.records[0].keys() - RENAMED_METRICS.values() == {"step", "loss"}
     values = [run.last(now) for now in RENAMED_METRICS.values()]
@@ -44,7 +44,7 @@ def test_records_have_the_new_metrics(run_dir: Path) -> None:
     assert run.generated_images() == [run_dir / "generated_images" / "step-1.png"]
 
 
-def test_recipe_has_the_new_keys(run_dir: Path) -> None:
+def test_former_recipe_has_current_keys(run_dir: Path) -> None:
     run = read_run(run_dir)
     assert run.recipe == with_current_names(tomli.loads(RECIPE))
     assert changed_values(run.recipe) == {
@@ -56,7 +56,7 @@ def test_recipe_has_the_new_keys(run_dir: Path) -> None:
     }
 
 
-def test_commands_show_a_former_run(
+def test_commands_show_former_run(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show_run.main([str(run_dir)]) == 0

@@ -1,4 +1,4 @@
-"""What the inspector says of a recipe's data is what a run would read."""
+"""The data inspection matches the data that a run reads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ INSPECT = runpy.run_path(str(ROOT / "scripts/inspect_data.py"))["main"]
 @pytest.mark.parametrize(
     ("spec", "width", "height"), [(CLIP, 16, 16), (NAFLEX, 32, 24), (QWEN, 16, 24)]
 )
-def test_what_an_encoder_gets_is_shown_as_it_was(tokenizer, text_spec, spec, width, height):
+def test_prepared_image_is_shown_without_loss(tokenizer, text_spec, spec, width, height):
     reader = SampleReader(DataConfig(), 64, text_spec, {"vision": spec}, tokenizer)
-    file = png(width, height)  # of a size that no processor changes
+    file = png(width, height)  # a size that no processor changes
     sample = reader.read(Record({"image": file, "text": "a dog"}))
     original, prepared = file_pictures(reader, file, sample.images[0])
     assert prepared.size == (width, height)
     assert np.abs(np.asarray(original, int) - np.asarray(prepared, int)).max() <= 1
 
 
-def test_tokens_are_shown_by_what_counts(tokenizer, text_spec):
+def test_token_runs_show_loss_mask(tokenizer, text_spec):
     reader = SampleReader(DataConfig(), 64, text_spec, {"vision": CLIP}, tokenizer)
     options = SampleOptions(prompt="picture of ")
     record = Record({"image": png(16, 16), "text": "a red dog"}, options=options)
@@ -47,7 +47,7 @@ def test_tokens_are_shown_by_what_counts(tokenizer, text_spec):
 
 @pytest.fixture
 def inspect(tmp_path, tokenizer):
-    """Runs the script on records and returns its exit code and the page."""
+    """Return a function that runs the script and returns its exit code and the HTML page."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def run(rows, *arguments):
@@ -72,7 +72,7 @@ def rows(tmp_path, count):
     return [{"image": "a.png", "text": "a red dog"} for _ in range(count)]
 
 
-def test_the_page_shows_samples_and_what_is_refused(inspect, tmp_path, capsys):
+def test_inspection_shows_samples_and_rejected_records(inspect, tmp_path, capsys):
     chat = [{"role": "user", "content": "two <b>?"}, {"role": "assistant", "content": "red"}]
     good = [*rows(tmp_path, 3), {"messages": chat}, {"text": "dogs in the sun " * 20}]
     bad = [{"image": "b.png", "text": "a"}, {"image": "c.png", "text": "a"}, {"words": 1}]
@@ -80,24 +80,24 @@ def test_the_page_shows_samples_and_what_is_refused(inspect, tmp_path, capsys):
     assert code == 0
     printed = capsys.readouterr().out
     assert "8 (of 8 records), 3 rejected" in printed and "caption x4, messages x1" in printed
-    assert "20.0% of samples" in printed  # the last text is longer than a sequence
+    assert "20.0% of samples" in printed  # the last text is longer than the sequence length
     assert "words" in printed and "b.png" in printed and "rows.jsonl:8" in printed
     line = next(line for line in printed.splitlines() if "rows.jsonl:8" in line)
     assert line.count("rows.jsonl") == 1 and "[7]" not in line
     assert '<span class="loss">a red dog&lt;/s&gt;</span>' in page
     assert "two &lt;b&gt;?" in page and "<b>?" not in page
     assert page.count("data:image/png;base64,") == 6  # before and after preprocessing
-    assert "<td>2</td>" in page  # two files are missing: one reason
+    assert "<td>2</td>" in page  # two missing files have one reason
 
 
-def test_at_most_the_limit_is_read_from_all_over_a_source(inspect, tmp_path, capsys):
+def test_inspection_limit_samples_whole_source(inspect, tmp_path, capsys):
     texts = [{"text": f"dogs {number}"} for number in range(100)]
     _, page = inspect(texts, "--limit", "3", "--samples", "3")
     assert "3 (of 100 records)" in capsys.readouterr().out
     assert [f"dogs {n}&lt;/s&gt;" in page for n in (0, 1, 49, 99)] == [True, False, True, True]
 
 
-def test_a_source_that_gives_nothing_ends_it(inspect, capsys):
+def test_inspection_of_unusable_source_fails(inspect, capsys):
     code, page = inspect([{"words": 1}])
     assert code == 3 and not page
     assert "none of its 1 records that were read is usable" in capsys.readouterr().err
@@ -112,12 +112,15 @@ def test_inspection_names_missing_paths_before_reading(tmp_path, capsys):
     assert "loading torch" not in printed and not (tmp_path / "page").exists()
 
 
-def test_counts_are_those_of_the_samples(inspect, tmp_path, tokenizer, capsys):
+def test_inspection_counts_match_tokenizer(inspect, tmp_path, tokenizer, capsys):
     inspect(rows(tmp_path, 2))
     printed = capsys.readouterr().out
-    said = len(tokenizer("a red dog").input_ids) + 1  # and the end token
-    read = 1 + 16  # <s> and the placeholders of the quickstart's encoder
-    assert f"{said / (said + read):.1%}" in printed and f"most {said + read}" in printed
+    loss_tokens = len(tokenizer("a red dog").input_ids) + 1  # text and end token
+    other_tokens = 1 + 16  # <s> and placeholders of the quickstart encoder
+    assert (
+        f"{loss_tokens / (loss_tokens + other_tokens):.1%}" in printed
+        and f"most {loss_tokens + other_tokens}" in printed
+    )
     assert "mean 1.00, max 1, 16 tokens each" in printed
 
 
@@ -135,18 +138,18 @@ def test_inspection_counts_filtered_and_dropped_content(inspect, tmp_path, capsy
     assert dropped in printed and dropped in page
 
 
-def test_inspection_estimates_passes_as_runs_count_them(inspect, tmp_path, capsys):
-    """60 samples of 22 tokens: one in a sequence of 24, four sequences in a step."""
+def test_inspection_estimates_epochs_like_runs(inspect, tmp_path, capsys):
+    """Inspect 60 samples of 22 tokens: one per sequence of 24, four sequences per step."""
     many = rows(tmp_path, 60)
     code, _ = inspect(many, "--training.steps=2000", "--training.global_batch_size=4")
-    told = " ".join(capsys.readouterr().out.split())
-    assert code == 0 and "one epoch of the training data is about 15 steps" in told
-    assert "warning: the run reads its training data 133 times" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert code == 0 and "one epoch of the training data is about 15 steps" in printed
+    assert "warning: the run reads its training data 133 times" in printed
     inspect(many, "--training.epochs=2", "--training.global_batch_size=4")
     assert "training.epochs = 2: about 30 steps" in capsys.readouterr().out
 
 
-def test_inspection_names_records_and_lengths_once(inspect, tmp_path, capsys):
+def test_inspection_reports_each_record_once(inspect, tmp_path, capsys):
     long = {"text": "a", "prompt": "red dog " * 40, "completion": "x"}
     code, _ = inspect([*rows(tmp_path, 3), {"image": "b.png", "text": "c"}, long])
     out = " ".join(capsys.readouterr().out.split())
@@ -157,12 +160,10 @@ def test_inspection_names_records_and_lengths_once(inspect, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fraction", "answer"), [("0.5", "allow this number"), ("0.1", "end a run")]
 )
-def test_decoding_names_damaged_files_and_checks_limits(
-    fraction, answer, inspect, tmp_path, capsys
-):
+def test_inspection_decodes_and_checks_limits(fraction, answer, inspect, tmp_path, capsys):
     found = rows(tmp_path, 3)
-    whole = png(400, 300)
-    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    full = png(400, 300)
+    (tmp_path / "half.png").write_bytes(full[: len(full) // 2])
     found.append({"image": "half.png", "text": "a dog"})
     inspect(found, "--samples", "1")
     assert "are corrupt" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""TensorBoard event files, read back, and the calls of Trackio."""
+"""TensorBoard event files that are read back, and calls of Trackio."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.training.tracking.run_files import code_version
 
 
-def test_event_files_of_tensorboard_have_it_all(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_all_records(tmp_path: Path) -> None:
     finished_run(tmp_path, html_report=False, tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = events.Tags()
@@ -27,30 +27,30 @@ def test_event_files_of_tensorboard_have_it_all(tmp_path: Path) -> None:
     assert code_version()["torch"].encode() in code.tensor_proto.string_val[0]
 
 
-def test_steps_that_a_resumed_run_repeats_replace_themselves(tmp_path: Path) -> None:
+def test_resumed_steps_replace_earlier_tensorboard_steps(tmp_path: Path) -> None:
     for start, loss in ((0, 1.0), (2, 9.0)):
-        made = recorder(tmp_path, start_step=start, html_report=False, tensorboard=True)
+        tracker = recorder(tmp_path, start_step=start, html_report=False, tensorboard=True)
         for step in range(start + 1, start + 4):
-            made.record(record(step, loss))
-        made.close()
+            tracker.record(record(step, loss))
+        tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert found == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0), (5, 9.0)]
 
 
 def test_tensorboard_shows_late_scores(tmp_path: Path) -> None:
-    made = recorder(tmp_path, html_report=False, tensorboard=True)
-    made.record(record(2))
-    made.add_scores({"task/exact_match": 0.25})
-    made.add_scores({"task/exact_match": 0.5})
-    made.close()
+    tracker = recorder(tmp_path, html_report=False, tensorboard=True)
+    tracker.record(record(2))
+    tracker.add_scores({"task/exact_match": 0.25})
+    tracker.add_scores({"task/exact_match": 0.5})
+    tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    shown = [(e.step, e.value) for e in events.Scalars("validation/task/exact_match")]
-    assert shown == [(2, 0.25), (2, 0.5)]
+    scalars = [(e.step, e.value) for e in events.Scalars("validation/task/exact_match")]
+    assert scalars == [(2, 0.25), (2, 0.5)]
     assert [e.step for e in events.Scalars("train/loss")] == [2]
 
 
-def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch) -> None:
+def test_trackio_receives_grouped_metrics_and_resumes(tmp_path: Path, monkeypatch) -> None:
     calls: list = []
 
     class Run:
@@ -60,19 +60,19 @@ def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch)
         def finish(self):
             calls.append("finished")
 
-    def init(**told):
-        calls.append(told)
+    def init(**settings):
+        calls.append(settings)
         return Run()
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    made = recorder(tmp_path, start_step=3, html_report=False, trackio=True)
-    made.record(record(4))
-    made.close()
+    tracker = recorder(tmp_path, start_step=3, html_report=False, trackio=True)
+    tracker.record(record(4))
+    tracker.close()
     assert calls[0]["resume"] == "allow" and calls[0]["config"]["code"] == code_version()
     assert calls[1][0] == 4 and calls[1][1]["train/loss"] == 2.5 and calls[2:] == ["finished"]
 
 
-def test_trackio_that_is_not_installed_is_named(tmp_path: Path, monkeypatch) -> None:
+def test_missing_trackio_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"pip install trackio"):
         recorder(tmp_path, html_report=False, trackio=True)

@@ -48,7 +48,7 @@ def test_missing_tracker_packages_are_rejected(monkeypatch):
     assert "pip install trackio" in problems["metrics.trackio"]
 
 
-def test_profile_without_the_extension_is_rejected(monkeypatch):
+def test_profile_without_extension_is_rejected(monkeypatch):
     monkeypatch.setattr(check, "find_entry", lambda table, name: None)
     assert (
         'the extension "reports" is not installed'
@@ -57,7 +57,7 @@ def test_profile_without_the_extension_is_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize("page", [True, False])
-def test_page_is_written_during_and_after_a_run(page, tmp_path):
+def test_html_report_is_written_during_and_after_run(page, tmp_path):
     recipe = Recipe.model_validate({"metrics": {"html_report": page}})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     run = TrackedRun(recipe.metrics, tmp_path, "run", {}, logging.getLogger("torchmm"), 0)

@@ -1,4 +1,4 @@
-"""The page of a run: what is in it, of what state files may be in, and in a real browser."""
+"""The HTML report of a run: content, damaged state files, and rendering in a browser."""
 
 import base64
 import hashlib
@@ -37,10 +37,10 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return made_run(tmp_path / "a run", 0.01)
+    return write_run(tmp_path / "a run", 0.01)
 
 
-def made_run(folder: Path, lr: float) -> Path:
+def write_run(folder: Path, lr: float) -> Path:
     folder.mkdir()
     lines = []
     for step in range(1, 21):
@@ -52,7 +52,7 @@ def made_run(folder: Path, lr: float) -> Path:
     recipe = {"name": folder.name, "optimizer": {"lr": lr}, "training": {"steps": 40}}
     (folder / "recipe.toml").write_text(tomli_w.dumps(recipe))
     (folder / "logs").mkdir()
-    (folder / "logs" / "rank-1.log").write_text("2026-11-25 rank 1 WARNING captions[3]: torn\n")
+    (folder / "logs" / "rank-1.log").write_text("2026-11-25 rank 1 WARNING captions[3]: damaged\n")
     name = write_thumbnail(folder / "samples", "../odd/source", 3, Image.new("RGB", (400, 300)))
     sample = {"source": "../odd/source", "index": 3, "prompt": "", "picture": name}
     samples = [
@@ -61,8 +61,10 @@ def made_run(folder: Path, lr: float) -> Path:
     ]
     (folder / "samples.json").write_text(json.dumps(samples))
     (folder / "timeline").mkdir()
-    picture = '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="90" height="30">'
-    (folder / "timeline" / "step-5.svg").write_text(picture + "<rect width='9' height='9'/></svg>")
+    svg_head = (
+        '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="90" height="30">'
+    )
+    (folder / "timeline" / "step-5.svg").write_text(svg_head + "<rect width='9' height='9'/></svg>")
     ranks = [{"measured_bytes": 3 * 2**30, "predicted_bytes": 2 * 2**30},
              {"measured_bytes": 5 * 2**29, "predicted_bytes": None}]  # fmt: skip
     memory = {"step": 5, "device": "cuda", "ranks": ranks}
@@ -71,9 +73,9 @@ def made_run(folder: Path, lr: float) -> Path:
     return folder
 
 
-def test_a_page_has_what_the_files_say(run_dir: Path) -> None:
+def test_report_contains_run_files(run_dir: Path) -> None:
     page = write_run_page(run_dir).read_text()
-    assert "data:image/png;base64," in page and "captions[3]: torn" in page
+    assert "data:image/png;base64," in page and "captions[3]: damaged" in page
     assert "step 20: 1 of 1 generated texts match" in page and "optimizer.lr" in page
     assert '"points":[[1,5.0],' in page and '"validation"' in page and '"MFU"' not in page
     assert "<td>3.00 GiB</td><td>2.00 GiB</td><td>150%</td>" in page
@@ -82,7 +84,7 @@ def test_a_page_has_what_the_files_say(run_dir: Path) -> None:
     assert "'" + str(run_dir) + "'" in page.replace("&#x27;", "'")  # commands quote the space
 
 
-def test_nothing_of_the_data_is_code(run_dir: Path) -> None:
+def test_report_escapes_data(run_dir: Path) -> None:
     (run_dir / "recipe.toml").write_text(tomli_w.dumps({"name": EVIL}))
     page = run_page(read_run(run_dir))
     assert "<script>document" not in page and "<img src=x" not in page
@@ -92,7 +94,7 @@ def test_nothing_of_the_data_is_code(run_dir: Path) -> None:
 SECRET = "a line of another file"
 
 
-def test_page_runs_no_script_of_files(run_dir: Path) -> None:
+def test_report_runs_no_script_of_files(run_dir: Path) -> None:
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)">{EVIL}</svg>{EVIL}'
     (run_dir / "timeline" / "step-6.svg").write_text(svg)
     (run_dir / "timeline" / "step-7<img src=x onerror=alert(1)>.svg").write_text(svg)
@@ -109,7 +111,7 @@ def test_page_runs_no_script_of_files(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/{}", "../../{}", "../{}", "link.png", "pipe.png", "text.png"])
-def test_page_includes_no_file_outside(run_dir: Path, tmp_path: Path, name: str) -> None:
+def test_report_includes_no_outside_file(run_dir: Path, tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret.png"
     Image.new("RGB", (8, 8), "red").save(secret)
     (run_dir / "samples" / "link.png").symlink_to(secret)
@@ -125,7 +127,7 @@ def test_page_includes_no_file_outside(run_dir: Path, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("file", ["logs/rank-0.log", "timeline/step-9.svg", "recipe.toml"])
-def test_page_follows_no_link_outside(run_dir: Path, tmp_path: Path, file: str) -> None:
+def test_report_follows_no_outside_link(run_dir: Path, tmp_path: Path, file: str) -> None:
     (tmp_path / "secret").write_text(f'name = "{SECRET}" # <svg')
     (run_dir / file).unlink(missing_ok=True)
     (run_dir / file).symlink_to(tmp_path / "secret")
@@ -151,7 +153,7 @@ ODD_VALUES = [None, True, -1, 1e999, 10**400, "x", [], [[1]], {}, {"a": {"b": 1}
 
 
 @pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: repr(value)[:20])
-def test_page_skips_values_of_other_types(
+def test_report_skips_values_of_wrong_type(
     run_dir: Path, value: object, monkeypatch, capsys
 ) -> None:
     record = {
@@ -176,13 +178,13 @@ def test_page_skips_values_of_other_types(
     }
     monkeypatch.setattr(sys, "argv", ["show_run.py", str(run_dir)])
     for name, contents in files.items():
-        whole = (run_dir / name).read_bytes() if (run_dir / name).exists() else b""
+        original = (run_dir / name).read_bytes() if (run_dir / name).exists() else b""
         for content in contents:
             line = json.dumps(content).encode() + b"\n"
-            (run_dir / name).write_bytes(whole + line if name.endswith("jsonl") else line)
+            (run_dir / name).write_bytes(original + line if name.endswith("jsonl") else line)
             assert "Curves" in run_page(read_run(run_dir))
             assert show_run.main() == 0
-        (run_dir / name).write_bytes(whole)
+        (run_dir / name).write_bytes(original)
     if isinstance(value, (bool, int, str, list, dict)) and value not in (10**400, [[1]]):
         for table in odd(recipe)[:-1]:
             (run_dir / "recipe.toml").write_text(tomli_w.dumps(table))
@@ -192,8 +194,8 @@ def test_page_skips_values_of_other_types(
 
 
 @pytest.mark.parametrize("name", ["a; touch owned", "$(touch owned)", "-rf", "a\nb", "a'b"])
-def test_page_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -> None:
-    made_run(tmp_path / name, 0.01)
+def test_report_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -> None:
+    write_run(tmp_path / name, 0.01)
     monkeypatch.chdir(tmp_path)
     page = run_page(read_run(Path(name)))
     commands = [
@@ -201,8 +203,8 @@ def test_page_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -
     ]
     assert len(commands) == 6 and "read recipe.toml before you start it" in page
     for command in commands:
-        words = [word.removesuffix("/recipe.toml") for word in shlex.split(command)]
-        assert (f"./{name}" if name.startswith("-") else name) in words
+        arguments = [word.removesuffix("/recipe.toml") for word in shlex.split(command)]
+        assert (f"./{name}" if name.startswith("-") else name) in arguments
 
 
 MARKUP = "[/b]x [red]y :boom:"
@@ -229,36 +231,41 @@ def test_every_console_comes_from_make_console() -> None:
     for folder in ("torchmm", "scripts", "benchmarks"):
         files += (root / folder).rglob("*.py")
     found = {f.name for f in files if re.search(r"\bConsole\(", f.read_text())}
-    assert found == {"log.py", "screenshots.py"}  # the latter prints the output of others
+    assert found == {
+        "log.py",
+        "screenshots.py",
+    }  # screenshots.py prints the output of other programs
 
 
 @pytest.mark.parametrize(
     "file", ["recipe.toml", "samples.json", "memory.json", "STATUS.json", "evaluations.jsonl"]
 )
 @pytest.mark.parametrize("content", [None, b"", b"\xff{[", b"[1, 2]", b'{"a": 1}\n'])
-def test_files_may_be_missing_or_torn(run_dir: Path, file: str, content: bytes | None) -> None:
+def test_report_accepts_missing_or_damaged_files(
+    run_dir: Path, file: str, content: bytes | None
+) -> None:
     (run_dir / file).unlink(missing_ok=True)
     if content is not None:
         (run_dir / file).write_bytes(content)
     assert "Curves" in run_page(read_run(run_dir))
 
 
-def test_a_folder_without_steps_is_no_run(tmp_path: Path) -> None:
+def test_folder_without_steps_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
         read_run(tmp_path)
 
 
-def test_extremes_of_long_curves_stay() -> None:
+def test_downsampled_curve_preserves_extremes() -> None:
     points = [(step, float(step % 7)) for step in range(100_000)]
     points[43_210] = (43_210, 99.0)
     points[77_777] = (77_777, -99.0)
-    kept = thinned(points)
-    assert len(kept) <= MOST_POINTS and kept == sorted(kept)
-    assert {points[0], points[-1], points[43_210], points[77_777]} <= set(kept)
+    sampled = thinned(points)
+    assert len(sampled) <= MOST_POINTS and sampled == sorted(sampled)
+    assert {points[0], points[-1], points[43_210], points[77_777]} <= set(sampled)
     assert thinned(points[:50]) == points[:50]
 
 
-def test_a_page_is_renewed_after_a_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_rewritten_after_interval(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
     sink, page = PageSink(run_dir), run_dir / "index.html"
@@ -272,16 +279,16 @@ def test_a_page_is_renewed_after_a_while(run_dir: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("state", "renews"), [("running", "30"), ("done", "0")])
-def test_only_the_page_of_a_run_that_goes_on_is_loaded_again(
-    run_dir: Path, state: str, renews: str
-) -> None:
+def test_only_report_of_active_run_reloads(run_dir: Path, state: str, renews: str) -> None:
     (run_dir / "STATUS.json").unlink()
     write_status(run_dir, Status(state, 20, 0))  # type: ignore[arg-type]
     assert f'data-renew-s="{renews}"' in run_page(read_run(run_dir))
 
 
-def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [read_run(made_run(tmp_path / name, lr)) for name, lr in (("a", 0.01), ("b", 0.02))]
+def test_comparison_shows_runs_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [read_run(write_run(tmp_path / name, lr)) for name, lr in (("a", 0.01), ("b", 0.02))]
     assert recipe_differences(runs) == {"name": ["a", "b"], "optimizer.lr": ["0.01", "0.02"]}
     figures = comparison(runs)
     assert (
@@ -294,9 +301,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "optimizer.lr" in capsys.readouterr().out
 
 
-def looked_at(page: str, folder: Path) -> tuple[str, str]:
-    """(what the browser makes of a page, what its scripts complain about)."""
-    file = folder / "looked at.html"
+def render_page(page: str, folder: Path) -> tuple[str, str]:
+    """Return the DOM that a browser builds from a page, and the console errors."""
+    file = folder / "page.html"
     file.write_text(page)
     assert BROWSER is not None
     done = subprocess.run(
@@ -309,14 +316,14 @@ def looked_at(page: str, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
-def test_a_browser_draws_all_charts_without_errors(run_dir: Path, tmp_path: Path) -> None:
+def test_browser_renders_charts_without_errors(run_dir: Path, tmp_path: Path) -> None:
     page = run_page(read_run(run_dir))
-    made, complaints = looked_at(page, tmp_path)
+    dom, errors = render_page(page, tmp_path)
     charts = page.count('<figure class="chart">')
-    assert not complaints and charts == 5
-    assert made.count('class="curve"') + made.count("<circle") >= charts
-    assert "owned" not in made.partition("</title>")[0]
-    _, complaints = looked_at(page.replace('"points":[[1,', '"points":[[oops,', 1), tmp_path)
-    assert "SyntaxError" in complaints  # control
-    made, complaints = looked_at(page.replace("</body>", f"{EVIL}</body>"), tmp_path)
-    assert "Content Security Policy" in complaints and "<title>owned" not in made
+    assert not errors and charts == 5
+    assert dom.count('class="curve"') + dom.count("<circle") >= charts
+    assert "owned" not in dom.partition("</title>")[0]
+    _, errors = render_page(page.replace('"points":[[1,', '"points":[[oops,', 1), tmp_path)
+    assert "SyntaxError" in errors  # the check detects errors
+    dom, errors = render_page(page.replace("</body>", f"{EVIL}</body>"), tmp_path)
+    assert "Content Security Policy" in errors and "<title>owned" not in dom

@@ -13,9 +13,9 @@ from torchmm.training.shutdown import Status, write_status
 from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 
-def shown(slowest: list[int], share: float = 0.25) -> str:
+def straggler_table(slowest: list[int], fraction: float = 0.25) -> str:
     records = [
-        {"step": step, "slowest_rank": rank, "straggler_fraction": share}
+        {"step": step, "slowest_rank": rank, "straggler_fraction": fraction}
         for step, rank in enumerate(slowest, start=1)
     ]
     console = Console(file=io.StringIO(), width=120)
@@ -23,8 +23,8 @@ def shown(slowest: list[int], share: float = 0.25) -> str:
     return console.file.getvalue()
 
 
-def test_ranks_that_were_slowest_are_shown_over_time():
-    text = shown([3] * 4 + [0, 3, 0, 3] + [0] * 4 + [0, 0, 0, 5])
+def test_slowest_ranks_are_shown_over_time():
+    text = straggler_table([3] * 4 + [0, 3, 0, 3] + [0] * 4 + [0, 0, 0, 5])
     rows = [line.replace("│", "").split() for line in text.splitlines()]
     assert ["0", "0%", "50%", "100%", "75%"] in rows
     assert ["3", "100%", "50%", "0%", "0%"] in rows
@@ -32,11 +32,11 @@ def test_ranks_that_were_slowest_are_shown_over_time():
     assert "steps 13 to 16" in text and text.count("25%") == 5
 
 
-def test_one_rank_has_nobody_to_wait_for():
-    assert shown([0] * 8) == ""
+def test_single_rank_has_no_straggler_table():
+    assert straggler_table([0] * 8) == ""
 
 
-def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
+def test_newest_scores_of_run_and_exports_are_shown(tmp_path):
     records = [
         {"step": 2, "scores": {"vqa/exact_match": 0.25}},
         {"step": 4, "scores": {"vqa/exact_match": 0.5}},
@@ -51,11 +51,11 @@ def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
     assert "0.2500" not in console.file.getvalue()
 
 
-@pytest.mark.parametrize(("age_s", "shown"), [(60, "running"), (3600, "no update for 60 min")])
-def test_state_line_of_killed_run_shows_silence(tmp_path, age_s, shown):
+@pytest.mark.parametrize(("age_s", "expected"), [(60, "running"), (3600, "no update for 60 min")])
+def test_state_line_shows_killed_run(tmp_path, age_s, expected):
     write_status(tmp_path, Status("running", 3, 0))
     past_s = time.time() - age_s
     os.utime(tmp_path / "STATUS.json", (past_s, past_s))
     line = show_run.state_line(RunContents(tmp_path, [], {"name": "mine"}))
-    assert line.startswith("mine: running") and shown in line
+    assert line.startswith("mine: running") and expected in line
     assert ("may have been killed" in line) == (age_s > 600)
