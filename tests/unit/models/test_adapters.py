@@ -1,4 +1,4 @@
-"""Low-rank adapters: PEFT's numbers and files, the right linears, and nothing else is trained."""
+"""Low-rank adapters: comparison with PEFT, file format, selection of layers, and frozen weights."""
 
 import dataclasses
 import json
@@ -37,10 +37,12 @@ PEFT_NAMES = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vec
 
 
 def build(config: ModelConfig, move: bool = True, **adapters: dict[str, Any]) -> MultimodalModel:
-    """On the CPU, with adapters by name.
+    """Build a model on the CPU with adapters by name.
 
     Args:
-        move: whether all weights are random, second factors and biases included.
+        config: Model section of a recipe.
+        move: Whether to set all weights to random values, including second factors and biases.
+        adapters: Adapter sections by name.
     """
     sections = {name: AdapterConfig.model_validate(a) for name, a in adapters.items()}
     model = build_model(config, FreezeConfig(), adapters=sections)
@@ -58,7 +60,7 @@ def text_config(family: str) -> ModelConfig:
 def without_adapters(
     config: ModelConfig, model: MultimodalModel, *, added: bool = True
 ) -> MultimodalModel:
-    """A model whose weights have the adapters in them, or not even that."""
+    """Return a model with merged adapter weights, or without adapters if `added` is False."""
     plain = build(config)
     values = {n: v for n, v in model.state_dict().items() if not is_adapter_parameter(n)}
     for prefix, module in model.named_modality_modules():
@@ -77,8 +79,8 @@ def logits(model: MultimodalModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("family", list(LLMS))
-def test_products_of_all_linears_count(family: str, method: str) -> None:
-    """No forward goes past a linear to its weight."""
+def test_llm_adapters_of_all_layers_match_merged_weights(family: str, method: str) -> None:
+    """Check that no forward pass uses a weight without its adapter."""
     config = text_config(family)
     model = build(config, a={"modules": ["llm"], "rank": 2, "alpha": 1.0, "method": method})
     found = logits(model)
@@ -87,7 +89,7 @@ def test_products_of_all_linears_count(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("family", list(ENCODERS))
-def test_products_of_all_linears_of_a_tower_count(family: str) -> None:
+def test_encoder_adapters_match_merged_weights(family: str) -> None:
     config = pair_config("llama", family)
     model = build(config, a={"modules": ["eye"], "rank": 2, "alpha": 1.0})
     inputs = make_inputs(family)
@@ -98,7 +100,7 @@ def test_products_of_all_linears_of_a_tower_count(family: str) -> None:
 
 
 def saved_llm(directory: Path, family: str = "qwen3") -> ModelConfig:
-    """A source on the disk."""
+    """Save a model to disk and return its config."""
     plain = AutoModelForCausalLM.from_config(build(text_config(family)).llm.config)
     randomize(plain)
     plain.save_pretrained(directory)
@@ -106,7 +108,7 @@ def saved_llm(directory: Path, family: str = "qwen3") -> ModelConfig:
 
 
 @pytest.mark.parametrize("method", ["lora", "rslora", "dora"])
-def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_path: Path) -> None:
+def test_peft_loads_adapter_files_with_equal_gradients(method: str, tmp_path: Path) -> None:
     config = saved_llm(tmp_path / "llm")
     section = {"modules": ["llm"], "targets": ["q_proj", "down_proj"], "rank": 3, "method": method}
     model = build(config, move=False, mine=section)
@@ -128,9 +130,9 @@ def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_p
     compared = 0
     for name, _, lora in adapted_linears(model.llm.backbone):
         path = f"base_model.model.{name}"
-        for part, own in lora.named_parameters():
-            other = gradients[f"{path}.{PEFT_NAMES[part]}.default.weight"]
-            assert relative_error(own.grad, other) < EXACT
+        for part, parameter in lora.named_parameters():
+            peft_grad = gradients[f"{path}.{PEFT_NAMES[part]}.default.weight"]
+            assert relative_error(parameter.grad, peft_grad) < EXACT
             compared += 1
     assert compared == len(gradients)
 
@@ -145,7 +147,7 @@ def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_p
         ("qwen2_5_vl", "dora"),
     ],
 )
-def test_peft_adds_adapters_of_a_composite_as_the_export_does(
+def test_peft_merge_matches_export_of_multimodal_model(
     name: str, method: str, tmp_path: Path, tokenizer
 ) -> None:
     plain = AutoModelForImageTextToText.from_config(build(composite_config(name)).composite)
@@ -154,7 +156,7 @@ def test_peft_adds_adapters_of_a_composite_as_the_export_does(
     modules = ["llm", "vision", *(["vision.connector"] if name != "gemma3" else [])]
     model = build(config, both={"modules": modules, "rank": 2, "method": method})
     frozen = plain.state_dict()
-    with torch.no_grad():  # what PEFT loads them on top of
+    with torch.no_grad():  # the base weights that PEFT loads
         model_of_source = build(config, move=False).state_dict()
         for fqn, value in model.state_dict().items():
             if not is_adapter_parameter(fqn):
@@ -173,7 +175,7 @@ def test_peft_adds_adapters_of_a_composite_as_the_export_does(
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_files_of_peft_are_read(method: str, tmp_path: Path) -> None:
+def test_peft_adapter_files_load(method: str, tmp_path: Path) -> None:
     config = saved_llm(tmp_path / "llm")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
     settings = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", use_dora=method == "dora")
@@ -203,7 +205,9 @@ def test_files_of_peft_are_read(method: str, tmp_path: Path) -> None:
         ({"targets": ["all-linear"], "modules": ["llm", "eye"]}, "cannot be read"),
     ],
 )
-def test_files_of_another_adapter_are_refused(change: dict, message: str, tmp_path: Path) -> None:
+def test_files_of_different_adapter_are_rejected(
+    change: dict, message: str, tmp_path: Path
+) -> None:
     section = {"modules": ["llm"], "targets": ["q_proj", "v_proj"], "rank": 2, "alpha": 6.0}
     config = pair_config("llama", "clip")
     save_adapters(build(config, mine=section), tmp_path)
@@ -266,11 +270,11 @@ def test_peft_settings_without_effect_load(settings, tmp_path: Path) -> None:
     assert relative_error(model.llm.logits(batch, {}, batch.target_positions_L), found) < EXACT
 
 
-def test_every_peft_setting_has_a_rule() -> None:
-    """A field that PEFT adds fails here until somebody decides what it means."""
-    known = {*adapter_files._RUN_SETTINGS, *adapter_files._ACCEPTED, *adapter_files._PATTERNS}
-    known |= {"r", "lora_alpha", "use_rslora", "use_dora"}
-    assert {field.name for field in dataclasses.fields(LoraConfig)} == known
+def test_every_peft_setting_has_rule() -> None:
+    """Check that a new field of PEFT fails until it has a rule."""
+    supported = {*adapter_files._RUN_SETTINGS, *adapter_files._ACCEPTED, *adapter_files._PATTERNS}
+    supported |= {"r", "lora_alpha", "use_rslora", "use_dora"}
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == supported
     defaults = LoraConfig().to_dict()
     assert not list(adapter_files._unsupported_settings(defaults))
 
@@ -299,28 +303,28 @@ def test_unknown_peft_setting_and_wrong_shape_are_rejected(tmp_path: Path) -> No
         load_adapters(model, {"mine": str(tmp_path / "mine")})
 
 
-def test_parts_of_a_pair_have_directories_of_their_own(tmp_path: Path) -> None:
+def test_adapters_of_modules_have_separate_directories(tmp_path: Path) -> None:
     config = pair_config("llama", "clip")
     sections = {"one": {"modules": ["llm"]}, "two": {"modules": ["eye"], "targets": ["q_proj"]}}
-    save_adapters(build(config, **sections), tmp_path / "apart")
-    save_adapters(build(config, all={"modules": ["llm", "eye"]}), tmp_path / "together")
+    save_adapters(build(config, **sections), tmp_path / "separate")
+    save_adapters(build(config, all={"modules": ["llm", "eye"]}), tmp_path / "joint")
     found = sorted(str(f.parent.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
-    assert found == ["apart/one", "apart/two", "together/all/eye", "together/all/llm"]
+    assert found == ["joint/all/eye", "joint/all/llm", "separate/one", "separate/two"]
 
 
 def test_only_adapters_of_their_modules_are_trained() -> None:
     model = build(pair_config("llama", "clip"), a={"modules": ["llm"]})
     trained = {module_of(n) for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"llm", "eye", "eye.connector"}
-    of_llm = {n: p.requires_grad for n, p in model.llm.named_parameters()}
-    assert all(flag == is_adapter_parameter(name) for name, flag in of_llm.items())
+    llm_flags = {n: p.requires_grad for n, p in model.llm.named_parameters()}
+    assert all(flag == is_adapter_parameter(name) for name, flag in llm_flags.items())
     description = model.llm.describe()
     assert not description.trainable
     assert all(len(layer.adapters) == 7 for layer in description.layers)
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_a_model_begins_as_without_adapters(method: str) -> None:
+def test_adapted_model_starts_with_base_outputs(method: str) -> None:
     config = text_config("llama")
     plain = build(config, move=False)
     adapted = build(config, move=False, a={"modules": ["llm"], "method": method})
@@ -330,7 +334,7 @@ def test_a_model_begins_as_without_adapters(method: str) -> None:
         assert 0.5 < float(lora.down.abs().max()) * lora.down.shape[1] ** 0.5 <= 1
 
 
-def test_a_connector_with_an_adapter_is_frozen_but_for_it() -> None:
+def test_connector_adapter_freezes_connector_weights() -> None:
     section = {"modules": ["eye.connector"], "targets": ["linear_1"], "rank": 2}
     model = build(pair_config("llama", "clip"), a=section)
     trained = {n for n, p in model.named_parameters() if p.requires_grad and "connector" in n}
@@ -351,7 +355,7 @@ def test_a_connector_with_an_adapter_is_frozen_but_for_it() -> None:
         (["q_proj", "layers.1.*.q_proj"], 3),
     ],
 )
-def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int) -> None:
+def test_target_patterns_match_ends_of_names(targets, chosen: int) -> None:
     model = build(text_config("llama"), a={"modules": ["llm"], "targets": targets})
     assert len(model.llm.adapters) == chosen
 
@@ -376,6 +380,6 @@ def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int
         ),
     ],
 )
-def test_what_no_model_has_is_refused(sections: dict, message: str) -> None:
+def test_unknown_adapter_targets_are_rejected(sections: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(pair_config("llama", "clip"), **sections)

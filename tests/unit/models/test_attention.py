@@ -1,4 +1,4 @@
-"""The attention function against plain softmax attention."""
+"""The attention function compared with softmax attention in float64."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ class Layer(nn.Module):
     is_causal = True
 
 
-def plain_attention(
+def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -27,7 +27,7 @@ def plain_attention(
     softcap: float | None = None,
     blocks: Tensor | None = None,
 ) -> Tensor:
-    """(1, H, T, D) by the definition, in float64."""
+    """Return attention (1, H, T, D) computed by its definition in float64."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q.double() @ k.double().transpose(-1, -2) * scale
@@ -46,9 +46,11 @@ def plain_attention(
 @pytest.mark.parametrize(
     "starts", [[0, 12], [0, 4, 8, 12], [0, 1, 2, 7, 12], [0, 4, 8, 9, 12]], ids=str
 )
-def test_output_and_gradients(starts: list[int], kv_heads: int, causal: bool) -> None:
+def test_attention_output_and_gradients_match_reference(
+    starts: list[int], kv_heads: int, causal: bool
+) -> None:
     torch.manual_seed(0)
-    # Not contiguous, as layers hand it over: (B, T, H, D) transposed.
+    # Not contiguous, as in layers: (B, T, H, D) transposed.
     q, k, v = (
         torch.randn(1, 12, heads, 8).transpose(1, 2).requires_grad_()
         for heads in (4, kv_heads, kv_heads)
@@ -58,7 +60,7 @@ def test_output_and_gradients(starts: list[int], kv_heads: int, causal: bool) ->
         Layer(), q, k, v, None, scaling=0.3, cu_seq_lens_q=segments, is_causal=causal
     )
     parts = [
-        plain_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, 0.3)
+        reference_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, 0.3)
         for a, b in pairwise(starts)
     ]
     theirs = torch.cat(parts, dim=2).transpose(1, 2)
@@ -89,7 +91,7 @@ BLOCKS = torch.tensor([-1, 0, 0, 0, -1, 3, 3, -1, 3, 3, 3, -1])
     ids=str,
 )
 @pytest.mark.parametrize("starts", [[0, 12], [0, 3, 6, 8, 12]], ids=str)
-def test_windows_caps_and_blocks(
+def test_attention_windows_caps_and_blocks_match_reference(
     starts: list[int], rules: dict, blocks: Tensor | None, kv_heads: int
 ) -> None:
     torch.manual_seed(0)
@@ -100,7 +102,7 @@ def test_windows_caps_and_blocks(
     segments = Segments.from_starts(starts, CPU, blocks)
     ours, _ = attention(Layer(), q, k, v, None, scaling=0.3, cu_seq_lens_q=segments, **rules)
     parts = [
-        plain_attention(
+        reference_attention(
             *(x[:, :, a:b] for x in (q, k, v)),
             causal=True,
             scale=0.3,
@@ -119,7 +121,7 @@ def test_windows_caps_and_blocks(
         assert relative_error(grad, reference) < 1e-6
 
 
-def test_an_expanded_gradient_is_accepted() -> None:
+def test_attention_accepts_expanded_gradient() -> None:
     q = torch.randn(1, 2, 6, 8, requires_grad=True)
     segments = Segments.from_starts([0, 2, 6], CPU)
     out, _ = attention(Layer(), q, q, q, None, cu_seq_lens_q=segments)
@@ -127,7 +129,7 @@ def test_an_expanded_gradient_is_accepted() -> None:
     assert ones.isfinite().all()
 
 
-def test_the_operator_is_well_formed() -> None:
+def test_attention_operators_pass_opcheck() -> None:
     q = torch.randn(6, 2, 8, requires_grad=True)
     starts = torch.tensor([0, 2, 6], dtype=torch.int32)
     blocks = torch.tensor([0, 0, -1, 1, 1, -1])
@@ -143,24 +145,28 @@ def test_the_operator_is_well_formed() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_plain_products_do_what_the_kernel_does(causal: bool) -> None:
-    """As compiled layers on devices need it that have no kernel for all segments."""
+def test_capped_attention_matches_packed_attention(causal: bool) -> None:
+    """Check the operator for compiled layers on devices without a kernel for all segments."""
     torch.manual_seed(0)
     inputs = [torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
-    plain = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, causal, 0, None)
+    capped = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, causal, 0, None)
     kernel, _ = torch.ops.torchmm.packed_attention(*inputs, starts, 0.3, causal)
-    assert relative_error(plain, kernel) < 1e-6
-    found = torch.autograd.grad(plain.sin().sum(), inputs)
-    for grad, other in zip(found, torch.autograd.grad(kernel.sin().sum(), inputs), strict=True):
-        assert relative_error(grad, other) < 1e-6
-    other_way = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, not causal, 0, None)
-    assert relative_error(other_way, kernel) > 1e-2
+    assert relative_error(capped, kernel) < 1e-6
+    found = torch.autograd.grad(capped.sin().sum(), inputs)
+    for grad, expected_grad in zip(
+        found, torch.autograd.grad(kernel.sin().sum(), inputs), strict=True
+    ):
+        assert relative_error(grad, expected_grad) < 1e-6
+    opposite_mask = torch.ops.torchmm.capped_attention(
+        inputs, starts, 0.3, None, not causal, 0, None
+    )
+    assert relative_error(opposite_mask, kernel) > 1e-2
 
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_values_may_be_narrower_than_keys_and_heads_have_sinks(sinks: bool, window: int) -> None:
+def test_attention_supports_narrow_values_and_sinks(sinks: bool, window: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 9, size, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -168,8 +174,8 @@ def test_values_may_be_narrower_than_keys_and_heads_have_sinks(sinks: bool, wind
     )
     sinks_H = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
     segments = Segments.from_starts([0, 4, 9], torch.device("cpu"))
-    asked = {"sliding_window": window} | ({"s_aux": sinks_H} if sinks else {})
-    out, _ = attention(Layer(), q, k, v, None, cu_seq_lens_q=segments, **asked)
+    options = {"sliding_window": window} | ({"s_aux": sinks_H} if sinks else {})
+    out, _ = attention(Layer(), q, k, v, None, cu_seq_lens_q=segments, **options)
     parts = []
     for start, stop in ((0, 4), (4, 9)):
         keys = k[0, :, start:stop].repeat_interleave(2, 0)
@@ -185,15 +191,17 @@ def test_values_may_be_narrower_than_keys_and_heads_have_sinks(sinks: bool, wind
     wanted = [q, k, v, *([sinks_H] if sinks else [])]
     assert relative_error(out, expected) < 1e-12
     grads = torch.autograd.grad(out.sin().sum(), wanted)
-    for grad, other in zip(grads, torch.autograd.grad(expected.sin().sum(), wanted), strict=True):
-        assert relative_error(grad, other) < 1e-12
+    for grad, expected_grad in zip(
+        grads, torch.autograd.grad(expected.sin().sum(), wanted), strict=True
+    ):
+        assert relative_error(grad, expected_grad) < 1e-12
 
 
 @pytest.mark.parametrize("implementation", [PACKED, "sdpa"])
-def test_nothing_looks_at_positions_for_a_mask(
+def test_packed_attention_does_not_read_positions(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hugging Face's look makes the host wait for the device, in every forward."""
+    """Check that mask creation does not synchronize with the device in every forward pass."""
     looks = []
     find = masking_utils.find_packed_sequence_indices
     monkeypatch.setattr(
@@ -212,7 +220,7 @@ def test_nothing_looks_at_positions_for_a_mask(
     assert bool(looks) == (implementation == "sdpa")
 
 
-def test_a_batch_without_segments_is_plain_attention() -> None:
+def test_batch_without_segments_matches_eager_attention() -> None:
     config = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -229,19 +237,19 @@ def test_a_batch_without_segments_is_plain_attention() -> None:
 
 
 @pytest.mark.parametrize("option", ["softcap", "sliding_window", "s_aux"])  # without segments
-def test_what_is_not_implemented_is_refused(option: str) -> None:
+def test_unsupported_attention_option_is_rejected(option: str) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match=f"Layer uses {option}"):
         attention(Layer(), q, q, q, None, **{option: 5.0})
 
 
-def test_dropout_is_refused() -> None:
+def test_attention_dropout_is_rejected() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="Layer uses attention_dropout"):
         attention(Layer(), q, q, q, None, dropout=0.1)
 
 
 @pytest.mark.parametrize("starts", [[0], [1, 4], [0, 4, 4], [0, 4, 2]], ids=str)
-def test_segments_must_rise_from_zero(starts: list[int]) -> None:
+def test_segment_starts_must_increase_from_zero(starts: list[int]) -> None:
     with pytest.raises(ValueError, match="must increase from 0"):
         Segments.from_starts(starts, CPU)

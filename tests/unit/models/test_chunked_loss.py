@@ -1,4 +1,4 @@
-"""The loss in chunks gives the loss and gradients of all logits at once, without them."""
+"""The chunked loss equals the loss and gradients of all logits, without storing all logits."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ VOCABULARY = 300
 
 
 @pytest.mark.parametrize("name", [*LLMS, *COMPOSITES])
-def test_equals_all_logits_at_once(name: str) -> None:
+def test_chunked_loss_matches_full_logits(name: str) -> None:
     model = text_model(name) if name in LLMS else build(composite_config(name))
     batch = microbatch([5, 9, 9, 4, 2])
     if model.text.mrope:
@@ -45,13 +45,13 @@ def test_equals_all_logits_at_once(name: str) -> None:
     assert found.keys() == expected.keys()
     worst = {k: relative_error(found[k], v) for k, v in expected.items() if v.norm() > 1e-6}
     assert {k: e for k, e in worst.items() if e > 1e-5} == {}
-    # Without gradients nothing is summed, and the same comes out.
+    # Without gradients nothing is summed, and the result is the same.
     with torch.no_grad():
         assert relative_error(model(batch), expected["loss"]) < 1e-6
 
 
-def test_a_scale_left_out_is_measurably_off() -> None:
-    """What stands behind the head is Hugging Face's: the head alone is another loss."""
+def test_missing_logit_scale_changes_chunked_loss() -> None:
+    """Check that the operations after the head are those of Hugging Face."""
     model = text_model("gemma2")
     batch = microbatch([5, 9])
     right = loss_and_gradients(model, batch, 6)
@@ -74,7 +74,7 @@ def in_chunks(head: nn.Linear, rows_LD: Tensor, targets_L: Tensor, size: int) ->
 
 
 @pytest.mark.parametrize(("weight", "rows"), [(True, False), (False, True), (False, False)])
-def test_frozen_parts_get_no_gradient(weight: bool, rows: bool) -> None:
+def test_frozen_inputs_of_chunked_loss_have_no_gradient(weight: bool, rows: bool) -> None:
     head, rows_LD, targets_L = parts(torch.float32, 10)
     head.weight.requires_grad_(weight)
     rows_LD.requires_grad_(rows)
@@ -89,7 +89,7 @@ def test_frozen_parts_get_no_gradient(weight: bool, rows: bool) -> None:
             assert relative_error(ours, theirs) < 1e-5
 
 
-def test_no_targets_give_zero_and_gradients() -> None:
+def test_chunked_loss_without_targets_is_zero() -> None:
     head, rows_LD, targets_L = parts(torch.float32, 0)
     loss = in_chunks(head, rows_LD, targets_L, 4)
     loss.backward()
@@ -98,7 +98,7 @@ def test_no_targets_give_zero_and_gradients() -> None:
     assert head.weight.grad.norm() == 0
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_second_backward_of_chunked_loss_is_rejected() -> None:
     head, rows_LD, targets_L = parts(torch.float32, 10)
     loss = in_chunks(head, rows_LD, targets_L, 4)
     loss.backward(retain_graph=True)
@@ -107,8 +107,8 @@ def test_a_second_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [700])
-def test_half_precision_is_as_close_as_all_logits_at_once(rows: int) -> None:
-    """To float64: a factor rounded to half precision would be off by up to 4e-3 everywhere."""
+def test_half_precision_chunked_loss_is_accurate(rows: int) -> None:
+    """Check errors relative to float64. A factor rounded to half precision would be off by 4e-3."""
     head, rows_LD, targets_L = parts(torch.bfloat16, rows)
     factor = 1 / 771
     wanted = [head.weight, rows_LD]
@@ -116,26 +116,28 @@ def test_half_precision_is_as_close_as_all_logits_at_once(rows: int) -> None:
     loss = functional.cross_entropy(exact[1] @ exact[0].T, targets_L, reduction="sum")
     right = torch.autograd.grad(loss * factor, exact)
     at_once = functional.cross_entropy(head(rows_LD).float(), targets_L, reduction="sum")
-    plain = torch.autograd.grad(at_once * factor, wanted)
+    full_grads = torch.autograd.grad(at_once * factor, wanted)
     found = torch.autograd.grad(in_chunks(head, rows_LD, targets_L, 100) * factor, wanted)
-    for ours, theirs, expected in zip(found, plain, right, strict=True):
+    for ours, theirs, expected in zip(found, full_grads, right, strict=True):
         assert ours.dtype == torch.bfloat16
         assert relative_error(ours.double(), expected) < 2 * relative_error(
             theirs.double(), expected
         )
 
 
-def test_chunks_are_of_bounded_size() -> None:
+def test_chunk_size_is_bounded() -> None:
     assert chunk_rows(100) == 512
     assert chunk_rows(2**27) == 1
     words, targets = 151_936, 8192
     chunk_bytes = 12 * words * chunk_rows(words)
-    rounded_bytes = (2 + 2) * words * targets + 8 * words * CHUNK_TARGETS  # of all in bfloat16
+    rounded_bytes = (
+        2 + 2
+    ) * words * targets + 8 * words * CHUNK_TARGETS  # for all logits in bfloat16
     assert 0.09 * rounded_bytes < chunk_bytes < 0.1 * rounded_bytes
 
 
 @needs_extension("extensions.auto_models")
-def test_heads_with_a_bias_are_refused() -> None:
+def test_head_with_bias_rejects_chunked_loss() -> None:
     config = {**LLMS["llama"], "model_type": "phi", "num_key_value_heads": 4}
     section = ModelConfig(llm=LlmConfig(config=config), chunked_loss=True)
     with pytest.raises(ConfigError, match="chunked_loss = true: the head of 'phi' is not a linear"):
@@ -143,8 +145,11 @@ def test_heads_with_a_bias_are_refused() -> None:
 
 
 @needs_extension("extensions.auto_models")
-def test_default_chunks_only_sharded_vocabulary() -> None:
-    """In bfloat16, of a large vocabulary, with a plain head; an explicit value has precedence."""
+def test_default_chunks_only_large_sharded_vocabulary() -> None:
+    """Check bfloat16 with a large vocabulary and a linear head.
+
+    An explicit value has precedence.
+    """
     llm = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     llm |= {"num_attention_heads": 1, "vocab_size": MIN_CHUNKED_VOCABULARY}
     for dtype, changes, rows in (

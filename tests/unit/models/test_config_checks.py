@@ -1,4 +1,4 @@
-"""Settings that no layout would reproduce, and settings of other sizes, are rejected by name."""
+"""Unsupported settings and settings of wrong sizes are rejected with their names."""
 
 import copy
 import re
@@ -35,14 +35,14 @@ FAMILIES = [*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_FAMILIES]
 
 
 def configs_of(model_type: str) -> dict[type, PreTrainedConfig]:
-    """Return the default config of a family and those of its parts."""
-    waiting = [CONFIG_MAPPING[model_type]()]
+    """Return the default config of a family and the configs of its components."""
+    queue = [CONFIG_MAPPING[model_type]()]
     found: dict[type, PreTrainedConfig] = {}
-    while waiting:
-        config = waiting.pop()
+    while queue:
+        config = queue.pop()
         found.setdefault(type(config), config)
         parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-        waiting += [part for part in parts if type(part) not in found]
+        queue += [part for part in parts if type(part) not in found]
     return found
 
 
@@ -65,7 +65,7 @@ def test_default_spec_augment_is_off_with_warning(caplog: pytest.LogCaptureFixtu
     assert "apply_spec_augment = true has no effect" in caplog.text
 
 
-def test_unread_keys_of_published_files_are_accepted() -> None:
+def test_unread_keys_of_published_configs_are_accepted() -> None:
     config = CONFIG_MAPPING["llama"](embd_pdrop=0.1)
     assert config.embd_pdrop == 0.1
     assert setting_problems("x", config) == []
@@ -152,14 +152,14 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_setting_that_does_not_fit_is_rejected(case: str) -> None:
+def test_setting_of_wrong_size_is_rejected(case: str) -> None:
     config, message = REJECTED[case]
     with pytest.raises(ConfigError, match=message):
         build_model(config, FreezeConfig())
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_router_loss_of_family_without_is_rejected(name: str, tmp_path: Any) -> None:
+def test_router_loss_of_unsupported_family_is_rejected(name: str, tmp_path: Any) -> None:
     config = CONFIG_MAPPING[LLMS[name]["model_type"]](**LLMS[name])
     config.output_router_logits = True  # a key that the class does not list
     config.save_pretrained(tmp_path)
@@ -169,16 +169,16 @@ def test_router_loss_of_family_without_is_rejected(name: str, tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize("name", LLMS)
-def test_llm_settings_of_fitting_size_are_accepted(name: str) -> None:
+def test_llm_settings_of_valid_size_are_accepted(name: str) -> None:
     build_model(llm_of(name), FreezeConfig())
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoder_settings_of_fitting_size_are_accepted(name: str) -> None:
+def test_encoder_settings_of_valid_size_are_accepted(name: str) -> None:
     build_model(pair_config("llama", name), FreezeConfig())
 
 
-def test_sections_of_encoders_have_their_key() -> None:
+def test_encoder_setting_error_names_section() -> None:
     section = EncoderConfig(config={**ENCODERS["clip"], "attention_dropout": 0.1})
     config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section})
     with pytest.raises(ConfigError, match=r"\[model.encoders.ear\] attention_dropout = 0.1"):

@@ -1,4 +1,4 @@
-"""Wrong values of configs are rejected with the key that has to change."""
+"""Wrong values of configs are rejected with the key that must change."""
 
 import json
 

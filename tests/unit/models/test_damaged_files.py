@@ -1,4 +1,4 @@
-"""Damaged files of a model directory are rejected by name."""
+"""Damaged files of a model directory are rejected with their names."""
 
 import json
 import os
@@ -20,7 +20,7 @@ DEEP = "[" * 100_000
 
 @pytest.fixture
 def source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Directory of a tiny causal LM with several weight files and a tokenizer."""
+    """Return the directory of a tiny causal LM with several weight files and a tokenizer."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLMS["llama"]))
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -36,14 +36,14 @@ def build(source: Path) -> None:
     "name", ["config.json", "generation_config.json", "preprocessor_config.json"]
 )
 @pytest.mark.parametrize("content", [b"", b'{"a": [', b"[1]", b"null", b"\xff{}", DEEP.encode()])
-def test_damaged_config_file_is_named(source, name, content):
+def test_damaged_config_file_is_reported(source, name, content):
     (source / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"\[model\.llm\] source: .*/{name} "):
         build(source)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_config_that_is_no_file_is_named(source, kind):
+def test_config_that_is_not_regular_file_is_reported(source, kind):
     file = source / "config.json"
     file.unlink()
     os.mkfifo(file) if kind == "fifo" else file.mkdir()
@@ -66,7 +66,7 @@ def test_generation_config_that_stops_exports_is_rejected(source):
 
 @pytest.mark.parametrize("name", ["config.json", "torchmm.json"])
 @pytest.mark.parametrize("kind", ["deep", "fifo"])
-def test_unreadable_json_of_parts_does_not_block(tmp_path, name, kind):
+def test_unreadable_model_json_does_not_block(tmp_path, name, kind):
     file = tmp_path / name
     file.write_text(DEEP) if kind == "deep" else os.mkfifo(file)
     if name == "config.json":
@@ -79,7 +79,7 @@ def test_unreadable_json_of_parts_does_not_block(tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", '{"a": [', "[1]", "7", DEEP])
-def test_damaged_tokenizer_file_is_named(source, name, content):
+def test_damaged_tokenizer_file_is_reported(source, name, content):
     (source / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"model\.tokenizer.*/{name} "):
         read_tokenizer("model.tokenizer", source)
@@ -118,13 +118,13 @@ def test_invalid_chat_template_is_config_error(source, template):
         '{"weight_map": {"a": "' + "x" * 5000 + '"}}',
     ],
 )
-def test_damaged_weight_index_is_named(source, content):
+def test_damaged_weight_index_is_reported(source, content):
     (source / INDEX).write_text(content)
     with pytest.raises(CheckpointError, match=INDEX):
         open_files(str(source))
 
 
-def test_weight_files_may_be_links(source, tmp_path):
+def test_weight_files_can_be_links(source, tmp_path):
     expected = set(open_files(str(source)))
     blobs = tmp_path / "blobs"
     blobs.mkdir()

@@ -1,4 +1,4 @@
-"""Each encoder family gives the outputs and gradients of the plain Hugging Face tower."""
+"""Each encoder family has the outputs and gradients of the unmodified Hugging Face encoder."""
 
 import copy
 from math import prod
@@ -47,7 +47,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.encoders.audio import window_lengths
 from torchmm.models.layered import StageRange
 
-UNNAMED = {  # which AutoModel does not know
+UNNAMED = {  # not registered with AutoModel
     "metaclip_2_vision_model": MetaClip2VisionModel,
     "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
     "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
@@ -64,8 +64,8 @@ UNNAMED = {  # which AutoModel does not know
 }
 
 
-def plain_tower(encoder: EncoderModule) -> nn.Module:
-    """Hugging Face's own tower, whole, with eager attention and our weights where we have them."""
+def hf_encoder(encoder: EncoderModule) -> nn.Module:
+    """Return the complete Hugging Face encoder with eager attention and equal weights."""
     config = encoder.spec.config
     if config.model_type == "whisper":
         tower = WhisperEncoder._from_config(copy.deepcopy(config), attn_implementation="eager")
@@ -73,13 +73,13 @@ def plain_tower(encoder: EncoderModule) -> nn.Module:
         tower = UNNAMED[config.model_type]._from_config(config, attn_implementation="eager")
     else:
         tower = AutoModel.from_config(config, attn_implementation="eager")
-        tower.train(config.model_type != "dinov3_vit")  # which moves places in training
+        tower.train(config.model_type != "dinov3_vit")  # training mode would perturb positions
     missing = tower.load_state_dict(encoder.tower.state_dict(), strict=False).missing_keys
     assert {f"tower.{name}" for name in missing} == encoder.unused
     return tower
 
 
-def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
+def hf_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
     if family == "whisper":
         return whisper_features(tower, inputs)
     if family.startswith("wav2vec2"):
@@ -108,36 +108,36 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
 
 
 def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
-    """One sound after the other, by a tower that takes exactly this length."""
+    """Return features of each audio file from an encoder whose input length is set to the file."""
     table = tower.embed_positions.weight
     found = []
-    for sound_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
-        tower.config.max_source_positions = len(sound_PD)
-        tower.embed_positions = nn.Embedding.from_pretrained(table[: len(sound_PD)])
-        mels_MF = sound_PD.reshape(-1, tower.num_mel_bins).T
+    for audio_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
+        tower.config.max_source_positions = len(audio_PD)
+        tower.embed_positions = nn.Embedding.from_pretrained(table[: len(audio_PD)])
+        mels_MF = audio_PD.reshape(-1, tower.num_mel_bins).T
         found.append(tower(mels_MF[None]).last_hidden_state[0])
     tower.embed_positions = nn.Embedding.from_pretrained(table)
     return torch.cat(found)
 
 
 def chunked_features(ear: Ear, tower: Any, inputs: EncoderInputs) -> Tensor:
-    """All sounds in one call, of the frames that chunks have; before the projection."""
-    sounds = []
-    for sound_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
-        whole = len(sound_PD) // ear.chunk * ear.chunk
-        filled = sound_PD[:whole].reshape(-1, ear.frames * ear.chunk, tower.num_mel_bins)
+    """Return features before the projection of all audio in one call."""
+    audios = []
+    for audio_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
+        full_length = len(audio_PD) // ear.chunk * ear.chunk
+        filled = audio_PD[:full_length].reshape(-1, ear.frames * ear.chunk, tower.num_mel_bins)
         read = filled[:, : ear.chunk_frames]
-        rest = sound_PD[whole:].reshape(-1, tower.num_mel_bins)
-        sounds.append(torch.cat([read.flatten(0, 1), rest]))
+        remaining = audio_PD[full_length:].reshape(-1, tower.num_mel_bins)
+        audios.append(torch.cat([read.flatten(0, 1), remaining]))
     found: list[Tensor] = []
     handle = tower.ln_post.register_forward_hook(lambda *given: found.append(given[-1]))
-    tower(torch.cat(sounds).T, torch.tensor([len(sound) for sound in sounds]))
+    tower(torch.cat(audios).T, torch.tensor([len(audio) for audio in audios]))
     handle.remove()
     return found[0]
 
 
 def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
-    """All windows in one call, with noise behind what they hold, which is masked."""
+    """Return features of all chunks in one call, with masked noise after each audio."""
     mels, whole = tower.num_mel_bins, tower.max_source_positions
     lengths = window_lengths(inputs.grids_thw, whole)
     windows_NFM = torch.randn(len(lengths), 2 * whole + 1, mels)
@@ -158,18 +158,18 @@ def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
 
 
 def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
-    """A padded batch, of as many patches an image as squares of the pooling can make."""
+    """Return features of a padded batch, with patches per image as the pooling requires."""
     sizes = [prod(grid) for grid in inputs.grids_thw]
     pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
-    places = torch.full((*pixels.shape[:2], 2), -1)
+    positions = torch.full((*pixels.shape[:2], 2), -1)
     for image, (_, rows, columns) in enumerate(inputs.grids_thw):
         for patch in range(rows * columns):
-            places[image, patch] = torch.tensor([patch % columns, patch // columns])
-    return tower(pixels, places).last_hidden_state
+            positions[image, patch] = torch.tensor([patch % columns, patch // columns])
+    return tower(pixels, positions).last_hidden_state
 
 
 def pixtral_features(tower: Any, inputs: EncoderInputs) -> Tensor:
-    """A batch of pictures, padded below and to the right."""
+    """Return features of a batch of images that are padded below and to the right."""
     pictures = torch.zeros(len(inputs.grids_thw), 3, 16, 20)
     sizes = [(4 * rows, 4 * columns) for _, rows, columns in inputs.grids_thw]
     each = inputs.pixels.split([prod(grid) for grid in inputs.grids_thw])
@@ -180,7 +180,7 @@ def pixtral_features(tower: Any, inputs: EncoderInputs) -> Tensor:
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:
-    """Sounds followed by the ten zeros that their last position would lack."""
+    """Return waveforms with the ten zeros that the last position requires."""
     sizes = [prod(grid) for grid in inputs.grids_thw]
     return [nn.functional.pad(x.flatten(), (0, 10)) for x in inputs.pixels.split(sizes)]
 
@@ -189,12 +189,12 @@ def waveforms(inputs: EncoderInputs) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "layer"), [("clip", -2), ("dinov2", -2), *((name, -1) for name in ENCODERS)]
 )
-def test_features_and_gradients_equal_hugging_faces(family: str, layer: int) -> None:
+def test_encoder_matches_hugging_face_outputs_and_gradients(family: str, layer: int) -> None:
     encoder = build(pair_config("llama", family, feature_layer=layer)).encoders["eye"]
     inputs = make_inputs(family)
-    tower = plain_tower(encoder)
+    tower = hf_encoder(encoder)
     ours = encoder(inputs)
-    theirs = encoder.connector(plain_features(family, tower, inputs, layer))
+    theirs = encoder.connector(hf_features(family, tower, inputs, layer))
     assert relative_error(ours, theirs) < 1e-5
     weights = torch.randn_like(ours)
     (ours * weights).sum().backward()
@@ -202,14 +202,14 @@ def test_features_and_gradients_equal_hugging_faces(family: str, layer: int) -> 
     assert worst_gradient(encoder.tower, tower, lambda name: name) < 1e-5
 
 
-def test_sounds_packed_equal_a_padded_batch_with_its_mask() -> None:
-    """As Hugging Face runs several sounds through models whose features have layer norms."""
+def test_packed_audio_matches_padded_batch_with_mask() -> None:
+    """Compare with padded batches, which Hugging Face uses for models with feature layer norm."""
     encoder = build(pair_config("llama", "wav2vec2_stable")).encoders["eye"]
     inputs = make_inputs("wav2vec2_stable")
     waves = waveforms(inputs)
     mask = nn.utils.rnn.pad_sequence([torch.ones(len(w)) for w in waves], batch_first=True)
     padded = nn.utils.rnn.pad_sequence(waves, batch_first=True)
-    hidden = plain_tower(encoder)(padded, attention_mask=mask.long()).last_hidden_state
+    hidden = hf_encoder(encoder)(padded, attention_mask=mask.long()).last_hidden_state
     sizes = [prod(grid) for grid in inputs.grids_thw]
     theirs = torch.cat([row[:size] for row, size in zip(hidden, sizes, strict=True)])
     assert relative_error(encoder(inputs), encoder.connector(theirs)) < 1e-5
@@ -217,17 +217,17 @@ def test_sounds_packed_equal_a_padded_batch_with_its_mask() -> None:
 
 @proves("packed", ENCODERS)
 @pytest.mark.parametrize("family", list(GRIDS))
-def test_images_and_sounds_do_not_see_each_other(family: str) -> None:
+def test_packed_images_and_audio_are_independent(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
-    together = encoder(inputs)
+    packed = encoder(inputs)
     alone = [encoder(inputs.select(range(i, i + 1))) for i in range(len(inputs.grids_thw))]
-    assert relative_error(together, torch.cat(alone)) < 1e-5
+    assert relative_error(packed, torch.cat(alone)) < 1e-5
 
 
 @proves("stages", ENCODERS)
 @pytest.mark.parametrize("family", list(GRIDS))
-def test_three_stages_equal_the_whole(family: str) -> None:
+def test_three_encoder_stages_match_full_encoder(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     whole = encoder(inputs)
@@ -254,34 +254,34 @@ def test_three_stages_equal_the_whole(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", list(GRIDS))
-def test_the_dummy_image_is_valid(family: str) -> None:
+def test_dummy_image_is_valid(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = encoder.dummy_inputs(torch.device("cpu"))
     assert encoder(inputs).isfinite().all()
     assert inputs.positions_K.numel() == 0
 
 
-def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
+def test_pixel_shuffle_merges_square_of_patches() -> None:
     config = pair_config("llama", "clip", connector="pixel_shuffle_mlp", pixel_shuffle_factor=2)
     encoder = build(config).encoders["eye"]
     inputs = make_inputs("clip")
-    seen: list[Tensor] = []
-    encoder.connector.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    inputs_seen: list[Tensor] = []
+    encoder.connector.register_forward_pre_hook(lambda _, args: inputs_seen.append(args[0]))
     assert encoder(inputs).shape == (8, 32)
-    patches = plain_features("clip", plain_tower(encoder), inputs, -1)  # rows of 4 patches
+    patches = hf_features("clip", hf_encoder(encoder), inputs, -1)  # rows of 4 patches
     expected = torch.cat([patches[16 + 2], patches[16 + 3], patches[16 + 6], patches[16 + 7]])
-    assert relative_error(seen[0][4 + 1], expected) < 1e-5
+    assert relative_error(inputs_seen[0][4 + 1], expected) < 1e-5
     assert encoder.image_spec().merge == 2
 
 
 @pytest.mark.parametrize("family", ["siglip2", "qwen2_5_vl", "gemma4", "qwen3_omni_sound"])
-def test_packed_layers_compile_whole(family: str) -> None:
-    """Down to the operators' shapes; all families are traced in `test_compilation`."""
-    torch._dynamo.reset()  # all families' compilations of one function would count together
+def test_packed_layers_compile_as_one_graph(family: str) -> None:
+    """Check down to the shapes of operators. `test_compilation` traces all families."""
+    torch._dynamo.reset()  # compilations of all families would share one limit
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     expected = encoder(inputs)
-    kinds = 2 if family == "qwen2_5_vl" else 1  # with windows, and without
-    for layer in encoder.layers[-kinds:]:
+    layer_types = 2 if family == "qwen2_5_vl" else 1  # with windows, and without
+    for layer in encoder.layers[-layer_types:]:
         layer.compile(fullgraph=True, backend="aot_eager")
     assert relative_error(encoder(inputs), expected) < 1e-6

@@ -1,4 +1,4 @@
-"""How tokens are spread over experts."""
+"""Distribution of tokens over experts."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from torchmm.models.layers.experts import max_expert_load_ratio
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
-def test_the_busiest_expert_is_compared_with_the_mean() -> None:
+def test_maximum_expert_load_is_relative_to_mean() -> None:
     loads_LE = torch.tensor([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0]])
     assert max_expert_load_ratio(loads_LE).item() == pytest.approx((1 + 4) / 2)
     assert max_expert_load_ratio(torch.zeros(2, 4)).item() == 0.0
 
 
-def test_tokens_of_training_are_counted_by_layer_and_expert() -> None:
+def test_training_tokens_are_counted_per_layer_and_expert() -> None:
     model = build(ModelConfig(llm=LlmConfig(config=LLMS["qwen3_moe"])))
     loads = model.llm.expert_loads
     batch = microbatch([5, 9])
@@ -27,24 +27,24 @@ def test_tokens_of_training_are_counted_by_layer_and_expert() -> None:
     chosen.clear()
     model.train()
     model(batch)
-    taken_LE = loads.take(torch.device("cpu"))
-    assert taken_LE.shape == (len(routers), 6)
-    for own_E, chosen_TK in zip(taken_LE, chosen, strict=True):
-        assert own_E.tolist() == chosen_TK.flatten().bincount(minlength=6).tolist()
-    assert not loads.take(torch.device("cpu")).any(), "only what came since"
+    loads_LE = loads.take(torch.device("cpu"))
+    assert loads_LE.shape == (len(routers), 6)
+    for loads_E, chosen_TK in zip(loads_LE, chosen, strict=True):
+        assert loads_E.tolist() == chosen_TK.flatten().bincount(minlength=6).tolist()
+    assert not loads.take(torch.device("cpu")).any(), "only tokens after the previous call"
 
 
-def test_models_without_experts_have_nothing_to_count() -> None:
+def test_model_without_experts_has_no_expert_loads() -> None:
     model = build(ModelConfig(llm=LlmConfig(config=LLMS["llama"])))
     assert not model.llm.expert_loads
 
 
-def test_stacked_biases_of_experts_are_no_matrices() -> None:
+def test_stacked_expert_biases_are_not_matrices() -> None:
     llm = build(ModelConfig(llm=LlmConfig(config=LLMS["gpt_oss"])))
     matrices = llm.layer_matrices()
-    of_experts = {n: p for n, p in llm.named_parameters() if ".experts." in n}
-    assert {n.rpartition(".")[2] for n, p in of_experts.items() if p in matrices} == {
+    expert_parameters = {n: p for n, p in llm.named_parameters() if ".experts." in n}
+    assert {n.rpartition(".")[2] for n, p in expert_parameters.items() if p in matrices} == {
         "gate_up_proj",
         "down_proj",
     }
-    assert sum(p.ndim == 2 for p in of_experts.values()) == 2 * len(llm.llm.layers)
+    assert sum(p.ndim == 2 for p in expert_parameters.values()) == 2 * len(llm.llm.layers)

@@ -1,8 +1,8 @@
-"""What Hugging Face's classes write from an export is what the trained model writes.
+"""Hugging Face classes generate the same tokens from an export as the trained model.
 
-Token by token, the likeliest each time: Hugging Face with caches of keys, states and windows, ours
-from the whole text again. LLaVA-NeXT and LLaVA-OneVision are in `test_tile_model`, Omni models in
-`test_omni`, those that hear in `test_speech`.
+Both use greedy decoding. Hugging Face uses caches of keys, states and windows, and torchmm
+recomputes the full text. `test_tile_model` tests LLaVA-NeXT and LLaVA-OneVision, `test_omni` tests
+Omni models, and `test_speech` tests speech models.
 """
 
 from pathlib import Path
@@ -26,13 +26,15 @@ from transformers import AutoModelForCausalLM
 from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 
-HEARING = {name for name in COMPOSITES if "omni" in name} | set(SPEECH)
-ALONE = [name for name in COMPOSITES if not name.startswith("llava_") and name not in HEARING]
+WITH_AUDIO = {name for name in COMPOSITES if "omni" in name} | set(SPEECH)
+IMAGE_MODELS = [
+    name for name in COMPOSITES if not name.startswith("llava_") and name not in WITH_AUDIO
+]
 
 
 @proves("generation", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
-def test_exports_of_llms_write_what_was_trained(family: str, tmp_path: Path, tokenizer) -> None:
+def test_exported_llm_generates_same_tokens(family: str, tmp_path: Path, tokenizer) -> None:
     model = text_model(family)
     export_hf(model, tmp_path, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -41,8 +43,10 @@ def test_exports_of_llms_write_what_was_trained(family: str, tmp_path: Path, tok
 
 
 @proves("generation", COMPOSITES)
-@pytest.mark.parametrize("name", ALONE)
-def test_exports_of_composites_write_what_was_trained(name: str, tmp_path: Path, tokenizer) -> None:
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_exported_multimodal_model_generates_same_tokens(
+    name: str, tmp_path: Path, tokenizer
+) -> None:
     model = build(composite_config(name))
     export_hf(model, tmp_path, tokenizer)
     plain = FAMILIES[COMPOSITES[name]["model_type"]].kind.from_pretrained(
@@ -53,12 +57,14 @@ def test_exports_of_composites_write_what_was_trained(name: str, tmp_path: Path,
         batch.position_ids = mrope_positions(plain, samples)
     sample = {key: value for key, value in samples[0].items() if key != "use_cache"}
     if name.startswith("paligemma"):
-        sample["token_type_ids"] = torch.zeros_like(sample["input_ids"])  # all of it is the prompt
+        sample["token_type_ids"] = torch.zeros_like(
+            sample["input_ids"]
+        )  # all tokens are the prompt
     ours = written(model, as_prompt(first_sample(batch)))
     assert ours == written_by(plain, sample)
 
 
-def test_an_export_with_other_weights_writes_something_else(tmp_path: Path, tokenizer) -> None:
+def test_changed_export_generates_different_tokens(tmp_path: Path, tokenizer) -> None:
     model = text_model("qwen3_5")
     export_hf(model, tmp_path, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""Tensors that Hugging Face keeps in float32 stay so: built, loaded, trained and exported."""
+"""Float32 tensors of Hugging Face models stay float32 when built, loaded, trained and exported."""
 
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ def hugging_face(name: str) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLMS[name]))
         config = AutoConfig.for_model(**COMPOSITES[name])
         config = getattr(config, "thinker_config", config)
-        kind: Any = COMPOSITE_FAMILIES[config.model_type].kind
-        return kind._from_config(config)
+        model_class: Any = COMPOSITE_FAMILIES[config.model_type].model_class
+        return model_class._from_config(config)
 
 
 def config_of(name: str) -> ModelConfig:
@@ -56,7 +56,7 @@ def test_model_has_float32_tensors_of_from_pretrained(name: str, dtype: torch.dt
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Files in bfloat16 whose expert biases are float32 values near 5, as published."""
+    """Write bfloat16 files with float32 expert biases near 5, as published."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLMS["deepseek_v3"]))
     plain.to(torch.bfloat16)
@@ -75,7 +75,7 @@ def biases_in(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def loaded(source: Path) -> MultimodalModel:
+def load_model(source: Path) -> MultimodalModel:
     config = ModelConfig(llm=LlmConfig(source=str(source)))
     model = build_model(config, FreezeConfig(), torch.bfloat16)
     materialize(model, "cpu")
@@ -86,7 +86,7 @@ def loaded(source: Path) -> MultimodalModel:
 def test_expert_biases_are_loaded_and_exported_unchanged(
     source: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    model = loaded(source)
+    model = load_model(source)
     export_hf(model, tmp_path / "export", tokenizer)
     expected, exported = biases_in(source), biases_in(tmp_path / "export")
     for name, value in expected.items():
@@ -95,19 +95,19 @@ def test_expert_biases_are_loaded_and_exported_unchanged(
         assert torch.equal(exported[name], value)
 
 
-def test_tokens_choose_experts_of_hugging_face_in_bfloat16(source: Path) -> None:
+def test_bfloat16_router_selects_experts_of_hugging_face(source: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, 400, 32, generator=generator).bfloat16()
     ours, theirs = (
         part.layers[-1].mlp.gate(hidden)[-1]
-        for part in (loaded(source).llm.text_model, plain.model)
+        for part in (load_model(source).llm.text_model, plain.model)
     )
     assert torch.equal(ours, theirs)
 
 
 def test_frozen_positions_of_voxtral_are_buffers() -> None:
-    """FSDP2 would cast a parameter to the compute dtype, and needs one dtype for each layer."""
+    """Check this because FSDP2 casts parameters and requires one dtype per layer."""
     tower = build(composite_config("voxtral")).encoders["audio"].tower
     assert "embed_positions.weight" in dict(tower.named_buffers())
     assert "embed_positions.weight" in tower.state_dict()

@@ -1,4 +1,4 @@
-"""Models and tokenizers that bring their own Python files: always refused."""
+"""Models and tokenizers with Python files are always rejected."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 @pytest.fixture
 def foreign(tmp_path, monkeypatch) -> Path:
-    """A model with a Python file of its classes; importing that leaves a file called "ran"."""
+    """Write a model with a Python file. Importing the file creates a file "ran"."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda *prompt: "y")
@@ -34,7 +34,7 @@ def foreign(tmp_path, monkeypatch) -> Path:
     return directory
 
 
-def refused(load, *arguments, match: str) -> str:
+def rejection(load, *arguments, match: str) -> str:
     with pytest.raises(ConfigError, match=match) as caught:
         load(*arguments)
     assert "transformers" in str(caught.value) and "torchmm does not run" in str(caught.value)
@@ -42,22 +42,22 @@ def refused(load, *arguments, match: str) -> str:
 
 
 @pytest.mark.parametrize("key", ["model", "model.llm", "model.encoders.vision"])
-def test_a_model_with_its_own_code_is_refused(foreign, key):
-    message = refused(load_config, key, str(foreign), None, match=rf"\[{key}\] source = ")
+def test_model_with_python_code_is_rejected(foreign, key):
+    message = rejection(load_config, key, str(foreign), None, match=rf"\[{key}\] source = ")
     assert str(foreign) in message and "trust_remote_code=True" not in message
     assert not (foreign / "ran").exists()
 
 
-def test_a_tokenizer_with_its_own_code_is_refused(foreign):
+def test_tokenizer_with_python_code_is_rejected(foreign):
     model = ModelConfig.model_validate({"tokenizer": str(foreign), "llm": {"source": str(foreign)}})
-    message = refused(load_tokenizer, model, match="model.tokenizer = ")
+    message = rejection(load_tokenizer, model, match="model.tokenizer = ")
     assert str(foreign) in message and "trust_remote_code=True" not in message
-    refused(read_tokenizer, "tokenizer of the export", foreign, match="of the export")
+    rejection(read_tokenizer, "tokenizer of the export", foreign, match="of the export")
     assert not (foreign / "ran").exists()
 
 
-def test_known_families_keep_their_own_class(foreign):
-    """Also where a checkpoint brings another version of it."""
+def test_registered_family_ignores_python_code(foreign):
+    """Check a checkpoint that has a different version of a registered class."""
     names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "vocab_size": 99}
     config |= {"num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 2}

@@ -1,4 +1,4 @@
-"""The compiled loss equals the eager loss, and replaces logits by their gradient."""
+"""The compiled loss equals the eager loss, and replaces the logits by their gradient in place."""
 
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ FACTOR = 1 / 771
 
 
 @pytest.fixture
-def on_cpu():
+def fused_on_cpu():
     """Use the compiled kernels on the CPU."""
     torch._dynamo.reset()
     counters.clear()
@@ -54,7 +54,7 @@ def exact(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_loss_equals_eager_loss(dtype, on_cpu):
+def test_fused_loss_equals_eager_loss(dtype, fused_on_cpu):
     for rows in (700, 2, CHUNK_TARGETS + 3, 1, 0):
         logits_LV, targets_L = logits_and_targets(rows, dtype)
         loss, gradient_LV = loss_and_gradient(logits_LV, targets_L)
@@ -68,15 +68,15 @@ def test_fused_loss_equals_eager_loss(dtype, on_cpu):
             continue
         limit = 1e-6 if dtype == torch.float32 else 1.001 * relative_error(eager_LV, right_LV)
         assert relative_error(gradient_LV.double(), right_LV) <= limit
-        # Rounded once, as today: equal bits but for ties of the float32 gradient.
+        # Rounded once, as in eager mode: equal bits except for ties of the float32 gradient.
         if dtype == torch.bfloat16:
             assert (gradient_LV == eager_LV).double().mean() > 0.999
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_fused_loss_keeps_digits_of_confident_rows(on_cpu):
+def test_fused_loss_is_precise_for_confident_logits(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
-    logits_LV += 1000  # whose logsumexp has three decimals in float32
+    logits_LV += 1000  # in float32, their logsumexp has three decimals
     logits_LV[torch.arange(40), targets_L] += 20
     _, gradient_LV = loss_and_gradient(logits_LV, targets_L)
     _, right_LV = exact(logits_LV, targets_L)
@@ -85,7 +85,7 @@ def test_fused_loss_keeps_digits_of_confident_rows(on_cpu):
     assert relative_error(gradient_LV, right_LV) < 1.5 * relative_error(eager_LV, right_LV)
 
 
-def test_fused_loss_allocates_no_second_buffer(on_cpu):
+def test_fused_loss_allocates_no_second_buffer(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.bfloat16)
     leaf_LV = logits_LV.requires_grad_()
     last_LV = leaf_LV * 1.0
@@ -93,7 +93,7 @@ def test_fused_loss_allocates_no_second_buffer(on_cpu):
     assert gradient_LV.data_ptr() == last_LV.data_ptr()
 
 
-def test_fused_loss_rejects_second_backward(on_cpu):
+def test_fused_loss_rejects_second_backward(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.bfloat16)
     loss = summed_cross_entropy(logits_LV.requires_grad_() * 1.0, targets_L)
     loss.backward(retain_graph=True)
@@ -101,15 +101,15 @@ def test_fused_loss_rejects_second_backward(on_cpu):
         loss.backward()
 
 
-def test_fused_loss_rejects_saved_logits(on_cpu):
-    """An operator whose backward needs the logits does not get their gradient instead."""
+def test_fused_loss_rejects_saved_logits(fused_on_cpu):
+    """Check that an operator that requires the logits in backward does not receive the gradient."""
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
-    capped_LV = logits_LV.requires_grad_().tanh()  # which saves its result
+    capped_LV = logits_LV.requires_grad_().tanh()  # saves its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         summed_cross_entropy(capped_LV, targets_L).backward()
 
 
-def test_validation_keeps_logits(on_cpu):
+def test_validation_preserves_logits(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.bfloat16)
     before_LV = logits_LV.clone()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_validation_keeps_logits(on_cpu):
     assert torch.equal(logits_LV, before_LV)
 
 
-def test_fused_loss_runs_below_flop_counter(on_cpu):
+def test_fused_loss_runs_below_flop_counter(fused_on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
     expected = loss_and_gradient(logits_LV, targets_L)
     with FlopCounterMode(display=False):
@@ -129,8 +129,8 @@ def test_fused_loss_runs_below_flop_counter(on_cpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 6])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
-def test_fused_models_equal_eager_models(name, rows, on_cpu):
-    """Soft caps and scales of logits have their own backward before and behind the loss."""
+def test_fused_models_equal_eager_models(name, rows, fused_on_cpu):
+    """Check soft caps and scales of logits, which have a separate backward pass around the loss."""
     model = text_model(name)
     assert name in LLMS
     batch = microbatch([5, 9, 9, 4, 2])
@@ -144,19 +144,19 @@ def test_fused_models_equal_eager_models(name, rows, on_cpu):
     assert {k: e for k, e in errors.items() if e > 1e-5} == {}
 
 
-def test_wrong_gradient_is_detected(on_cpu):
-    """Negative control of the tests above: without the target's share."""
+def test_wrong_gradient_is_detected(fused_on_cpu):
+    """Check the tests above with a gradient that does not subtract the target."""
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
     wrong = fused._write_gradient
     with patch.object(
-        fused, "_write_gradient", lambda x, t, *rest: wrong(x, torch.zeros_like(t), *rest)
+        fused, "_write_gradient", lambda x, t, *remaining: wrong(x, torch.zeros_like(t), *remaining)
     ):
         _, gradient_LV = loss_and_gradient(logits_LV, targets_L)
     assert relative_error(gradient_LV, exact(logits_LV, targets_L)[1]) > 0.1
 
 
-def test_chunks_use_memory_of_float32_rows(on_cpu):
-    """A chunk of logits in bfloat16 is as large as a sixth of its rows with float32 temporaries."""
+def test_chunks_use_memory_of_float32_rows(fused_on_cpu):
+    """Check that a chunk of bfloat16 logits is as large as a sixth of its rows in float32."""
     head = nn.Linear(24, VOCABULARY, bias=False, dtype=torch.bfloat16)
     chunks = ChunkHead(head, 50)
     assert chunks.rows == 300
@@ -168,7 +168,7 @@ def test_chunks_use_memory_of_float32_rows(on_cpu):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_fused_loss_needs_cuda_and_compiler(monkeypatch):
+def test_fused_loss_requires_cuda_and_compiler(monkeypatch):
     cuda = torch.device("cuda")
     assert not uses_fused_loss(torch.device("cpu"))
     monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: object())

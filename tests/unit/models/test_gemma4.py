@@ -1,11 +1,11 @@
-"""What Gemma 4 has of its own: blocks in windows only, constants in files, variants refused."""
+"""Gemma 4: blocks in sliding-window layers only, constants in files, and rejected variants."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from model_cases import COMPOSITES, ENCODERS, LLMS, build, composite_config, relative_error
-from test_multimodal import plain_composite, two_samples_with_images
+from test_multimodal import hf_model, two_samples_with_images
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
@@ -14,18 +14,18 @@ from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig,
 
 
 @pytest.mark.parametrize("wrong", ["images", None])
-def test_images_in_other_layers_than_those_with_a_window_are_noticed(wrong: str | None) -> None:
+def test_image_blocks_apply_to_window_layers_only(wrong: str | None) -> None:
     model = build(composite_config("gemma4"))
     batch, samples = two_samples_with_images("gemma4")
-    theirs = torch.cat([plain_composite(model)(**sample).logits[0] for sample in samples])
+    theirs = torch.cat([hf_model(model)(**sample).logits[0] for sample in samples])
     expected = functional.cross_entropy(theirs, batch.targets_T, reduction="sum")
     assert relative_error(model(batch), expected) < 1e-5
     model.llm.family = replace(model.llm.family, bidirectional=wrong)
-    assert relative_error(model(batch), expected) > 1e-5  # what comparisons allow
+    assert relative_error(model(batch), expected) > 1e-5  # the tolerance of comparisons
 
 
 @pytest.mark.parametrize("name", ["layer_scalar", "std_bias", "std_scale"])
-def test_constants_of_the_files_are_noticed(name: str) -> None:
+def test_constants_of_files_affect_outputs(name: str) -> None:
     model = build(composite_config("gemma4"))
     batch, _ = two_samples_with_images("gemma4")
     before = model(batch)
@@ -33,14 +33,14 @@ def test_constants_of_the_files_are_noticed(name: str) -> None:
     assert found and all(buffer.isfinite().all() for buffer in found)
     for buffer in found:
         buffer.mul_(torch.linspace(0.5, 2.0, buffer.numel()))
-    assert relative_error(model(batch), before) > 1e-5  # what comparisons allow
+    assert relative_error(model(batch), before) > 1e-5  # the tolerance of comparisons
 
 
-def test_layers_differ_in_their_heads() -> None:
-    window, everything, _ = build(composite_config("gemma4")).llm.layer_sizes()
+def test_layer_types_differ_in_heads() -> None:
+    window, full, _ = build(composite_config("gemma4")).llm.layer_sizes()
     assert (window.kv_heads, window.head_dim, window.window) == (4, 8, 4)
-    assert (everything.kv_heads, everything.head_dim, everything.window) == (2, 16, None)
-    assert everything.value_is_key and not window.value_is_key
+    assert (full.kv_heads, full.head_dim, full.window) == (2, 16, None)
+    assert full.value_is_key and not window.value_is_key
     assert (window.shared_ffn_size, window.ffn_size) == (48, 2 * 24)
 
 
@@ -52,7 +52,7 @@ def test_layers_differ_in_their_heads() -> None:
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ],
 )
-def test_variants_of_the_llm_are_refused(changes: dict, message: str) -> None:
+def test_unsupported_llm_variants_are_rejected(changes: dict, message: str) -> None:
     for config in (
         ModelConfig(llm=LlmConfig(config={**LLMS["gemma4"], **changes})),
         composite_config("gemma4", text_config={**LLMS["gemma4"], **changes}),
@@ -61,7 +61,7 @@ def test_variants_of_the_llm_are_refused(changes: dict, message: str) -> None:
             build_model(config, FreezeConfig())
 
 
-def test_variants_of_the_tower_are_refused() -> None:
+def test_unsupported_encoder_variants_are_rejected() -> None:
     clipped = {**ENCODERS["gemma4"], "use_clipped_linears": True}
     pair = EncoderConfig(config=clipped)
     for config in (
@@ -70,6 +70,6 @@ def test_variants_of_the_tower_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="use_clipped_linears"):
             build_model(config, FreezeConfig())
-    sounds = {**COMPOSITES["gemma4"], "audio_config": {"model_type": "gemma4_audio"}}
+    with_audio = {**COMPOSITES["gemma4"], "audio_config": {"model_type": "gemma4_audio"}}
     with pytest.raises(ConfigError, match="audio encoder is not supported"):
-        build_model(ModelConfig(config=sounds), FreezeConfig())
+        build_model(ModelConfig(config=with_audio), FreezeConfig())

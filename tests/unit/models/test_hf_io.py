@@ -1,4 +1,4 @@
-"""Checkpoints: load what Hugging Face saved, save what Hugging Face would, refuse the rest."""
+"""Checkpoints: load and save Hugging Face files, and reject invalid files."""
 
 import json
 import logging
@@ -74,20 +74,22 @@ def save(kind: Any, config: dict, directory: Path, **settings: object) -> PreTra
 
 
 def same_files(ours: Path, theirs: Path) -> None:
-    """Assert that all files of Hugging Face exist, byte for byte except for keys that are added."""
+    """Assert that all files of Hugging Face exist and are equal, except for added keys."""
     for path in theirs.iterdir():
         if path.name in ("config.json", "generation_config.json"):
-            here, there = (json.loads((d / path.name).read_text()) for d in (ours, theirs))
+            ours_settings, hf_settings = (
+                json.loads((d / path.name).read_text()) for d in (ours, theirs)
+            )
             if path.name == "generation_config.json":
-                there.setdefault("eos_token_id", 2)  # the tokenizer has one
-            assert without_legacy_keys(here) == without_legacy_keys(there)
+                hf_settings.setdefault("eos_token_id", 2)  # from the tokenizer
+            assert without_legacy_keys(ours_settings) == without_legacy_keys(hf_settings)
             continue
         assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @proves("files", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
-def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -> None:
+def test_llm_files_round_trip_unchanged(family: str, tmp_path: Path, tokenizer) -> None:
     save(AutoModelForCausalLM, LLMS[family], tmp_path / "first", max_shard_size="20KB")
     assert (tmp_path / "first" / "model.safetensors.index.json").exists()
     GenerationConfig(
@@ -101,8 +103,8 @@ def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -
     assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")) == 64
 
 
-def test_layers_for_several_tokens_at_once_are_left_out(tmp_path: Path) -> None:
-    """As by Hugging Face's classes; published files of Qwen3.5 and Qwen3-Next have them."""
+def test_multi_token_prediction_layers_are_skipped(tmp_path: Path) -> None:
+    """Check weights in published Qwen3.5 and Qwen3-Next files, which Hugging Face also skips."""
     save(AutoModelForCausalLM, LLMS["qwen3_5"], tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["mtp.fc.weight"] = torch.ones(2, 2)
@@ -114,7 +116,7 @@ def test_layers_for_several_tokens_at_once_are_left_out(tmp_path: Path) -> None:
         load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
 
 
-def test_an_invalid_generation_config_does_not_lose_the_export(tmp_path: Path, tokenizer) -> None:
+def test_invalid_generation_config_does_not_prevent_export(tmp_path: Path, tokenizer) -> None:
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path / "first")
     settings = tmp_path / "first" / "generation_config.json"
     settings.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": 2}))
@@ -133,21 +135,21 @@ def test_an_invalid_generation_config_does_not_lose_the_export(tmp_path: Path, t
         *((name, {}) for name in COMPOSITES if name != "llava"),
     ],
 )
-def test_a_composite_goes_through_unchanged(
+def test_multimodal_model_files_round_trip_unchanged(
     name: str, changes: dict, tmp_path: Path, tokenizer
 ) -> None:
     config = {**COMPOSITES[name], **changes}
-    kind = FAMILIES[config["model_type"]].kind
-    save(kind, config, tmp_path / "first")
-    again = kind.from_pretrained(tmp_path / "first")
+    model_class = FAMILIES[config["model_type"]].kind
+    save(model_class, config, tmp_path / "first")
+    again = model_class.from_pretrained(tmp_path / "first")
     again.save_pretrained(tmp_path / "theirs")
     model = load(ModelConfig(source=str(tmp_path / "first")))
     export_hf(model, tmp_path / "ours", tokenizer)
     same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
-def test_experts_are_read_with_rows_and_columns_exchanged(tmp_path: Path) -> None:
-    """As Qwen published them."""
+def test_transposed_experts_are_read(tmp_path: Path) -> None:
+    """Read the weights as Qwen published them."""
     save(AutoModelForImageTextToText, COMPOSITES["qwen3_vl_moe"], tmp_path)
     expected = load(ModelConfig(source=str(tmp_path))).state_dict()
     weights = load_file(tmp_path / "model.safetensors")
@@ -175,7 +177,7 @@ def test_experts_are_read_with_rows_and_columns_exchanged(tmp_path: Path) -> Non
         ("idefics3", {}),
     ],
 )
-def test_an_export_cuts_pictures_as_its_model_was_trained(
+def test_export_preserves_tile_settings(
     name: str, settings: dict, tmp_path: Path, tokenizer
 ) -> None:
     model = build(ModelConfig(config=COMPOSITES[name], processor=settings))
@@ -183,7 +185,7 @@ def test_an_export_cuts_pictures_as_its_model_was_trained(
     first = model.image_specs()["vision"]
     again = load(ModelConfig(source=str(tmp_path))).image_specs()["vision"]
     if first.tiles is None:
-        # InternVL's processor always cuts, but into no more than it is told.
+        # The InternVL processor always creates tiles, but not more than its limit.
         assert again.tiles is None or again.tiles.processor["max_patches"] == 1
     else:
         assert again.tiles is not None
@@ -191,7 +193,7 @@ def test_an_export_cuts_pictures_as_its_model_was_trained(
         assert again.tiles.most_tiles == first.tiles.most_tiles
 
 
-def test_old_names_of_a_newline_are_read(tmp_path: Path) -> None:
+def test_old_name_of_newline_is_read(tmp_path: Path) -> None:
     plain = save(AutoModelForImageTextToText, COMPOSITES["llava_next"], tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = next(name for name in weights if name.endswith("image_newline"))
@@ -202,7 +204,7 @@ def test_old_names_of_a_newline_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, plain.model.image_newline)
 
 
-def test_old_names_of_llava_checkpoints_are_read(tmp_path: Path) -> None:
+def test_old_names_of_llava_weights_are_read(tmp_path: Path) -> None:
     plain = save(AutoModelForImageTextToText, COMPOSITES["llava"], tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     old = {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in weights.items()}
@@ -216,7 +218,7 @@ def test_old_names_of_llava_checkpoints_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["clip", "metaclip_2"])
-def test_a_dual_model_serves_as_tower(family: str, tmp_path: Path) -> None:
+def test_dual_encoder_checkpoint_loads_as_encoder(family: str, tmp_path: Path) -> None:
     text = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
     kind, config = (
         (CLIPModel, CLIPConfig) if family == "clip" else (MetaClip2Model, MetaClip2Config)
@@ -243,10 +245,10 @@ def test_a_dual_model_serves_as_tower(family: str, tmp_path: Path) -> None:
         ("internvl", -1, "olmo2"),
         ("idefics3", -1, "qwen3_moe"),
         ("aimv2", -1, "qwen3"),
-        ("metaclip_2", -2, "llama"),  # as CLIP's tower, which it is
+        ("metaclip_2", -2, "llama"),  # the same encoder as CLIP
     ],
 )
-def test_a_pair_becomes_a_llava_model(
+def test_separate_modules_export_as_llava(
     encoder: str, layer: int, llm: str, tmp_path: Path, tokenizer
 ) -> None:
     settings = {"feature_layer": layer, "processor": {"image_mean": [0.1, 0.2, 0.3]}}
@@ -290,7 +292,7 @@ def test_a_pair_becomes_a_llava_model(
         ("qwen2_5_omni_sound", {"connector": "pixel_shuffle_mlp"}),
     ],
 )
-def test_other_pairs_are_saved_in_parts_that_load_again(
+def test_separate_modules_export_to_loadable_directories(
     family: str, settings: dict, tmp_path: Path, tokenizer
 ) -> None:
     model = build(pair_config("qwen2", family, **settings))
@@ -310,12 +312,14 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     assert replace(ours, processor={}) == replace(theirs, processor={})
 
 
-OTHERWISE_READ = (
+READ_ELSEWHERE = (
     *("qwen2_vl", "qwen2_5_vl", "metaclip_2"),
     *("qwen3_omni_vision", "qwen3_omni_sound", "qwen2_5_omni_vision", "qwen2_5_omni_sound"),
 )
-"""Qwen's towers have no files but those of their composites; MetaCLIP 2's are
-those of the dual model."""
+"""Families without separate files.
+
+Qwen encoders are in multimodal checkpoints, and MetaCLIP 2 is in the files of the dual model.
+"""
 
 
 def damaged(directory: Path, change) -> ModelConfig:
@@ -327,10 +331,8 @@ def damaged(directory: Path, change) -> ModelConfig:
 
 
 @pytest.mark.parametrize("llm", ["gemma2", "granite"])
-def test_an_llm_with_logits_of_its_own_becomes_no_llava(
-    llm: str, tmp_path: Path, tokenizer
-) -> None:
-    """Whose head would leave out their caps and scales."""
+def test_scaled_logits_prevent_llava_export(llm: str, tmp_path: Path, tokenizer) -> None:
+    """Check LLMs whose logit caps and scales LLaVA would omit."""
     export_hf(build(pair_config(llm, "clip")), tmp_path, tokenizer)
     assert (tmp_path / "torchmm.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
@@ -340,9 +342,9 @@ def test_an_llm_with_logits_of_its_own_becomes_no_llava(
 
 
 @proves("files", ENCODERS)
-@pytest.mark.parametrize("family", [name for name in ENCODERS if name not in OTHERWISE_READ])
-def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None:
-    """Which name some parts otherwise than the module does."""
+@pytest.mark.parametrize("family", [name for name in ENCODERS if name not in READ_ELSEWHERE])
+def test_encoder_loads_from_its_files(family: str, tmp_path: Path) -> None:
+    """Check also names of weights that differ from the names in the module."""
     decoder = {"decoder_layers": 1, "decoder_attention_heads": 2} if family == "whisper" else {}
     plain = save(AutoModel, {**ENCODERS[family], **decoder}, tmp_path)
     section = EncoderConfig(source=str(tmp_path), modality="audio" if family in AUDIO else "image")
@@ -352,8 +354,8 @@ def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None
         assert torch.equal(value, theirs[name]), name
 
 
-def test_files_of_radio_hold_three_linears_in_one_and_no_layer_scales(tmp_path: Path) -> None:
-    """As the published ones; what files lack does nothing at first."""
+def test_radio_files_with_fused_qkv_load(tmp_path: Path) -> None:
+    """Check files as published. Missing layer scales are initialized to 1."""
     config = {**ENCODERS["radio"], "video_temporal_patch_size": 2}
     plain = save(AutoModel, config, tmp_path).state_dict()
     path = tmp_path / "model.safetensors"
@@ -373,8 +375,8 @@ def test_files_of_radio_hold_three_linears_in_one_and_no_layer_scales(tmp_path: 
         load(config)
 
 
-def test_old_names_of_a_model_for_recognition_are_read(tmp_path: Path) -> None:
-    """As the checkpoints of Wav2Vec2 have them: a prefix, a head, and weights in two factors."""
+def test_old_names_of_speech_recognition_model_are_read(tmp_path: Path) -> None:
+    """Read Wav2Vec2 checkpoints with a prefix, a head, and weights in two factors."""
     torch.manual_seed(0)
     plain = Wav2Vec2ForCTC(AutoConfig.for_model(**ENCODERS["wav2vec2"]))
     plain.save_pretrained(tmp_path)
@@ -394,7 +396,7 @@ def test_old_names_of_a_model_for_recognition_are_read(tmp_path: Path) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
+def test_mismatched_weights_are_listed_and_rejected(tmp_path: Path) -> None:
     def change(weights: dict) -> None:
         del weights["model.norm.weight"]
         weights["model.extra.weight"] = torch.zeros(2)
@@ -413,8 +415,8 @@ def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
     ) in text
 
 
-def test_a_head_of_its_own_is_not_lost_to_a_tie(tmp_path: Path) -> None:
-    """Hugging Face's default of Mistral 3 ties, its published files have a head."""
+def test_separate_head_is_not_replaced_by_tied_weights(tmp_path: Path) -> None:
+    """Check Mistral 3: the Hugging Face default ties weights, but published files have a head."""
     untied = {**COMPOSITES["mistral3"], "tie_word_embeddings": False}
     save(AutoModelForImageTextToText, untied, tmp_path)
     load(ModelConfig(source=str(tmp_path)))
@@ -426,7 +428,7 @@ def test_a_head_of_its_own_is_not_lost_to_a_tie(tmp_path: Path) -> None:
     load(ModelConfig(source=str(tmp_path), config={"tie_word_embeddings": False}))
 
 
-def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:
+def test_equal_tensors_can_be_tied(tmp_path: Path) -> None:
     save(AutoModelForCausalLM, {**LLMS["llama"], "tie_word_embeddings": True}, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -434,7 +436,7 @@ def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:
     load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
 
 
-def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     model = build_model(ModelConfig(llm=LlmConfig(source=str(tmp_path))), FreezeConfig())
@@ -443,7 +445,7 @@ def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
         load_weights(model)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_weight_file_is_reported(tmp_path: Path) -> None:
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
@@ -453,12 +455,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         load_weights(model)
 
 
-def test_what_is_fetched_is_told_in_megabytes(tmp_path, monkeypatch, caplog):
-    folder = tmp_path / "models--own--model" / "blobs"
+def test_download_progress_is_logged_in_megabytes(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "models--owner--model" / "blobs"
 
     def fetch(name: str, **_: Any) -> str:
         folder.mkdir(parents=True)
-        (folder / "whole").write_bytes(bytes(3_000_000))
+        (folder / "complete").write_bytes(bytes(3_000_000))
         (folder / "other.incomplete").write_bytes(bytes(1_500_000))
         time.sleep(0.2)
         return str(folder)
@@ -468,5 +470,5 @@ def test_what_is_fetched_is_told_in_megabytes(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     with caplog.at_level(logging.INFO, "torchmm"):
-        assert loading._directory("own/model") == folder
-    assert "fetching own/model: 4 MB, 0 s" in caplog.text
+        assert loading._directory("owner/model") == folder
+    assert "fetching owner/model: 4 MB, 0 s" in caplog.text

@@ -1,4 +1,4 @@
-"""Initial values are complete, Hugging Face's, and a function of seed and name alone."""
+"""Initial values: complete, equal to Hugging Face, and determined by seed and name."""
 
 import copy
 import hashlib
@@ -33,24 +33,24 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_nothing_is_left_unfilled(name: str) -> None:
+def test_all_tensors_are_initialized(name: str) -> None:
     model = fresh(CONFIGS[name], seed=0)
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert tensor.isfinite().all(), fqn
         assert tensor.is_floating_point() or (tensor >= 0).all(), fqn
 
 
-def test_computed_buffers_have_hugging_faces_values() -> None:
+def test_computed_buffers_match_hugging_face() -> None:
     model = fresh(pair_config("llama", "clip"), seed=0)
     with torch.device("cpu"):
-        whole = model.llm.rebuild()
-    theirs = dict(whole.named_buffers())
+        full = model.llm.rebuild()
+    theirs = dict(full.named_buffers())
     assert theirs
     for name, buffer in model.llm.named_buffers():
         assert torch.equal(buffer, theirs[name]), name
 
 
-def test_layers_differ_and_seeds_differ_but_runs_do_not() -> None:
+def test_initial_values_depend_on_seed_and_layer() -> None:
     config = pair_config("llama", "clip")
     one, same, other = (fresh(config, seed) for seed in (1, 1, 2))
     name = "llm.backbone.model.layers.{}.mlp.up_proj.weight"
@@ -60,14 +60,14 @@ def test_layers_differ_and_seeds_differ_but_runs_do_not() -> None:
     assert not torch.equal(first, one.get_parameter(name.format(1)))
 
 
-def test_scale_is_that_of_the_config() -> None:
+def test_initial_scale_follows_config() -> None:
     model = fresh(pair_config("llama", "siglip"), seed=0)
     head = model.llm.get_parameter("backbone.lm_head.weight").detach()
     assert head.std().item() == pytest.approx(0.02, rel=0.1)
     assert (model.llm.get_parameter("backbone.model.norm.weight") == 1).all()
 
 
-def test_drawing_leaves_the_global_generator_alone() -> None:
+def test_initialization_preserves_global_rng_state() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -75,19 +75,19 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_ties_survive_materializing() -> None:
+def test_ties_survive_materialization() -> None:
     model = fresh(pair_config("llama_tied", "clip"), seed=0)
     head = model.llm.get_parameter("backbone.lm_head.weight")
     assert head is model.llm.get_parameter("backbone.model.embed_tokens.weight")
 
 
-def test_parameters_have_the_asked_dtype() -> None:
+def test_parameters_have_requested_dtype() -> None:
     model = fresh(composite_config("llava"), seed=0, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 class _Owner:
-    """A family of which one operator takes no generator."""
+    """A family with one operator that does not accept a generator."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -95,14 +95,14 @@ class _Owner:
             module.bias.copy_(torch.randn(len(module.bias)))
 
 
-def test_threads_draw_what_one_seeded_generator_draws() -> None:
-    """As many layers at once as there are threads; torch's own generator is the measure."""
+def test_threads_generate_values_of_one_seeded_generator() -> None:
+    """Check as many layers at once as threads, compared with the global generator of torch."""
     with torch.device("meta"):
         layer = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     keys = [f"layer {i}" for i in range(12)]
     with ThreadPoolExecutor(4) as threads:
-        drawn = list(threads.map(lambda key: build_random_copy(layer, _Owner(), key), keys))
-    for key, found in zip(keys, drawn, strict=True):
+        copies = list(threads.map(lambda key: build_random_copy(layer, _Owner(), key), keys))
+    for key, found in zip(keys, copies, strict=True):
         expected = copy.deepcopy(layer).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
@@ -113,7 +113,9 @@ def test_threads_draw_what_one_seeded_generator_draws() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [1, 2**32])
-def test_an_error_of_a_layer_is_raised(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_layer_initialization_is_raised(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(initialize, "MAX_PARALLEL_BYTES", most_bytes)
     model = build_model(pair_config("llama", "clip"), FreezeConfig())
     materialize(model, "cpu")

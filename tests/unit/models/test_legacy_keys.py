@@ -34,13 +34,13 @@ def test_export_has_rope_keys_of_transformers_4(scaling, tmp_path: Path, tokeniz
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope
 
 
-def test_partial_rotary_factor_is_a_key_again(tmp_path: Path, tokenizer) -> None:
+def test_partial_rotary_factor_is_top_level_key(tmp_path: Path, tokenizer) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     settings = exported("glm", tmp_path, tokenizer, rope_parameters=rope)
     assert settings["partial_rotary_factor"] == 0.5 and settings["rope_scaling"] is None
 
 
-def test_rope_by_layer_type_keeps_both_bases(tmp_path: Path, tokenizer) -> None:
+def test_rope_by_layer_type_preserves_both_bases(tmp_path: Path, tokenizer) -> None:
     rope = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
@@ -51,7 +51,7 @@ def test_rope_by_layer_type_keeps_both_bases(tmp_path: Path, tokenizer) -> None:
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope
 
 
-def test_composite_text_config_has_rope_keys(tmp_path: Path, tokenizer) -> None:
+def test_multimodal_text_config_has_rope_keys(tmp_path: Path, tokenizer) -> None:
     model = build(composite_config("qwen2_5_vl"))
     export_hf(model, tmp_path, tokenizer)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
@@ -66,7 +66,7 @@ def test_tokenizer_class_exists_in_both_versions(tmp_path: Path, tokenizer) -> N
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<image>"]
-    opened = AutoTokenizer.from_pretrained(tmp_path)
-    assert opened.get_vocab() == tokenizer.get_vocab()
-    assert opened.all_special_ids == tokenizer.all_special_ids
-    assert opened("w5 <image> w6").input_ids == tokenizer("w5 <image> w6").input_ids
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert reloaded.get_vocab() == tokenizer.get_vocab()
+    assert reloaded.all_special_ids == tokenizer.all_special_ids
+    assert reloaded("w5 <image> w6").input_ids == tokenizer("w5 <image> w6").input_ids

@@ -1,4 +1,4 @@
-"""Each LLM family gives the logits, loss and gradients of the plain Hugging Face model."""
+"""Each LLM family has the logits, loss and gradients of the unmodified Hugging Face model."""
 
 from itertools import pairwise
 
@@ -27,8 +27,8 @@ from torchmm.models.layers.experts import COMPILES_FROM, check_compiles
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
-def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Sum of losses and logits of every sample on its own, by Hugging Face's model."""
+def hf_loss_and_logits(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Return the sum of losses and the logits of the Hugging Face model for separate samples."""
     logits = torch.cat(
         [
             plain(batch.input_ids_T[None, start:stop], use_cache=False).logits[0]
@@ -42,21 +42,21 @@ def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
 @proves("packed", LLMS, lengths=[5, 9, 9, 4, 2])
 @pytest.mark.parametrize("family", list(LLMS))
 @pytest.mark.parametrize("lengths", [[21], [5, 9, 9, 4, 2]], ids=["alone", "packed"])
-def test_loss_logits_and_gradients_equal_hugging_faces(family: str, lengths: list[int]) -> None:
+def test_llm_matches_hugging_face_outputs_and_gradients(family: str, lengths: list[int]) -> None:
     model = text_model(family)
     plain = plain_causal_lm(model)
     batch = microbatch(lengths)
     loss = model(batch)
-    expected, expected_logits = separate_loss(plain, batch)
+    expected, expected_logits = hf_loss_and_logits(plain, batch)
     assert relative_error(loss, expected) < 1e-5
-    everywhere = torch.arange(sum(lengths))
-    assert relative_error(model.llm.logits(batch, {}, everywhere), expected_logits) < 1e-5
+    all_positions = torch.arange(sum(lengths))
+    assert relative_error(model.llm.logits(batch, {}, all_positions), expected_logits) < 1e-5
     loss.backward()
     expected.backward()
     assert worst_gradient(model.llm.backbone, plain, lambda name: name) < 1e-5
 
 
-def test_a_sample_does_not_see_its_neighbours() -> None:
+def test_packed_samples_are_independent() -> None:
     model = text_model("llama")
     batch = microbatch([6, 8, 5])
     middle = torch.arange(6, 14)
@@ -66,19 +66,19 @@ def test_a_sample_does_not_see_its_neighbours() -> None:
     assert torch.equal(model.llm.logits(batch, {}, middle), before)
 
 
-def test_positions_in_the_row_instead_of_the_sample_would_change_what_they_scale() -> None:
+def test_positions_restart_for_scaled_queries() -> None:
     for family, scaled in (("ministral3", True), ("mistral", False)):
         model = text_model(family)
         batch = microbatch([6, 8, 5])
-        everywhere = torch.arange(19)
-        right = model.llm.logits(batch, {}, everywhere)
-        batch.position_ids = everywhere  # rotary positions alone would not care
-        assert (relative_error(model.llm.logits(batch, {}, everywhere), right) > 1e-3) == scaled
+        all_positions = torch.arange(19)
+        right = model.llm.logits(batch, {}, all_positions)
+        batch.position_ids = all_positions  # rotary positions are relative
+        assert (relative_error(model.llm.logits(batch, {}, all_positions), right) > 1e-3) == scaled
 
 
 @proves("stages", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
-def test_three_stages_equal_the_whole(family: str) -> None:
+def test_three_llm_stages_match_full_llm(family: str) -> None:
     model = build(pair_config(family, "clip"))
     images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
     batch = microbatch([22, 7], {"eye": images}, images.positions_K)
@@ -114,12 +114,14 @@ def test_three_stages_equal_the_whole(family: str) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "qwen3_5", "lfm2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 )
-def test_layers_compile_whole_with_each_kind_of_operator(family: str) -> None:
-    """Down to the operators' shapes; all families are traced in `test_compilation`."""
+def test_layers_compile_as_one_graph(family: str) -> None:
+    """Check down to the shapes of operators. `test_compilation` traces all families."""
     model = text_model(family)
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if family in EXPERTS and version < COMPILES_FROM:
-        pytest.skip("experts do not compile with this version of transformers, which is said")
+        pytest.skip(
+            "experts do not compile with this version of transformers (the error reports it)"
+        )
     batch = microbatch([10, 20])
     expected = model(batch)
     torch.compiler.reset()  # graphs of other tests count towards one limit
@@ -128,10 +130,10 @@ def test_layers_compile_whole_with_each_kind_of_operator(family: str) -> None:
     assert relative_error(model(batch), expected) < 1e-6
 
 
-def test_experts_that_would_not_compile_are_refused_by_name(monkeypatch) -> None:
-    experts, others = (text_model(family).llm.layers for family in ("qwen3_moe", "qwen3"))
+def test_experts_that_cannot_compile_are_rejected(monkeypatch) -> None:
+    experts, dense_layers = (text_model(family).llm.layers for family in ("qwen3_moe", "qwen3"))
     monkeypatch.setattr("torchmm.models.layers.experts.transformers.__version__", "5.22.1")
-    check_compiles("llm", others, "cpu")
+    check_compiles("llm", dense_layers, "cpu")
     check_compiles("llm", experts, "cuda")
     with pytest.raises(ConfigError, match=r"experts of 'llm' .* transformers 5\.22\.1; install"):
         check_compiles("llm", experts, "cpu")
@@ -139,7 +141,7 @@ def test_experts_that_would_not_compile_are_refused_by_name(monkeypatch) -> None
     check_compiles("llm", experts, "cpu")
 
 
-def test_a_microbatch_without_targets_has_loss_and_gradients_zero() -> None:
+def test_microbatch_without_targets_has_zero_loss() -> None:
     model = text_model("qwen2")
     batch = microbatch([4, 3], ignored=4)
     assert batch.target_count == 0
@@ -157,8 +159,8 @@ def test_wrong_number_of_features_is_reported() -> None:
         model(batch)
 
 
-def test_load_balancing_gives_hugging_faces_gradients() -> None:
-    """On one layer, where its average over layers is ours."""
+def test_load_balancing_matches_hugging_face_gradients() -> None:
+    """Compare with one layer, for which the average over layers is equal."""
     settings = {"num_hidden_layers": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.5}
     config = {**LLMS["qwen3_moe"], **settings, "output_router_logits": True}
     model = build(ModelConfig(llm=LlmConfig(config=config)))
@@ -167,7 +169,7 @@ def test_load_balancing_gives_hugging_faces_gradients() -> None:
     labels = batch.input_ids_T[None].clone()
     expected = plain(batch.input_ids_T[None], labels=labels, use_cache=False).loss
     assert model.llm.balance is not None
-    model.llm.balance.scale = 1 / 21  # our loss is the sum over 20 targets, theirs the mean
+    model.llm.balance.scale = 1 / 21  # sum over 20 targets, as opposed to the mean
     loss = model(batch) / 20
     loss.backward()
     expected.backward()

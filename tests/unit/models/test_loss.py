@@ -1,4 +1,4 @@
-"""The chunked loss equals the plain one and holds only a chunk in float32."""
+"""The chunked loss equals the full loss and stores only a chunk in float32."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ ROWS = 2 * CHUNK_TARGETS + 3
 
 
 class LargestFloat32(TorchDispatchMode):
-    """Elements of the largest float32 tensor that any operator returns."""
+    """Number of elements of the largest float32 tensor that an operator returns."""
 
     elements = 0
 
@@ -32,7 +32,7 @@ def logits_and_targets(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradient_equal_the_plain_cross_entropy(dtype):
+def test_chunked_loss_matches_cross_entropy(dtype):
     logits, targets = logits_and_targets(dtype)
     (summed_cross_entropy(logits, targets) / ROWS).backward()
     grad, logits.grad = logits.grad, None
@@ -43,7 +43,7 @@ def test_loss_and_gradient_equal_the_plain_cross_entropy(dtype):
     torch.testing.assert_close(grad, logits.grad, rtol=1e-5, atol=1e-9)
 
 
-def test_only_a_chunk_is_ever_in_float32():
+def test_only_one_chunk_is_in_float32():
     logits, targets = logits_and_targets(torch.bfloat16)
     with LargestFloat32() as largest:
         summed_cross_entropy(logits, targets).backward()

@@ -1,4 +1,4 @@
-"""Models that need an extension are rejected if the extension is not installed."""
+"""Models that require an extension are rejected if the extension is not installed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Composites equal Hugging Face's own; freezing, missing images, names of parts."""
+"""Multimodal models equal those of Hugging Face: losses, gradients, freezing, missing images."""
 
 import re
 from dataclasses import replace
@@ -42,12 +42,12 @@ from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
 ROWS = ("mistral3", "pixtral_llava")
-"""Whose images are any rectangles of patches."""
+"""Models whose images are rectangles of patches of any size."""
 SQUARE = {"height": 16, "width": 16}
 version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
-def our_hf_name(model: MultimodalModel, fqn: str) -> str:
+def hf_weight_name(model: MultimodalModel, fqn: str) -> str:
     for prefix, module in model.named_modality_modules():
         if fqn.startswith(f"{prefix}."):
             name = hf_name(hf_prefixes(model), module.name, fqn.removeprefix(f"{prefix}."))
@@ -56,12 +56,12 @@ def our_hf_name(model: MultimodalModel, fqn: str) -> str:
     raise AssertionError(fqn)
 
 
-def plain_composite(model: MultimodalModel) -> PreTrainedModel:
-    """Hugging Face's composite with our weights and eager attention."""
+def hf_model(model: MultimodalModel) -> PreTrainedModel:
+    """Return the multimodal Hugging Face model with equal weights and eager attention."""
     assert model.composite is not None
     kind = COMPOSITE_KINDS[model.composite.model_type].kind
     plain = kind._from_config(model.composite, attn_implementation="eager")
-    weights = {our_hf_name(model, name): value for name, value in model.state_dict().items()}
+    weights = {hf_weight_name(model, name): value for name, value in model.state_dict().items()}
     missing = plain.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     unused = {name for m in model.modality_modules() for name in m.unused}
@@ -73,7 +73,7 @@ def plain_composite(model: MultimodalModel) -> PreTrainedModel:
 def two_images(
     name: str, generator: torch.Generator
 ) -> tuple[list[tuple[int, int, int]], Tensor, list[int]]:
-    """Grids, pixels or patches, and tokens of each."""
+    """Return the grid, the pixels or patches, and the token count of each image."""
     if name.startswith(("qwen", "glm")):
         return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 96, generator=generator), [6, 3]
     if name == "gemma4":
@@ -82,64 +82,64 @@ def two_images(
         tokens = [4, 2] if name == "mistral3" else [16, 8]
         return [(1, 4, 4), (1, 2, 4)], torch.randn(24, 48, generator=generator), tokens
     pixels = torch.randn(2, 3, 16, 16, generator=generator)
-    whole = name in ("llava", "paligemma", "paligemma2")
-    return [(1, 4, 4), (1, 4, 4)], pixels, [16, 16] if whole else [4, 4]
+    unmerged = name in ("llava", "paligemma", "paligemma2")
+    return [(1, 4, 4), (1, 4, 4)], pixels, [16, 16] if unmerged else [4, 4]
 
 
 def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
-    """A packed microbatch, and what Hugging Face's model takes for each sample on its own."""
+    """Return a packed microbatch, and inputs of the Hugging Face model for each sample."""
     generator = torch.Generator().manual_seed(5)
-    of_qwen = name.startswith(("qwen", "glm"))
+    has_grids = name.startswith(("qwen", "glm"))
     grids, pixels, tokens = two_images(name, generator)
     kept = None
     if name.startswith("llava_"):
         kept = [Kept(0, 4, 0, 4, line_ends=1)] * 2
         tokens = [17, 17]
     starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
-    places = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
-    images = {"vision": EncoderInputs(pixels, grids, places, kept)}
-    # PaliGemma's images stand in the prompt, before the first target.
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
+    images = {"vision": EncoderInputs(pixels, grids, positions, kept)}
+    # Images of PaliGemma are in the prompt, before the first target.
     ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
-    batch = microbatch(lengths, images, places, ignored)
-    pieces = pixels.split([24, 12] if len(pixels) == 36 else len(pixels) // 2)
+    batch = microbatch(lengths, images, positions, ignored)
+    pixels_per_image = pixels.split([24, 12] if len(pixels) == 36 else len(pixels) // 2)
     samples = []
     for i, (start, stop) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
         ids = batch.input_ids_T[None, start:stop]
         targets = batch.targets_T[None, start:stop]
-        sample = {"input_ids": ids, "pixel_values": pieces[i], "use_cache": False}
-        if of_qwen:
+        sample = {"input_ids": ids, "pixel_values": pixels_per_image[i], "use_cache": False}
+        if has_grids:
             sample["image_grid_thw"] = torch.tensor([grids[i]])
         elif name == "gemma4":
             _, rows, columns = grids[i]
-            places = [[column, row] for row in range(rows) for column in range(columns)]
-            sample["image_position_ids"] = torch.tensor([places])
-            sample["pixel_values"] = pieces[i][None]
+            positions = [[column, row] for row in range(rows) for column in range(columns)]
+            sample["image_position_ids"] = torch.tensor([positions])
+            sample["pixel_values"] = pixels_per_image[i][None]
         elif name in ROWS:
             _, rows, columns = grids[i]
-            own = pixels.split([16, 8])[i].view(rows, columns, 3, 4, 4).permute(2, 0, 3, 1, 4)
-            sample["pixel_values"] = own.reshape(1, 3, 4 * rows, 4 * columns)
+            image = pixels.split([16, 8])[i].view(rows, columns, 3, 4, 4).permute(2, 0, 3, 1, 4)
+            sample["pixel_values"] = image.reshape(1, 3, 4 * rows, 4 * columns)
             sample["image_sizes"] = torch.tensor([[4 * rows, 4 * columns]])
         elif name in ("idefics3", "smolvlm"):
-            sample["pixel_values"] = pieces[i][None]
+            sample["pixel_values"] = pixels_per_image[i][None]
         samples.append(sample | token_types(name, ids, targets))
     return batch, samples
 
 
 def token_types(name: str, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What Hugging Face's model wants to know of each token of a sample."""
-    shown = (ids == IMAGE_TOKEN_ID).int()
+    """Return the token types that the Hugging Face model requires for a sample."""
+    is_image = (ids == IMAGE_TOKEN_ID).int()
     if name.startswith(("qwen", "glm")) or name == "gemma4":
-        return {"mm_token_type_ids": shown}
+        return {"mm_token_type_ids": is_image}
     if name == "gemma3":
-        return {"token_type_ids": shown}
+        return {"token_type_ids": is_image}
     if name.startswith("paligemma"):
-        answered = torch.roll(targets != IGNORE_TARGET, 1).cumsum(1) > 0
-        return {"token_type_ids": answered.int()}
+        is_answer = torch.roll(targets != IGNORE_TARGET, 1).cumsum(1) > 0
+        return {"token_type_ids": is_answer.int()}
     return {}
 
 
 def first_sample(batch: Microbatch) -> Microbatch:
-    """Alone, as a microbatch."""
+    """Return the first sample as a separate microbatch."""
     length = batch.cu_seqlens[1]
     return replace(
         batch,
@@ -184,7 +184,7 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
             "paligemma2",
             {},
             marks=pytest.mark.skipif(
-                version < (5, 23), reason="Hugging Face's own forgets the cap on its logits"
+                version < (5, 23), reason="Hugging Face does not apply the logit cap"
             ),
         ),
         ("gemma3", {}),
@@ -206,32 +206,37 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("glm46v", {}),
     ],
 )
-def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: dict) -> None:
+def test_multimodal_model_matches_hugging_face(name: str, changes: dict) -> None:
     model = build(composite_config(name, **changes))
-    plain = plain_composite(model)
+    plain = hf_model(model)
     batch, samples = two_samples_with_images(name)
     if model.text.mrope:
         batch.position_ids = mrope_positions(plain, samples)
     theirs = [plain(**sample).logits[0] for sample in samples]
-    for own, logits in ((batch, torch.cat(theirs)), (first_sample(batch), theirs[0])):
-        expected = functional.cross_entropy(logits, own.targets_T, reduction="sum")
-        loss, everywhere = model(own), torch.arange(len(logits))
+    for sample_batch, logits in ((batch, torch.cat(theirs)), (first_sample(batch), theirs[0])):
+        expected = functional.cross_entropy(logits, sample_batch.targets_T, reduction="sum")
+        loss, all_positions = model(sample_batch), torch.arange(len(logits))
         assert relative_error(loss, expected) < 1e-5
-        assert relative_error(model.llm.logits(own, model.encode(own), everywhere), logits) < 1e-5
+        assert (
+            relative_error(
+                model.llm.logits(sample_batch, model.encode(sample_batch), all_positions), logits
+            )
+            < 1e-5
+        )
         model.zero_grad()
         plain.zero_grad()
         loss.backward()
         expected.backward(retain_graph=True)
-        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+        assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 @proves("text", COMPOSITES)
 @pytest.mark.parametrize("name", list(COMPOSITES))
-def test_text_alone_gives_hugging_faces_loss_and_gradients(name: str) -> None:
+def test_text_only_batch_matches_hugging_face(name: str) -> None:
     if version < (5, 21 if "omni" in name else 23 if name == "paligemma2" else 0):
-        pytest.skip("Hugging Face's own was built in another way, or forgets the cap on its logits")
+        pytest.skip("this version of Hugging Face has different modules or no logit cap")
     model = build(composite_config(name))
-    plain = plain_composite(model)
+    plain = hf_model(model)
     batch = microbatch([9, 14])
     if model.text.mrope:
         batch.position_ids = batch.position_ids.expand(3, -1)
@@ -247,10 +252,10 @@ def test_text_alone_gives_hugging_faces_loss_and_gradients(name: str) -> None:
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    rename = partial(our_hf_name, model)
+    rename = partial(hf_weight_name, model)
     assert worst_gradient(model.llm, plain, lambda fqn: rename(f"llm.{fqn}")) < 1e-5
-    unseen = [p.grad for module in model.encoder_modules() for p in module.parameters()]
-    assert not any(grad is not None and grad.any() for grad in unseen)
+    encoder_grads = [p.grad for module in model.encoder_modules() for p in module.parameters()]
+    assert not any(grad is not None and grad.any() for grad in encoder_grads)
 
 
 def test_blocks_end_with_images_prompts_and_samples() -> None:
@@ -261,7 +266,7 @@ def test_blocks_end_with_images_prompts_and_samples() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "paligemma"])
-def test_causal_attention_alone_is_measurably_off(name: str) -> None:
+def test_causal_attention_for_images_changes_loss(name: str) -> None:
     model = build(composite_config(name))
     batch, _ = two_samples_with_images(name)
     loss = model(batch)
@@ -269,14 +274,14 @@ def test_causal_attention_alone_is_measurably_off(name: str) -> None:
     assert relative_error(model(batch), loss) > 1e-4
 
 
-def one_after_another(frequencies: Tensor) -> Tensor:
-    """Of time, rows and columns, in sections of four, two and two."""
+def consecutive_sections(frequencies: Tensor) -> Tensor:
+    """Return frequencies with consecutive sections of 4 time, 2 row and 2 column values."""
     time, rows, columns = frequencies
     joined = torch.cat([time[..., :4], rows[..., 4:6], columns[..., 6:]], dim=-1)
     return torch.cat([joined, joined], dim=-1)
 
 
-def test_glms_parts_that_are_not_its_own_are_refused() -> None:
+def test_glm_with_unsupported_modules_is_rejected() -> None:
     text = COMPOSITES["glm4v_moe"]["text_config"]
     with pytest.raises(ConfigError, match="glm4v_moe_text' is not supported; use glm4v_t"):
         build(composite_config("glm46v", text_config={**text, "model_type": "glm4v_moe_text"}))
@@ -286,16 +291,16 @@ def test_glms_parts_that_are_not_its_own_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4v", "glm4v_moe"])
-def test_mistakes_in_glms_tower_and_positions_are_measurably_off(name: str) -> None:
+def test_glm_encoder_and_position_errors_change_logits(name: str) -> None:
     model = build(composite_config(name))
     batch, samples = two_samples_with_images(name)
-    batch.position_ids = mrope_positions(plain_composite(model), samples)
-    everywhere = torch.arange(len(batch.input_ids_T))
+    batch.position_ids = mrope_positions(hf_model(model), samples)
+    all_positions = torch.arange(len(batch.input_ids_T))
     encoder = model.encoders["vision"]
 
     def logits() -> Tensor:
         with torch.no_grad():
-            return model.llm.logits(batch, model.encode(batch), everywhere)
+            return model.llm.logits(batch, model.encode(batch), all_positions)
 
     right = logits()
 
@@ -304,33 +309,33 @@ def test_mistakes_in_glms_tower_and_positions_are_measurably_off(name: str) -> N
 
     rows = batch.position_ids
     batch.position_ids = rows[[0, 2, 1]]
-    assert error() > 1e-4, "sections of rows and columns exchanged"
+    assert error() > 1e-4, "row and column sections are swapped"
     batch.position_ids = rows
     encoder.tower.embeddings.interpolated_method = "bilinear"
-    assert error() > 1e-5, "learned positions resized otherwise"
+    assert error() > 1e-5, "learned positions use bilinear resizing"
     encoder.tower.embeddings.interpolated_method = "bicubic"
     norm = encoder.connector.post_layernorm
     encoder.connector.post_layernorm = torch.nn.Identity()
-    assert error() > 1e-4, "norm behind the layers left out"
+    assert error() > 1e-4, "the norm after the layers is missing"
     encoder.connector.post_layernorm = norm
     weight = encoder.connector.downsample.weight.data
     encoder.connector.downsample.weight.data = weight.transpose(2, 3).contiguous()
-    assert error() > 1e-4, "rows and columns of a token's patches exchanged"
+    assert error() > 1e-4, "rows and columns of merged patches are swapped"
     encoder.connector.downsample.weight.data = weight
     assert error() == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
-def test_mistakes_in_deepstack_and_positions_are_measurably_off(name: str) -> None:
+def test_deepstack_and_position_errors_change_logits(name: str) -> None:
     model = build(composite_config(name))
     batch, samples = two_samples_with_images(name)
-    batch.position_ids = mrope_positions(plain_composite(model), samples)
-    everywhere = torch.arange(len(batch.input_ids_T))
+    batch.position_ids = mrope_positions(hf_model(model), samples)
+    all_positions = torch.arange(len(batch.input_ids_T))
     family, llm, tower = model.llm.family, model.llm, model.encoders["vision"].tower
 
     def logits() -> Tensor:
         with torch.no_grad():
-            return llm.logits(batch, model.encode(batch), everywhere)
+            return llm.logits(batch, model.encode(batch), all_positions)
 
     right = logits()
 
@@ -338,44 +343,44 @@ def test_mistakes_in_deepstack_and_positions_are_measurably_off(name: str) -> No
         return relative_error(logits(), right)
 
     llm.family = replace(family, taps=0)
-    assert error() > 1e-4, "blocks left out"
+    assert error() > 1e-4, "deepstack features are missing"
     llm.family = family
     encoder = model.encoders["vision"]
     encoder.taps = (0, 2)
-    assert error() > 1e-5, "another layer tapped"
+    assert error() > 1e-5, "a different layer is used"
     encoder.taps = (0, 1)
     mergers = encoder.connector.deepstack_merger_list
     mergers[0], mergers[1] = mergers[1], mergers[0]
-    assert error() > 1e-5, "mergers exchanged"
+    assert error() > 1e-5, "mergers are swapped"
     mergers[0], mergers[1] = mergers[1], mergers[0]
     rows = batch.position_ids
     batch.position_ids = rows[[0, 2, 1]]
-    assert error() > 1e-4, "sections of rows and columns exchanged"
+    assert error() > 1e-4, "row and column sections are swapped"
     batch.position_ids = rows
     rotary = llm.text_model.rotary_emb
     interleaved = rotary.recomposition_frequencies
-    rotary.recomposition_frequencies = one_after_another
-    assert error() > 1e-4, "sections one after another, as in Qwen2-VL"
+    rotary.recomposition_frequencies = consecutive_sections
+    assert error() > 1e-4, "sections are consecutive, as in Qwen2-VL"
     rotary.recomposition_frequencies = interleaved
     tower.interpolation_align_corners = False
-    assert error() > 1e-5, "learned positions from elsewhere"
+    assert error() > 1e-5, "learned positions are interpolated differently"
     tower.interpolation_align_corners = True
     assert error() == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"])
-def test_exchanged_sections_of_positions_are_measurably_off(name: str) -> None:
-    """Rows for columns; of the other models that have them, in the tests above."""
+def test_swapped_position_sections_change_loss(name: str) -> None:
+    """Check rows instead of columns. The tests above check the remaining models with sections."""
     model = build(composite_config(name))
     batch, samples = two_samples_with_images(name)
-    batch.position_ids = mrope_positions(plain_composite(model), samples)
+    batch.position_ids = mrope_positions(hf_model(model), samples)
     with torch.no_grad():
         right = model(batch)
         batch.position_ids = batch.position_ids[[0, 2, 1]]
         assert relative_error(model(batch), right) > 1e-5
 
 
-def test_impossible_taps_are_refused() -> None:
+def test_invalid_deepstack_layers_are_rejected() -> None:
     vision = COMPOSITES["qwen3_vl"]["vision_config"]
     changes = {"vision_config": {**vision, "deepstack_visual_indexes": [1, 0]}}
     with pytest.raises(
@@ -390,7 +395,7 @@ def test_impossible_taps_are_refused() -> None:
         build(composite_config("qwen3_vl", **wider))
 
 
-def test_what_was_written_is_not_part_of_the_prompt() -> None:
+def test_generated_tokens_are_not_in_prompt_block() -> None:
     model = build(composite_config("paligemma"))
     batch, _ = two_samples_with_images("paligemma")
     assert model.llm.family.bidirectional == "prompts"
@@ -412,7 +417,7 @@ def test_what_was_written_is_not_part_of_the_prompt() -> None:
     assert blocks.tolist() == [0] * length + [-1] * (start - length)
 
 
-def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:
+def test_batch_without_images_has_zero_encoder_gradients() -> None:
     model = build(pair_config("llama", "clip"))
     text_only = microbatch([9, 5])
     loss = model(text_only)
@@ -422,14 +427,14 @@ def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:
     assert relative_error(loss, model.llm(text_only, {})) < 1e-6
 
 
-def test_frozen_parts_get_no_gradients_and_others_keep_theirs() -> None:
+def test_frozen_modules_have_no_gradients() -> None:
     images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
     batch = microbatch([22], {"eye": images}, images.positions_K)
-    free = build(pair_config("llama", "clip"))
-    free(batch).backward()
+    unfrozen = build(pair_config("llama", "clip"))
+    unfrozen(batch).backward()
     frozen = build(pair_config("llama", "clip"), freeze=("llm", "eye"))
     frozen(batch).backward()
-    reference = {n: p.grad for n, p in free.named_parameters()}
+    reference = {n: p.grad for n, p in unfrozen.named_parameters()}
     for name, parameter in frozen.named_parameters():
         if module_of(name) == "eye.connector":
             assert parameter.grad is not None
@@ -441,7 +446,7 @@ def test_frozen_parts_get_no_gradients_and_others_keep_theirs() -> None:
     assert frozen.encoders["eye"].describe().connector_trainable
 
 
-def test_all_mistakes_of_a_model_are_listed() -> None:
+def test_all_problems_of_model_are_listed() -> None:
     qwen2 = {**LLMS["qwen2"], "num_attention_heads": 5, "attention_dropout": 0.1}
     clip = EncoderConfig(config=ENCODERS["clip"], feature_layer=-9)
     config = ModelConfig(llm=LlmConfig(config=qwen2), encoders={"eye": clip})
@@ -454,16 +459,16 @@ def test_all_mistakes_of_a_model_are_listed() -> None:
     assert "feature_layer = -9, but the encoder has 3 layers" in text
 
 
-def test_what_layers_of_starcoder2_may_ask_for_is_refused() -> None:
-    asked = {"residual_dropout": 0.1, "embedding_dropout": 0.2}
+def test_dropout_of_starcoder2_is_rejected() -> None:
+    settings = {"residual_dropout": 0.1, "embedding_dropout": 0.2}
     with pytest.raises(ConfigError) as caught:
-        build(ModelConfig(llm=LlmConfig(config={**LLMS["starcoder2"], **asked})))
-    for (key, value), problem in zip(asked.items(), caught.value.problems, strict=True):
+        build(ModelConfig(llm=LlmConfig(config={**LLMS["starcoder2"], **settings})))
+    for (key, value), problem in zip(settings.items(), caught.value.problems, strict=True):
         assert f"{key} = {value} is not supported" in problem
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "nonsense"])
-def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
+def test_unsupported_llm_is_rejected_with_alternatives(model_type: str) -> None:
     config = ModelConfig(llm=LlmConfig(config={"model_type": model_type}))
     with pytest.raises(
         ConfigError, match=r"\[model\.llm\].*(registered model types: llama|is unknown)"
@@ -471,7 +476,7 @@ def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
         build(config)
 
 
-def test_a_version_of_transformers_that_renames_parts_is_named(monkeypatch) -> None:
+def test_renamed_modules_of_transformers_are_reported(monkeypatch) -> None:
     renamed = replace(LLM_FAMILIES["llama"], norms=("input_norm",))
     monkeypatch.setitem(LLM_FAMILIES, "llama", renamed)
     tower = type(ENCODER_FAMILIES["clip_vision_model"])()
@@ -484,16 +489,16 @@ def test_a_version_of_transformers_that_renames_parts_is_named(monkeypatch) -> N
     assert "'clip_vision_model' have no attention.query in transformers 5." in second
 
 
-def test_every_family_is_among_the_cases() -> None:
-    """Of what is compared with Hugging Face's, cut, and written to files."""
+def test_every_family_is_among_cases() -> None:
+    """Check the cases of comparison with Hugging Face, of pipeline stages and of file formats."""
     assert {config["model_type"] for config in LLMS.values()} == set(LLM_FAMILIES)
-    kinds = {config["model_type"] for config in COMPOSITES.values()}
-    assert kinds == set(COMPOSITE_KINDS)
-    towers = ENCODERS.values()
-    assert {config["model_type"] for config in towers} == set(ENCODER_FAMILIES)
+    multimodal_types = {config["model_type"] for config in COMPOSITES.values()}
+    assert multimodal_types == set(COMPOSITE_KINDS)
+    encoders = ENCODERS.values()
+    assert {config["model_type"] for config in encoders} == set(ENCODER_FAMILIES)
 
 
-def test_documents_name_every_family() -> None:
+def test_documentation_names_every_family() -> None:
     text = (Path(__file__).parents[3] / "docs/reference/models.md").read_text()
     names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_KINDS)
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
@@ -507,7 +512,7 @@ def test_documents_name_every_family() -> None:
         ("gemma3", "Gemma3", "Gemma3", "do_pan_and_scan", {"size": SQUARE}),
     ],
 )
-def test_checkpoints_say_how_pictures_are_cut(
+def test_checkpoint_processor_determines_tiles(
     name: str, theirs: str, ours: str, switch: str, size: dict, tmp_path: Path
 ) -> None:
     def spec(kind: str = "", **recipe: object) -> ImageSpec:
@@ -519,8 +524,8 @@ def test_checkpoints_say_how_pictures_are_cut(
     kind = getattr(transformers, f"{theirs}ImageProcessorPil")
     kind(image_mean=[0.1, 0.2, 0.3], **size).save_pretrained(tmp_path / "hf")
     assert spec().tiles is None and spec("bare").tiles is None
-    own = spec("hf").tiles
-    assert (own is None) == (name == "gemma3")  # Hugging Face's processor leaves it off
+    default_tiles = spec("hf").tiles
+    assert (default_tiles is None) == (name == "gemma3")  # the Hugging Face default is off
     for found in (spec("hf", **{switch: True}), spec(**{switch: True})):
         assert found.tiles is not None
         assert found.tiles.processor_class == f"{theirs}ImageProcessor"
@@ -534,43 +539,43 @@ def test_checkpoints_say_how_pictures_are_cut(
     assert switch not in single.processor
 
 
-def test_marks_beside_images_are_the_tokenizers() -> None:
+def test_image_markers_are_tokenizer_tokens() -> None:
     words = {f"w{i}": i for i in range(59)}
     words |= {"\n\n": 59, "<end>": 60, "<start>": 61, "</img>": 62, "<image>": 63}
-    known = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
-    spec = build(composite_config("gemma3")).text_spec(known)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+    spec = build(composite_config("gemma3")).text_spec(tokenizer)
     assert (spec.image_prefix, spec.image_suffix) == (("\n\n", 61), (60, "\n\n"))
     with pytest.raises(ConfigError, match="the tokenizer has no token '<img>', which is next to"):
-        build(composite_config("internvl")).text_spec(known)
+        build(composite_config("internvl")).text_spec(tokenizer)
 
 
-def test_freezing_an_unknown_module_names_the_known_ones() -> None:
+def test_freezing_unknown_module_lists_modules() -> None:
     with pytest.raises(ConfigError, match=r"'ear' is not a module; use any of: .*eye\.connector"):
         build(pair_config("llama", "clip"), freeze=("ear",))
 
 
-def test_siglip_in_llava_must_keep_the_first_patch() -> None:
+def test_siglip_in_llava_requires_first_patch() -> None:
     siglip = {**COMPOSITES["llava"]["vision_config"], "model_type": "siglip_vision_model"}
     with pytest.raises(ConfigError, match="drops the first patch"):
         build(composite_config("llava", vision_config=siglip))
 
 
 @pytest.mark.parametrize(
-    ("name", "tower"),
+    ("name", "encoder"),
     [("llava", "dinov3"), ("llava", "metaclip_2"), ("llava", "gemma4"), ("llava_next", "pixtral")],
 )
-def test_towers_that_llava_cannot_have_are_refused(name: str, tower: str) -> None:
+def test_unsupported_encoder_of_llava_is_rejected(name: str, encoder: str) -> None:
     with pytest.raises(ConfigError, match=r"vision encoder .* is not supported"):
-        build(composite_config(name, vision_config=ENCODERS[tower]))
+        build(composite_config(name, vision_config=ENCODERS[encoder]))
 
 
 @pytest.mark.parametrize("ratio", ["anyres", "pad"])
-def test_other_ways_to_cut_pictures_are_refused(ratio: str) -> None:
+def test_unsupported_aspect_ratio_is_rejected(ratio: str) -> None:
     with pytest.raises(ConfigError, match=f"vision_aspect_ratio = '{ratio}' is not supported"):
         build(composite_config("llava_onevision", vision_aspect_ratio=ratio))
 
 
-def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:
+def test_misspelled_key_of_inline_config_is_reported() -> None:
     vision = {**COMPOSITES["llava"]["vision_config"], "hiden_act": "gelu"}
     with pytest.raises(
         ConfigError, match=r"vision_config\] 'hiden_act'.*did you mean 'hidden_act'"
@@ -578,13 +583,13 @@ def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:
         build(composite_config("llava", vision_config=vision))
 
 
-def test_a_source_without_config_is_reported(tmp_path: Path) -> None:
+def test_source_without_config_is_reported(tmp_path: Path) -> None:
     config = ModelConfig(llm=LlmConfig(source=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"no readable config\.json"):
         build(config)
 
 
-def test_a_config_is_laid_over_that_of_the_source(tmp_path: Path) -> None:
+def test_inline_config_overrides_source_config(tmp_path: Path) -> None:
     AutoConfig.for_model(**COMPOSITES["llava"]).save_pretrained(tmp_path)
     change = {"text_config": {"num_hidden_layers": 1}}
     model = build(ModelConfig(source=str(tmp_path), config=change))

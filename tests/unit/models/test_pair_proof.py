@@ -1,4 +1,4 @@
-"""Classes of exports and composites compute the logits of the trained model, or are rejected."""
+"""Exported Hugging Face classes compute the logits of the trained model, or are rejected."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ SCALED = {
     "cohere2": ({}, "logit_scale = 0.0625"),
     "gemma2": ({}, "final_logit_softcapping = 3.0"),
 }
-"""LLMs that change their logits: changes of the test config, and the setting that is named."""
+"""LLMs that scale or cap logits: changes of the test config, and the reported setting."""
 PLAIN = {
     "minicpm3": {"dim_model_base": 32},
     "granite": {"logits_scaling": 1.0},
     "gemma2": {"final_logit_softcapping": None},
 }
-"""The same LLMs with settings that change nothing."""
+"""The same LLMs with settings that have no effect."""
 
 
 def pair(llm: str, **changes: object) -> ModelConfig:
@@ -35,7 +35,9 @@ def pair(llm: str, **changes: object) -> ModelConfig:
 
 
 @pytest.mark.parametrize("llm", SCALED)
-def test_scaled_logits_are_exported_in_parts(llm: str, tmp_path, tokenizer, caplog) -> None:
+def test_llm_with_scaled_logits_is_exported_separately(
+    llm: str, tmp_path, tokenizer, caplog
+) -> None:
     changes, setting = SCALED[llm]
     model = build(pair(llm, **changes))
     found = pair_class(model)
@@ -47,12 +49,12 @@ def test_scaled_logits_are_exported_in_parts(llm: str, tmp_path, tokenizer, capl
 
 
 @pytest.mark.parametrize("llm", PLAIN)
-def test_neutral_scales_keep_the_class(llm: str) -> None:
+def test_neutral_logit_scale_exports_as_llava(llm: str) -> None:
     assert isinstance(pair_class(build(pair(llm, **PLAIN[llm]))), PairClass)
 
 
 @pytest.mark.parametrize("llm", SCALED)
-def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> None:
+def test_proof_detects_scaled_logits_without_rule(llm: str, monkeypatch) -> None:
     monkeypatch.setattr(pair_classes, "describe_logit_change", lambda *_: "")
     found = pair_class(build(pair(llm, **SCALED[llm][0])))
     assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
@@ -62,7 +64,7 @@ def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> No
     ("key", "value"),
     [("vision_feature_layer", -1), ("vision_feature_select_strategy", "full")],
 )
-def test_proof_finds_other_features(key: str, value: object, monkeypatch) -> None:
+def test_proof_detects_different_features(key: str, value: object, monkeypatch) -> None:
     build_config = pair_classes._llava_config
 
     def changed(*arguments):
@@ -79,7 +81,7 @@ def test_proof_finds_other_features(key: str, value: object, monkeypatch) -> Non
     assert isinstance(found, str) and "LlavaForConditionalGeneration" in found
 
 
-def test_proof_runs_once_and_keeps_random_state(monkeypatch) -> None:
+def test_proof_runs_once_and_preserves_rng_state(monkeypatch) -> None:
     model = build(pair_config("qwen2", "siglip"))
     pair_parity._compare.cache_clear()
     state = torch.get_rng_state()
@@ -90,7 +92,7 @@ def test_proof_runs_once_and_keeps_random_state(monkeypatch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def composite(name: str, llm: str, **changes: object) -> ModelConfig:
+def multimodal_config(name: str, llm: str, **changes: object) -> ModelConfig:
     text = {**LLMS[llm], **changes}
     return composite_config(name, text_config=text)
 
@@ -99,14 +101,14 @@ def composite(name: str, llm: str, **changes: object) -> ModelConfig:
     ("name", "llm"),
     [*((name, llm) for name in ("llava", "internvl") for llm in SCALED), ("gemma3", "gemma3_text")],
 )
-def test_composite_with_scaled_logits_is_rejected(name: str, llm: str) -> None:
+def test_multimodal_model_with_scaled_logits_is_rejected(name: str, llm: str) -> None:
     changes, setting = SCALED[llm]
     with pytest.raises(ConfigError, match=r"scales or caps its logits") as error:
-        build(composite(name, llm, **changes))
+        build(multimodal_config(name, llm, **changes))
     assert setting in str(error.value)
 
 
-def test_composite_that_caps_logits_accepts_caps_only() -> None:
+def test_model_that_caps_logits_rejects_scales_only() -> None:
     capped = LLM_FAMILIES["gemma2"], LLM_FAMILIES["cohere2"]
     gemma, cohere = (AutoConfig.for_model(**LLMS[name]) for name in ("gemma2", "cohere2"))
     assert describe_logit_change(gemma, capped[0]) and not describe_logit_change(

@@ -1,4 +1,4 @@
-"""An encoder and an LLM from separate sources: their Hugging Face class, or why they have none."""
+"""Encoder and LLM from separate sources: the Hugging Face class, or the reason for having none."""
 
 import json
 from dataclasses import replace
@@ -9,15 +9,15 @@ import torch
 from chat_templates import TEMPLATES, with_template
 from likeliest_text import as_prompt, written, written_by
 from model_cases import (
+    AUDIO_TOKEN_ID,
     LLMS,
-    SOUND_TOKEN_ID,
     build,
     microbatch,
     pair_config,
     relative_error,
 )
 from speech_cases import three_samples
-from test_speech import alone
+from test_speech import first_audio_sample
 from transformers import (
     AudioFlamingo3ForConditionalGeneration,
     AutoProcessor,
@@ -35,7 +35,7 @@ from torchmm.models.hf.processors import image_processor
 from torchmm.recipe.model_section import PARTS_FILE, LlmConfig, ModelConfig
 
 
-def shown() -> EncoderInputs:
+def image_inputs() -> EncoderInputs:
     pixels = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(5))
     return EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 19))
 
@@ -48,15 +48,15 @@ def shown() -> EncoderInputs:
         ("internvl_norms", "qwen2", -1),
     ],
 )
-def test_folded_patches_and_a_norm_are_internvl(
+def test_pixel_shuffle_with_norm_exports_as_internvl(
     encoder: str, llm: str, layer: int, tmp_path: Path, tokenizer
 ) -> None:
     folds = {"connector": "pixel_shuffle_norm_mlp", "feature_layer": layer}
     model = build(pair_config(llm, encoder, **folds))
     export_hf(model, tmp_path, tokenizer)
-    kind = InternVLForConditionalGeneration
-    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
-    pixels = shown().pixels
+    model_class = InternVLForConditionalGeneration
+    plain = model_class.from_pretrained(tmp_path, attn_implementation="eager")
+    pixels = image_inputs().pixels
     images = EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 7))
     batch = microbatch([11], {"eye": images}, images.positions_K)
     sample = {"input_ids": batch.input_ids_T[None], "pixel_values": pixels}
@@ -68,23 +68,23 @@ def test_folded_patches_and_a_norm_are_internvl(
         images=torch.zeros(3, 16, 16, dtype=torch.uint8), text="w5 <image> w6", return_tensors="pt"
     )
     assert (inputs["input_ids"] == 63).sum() == 4
-    plain.generate(**inputs, max_new_tokens=1)  # refuses what it does not know
+    plain.generate(**inputs, max_new_tokens=1)  # rejects unknown inputs
     again = build(ModelConfig(source=str(tmp_path)), seed=7)
     load_weights(again)
     assert not again.text.prefix and again.image_specs()["vision"].tiles is None
-    here = microbatch([11], {"vision": images}, images.positions_K)
-    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+    vision_batch = microbatch([11], {"vision": images}, images.positions_K)
+    assert torch.isclose(again(vision_batch), model(batch), rtol=1e-6)
 
 
-def test_a_processor_for_whole_pictures_does_what_training_does(tmp_path: Path, tokenizer) -> None:
-    """InternViT's own counts tiles, which LLaVA's class refuses to write with."""
+def test_exported_processor_matches_training_preprocessing(tmp_path: Path, tokenizer) -> None:
+    """Check InternViT, whose processor returns tile counts that the LLaVA class rejects."""
     model = build(pair_config("llama", "internvl"))
     export_hf(model, tmp_path, tokenizer)
-    picture = torch.randint(256, (3, 40, 25), dtype=torch.uint8)
+    image = torch.randint(256, (3, 40, 25), dtype=torch.uint8)
     inputs = AutoProcessor.from_pretrained(tmp_path)(
-        images=picture, text="w5 <image> w6", return_tensors="pt"
+        images=image, text="w5 <image> w6", return_tensors="pt"
     )
-    expected = image_processor(model.encoders["eye"])(picture, return_tensors="pt")
+    expected = image_processor(model.encoders["eye"])(image, return_tensors="pt")
     assert "num_patches" in expected and set(inputs) == {
         *("input_ids", "attention_mask", "pixel_values")
     }
@@ -92,40 +92,40 @@ def test_a_processor_for_whole_pictures_does_what_training_does(tmp_path: Path, 
     plain = LlavaForConditionalGeneration.from_pretrained(tmp_path)
     plain.generate(**inputs, max_new_tokens=1)
     again = build(ModelConfig(source=str(tmp_path))).encoders["vision"]
-    pixels = image_processor(again)(picture, return_tensors="pt")["pixel_values"]
+    pixels = image_processor(again)(image, return_tensors="pt")["pixel_values"]
     assert torch.equal(pixels, expected["pixel_values"])
 
 
-def two_sounds(token: int) -> tuple[Microbatch, dict]:
-    """A sample for the encoder "eye", and what Hugging Face's model takes."""
+def two_audio_inputs(token: int) -> tuple[Microbatch, dict]:
+    """Return a sample for the encoder "eye", and the inputs of the Hugging Face model."""
     batch, (sample, *_) = three_samples("audioflamingo3")
-    heard = alone(batch)
-    ids_T = torch.where(heard.input_ids_T == SOUND_TOKEN_ID, token, heard.input_ids_T)
+    heard = first_audio_sample(batch)
+    ids_T = torch.where(heard.input_ids_T == AUDIO_TOKEN_ID, token, heard.input_ids_T)
     del sample["use_cache"]
     ours = replace(heard, input_ids_T=ids_T, encoders={"eye": heard.encoders["audio"]})
     return ours, {**sample, "input_ids": ids_T[None]}
 
 
-def test_two_linears_behind_audio_flamingos_tower_are_audio_flamingo(
-    tmp_path: Path, tokenizer
-) -> None:
+def test_audio_encoder_with_mlp_exports_as_audio_flamingo(tmp_path: Path, tokenizer) -> None:
     model = build(pair_config("llama", "audioflamingo3"))
     export_hf(model, tmp_path, tokenizer)
-    kind = AudioFlamingo3ForConditionalGeneration
-    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    model_class = AudioFlamingo3ForConditionalGeneration
+    plain = model_class.from_pretrained(tmp_path, attn_implementation="eager")
     projector = plain.model.multi_modal_projector.state_dict()
     for name, value in model.encoders["eye"].connector.state_dict().items():
         assert torch.equal(value, projector[name])
-    heard, sample = two_sounds(plain.config.audio_token_id)
+    batch, sample = two_audio_inputs(plain.config.audio_token_id)
     theirs = plain(**sample, use_cache=False).logits[0]
-    everywhere = torch.arange(len(heard.input_ids_T))
-    assert relative_error(model.llm.logits(heard, model.encode(heard), everywhere), theirs) < 1e-5
-    assert written(model, as_prompt(heard)) == written_by(plain, sample)
+    all_positions = torch.arange(len(batch.input_ids_T))
+    assert (
+        relative_error(model.llm.logits(batch, model.encode(batch), all_positions), theirs) < 1e-5
+    )
+    assert written(model, as_prompt(batch)) == written_by(plain, sample)
     again = build(ModelConfig(source=str(tmp_path)), seed=7)
     load_weights(again)
-    here = replace(heard, encoders={"audio": heard.encoders["eye"]})
-    assert torch.isclose(again(here), model(heard), rtol=1e-6)
-    assert again.text.image_token == plain.config.audio_token_id == 63 != SOUND_TOKEN_ID
+    audio_batch = replace(batch, encoders={"audio": batch.encoders["eye"]})
+    assert torch.isclose(again(audio_batch), model(batch), rtol=1e-6)
+    assert again.text.image_token == plain.config.audio_token_id == 63 != AUDIO_TOKEN_ID
 
 
 WITHOUT = {
@@ -143,7 +143,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize(("llm", "encoder"), WITHOUT)
-def test_others_say_why_they_have_no_class(
+def test_unsupported_combinations_report_reason(
     llm: str, encoder: str, tmp_path: Path, tokenizer
 ) -> None:
     model = build(pair_config(llm, encoder))
@@ -155,45 +155,45 @@ def test_others_say_why_they_have_no_class(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_only_chat_templates_take_pictures(name: str, tokenizer) -> None:
-    """As our data render them, with the placeholder in the text; chats without are as before."""
-    chatting = with_template(tokenizer, TEMPLATES[name])
-    found = extend_chat_template(chatting, "<image>")
+def test_text_only_chat_template_accepts_images(name: str, tokenizer) -> None:
+    """Check that the placeholder is in the text, and that chats without images do not change."""
+    chat_tokenizer = with_template(tokenizer, TEMPLATES[name])
+    found = extend_chat_template(chat_tokenizer, "<image>")
     assert found is not None and found.endswith(TEMPLATES[name])
-    picture = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    image_content = [{"type": "image"}, {"type": "text", "text": "What?"}]
 
     def rendered(template: str, content: object, answer: object) -> str:
         turns = [("user", content), ("assistant", answer)]
         messages = [{"role": role, "content": said} for role, said in turns]
-        return chatting.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return chat_tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
 
     plain = rendered(TEMPLATES[name], "<image>What?", "Eggs.")
     assert "<image>What?" in plain
-    assert rendered(found, picture, [{"type": "text", "text": "Eggs."}]) == plain
+    assert rendered(found, image_content, [{"type": "text", "text": "Eggs."}]) == plain
     assert rendered(found, "<image>What?", "Eggs.") == plain
     assert extend_chat_template(with_template(tokenizer, found), "<image>") is None
 
 
-def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> None:
-    chatting = with_template(tokenizer, TEMPLATES["chatml"])
-    llm = {**LLMS["llama"], "vocab_size": len(chatting)}
+def test_exported_tokenizer_has_image_chat_template(tmp_path: Path, tokenizer) -> None:
+    chat_tokenizer = with_template(tokenizer, TEMPLATES["chatml"])
+    llm = {**LLMS["llama"], "vocab_size": len(chat_tokenizer)}
     config = pair_config("llama", "clip").model_copy(update={"llm": LlmConfig(config=llm)})
-    export_hf(build(config), tmp_path, chatting)
-    opened = AutoTokenizer.from_pretrained(tmp_path)
-    said = [{"type": "image"}, {"type": "text", "text": "What?"}]
-    text = opened.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+    export_hf(build(config), tmp_path, chat_tokenizer)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    text = reloaded.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     assert text == "<|im_start|>user\n<image>What?<|im_end|>\n"
 
 
-def test_folded_patches_and_several_encoders_have_none() -> None:
+def test_unsupported_folding_and_several_encoders_report_reason() -> None:
     folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
     assert "combines 2 x 2 outputs" in str(pair_class(folded))
     clip = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
     assert "InternVL of Hugging Face supports only its own encoder" in str(pair_class(clip))
-    sounds = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))
-    assert 'as connector = "pixel_shuffle_norm_mlp" does' in str(pair_class(sounds))
-    cut = {"connector": "pixel_shuffle_norm_mlp", "processor": {"crop_to_patches": True}}
-    assert "split into tiles" in str(pair_class(build(pair_config("llama", "internvl", **cut))))
+    audio_model = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))
+    assert 'as connector = "pixel_shuffle_norm_mlp" does' in str(pair_class(audio_model))
+    tiled = {"connector": "pixel_shuffle_norm_mlp", "processor": {"crop_to_patches": True}}
+    assert "split into tiles" in str(pair_class(build(pair_config("llama", "internvl", **tiled))))
     two = pair_config("llama", "clip")
     two.encoders["ear"] = pair_config("llama", "whisper").encoders["eye"]
     assert "several encoders (eye and ear)" in str(pair_class(build(two)))

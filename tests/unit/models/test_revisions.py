@@ -1,6 +1,6 @@
-"""`revision` pins what comes from the hub: configs, processors, weights, tokenizers.
+"""`revision` pins files from the Hub: configs, processors, weights, tokenizers.
 
-The hub is its cache on this machine, which holds two commits of one model.
+The local cache replaces the Hub. It has two commits of one model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "owner/name"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, real_data) -> None:
-    """Commit OLD has width 32, NEW width 64 and is what "main" stands for."""
+    """Write commit OLD of width 32, and commit NEW of width 64, which is the commit of "main"."""
     folder = tmp_path / "models--owner--name"
     for commit, width in ((OLD, 32), (NEW, 64)):
         files = folder / "snapshots" / commit
@@ -54,30 +54,30 @@ def hub(tmp_path, monkeypatch, real_data) -> None:
 
 
 @pytest.mark.parametrize(("revision", "width"), [(OLD, 32), (NEW, 64), (None, 64)])
-def test_everything_is_of_the_revision(hub, revision, width, caplog):
+def test_all_files_are_from_revision(hub, revision, width, caplog):
     section = LlmConfig(source=NAME, revision=revision)
     assert section.source_with_revision is not None
     with caplog.at_level(logging.INFO):
         assert load_config("model.llm", section.source_with_revision, None).hidden_size == width
-    told = f'the current revision is "{NEW}"' in caplog.text
-    assert told == (revision is None)
+    is_logged = f'the current revision is "{NEW}"' in caplog.text
+    assert is_logged == (revision is None)
     assert _read_image_processor(section.source_with_revision)["size"] == width
     tensor = open_files(section.source_with_revision)["w"]
-    with safe_open(tensor.path, "pt") as opened:
-        assert opened.get_slice("w").get_shape() == [width]
+    with safe_open(tensor.path, "pt") as file:
+        assert file.get_slice("w").get_shape() == [width]
     assert load_tokenizer(ModelConfig(llm=section)).model_max_length == width
-    own = ModelConfig(llm=LlmConfig(source="x"), tokenizer=NAME, tokenizer_revision=revision)
-    assert load_tokenizer(own).model_max_length == width
+    separate = ModelConfig(llm=LlmConfig(source="x"), tokenizer=NAME, tokenizer_revision=revision)
+    assert load_tokenizer(separate).model_max_length == width
 
 
-def test_a_misspelt_directory_is_told_from_a_hub_id(hub):
+def test_missing_directory_is_distinguished_from_hub_id(hub):
     with pytest.raises(
         ConfigError, match="not a local directory, so requested from the Hugging Face Hub"
     ):
         load_config("model.llm", "dtaa/x", None)
 
 
-def test_a_revision_of_nothing_is_refused(real_data, tmp_path):
+def test_revision_without_hub_source_is_rejected(real_data, tmp_path):
     wrong = "--model.llm.revision=abc", "--model.tokenizer_revision=abc"
     found = problems_of(QUICKSTART, *wrong, world_size=1)
     assert any(
@@ -86,7 +86,7 @@ def test_a_revision_of_nothing_is_refused(real_data, tmp_path):
     assert any("model.tokenizer_revision" in p and "directory" in p for p in found)
 
 
-def test_places(tmp_path):
+def test_source_and_revision_are_split(tmp_path):
     assert split_revision("a/b@v1") == ("a/b", "v1")
     assert split_revision("a/b") == ("a/b", None)
     odd = tmp_path / "x@y"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import LLMS, build, microbatch, plain_causal_lm, relative_error, worst_gradient
-from test_llm import separate_loss
+from test_llm import hf_loss_and_logits
 
 from torchmm.common.errors import ConfigError
 from torchmm.models import llm
@@ -18,7 +18,7 @@ from torchmm.recipe.recipe import Recipe
 
 LIMIT = 8
 LENGTHS = [5, 9, 20, 8, 2]
-"""Shorter than the limit, equal to it and longer."""
+"""Lengths below, at and above the limit."""
 
 
 def longrope(pairs: int, **more: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def loss_errors(model: MultimodalModel) -> tuple[float, float]:
     plain = plain_causal_lm(model)
     batch = microbatch(LENGTHS)
     loss = model(batch)
-    expected, _ = separate_loss(plain, batch)
+    expected, _ = hf_loss_and_logits(plain, batch)
     loss.backward()
     expected.backward()
     gradients = worst_gradient(model.llm.backbone, plain, lambda name: name)

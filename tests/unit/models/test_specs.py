@@ -1,4 +1,4 @@
-"""What data learns from models: image processors and special tokens."""
+"""Specifications of models for data: image processors and special tokens."""
 
 import io
 from math import prod
@@ -35,32 +35,32 @@ def word_tokenizer(words: int, **special: str) -> PreTrainedTokenizerFast:
 def processed(spec, images: list[Image.Image]) -> EncoderInputs:
     processor = getattr(transformers, f"{spec.processor_class}Pil")(**spec.processor)
     out = processor(images, return_tensors="pt")
-    nowhere = torch.empty(0)
+    no_positions = torch.empty(0)
     if "image_grid_thw" in out:
         grids = [tuple(grid) for grid in out["image_grid_thw"].tolist()]
-        return EncoderInputs(out["pixel_values"], grids, nowhere)
+        return EncoderInputs(out["pixel_values"], grids, no_positions)
     if "spatial_shapes" in out:
         grids = [(1, *shape) for shape in out["spatial_shapes"].tolist()]
         pixels = [p[: prod(g)] for p, g in zip(out["pixel_values"], grids, strict=True)]
-        return EncoderInputs(torch.cat(pixels), grids, nowhere)
+        return EncoderInputs(torch.cat(pixels), grids, no_positions)
     if "image_sizes" in out:
         side, kept = spec.patch_size_px, []
         grids = [(1, high // side, wide // side) for high, wide in out["image_sizes"].tolist()]
-        for picture, (_, rows, columns) in zip(out["pixel_values"], grids, strict=True):
-            shown = picture[:, : rows * side, : columns * side]
-            kept.append(torch.nn.functional.unfold(shown[None], side, stride=side)[0].T)
-        return EncoderInputs(torch.cat(kept), grids, nowhere)
+        for image, (_, rows, columns) in zip(out["pixel_values"], grids, strict=True):
+            valid = image[:, : rows * side, : columns * side]
+            kept.append(torch.nn.functional.unfold(valid[None], side, stride=side)[0].T)
+        return EncoderInputs(torch.cat(kept), grids, no_positions)
     if "image_position_ids" in out:
-        shown = [place[(place >= 0).all(-1)] for place in out["image_position_ids"]]
-        pixels = [p[: len(at)] for p, at in zip(out["pixel_values"], shown, strict=True)]
-        grids = [(1, *(at.flip(-1).max(0).values + 1).tolist()) for at in shown]
-        return EncoderInputs(torch.cat(pixels), grids, nowhere)
+        valid = [place[(place >= 0).all(-1)] for place in out["image_position_ids"]]
+        pixels = [p[: len(at)] for p, at in zip(out["pixel_values"], valid, strict=True)]
+        grids = [(1, *(at.flip(-1).max(0).values + 1).tolist()) for at in valid]
+        return EncoderInputs(torch.cat(pixels), grids, no_positions)
     rows = out["pixel_values"].shape[-1] // spec.patch_size_px
-    return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), nowhere)
+    return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), no_positions)
 
 
 @pytest.mark.parametrize("family", [name for name in ENCODERS if name not in AUDIO])
-def test_the_processor_of_the_spec_makes_what_the_encoder_reads(family: str) -> None:
+def test_processor_output_is_valid_encoder_input(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     spec = encoder.image_spec()
     pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
@@ -71,7 +71,7 @@ def test_the_processor_of_the_spec_makes_what_the_encoder_reads(family: str) -> 
     assert (inputs.pixels.ndim == 4) == (spec.inputs == "fixed")
 
 
-def test_settings_of_the_source_and_of_the_recipe_are_taken(tmp_path: Path) -> None:
+def test_recipe_settings_override_source_processor(tmp_path: Path) -> None:
     config = AutoConfig.for_model(**ENCODERS["clip"])
     AutoModel.from_config(config).save_pretrained(tmp_path)
     size = {"shortest_edge": 16}
@@ -86,12 +86,12 @@ def test_settings_of_the_source_and_of_the_recipe_are_taken(tmp_path: Path) -> N
     assert settings["do_convert_rgb"] is False
 
 
-def test_a_processor_that_does_not_fit_the_model_is_refused() -> None:
+def test_processor_of_wrong_size_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"processor\.crop_size = 32, but the model requires"):
         build(pair_config("llama", "clip", processor={"crop_size": 32}))
 
 
-def test_the_placeholder_must_be_known_and_embedded() -> None:
+def test_placeholder_must_be_in_tokenizer_and_embedding() -> None:
     model = build(pair_config("llama", "clip"))
     spec = model.text_spec(word_tokenizer(64, eos_token="w2"))
     assert (spec.image_token_id, spec.eos_token_id, spec.vocab_size) == (63, 2, 64)
@@ -103,7 +103,7 @@ def test_the_placeholder_must_be_known_and_embedded() -> None:
         model.text_spec(unknown)
 
 
-def test_qwen_marks_images_and_counts_positions_in_three_dimensions() -> None:
+def test_qwen_has_image_markers_and_mrope_positions() -> None:
     spec = build(composite_config("qwen2_5_vl")).text_spec(word_tokenizer(64))
     assert spec.image_prefix == (COMPOSITES["qwen2_5_vl"]["vision_start_token_id"],)
     assert spec.image_suffix == (COMPOSITES["qwen2_5_vl"]["vision_end_token_id"],)
@@ -117,7 +117,7 @@ def test_every_parameter_has_a_module_name() -> None:
 
 
 @pytest.mark.parametrize("family", list(ENCODERS))
-def test_tensor_parallel_patterns_name_linears(family: str) -> None:
+def test_tensor_parallel_patterns_match_linear_layers(family: str) -> None:
     for module in build(pair_config("qwen3", family)).modality_modules():
         plan = module.tensor_parallel_plan()
         assert plan and set(module.tensor_parallel_scopes())
@@ -131,7 +131,7 @@ def test_window_layers_of_qwen_are_described() -> None:
 
 
 @pytest.mark.parametrize(("family", "positions"), [("whisper", 12), ("wav2vec2", 16)])
-def test_an_audio_encoder_hears_what_its_extractor_makes(family: str, positions: int) -> None:
+def test_audio_encoder_accepts_extractor_output(family: str, positions: int) -> None:
     config = pair_config("llama", family, connector="pixel_shuffle_mlp")
     encoder = build(config).encoders["eye"]
     ours = AudioPreprocessor(encoder.image_spec())
@@ -147,14 +147,14 @@ def test_an_audio_encoder_hears_what_its_extractor_makes(family: str, positions:
     assert encoder.dummy_image().patches == 4 and encoder.dummy_image().tokens == 1
 
 
-def test_modality_and_family_have_to_agree() -> None:
+def test_modality_must_match_family() -> None:
     with pytest.raises(ConfigError, match='whisper reads audio; set modality = "audio"'):
         build(pair_config("llama", "whisper", modality="image"))
     with pytest.raises(ConfigError, match="clip_vision_model reads image"):
         build(pair_config("llama", "clip", modality="audio"))
 
 
-def test_adapters_of_wav2vec2_and_dropout_of_sounds_are_refused() -> None:
+def test_unsupported_audio_encoder_settings_are_rejected() -> None:
     for name, change, message in (
         (
             "wav2vec2_stable",
@@ -173,27 +173,27 @@ def test_adapters_of_wav2vec2_and_dropout_of_sounds_are_refused() -> None:
             build_model(config, FreezeConfig())
 
 
-def test_whole_whisper_files_are_read(tmp_path: Path) -> None:
+def test_encoder_loads_from_complete_whisper_files(tmp_path: Path) -> None:
     sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
     tokens = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     settings = {**ENCODERS["whisper"], **sizes, **tokens, "decoder_start_token_id": 1}
-    whole = AutoModel.from_config(AutoConfig.for_model(**settings))
-    whole.save_pretrained(tmp_path)
+    full_model = AutoModel.from_config(AutoConfig.for_model(**settings))
+    full_model.save_pretrained(tmp_path)
     section = EncoderConfig(source=str(tmp_path), modality="audio")
     model = build_model(
         ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section}), FreezeConfig()
     )
     materialize(model, "cpu")
     assert "encoders.ear.tower.conv1.weight" in load_weights(model)
-    for name, value in whole.get_encoder().state_dict().items():
+    for name, value in full_model.get_encoder().state_dict().items():
         assert torch.equal(model.encoders["ear"].tower.state_dict()[name], value), name
 
 
-def test_radio_gets_pixels_that_it_normalizes_itself() -> None:
+def test_radio_receives_unnormalized_pixels() -> None:
     encoder = build(pair_config("llama", "radio")).encoders["eye"]
     inputs = processed(encoder.image_spec(), [Image.new("RGB", (40, 24), (64, 128, 192))])
-    shown = torch.tensor([64, 128, 192]) / 255
-    torch.testing.assert_close(inputs.pixels[0, :, 0, 0], shown)
+    color = torch.tensor([64, 128, 192]) / 255
+    torch.testing.assert_close(inputs.pixels[0, :, 0, 0], color)
     mean, std = (torch.tensor(values) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     normalized = encoder.tower.input_conditioner(inputs.pixels)
-    torch.testing.assert_close(normalized[0, :, 0, 0], (shown - mean) / std)
+    torch.testing.assert_close(normalized[0, :, 0, 0], (color - mean) / std)

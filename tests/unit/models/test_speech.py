@@ -1,4 +1,4 @@
-"""Voxtral, Qwen2-Audio and Audio Flamingo 3 on samples with sounds equal Hugging Face's own."""
+"""Voxtral, Qwen2-Audio and Audio Flamingo 3 equal Hugging Face on samples with audio."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 from likeliest_text import as_prompt, written, written_by
 from model_cases import (
+    AUDIO_TOKEN_ID,
     COMPOSITES,
-    SOUND_TOKEN_ID,
     SPEECH,
     build,
     composite_config,
@@ -18,7 +18,7 @@ from model_cases import (
 )
 from proofs import proves
 from speech_cases import three_samples
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,8 +30,8 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.layers.attention import Segments
 
 
-def alone(batch: Microbatch) -> Microbatch:
-    """The first sample, which has two sounds."""
+def first_audio_sample(batch: Microbatch) -> Microbatch:
+    """Return the first sample, which has two audio files, as a separate microbatch."""
     length = batch.cu_seqlens[1]
     return replace(
         batch,
@@ -48,89 +48,97 @@ def alone(batch: Microbatch) -> Microbatch:
 @proves("packed", COMPOSITES)
 @proves("sounds", COMPOSITES)
 @pytest.mark.parametrize("name", SPEECH)
-def test_sounds_give_hugging_faces_loss_and_gradients(name: str) -> None:
-    """Three samples packed, one of them without sounds, and the first alone."""
+def test_audio_matches_hugging_face_loss_and_gradients(name: str) -> None:
+    """Compare three packed samples, one of them without audio, and the first sample separately."""
     model = build(composite_config(name))
-    plain = plain_composite(model)
+    plain = hf_model(model)
     batch, samples = three_samples(name)
     theirs = [plain(**sample).logits[0] for sample in samples]
-    for own, logits in ((batch, torch.cat(theirs)), (alone(batch), theirs[0])):
-        expected = functional.cross_entropy(logits, own.targets_T, reduction="sum")
-        loss = model(own)
+    for sample_batch, logits in (
+        (batch, torch.cat(theirs)),
+        (first_audio_sample(batch), theirs[0]),
+    ):
+        expected = functional.cross_entropy(logits, sample_batch.targets_T, reduction="sum")
+        loss = model(sample_batch)
         assert relative_error(loss, expected) < 1e-5
-        everywhere = torch.arange(len(logits))
-        assert relative_error(model.llm.logits(own, model.encode(own), everywhere), logits) < 1e-5
+        all_positions = torch.arange(len(logits))
+        assert (
+            relative_error(
+                model.llm.logits(sample_batch, model.encode(sample_batch), all_positions), logits
+            )
+            < 1e-5
+        )
         model.zero_grad()
         plain.zero_grad()
         loss.backward()
         expected.backward(retain_graph=True)
-        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+        assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 @pytest.mark.parametrize("name", SPEECH)
-def test_mistakes_in_windows_and_their_ends_are_measurably_off(name: str, monkeypatch) -> None:
+def test_audio_chunk_and_end_errors_change_logits(name: str, monkeypatch) -> None:
     model = build(composite_config(name))
     batch, _ = three_samples(name)
-    everywhere = torch.arange(len(batch.input_ids_T))
+    all_positions = torch.arange(len(batch.input_ids_T))
     inputs = batch.encoders["audio"]
 
     def logits() -> Tensor:
         with torch.no_grad():
-            return model.llm.logits(batch, model.encode(batch), everywhere)
+            return model.llm.logits(batch, model.encode(batch), all_positions)
 
     right = logits()
-    kind = type(model.encoders["audio"].family)
-    windows = kind.context
+    family_class = type(model.encoders["audio"].family)
+    windows = family_class.context
     starts = image_starts(inputs.grids_thw)
     wrong = starts if name != "qwen2_audio" else [0, starts[-1]]
 
-    def too_wide(*given: object) -> object:
-        found = windows(*given)
+    def too_wide(*arguments: object) -> object:
+        found = windows(*arguments)
         return found._replace(segments=Segments.from_starts(wrong, torch.device("cpu")))
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "context", too_wide)
-        assert relative_error(logits(), right) > 1e-4, "windows that see each other"
+        patch.setattr(family_class, "context", too_wide)
+        assert relative_error(logits(), right) > 1e-4, "chunks attend to each other"
     pixels = inputs.pixels
     inputs.pixels = pixels.clone()
     if name == "voxtral":
         inputs.pixels[80:100] = 0
-        assert relative_error(logits(), right) > 1e-4, "silence that is not heard"
+        assert relative_error(logits(), right) > 1e-4, "silence is ignored"
     else:
         inputs.pixels[:, 2 * 8 :] = 0
-        assert relative_error(logits(), right) > 1e-4, "nothing behind a sound"
+        assert relative_error(logits(), right) > 1e-4, "features after the audio are ignored"
     inputs.pixels = pixels
     assert relative_error(logits(), right) == 0
 
 
 @proves("generation", COMPOSITES)
 @pytest.mark.parametrize("name", SPEECH)
-def test_exports_write_what_was_trained(name: str, tmp_path: Path, tokenizer) -> None:
+def test_exported_speech_model_generates_same_tokens(name: str, tmp_path: Path, tokenizer) -> None:
     model = build(composite_config(name))
     export_hf(model, tmp_path, tokenizer)
-    kind = FAMILIES[COMPOSITES[name]["model_type"]].kind
-    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    model_class = FAMILIES[COMPOSITES[name]["model_type"]].kind
+    plain = model_class.from_pretrained(tmp_path, attn_implementation="eager")
     batch, samples = three_samples(name)
     sample = {key: value for key, value in samples[0].items() if key != "use_cache"}
-    ours = written(model, as_prompt(alone(batch)), SOUND_TOKEN_ID)
-    assert ours == written_by(plain, sample, SOUND_TOKEN_ID)
+    ours = written(model, as_prompt(first_audio_sample(batch)), AUDIO_TOKEN_ID)
+    assert ours == written_by(plain, sample, AUDIO_TOKEN_ID)
 
 
 @pytest.mark.parametrize("name", SPEECH)
-def test_groups_of_sounds_have_the_tokens_of_their_sounds(name: str) -> None:
-    """Where the last position of an odd number is none of any token."""
+def test_selected_audio_has_same_features(name: str) -> None:
+    """Check also an odd number of positions, whose last position is in no token."""
     inputs = three_samples(name)[0].encoders["audio"]
     model = build(composite_config(name))
-    whole = model.encoders["audio"](inputs)
-    parts = [inputs.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
-    assert torch.equal(torch.cat([part.positions_K for part in parts]), inputs.positions_K)
-    found = [model.encoders["audio"](part) for part in parts]
-    assert [len(own) for own in found] == [len(part.positions_K) for part in parts]
-    assert relative_error(torch.cat(found), whole) < 1e-5
+    full = model.encoders["audio"](inputs)
+    selections = [inputs.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
+    assert torch.equal(torch.cat([part.positions_K for part in selections]), inputs.positions_K)
+    found = [model.encoders["audio"](part) for part in selections]
+    assert [len(own) for own in found] == [len(part.positions_K) for part in selections]
+    assert relative_error(torch.cat(found), full) < 1e-5
 
 
 @pytest.mark.parametrize("name", SPEECH)
-def test_folded_sounds_lose_what_makes_no_whole_token(name: str) -> None:
+def test_pixel_shuffle_drops_incomplete_audio_tokens(name: str) -> None:
     encoder = build(pair_config("llama", name, connector="pixel_shuffle_mlp")).encoders["eye"]
     inputs = three_samples(name)[0].encoders["audio"]
     group = encoder.patches_per_token
@@ -142,21 +150,21 @@ def test_folded_sounds_lose_what_makes_no_whole_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPEECH)
-def test_a_silent_microbatch_gives_the_tower_zeros(name: str) -> None:
+def test_batch_without_audio_has_zero_encoder_gradients(name: str) -> None:
     model = build(composite_config(name))
     batch, _ = three_samples(name)
     batch.encoders = {}
     model(batch).backward()
-    heard = [p.grad for p in model.encoders["audio"].parameters() if p.requires_grad]
-    assert all(grad is not None and not grad.any() for grad in heard)
+    grads = [p.grad for p in model.encoders["audio"].parameters() if p.requires_grad]
+    assert all(grad is not None and not grad.any() for grad in grads)
 
 
-def test_heads_are_never_tied() -> None:
-    """As in Hugging Face's classes, whatever the config of the LLM says."""
+def test_speech_model_heads_are_not_tied() -> None:
+    """Check that the LLM config cannot tie them, as in Hugging Face classes."""
     text = {**COMPOSITES["qwen2_audio"]["text_config"], "tie_word_embeddings": True}
     model = build(composite_config("qwen2_audio", text_config=text))
     assert model.llm.tied_parameters() == {}
-    plain = plain_composite(model)
+    plain = hf_model(model)
     assert not torch.equal(plain.lm_head.weight, plain.get_input_embeddings().weight)
 
 
@@ -178,7 +186,7 @@ def test_heads_are_never_tied() -> None:
         ),
     ],
 )
-def test_impossible_towers_are_refused(name: str, changes: dict, message: str) -> None:
+def test_invalid_audio_encoders_are_rejected(name: str, changes: dict, message: str) -> None:
     audio = {**COMPOSITES[name]["audio_config"], **changes}
     if "intermediate_size" in changes:
         del audio["encoder_ffn_dim"]
@@ -186,7 +194,7 @@ def test_impossible_towers_are_refused(name: str, changes: dict, message: str) -
         build(composite_config(name, audio_config=audio))
 
 
-def test_llms_with_logits_of_their_own_are_refused() -> None:
+def test_unsupported_llm_of_speech_model_is_rejected() -> None:
     text = {**COMPOSITES["voxtral"]["text_config"], "model_type": "granite", "logits_scaling": 2.0}
     with pytest.raises(ConfigError, match="'granite' scales or caps its logits"):
         build(composite_config("voxtral", text_config=text))

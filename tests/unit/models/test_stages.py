@@ -1,4 +1,4 @@
-"""A model cut into stages is the whole model: same values, gradients and names."""
+"""A model that is split into stages equals the full model: values, gradients and names."""
 
 from collections import defaultdict
 
@@ -15,7 +15,7 @@ from model_cases import (
     pair_config,
     relative_error,
 )
-from omni_cases import images_and_sounds
+from omni_cases import images_and_audio
 from proofs import proves
 from speech_cases import three_samples
 from test_multimodal import ROWS, two_samples_with_images
@@ -37,9 +37,9 @@ CONFIGS = {
     "tied qwen2_5_vl": composite_config("qwen2_5_vl", tie_word_embeddings=True),
 }
 
-Cut = list[tuple[int, int, int]]
-CUTS: dict[str, dict[str, Cut]] = {
-    # By module: (first layer, last layer + 1, rank) of each stage.
+StageCut = list[tuple[int, int, int]]
+CUTS: dict[str, dict[str, StageCut]] = {
+    # Maps modules to (first layer, last layer + 1, rank) of each stage.
     "two ranks": {"vision": [(0, 2, 0), (2, 3, 1)], "llm": [(0, 1, 0), (1, 3, 1)]},
     "interleaved": {
         "vision": [(0, 1, 0), (1, 2, 1), (2, 2, 0), (2, 3, 1)],
@@ -57,8 +57,8 @@ CUTS: dict[str, dict[str, Cut]] = {
 }
 
 
-def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalModel:
-    """One rank's part, allocated and filled from seed 0; the first has all further encoders."""
+def split_model(config: ModelConfig, stages: dict[str, StageCut], rank: int) -> MultimodalModel:
+    """Return the stages of one rank, initialized with seed 0. Rank 0 has all further encoders."""
     model = build_model(config, FreezeConfig())
     vision = next(iter(model.encoders))
     parts = defaultdict(list)
@@ -78,17 +78,17 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
-    """Two packed samples; all images stand in the first, unless there are sounds too."""
+    """Return two packed samples. All images are in the first one, unless there is also audio."""
     if name in SPEECH:
         return three_samples(name)[0]
     if "audio" in model.encoders:
-        return images_and_sounds(name)
+        return images_and_audio(name)
     if name in ROWS:
         return two_samples_with_images(name)[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
     families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
-    like = "glm4v" if name == "glm46v" else name  # whose tower it has
-    family = next((family for family in families if like.endswith(family)), "clip")
+    encoder_name = "glm4v" if name == "glm46v" else name  # has the encoder of glm4v
+    family = next((family for family in families if encoder_name.endswith(family)), "clip")
     inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))
     with torch.no_grad():
@@ -101,15 +101,15 @@ def example(name: str, model: MultimodalModel) -> Microbatch:
     return batch
 
 
-def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch) -> Tensor:
-    """Loss of a batch, from one stage to the next."""
+def run(ranks: list[MultimodalModel], stages: dict[str, StageCut], batch: Microbatch) -> Tensor:
+    """Return the loss of a batch that all stages process in order."""
     vision = next(iter(ranks[0].encoders))
     views = {
         (module, rank): iter(model.stages[vision if module == "vision" else module])
         for module in stages
         for rank, model in enumerate(ranks)
     }
-    hidden = None  # of tapped layers too, where there are some
+    hidden = None  # also features of deepstack layers
     for _, _, rank in stages["vision"]:
         hidden = next(views["vision", rank])(batch.encoders[vision], hidden)
     inputs: StageInput = {vision: hidden}
@@ -124,26 +124,26 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
 FURTHER = tuple(name for name in COMPOSITES if name not in CONFIGS)
 FINEST = "a stage per layer and end"
 EVERY_CUT = ("llama_tied+clip", "llama+qwen2_5_vl", "tied qwen2_5_vl", "qwen3_vl")
-"""How layers are put together does not depend on the family."""
+"""Families for which all splits are tested. Splitting does not depend on the family."""
 CASES = [(name, FINEST) for name in (*CONFIGS, *FURTHER)]
-CASES += [(name, cut) for name in EVERY_CUT for cut in CUTS if cut != FINEST]
+CASES += [(name, cut_name) for name in EVERY_CUT for cut_name in CUTS if cut_name != FINEST]
 CONFIGS |= {name: composite_config(name) for name in FURTHER}
 
 
 @proves("stages", COMPOSITES)
 @pytest.mark.parametrize(("name", "cut_name"), CASES)
-def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
+def test_stages_match_full_model(name: str, cut_name: str) -> None:
     stages = CUTS[cut_name]
-    whole = build_model(CONFIGS[name], FreezeConfig())
-    materialize(whole, "cpu")
-    init_weights(whole, 0)
-    batch = example(name, whole)
-    loss = whole(batch)
+    full = build_model(CONFIGS[name], FreezeConfig())
+    materialize(full, "cpu")
+    init_weights(full, 0)
+    batch = example(name, full)
+    loss = full(batch)
     loss.backward()
-    reference = dict(whole.named_parameters())
+    reference = dict(full.named_parameters())
 
     count = 1 + max(rank for of_module in stages.values() for _, _, rank in of_module)
-    ranks = [cut(CONFIGS[name], stages, rank) for rank in range(count)]
+    ranks = [split_model(CONFIGS[name], stages, rank) for rank in range(count)]
     found = run(ranks, stages, batch)
     assert relative_error(found, loss) < 1e-5
     found.backward()
@@ -153,7 +153,7 @@ def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
         for fqn, parameter in model.named_parameters():
             original = copies.get(fqn, fqn)
             assert torch.equal(parameter, reference[original]), fqn
-            if not parameter.requires_grad:  # positions of towers for sounds
+            if not parameter.requires_grad:  # positions of audio encoders
                 assert parameter.grad is None
                 continue
             assert parameter.grad is not None
@@ -162,26 +162,26 @@ def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
     assert set(grads) == {fqn for fqn, parameter in reference.items() if parameter.requires_grad}
     largest = max(p.grad.norm() for p in reference.values() if p.grad is not None)
     for fqn, grad in grads.items():
-        wanted = reference[fqn].grad
-        assert wanted is not None
-        assert (grad - wanted).norm() <= 1e-5 * wanted.norm() + 1e-6 * largest, fqn
+        expected = reference[fqn].grad
+        assert expected is not None
+        assert (grad - expected).norm() <= 1e-5 * expected.norm() + 1e-6 * largest, fqn
 
 
 @pytest.mark.parametrize("name", ["llama_tied+clip", "qwen2_5_vl"])
-def test_views_are_made_of_the_models_parameters(name: str) -> None:
+def test_stages_share_parameters_of_model(name: str) -> None:
     for rank in (0, 1):
-        model = cut(CONFIGS[name], CUTS["interleaved"], rank)
+        model = split_model(CONFIGS[name], CUTS["interleaved"], rank)
         in_views = [id(p) for stage in model.all_stages() for p in stage.parameters()]
         assert sorted(in_views) == sorted(id(p) for p in model.parameters())
         tensors = {id(b) for b in model.buffers()}
         assert {id(b) for stage in model.all_stages() for b in stage.buffers()} <= tensors
 
 
-def test_names_and_buffers_are_those_of_the_whole() -> None:
-    whole = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
-    ranks = [cut(CONFIGS["llama_tied+clip"], CUTS["interleaved"], rank) for rank in (0, 1)]
+def test_stage_names_and_buffers_match_full_model() -> None:
+    full = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
+    ranks = [split_model(CONFIGS["llama_tied+clip"], CUTS["interleaved"], rank) for rank in (0, 1)]
     first, second = (set(model.state_dict()) for model in ranks)
-    assert first | second == set(whole.state_dict())
+    assert first | second == set(full.state_dict())
     assert not first & second
     assert ranks[0].tied_replicas() == {}
     assert ranks[1].tied_replicas() == {
@@ -190,8 +190,8 @@ def test_names_and_buffers_are_those_of_the_whole() -> None:
     assert len(ranks[1].tied_replica_parameters()) == 1
 
 
-def test_a_module_without_a_stage_is_empty() -> None:
-    model = cut(CONFIGS["llama+siglip"], CUTS["encoder on one rank"], 1)
+def test_module_without_stage_is_empty() -> None:
+    model = split_model(CONFIGS["llama+siglip"], CUTS["encoder on one rank"], 1)
     encoder = model.encoders["eye"]
     assert isinstance(encoder, LayeredModule)
     assert model.stages["eye"] == ()
@@ -200,26 +200,26 @@ def test_a_module_without_a_stage_is_empty() -> None:
     assert [stage.name for stage in model.all_stages()] == ["llm"]
 
 
-def test_modes_reach_the_stages() -> None:
-    model = cut(CONFIGS["llama+clip"], CUTS["interleaved"], 0)
+def test_train_and_eval_modes_apply_to_stages() -> None:
+    model = split_model(CONFIGS["llama+clip"], CUTS["interleaved"], 0)
     model.eval()
     assert not any(m.training for stage in model.all_stages() for m in stage.modules())
     model.train()
     assert all(m.training for stage in model.all_stages() for m in stage.modules())
 
 
-def test_descriptions_of_ranks_add_up() -> None:
+def test_descriptions_of_ranks_sum_to_full_model() -> None:
     config = CONFIGS["granite+clip"]
-    whole = build_model(config, FreezeConfig())
-    ranks = [cut(config, CUTS["ends without layers"], rank) for rank in (0, 1)]
-    for index, module in enumerate(whole.modality_modules()):
+    full = build_model(config, FreezeConfig())
+    ranks = [split_model(config, CUTS["ends without layers"], rank) for rank in (0, 1)]
+    for index, module in enumerate(full.modality_modules()):
         parts = [model.modality_modules()[index].describe() for model in ranks]
-        entire = module.describe()
-        assert sum(p.parameters for p in parts) == entire.parameters
-        assert sum(len(p.layers) for p in parts) == len(entire.layers)
+        description = module.describe()
+        assert sum(p.parameters for p in parts) == description.parameters
+        assert sum(len(p.layers) for p in parts) == len(description.layers)
         for key in ("pre_flops_per_unit", "post_flops_per_unit"):
-            assert sum(getattr(p, key) for p in parts) == getattr(entire, key)
-        assert len(ranks[0].modality_modules()[index].layer_sizes()) == len(entire.layers)
+            assert sum(getattr(p, key) for p in parts) == getattr(description, key)
+        assert len(ranks[0].modality_modules()[index].layer_sizes()) == len(description.layers)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +237,13 @@ def test_descriptions_of_ranks_add_up() -> None:
         ),
     ],
 )
-def test_impossible_cuts_are_refused(parts: dict, message: str) -> None:
+def test_invalid_stage_ranges_are_rejected(parts: dict, message: str) -> None:
     model = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
     with pytest.raises(ValueError, match=message):
         model.cut(parts)
 
 
-def test_stages_must_follow_each_other() -> None:
+def test_stage_ranges_must_be_consecutive() -> None:
     assert stage_ranges([(0, 0), (0, 2), (2, 2)]) == [
         StageRange(0, 0, True, False),
         StageRange(0, 2, False, False),

@@ -1,4 +1,4 @@
-"""With a cache, tokens have the logits that they have in the whole text, alone or among others."""
+"""Logits with a cache equal the logits of the full text, for one prompt or several."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,31 +13,33 @@ from torchmm.models.layers.kv_cache import PackedCache, next_token_sequence
 from torchmm.models.llm import LlmModule
 
 LENGTHS = [5, 21, 2]
-"""Shorter and longer than the window of 4; the last one shorter than filters."""
+"""Prompt lengths below and above the window of 4. The last prompt is shorter than a filter."""
 STEPS = 6
 
 
 def row_of(ids_T: Tensor, cu_seqlens: list[int]) -> Microbatch:
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(cu_seqlens)])
-    nothing = torch.full_like(ids_T, IGNORE_TARGET)
-    return Microbatch(ids_T, nothing, positions, cu_seqlens, {}, MicrobatchMeta((), len(ids_T)))
+    no_targets = torch.full_like(ids_T, IGNORE_TARGET)
+    return Microbatch(ids_T, no_targets, positions, cu_seqlens, {}, MicrobatchMeta((), len(ids_T)))
 
 
-def written() -> Tensor:
-    """(prompts, STEPS) tokens."""
+def generated_tokens() -> Tensor:
+    """Return generated tokens of shape (prompts, STEPS)."""
     return torch.randint(3, 60, (len(LENGTHS), STEPS), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def cached_logits(llm: LlmModule, lengths: list[int] = LENGTHS, shift: int = 0) -> Tensor:
-    """(prompts, STEPS, V) before each of the tokens.
+    """Return logits (prompts, STEPS, V) before each token, computed with a cache.
 
     Args:
-        shift: of the positions of written tokens.
+        llm: Model that computes the logits.
+        lengths: Prompt lengths.
+        shift: Offset that is added to the positions of generated tokens.
     """
     row = row_of(microbatch(lengths).input_ids_T, microbatch(lengths).cu_seqlens)
     cache, found = llm.new_cache(), []
-    for step, tokens_B in enumerate(written().T):
+    for step, tokens_B in enumerate(generated_tokens().T):
         last = torch.tensor(row.cu_seqlens[1:]) - 1
         found.append(llm.logits(row, {}, last, cache))
         row = next_token_sequence(row, tokens_B)
@@ -47,11 +49,11 @@ def cached_logits(llm: LlmModule, lengths: list[int] = LENGTHS, shift: int = 0) 
 
 
 @torch.no_grad()
-def whole_logits(llm: LlmModule, lengths: list[int] = LENGTHS) -> Tensor:
-    """The same, each from a row of its own with all tokens."""
+def uncached_logits(llm: LlmModule, lengths: list[int] = LENGTHS) -> Tensor:
+    """Return the same logits, computed from separate sequences with all tokens."""
     prompts = microbatch(lengths).input_ids_T.split(lengths)
     found = []
-    for prompt_T, tokens in zip(prompts, written(), strict=True):
+    for prompt_T, tokens in zip(prompts, generated_tokens(), strict=True):
         ids_T = torch.cat([prompt_T, tokens[:-1]])
         last = torch.arange(len(prompt_T) - 1, len(ids_T))
         found.append(llm.logits(row_of(ids_T, [0, len(ids_T)]), {}, last))
@@ -59,37 +61,39 @@ def whole_logits(llm: LlmModule, lengths: list[int] = LENGTHS) -> Tensor:
 
 
 @pytest.mark.parametrize("family", list(LLMS))
-def test_prompts_with_a_cache_equal_whole_texts(family: str) -> None:
+def test_cached_logits_match_full_text(family: str) -> None:
     llm = text_model(family).eval().llm
-    assert relative_error(cached_logits(llm), whole_logits(llm)) < 1e-5
+    assert relative_error(cached_logits(llm), uncached_logits(llm)) < 1e-5
 
 
 @pytest.mark.parametrize("family", DELTA)
-def test_states_behind_several_chunks_are_kept(family: str) -> None:
+def test_cached_states_of_several_chunks_match_full_text(family: str) -> None:
     llm = text_model(family).eval().llm
     lengths = [70, 3, 140]
-    assert relative_error(cached_logits(llm, lengths), whole_logits(llm, lengths)) < 1e-5
+    assert relative_error(cached_logits(llm, lengths), uncached_logits(llm, lengths)) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_5"])
-def test_shifted_positions_are_noticed(family: str) -> None:
-    """Control of the comparison above; what comes first is not shifted."""
+def test_shifted_positions_change_cached_logits(family: str) -> None:
+    """Check the comparison above. Only positions after the prompt are shifted."""
     llm = text_model(family).eval().llm
-    found, wanted = cached_logits(llm, shift=1), whole_logits(llm)
-    assert relative_error(found[:, 0], wanted[:, 0]) < 1e-5
-    assert relative_error(found[:, 1:], wanted[:, 1:]) > 1e-4
+    found, expected = cached_logits(llm, shift=1), uncached_logits(llm)
+    assert relative_error(found[:, 0], expected[:, 0]) < 1e-5
+    assert relative_error(found[:, 1:], expected[:, 1:]) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3"])
-def test_keys_that_no_prompt_has_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: zeros in front of the shorter prompts are seen."""
+def test_unmasked_padding_changes_cached_logits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that zeros before the shorter prompts change the logits without a mask."""
     llm = text_model(family).eval().llm
-    wanted = whole_logits(llm)
+    expected = uncached_logits(llm)
     monkeypatch.setattr(PackedCache, "visible", lambda *_: None)
-    assert relative_error(cached_logits(llm), wanted) > 1e-4
+    assert relative_error(cached_logits(llm), expected) > 1e-4
 
 
-def test_a_row_of_other_prompts_is_refused() -> None:
+def test_cache_of_different_prompts_is_rejected() -> None:
     llm = text_model("llama").llm
     cache = llm.new_cache()
     llm.logits(row_of(torch.arange(3, 8), [0, 2, 5]), {}, torch.tensor([1, 4]), cache)
