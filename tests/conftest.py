@@ -24,7 +24,7 @@ BEGIN_S = time.monotonic()
 CAMPAIGNS = {
     # Complete runs. test_layouts.py and unit tests of the planners check the same property.
     "test_train.py::test_layouts_give_the_single_process_curve[2]",
-    "test_head_to_head_benchmark.py::test_static_plan_keeps_stages_of_representative_batch",
+    "test_head_to_head_benchmark.py::test_static_plan_uses_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, all composites]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, towers on two]",
@@ -60,8 +60,8 @@ CAMPAIGNS = {
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
     "test_pipeline_model.py",
     # Every causal LM and image encoder of transformers.
-    "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
-    "test_unlisted.py::test_all_causal_lms_of_transformers",
+    "test_unlisted_encoders.py::test_survey_of_image_encoders_matches_documentation",
+    "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
     "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1-changes1]",
     "test_train.py::test_resume_continues_with_the_same_bits[llm.context-workers2-changes2]",
     # Whole runs of what the equality tests above them compare step by step.
@@ -76,7 +76,7 @@ CAMPAIGNS = {
     "test_train_models.py::test_balanced_stream_of_two_ranks_resumes_exactly",
     # Pictures at their real sizes.
     *(
-        f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
+        f"test_tiles.py::test_tiles_of_published_size_match_hugging_face[{source}-{family}]"
         for source in ("tuxpaint_stamps", "gimp_help")
         for family in (
             "internvl",
@@ -129,12 +129,12 @@ CAMPAIGNS = {
         )
     ),
     # Benchmarks that time real ranks.
-    "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
-    "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
+    "test_searched_pipeline_benchmark.py::test_searched_pipeline_writes_rows_with_equal_gradients",
+    "test_cost_accuracy_benchmark.py::test_cost_benchmark_writes_rows_of_both_rank_counts",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
     # Benchmarks that search and simulate for more than ten seconds.
-    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_their_rows",
-    "test_plain_alternative_benchmark.py::test_pipelines_by_hand_fit_and_are_forecasts",
+    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
+    "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
@@ -183,23 +183,23 @@ CAMPAIGNS = {
     ),
     # Benchmarks in small.
     "test_head_to_head_benchmark.py::test_all_methods_run_the_same_batch",
-    "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
+    "test_async_tensor_benchmark.py::test_async_benchmark_writes_rows_and_plot",
     "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
-    "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
+    "test_benchmarks.py::test_single_device_writes_rows_of_schema",
     "test_bubble_scheduling_benchmark.py::"
-    "test_memory_has_all_activations_and_plans_that_do_not_fit_are_marked_and_come_last",
+    "test_memory_includes_activations_and_marks_oversized_plans",
     "test_disttrain_figures.py",
-    "test_pipeline_benchmark.py::test_all_cases_write_rows_with_equal_gradients",
-    "test_pipeweaver_benchmark.py::test_figure_11_compares_the_first_ranks_memory",
+    "test_pipeline_benchmark.py::test_all_pipeline_cases_write_rows",
+    "test_pipeweaver_benchmark.py::test_figure_11_compares_memory_of_first_rank",
     "test_pipeweaver_benchmark.py::test_grid_rows_are_mfu_fractions",
-    "test_pipeweaver_benchmark.py::test_iterations_rise_and_fall_and_ours_is_the_fastest",
-    "test_pipeweaver_benchmark.py::test_sizes_compare_the_best_with_the_worst_order",
-    "test_memory_benchmark.py::test_switches_hold_what_is_planned[state_rows]",
-    "test_memory_benchmark.py::test_memory_is_that_of_a_chunk[torch.bfloat16]",
-    "test_loader_scale_benchmark.py::test_each_case_gives_rows[billion]",
-    "test_pipeweaver_benchmark.py::test_large_models_have_the_printed_mfu_beside_ours_only",
+    "test_pipeweaver_benchmark.py::test_dynamic_iterations_are_fastest_with_torchmm",
+    "test_pipeweaver_benchmark.py::test_sizes_compare_best_with_worst_order",
+    "test_memory_benchmark.py::test_memory_settings_match_predictions[state_rows]",
+    "test_memory_benchmark.py::test_chunked_loss_memory_is_one_chunk[torch.bfloat16]",
+    "test_loader_scale_benchmark.py::test_each_scale_case_has_rows[billion]",
+    "test_pipeweaver_benchmark.py::test_large_models_have_published_mfu_once",
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
-    "test_preprocessing_benchmark.py::test_what_sending_costs_is_told_for_both_ways",
+    "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files; fewer draws run always.
     "test_broken.py::test_wrong_config_values_build_or_name_the_key[2-3000]",
     "test_broken.py::test_damaged_files_load_or_are_named[2-2000]",
@@ -248,15 +248,15 @@ CAMPAIGNS = {
         for c in ("6-changes1", "6-changes2")
     ),
     *(
-        f"test_video_model.py::test_clips_give_hugging_faces_loss_and_gradients[{name}]"
+        f"test_video_model.py::test_videos_match_hugging_face_loss_and_gradients[{name}]"
         for name in ("qwen2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_5_moe", "glm4v_moe", "glm46v")
     ),
     *(
-        f"test_remote_sources.py::test_elsewhere_gives_the_same_samples[{name}]"
+        f"test_remote_sources.py::test_remote_source_has_same_samples[{name}]"
         for name in ("json", "csv", "gz", "described")
     ),
     *(
-        f"test_llm.py::test_layers_compile_whole_with_each_kind_of_operator[{name}]"
+        f"test_llm.py::test_layers_compile_as_one_graph[{name}]"
         for name in ("gemma2", "lfm2", "qwen3_moe", "deepseek_v3")
     ),
     "test_connections.py::test_large_request_without_token_is_not_stored[ticket]",
@@ -286,7 +286,7 @@ CAMPAIGNS = {
     "test_uploads.py::test_what_is_wrong_with_the_store_at_the_start_is_named[away]",
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[2]",
     "test_train_features.py::test_compiled_layers_have_two_graphs_of_a_kind",
-    "test_generate_script.py::test_pictures_are_drawn_for_words[clips-gif]",
+    "test_generate_script.py::test_images_are_generated_from_prompts[videos-gif]",
     *(
         f"test_compilation.py::test_llms_have_few_graphs_whatever_lengths_come[{name}]"
         for name in ("gemma3_text", "smollm3", "llama")
@@ -297,7 +297,7 @@ CAMPAIGNS = {
         for kinds in ("kinds0", "kinds1", "kinds2", "kinds3")
         for freeze in ("freeze1", "freeze2")
     ),
-    "test_emoji_scenes.py::test_the_caption_says_what_is_seen_and_where[train]",
+    "test_emoji_scenes.py::test_scene_caption_matches_objects_and_positions[train]",
 }
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
 

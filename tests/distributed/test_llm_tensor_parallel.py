@@ -15,7 +15,7 @@ from model_cases import (
     gradient_limit,
     microbatch,
 )
-from omni_cases import images_and_sounds
+from omni_cases import images_and_audio
 from proofs import proves
 from speech_cases import three_samples
 from test_multimodal import two_samples_with_images
@@ -57,7 +57,7 @@ class Case:
         if self.family in SPEECH:
             return three_samples(self.family)[0]
         if "omni" in self.family:
-            return images_and_sounds(self.family)
+            return images_and_audio(self.family)
         batch, _ = two_samples_with_images(self.family)
         if self.family.startswith(("qwen", "glm")):
             batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])

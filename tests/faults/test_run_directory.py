@@ -14,7 +14,7 @@ from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.shutdown import Status, read_status, write_status
 
 pytestmark = pytest.mark.slow
-IMPATIENT = Path(__file__).with_name("impatient_train.py")
+SHORT_RETRY = Path(__file__).with_name("impatient_train.py")
 MISTAKE = {"model__llm__config__hiden_size": 64}
 
 
@@ -52,7 +52,7 @@ def test_a_run_in_the_directory_of_another_touches_nothing(
     before = contents(live_run)
     changes = {"training__steps": 2, "optimizer__lr": 0.5, **(MISTAKE if mistake else {})}
     command = arguments(live_run, real_data, **changes)
-    run = train_server.start(command, tmp_path / "logs", ranks, script=IMPATIENT)
+    run = train_server.start(command, tmp_path / "logs", ranks, script=SHORT_RETRY)
     codes = run.wait()
     output = "".join(run.output(rank) for rank in range(ranks))
     assert codes == [2 if mistake else 4] * ranks, output

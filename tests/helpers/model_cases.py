@@ -603,25 +603,25 @@ COMPOSITES |= {
         "vision_feature_select_strategy": "full",
     },
 }
-SOUND_TOKEN_ID = 59
+AUDIO_TOKEN_ID = 59
 COMPOSITES |= {
     "voxtral": {
         "model_type": "voxtral",
         "audio_config": ENCODERS["voxtral"],
         "text_config": LLMS["llama"],
-        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_token_id": AUDIO_TOKEN_ID,
     },
     "qwen2_audio": {
         "model_type": "qwen2_audio",
         "audio_config": ENCODERS["qwen2_audio"],
         "text_config": LLMS["qwen2"],
-        "audio_token_index": SOUND_TOKEN_ID,
+        "audio_token_index": AUDIO_TOKEN_ID,
     },
     "audioflamingo3": {
         "model_type": "audioflamingo3",
         "audio_config": ENCODERS["audioflamingo3"],
         "text_config": LLMS["qwen2"],
-        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_token_id": AUDIO_TOKEN_ID,
     },
 }
 COMPOSITES |= {
@@ -635,7 +635,7 @@ COMPOSITES |= {
         },
         "image_token_id": IMAGE_TOKEN_ID,
         "video_token_id": 62,
-        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_token_id": AUDIO_TOKEN_ID,
         "audio_start_token_id": 58,
         "position_id_per_seconds": 13,
     },
@@ -646,7 +646,7 @@ COMPOSITES |= {
         "text_config": COMPOSITES["qwen2_5_vl"]["text_config"],
         "image_token_id": IMAGE_TOKEN_ID,
         "video_token_id": 62,
-        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_token_id": AUDIO_TOKEN_ID,
         "audio_start_token_id": 58,
         "audio_end_token_id": 57,
         "vision_start_token_id": 61,

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from model_cases import COMPOSITES, IMAGE_TOKEN_ID, SOUND_TOKEN_ID
+from model_cases import AUDIO_TOKEN_ID, COMPOSITES, IMAGE_TOKEN_ID
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
@@ -16,7 +16,7 @@ from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.models.families.composites.registry import COMPOSITES as FAMILIES
 from torchmm.models.families.text_conventions import TextConventions
 
-VISION_START, VISION_END, SOUND_START, SOUND_END = 61, 60, 58, 57
+VISION_START, VISION_END, AUDIO_START, AUDIO_END = 61, 60, 58, 57
 VIDEO_TOKEN_ID = 62
 MELS = 8
 GRIDS = [(1, 4, 6), (1, 6, 2)]
@@ -120,7 +120,7 @@ class OmniSample:
         self.read["audio"].append(Read(self._ear.patches_of(mels_FM), (1, 1, length)))
         self._theirs["input_features"] = mels_FM.T[None]
         self._theirs["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
-        self.ids += [SOUND_START, *[SOUND_TOKEN_ID] * (length // self._ear.pooled), SOUND_END]
+        self.ids += [AUDIO_START, *[AUDIO_TOKEN_ID] * (length // self._ear.pooled), AUDIO_END]
 
     def _add_frames(self, is_clip: bool, grid: tuple[int, int, int]) -> None:
         pixels = torch.randn(prod(grid), 96, generator=self._generator)
@@ -151,7 +151,7 @@ def packed(samples: list[OmniSample]) -> Microbatch:
     """Samples one after another; all their words are to be predicted."""
     starts = [0, *accumulate(len(sample.ids) for sample in samples)]
     ids_T = torch.tensor([token for sample in samples for token in sample.ids])
-    heard_T = ids_T == SOUND_TOKEN_ID
+    heard_T = ids_T == AUDIO_TOKEN_ID
     seen_T = (ids_T == IMAGE_TOKEN_ID) | (ids_T == VIDEO_TOKEN_ID)
     targets_T = ids_T.roll(-1)
     targets_T[heard_T | seen_T] = IGNORE_TARGET
@@ -168,6 +168,6 @@ def packed(samples: list[OmniSample]) -> Microbatch:
     return Microbatch(ids_T, targets_T, positions, starts, encoders, meta)
 
 
-def images_and_sounds(name: str) -> Microbatch:
+def images_and_audio(name: str) -> Microbatch:
     """Two samples, with an image and then a sound in each."""
     return packed(two_samples(name))

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 import torch
-from model_cases import SOUND_TOKEN_ID
+from model_cases import AUDIO_TOKEN_ID
 from torch import Tensor
 from torch.nn import functional
 
@@ -63,7 +63,7 @@ def three_samples(name: str) -> tuple[Microbatch, list[dict[str, Any]]]:
             positions = positions_of(frames)
             own = windows_of(frames)
             mels_NFM = torch.randn(len(own), FRAMES, MELS, generator=generator)
-            parts.append(torch.full((positions // PER_TOKEN[name],), SOUND_TOKEN_ID))
+            parts.append(torch.full((positions // PER_TOKEN[name],), AUDIO_TOKEN_ID))
             parts.append(words[3 + number : 4 + number])
             heard.append(mels_NFM)
             windows += own
@@ -71,7 +71,7 @@ def three_samples(name: str) -> tuple[Microbatch, list[dict[str, Any]]]:
             grids.append((1, 1, positions))
         own_ids = torch.cat([*parts, words[6:]])
         own_targets = own_ids.roll(-1)
-        own_targets[(own_targets == SOUND_TOKEN_ID) | (own_ids == SOUND_TOKEN_ID)] = IGNORE_TARGET
+        own_targets[(own_targets == AUDIO_TOKEN_ID) | (own_ids == AUDIO_TOKEN_ID)] = IGNORE_TARGET
         own_targets[-1] = IGNORE_TARGET
         ids.append(own_ids)
         targets.append(own_targets)
@@ -84,7 +84,7 @@ def three_samples(name: str) -> tuple[Microbatch, list[dict[str, Any]]]:
         samples.append(sample)
     ids_T = torch.cat(ids)
     starts = list(accumulate((len(own) for own in ids), initial=0))
-    places = (ids_T == SOUND_TOKEN_ID).nonzero()[:, 0]
+    places = (ids_T == AUDIO_TOKEN_ID).nonzero()[:, 0]
     inputs = EncoderInputs(torch.cat(sounds), grids, places, None, PER_TOKEN[name])
     positions_T = torch.cat([torch.arange(len(own)) for own in ids])
     meta = MicrobatchMeta((), len(ids_T))

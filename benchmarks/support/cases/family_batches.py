@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from support.captions import Captions
 from support.cases.family_cases import (
+    AUDIO_START,
     BEGIN,
     END,
     FIRST_TEXT,
@@ -28,7 +29,6 @@ from support.cases.family_cases import (
     PAD,
     ROW_END,
     SOUND,
-    SOUND_START,
     START,
     STOP,
 )
@@ -207,7 +207,7 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
     text = model.text
     written = [
         [
-            *_marks(text.sound_prefix, SOUND_START),
+            *_marks(text.sound_prefix, AUDIO_START),
             *[SOUND] * (len(patch) // spec.patches_per_token),
             *_marks(text.sound_suffix, STOP),
         ]

@@ -27,7 +27,7 @@ class Size(NamedTuple):
 QUICK, FULL = Size(128, 2), Size(256, 6)
 
 PAD, BEGIN, END = 0, 1, 2
-IMAGE, SOUND, START, STOP, SOUND_START, ROW_END, UNUSED = range(3, 10)
+IMAGE, SOUND, START, STOP, AUDIO_START, ROW_END, UNUSED = range(3, 10)
 FIRST_TEXT = 10
 """Token ids: of the text, placeholders, what is around images and audio, and what no sample
 has."""
@@ -35,7 +35,7 @@ _MARKS = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
     **dict.fromkeys(("audio_token_id", "audio_token_index"), SOUND),
-    "audio_start_token_id": SOUND_START,
+    "audio_start_token_id": AUDIO_START,
     **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_id"), START),
     "audio_end_token_id": STOP,
     **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_id"), STOP),

@@ -1,4 +1,4 @@
-"""Tiny pictures, records, specs and recipe sections."""
+"""Tiny images, records, specs and recipe sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = "a red green blue small large round square picture of one two three dogs
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
-    """A noise picture."""
+    """Return a PNG image of noise."""
     rng = np.random.default_rng(seed)
     return encode(Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)), "PNG")
 
@@ -61,7 +61,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def write_shard(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
-    """A tar file."""
+    """Write a tar file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, body in members:
@@ -74,13 +74,13 @@ def write_shard(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
 def write_meta(
     directory: Path, kind: str, fields: dict | None = None, split: object = None, **more: object
 ) -> Path:
-    """What `energon prepare` writes next to shards."""
+    """Write the metadata that `energon prepare` writes next to shards."""
     meta = directory / ".nv-meta"
     meta.mkdir(parents=True, exist_ok=True)
     described = {"sample_type": {"__module__": "megatron.energon", "__class__": kind}, **more}
     if fields is not None:
         described["field_map"] = fields
-    (meta / "dataset.yaml").write_text(json.dumps(described))  # which is YAML too
+    (meta / "dataset.yaml").write_text(json.dumps(described))  # JSON is also valid YAML
     shards = sorted(str(f.relative_to(directory)) for f in directory.rglob("*.tar"))
     (meta / "split.yaml").write_text(json.dumps(split or {"split_parts": {"train": shards}}))
     (meta / ".info.yaml").write_text("shard_counts: {}")
@@ -117,7 +117,7 @@ QWEN = ImageSpec(
     merge=2,
 )
 GLM = replace(QWEN, processor_class="Glm4vImageProcessor")
-"""Whose limits are of both frames of a patch."""
+"""Image spec whose pixel limits apply to both frames of a temporal patch."""
 
 
 def training(**changes: object) -> TrainingConfig:
@@ -137,30 +137,30 @@ def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> Da
 
 
 def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedShare]:
-    """Yield what the rank of a loader decodes in each step, from the first step on."""
+    """Yield the samples that the rank of a loader decodes in each step, from the first step on."""
     for step in loader._steps._begin(None):
         yield rank_share(step, loader._rank)
 
 
 def largest_first(packs: list) -> Arrangement:
-    """To the first of two ranks the packs with most tokens."""
+    """Assign the packs with the most tokens to the first of two ranks."""
     order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
     half = len(packs) // 2
     return Arrangement([[[n] for n in order[:half]], [[n] for n in order[half:]]])
 
 
 def content(batch):
-    """Return all inputs of a model in a batch, as values that can be compared."""
+    """Return all model inputs of a batch as comparable values."""
 
-    def plain(value):
+    def comparable(value):
         return value.numpy().tobytes() if hasattr(value, "numpy") else value
 
     return [
         (
-            [plain(getattr(m, key)) for key in ("input_ids_T", "targets_T", "position_ids")],
+            [comparable(getattr(m, key)) for key in ("input_ids_T", "targets_T", "position_ids")],
             m.cu_seqlens,
-            {name: [plain(v) for v in vars(e).values()] for name, e in m.encoders.items()},
-            m.generator and [plain(v) for v in vars(m.generator).values()],
+            {name: [comparable(v) for v in vars(e).values()] for name, e in m.encoders.items()},
+            m.generator and [comparable(v) for v in vars(m.generator).values()],
             m.meta,
         )
         for m in batch.microbatches

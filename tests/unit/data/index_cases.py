@@ -1,4 +1,4 @@
-"""Indices of fabricated sizes, in memory."""
+"""Indices of fabricated sample sizes, in memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ def index_of(
     shard: int = 8192,
     patches: Sequence[int] | None = None,
 ) -> LengthIndex:
-    """Return an index of samples of so many tokens.
+    """Return an index of samples with the specified token counts.
 
     Args:
-        corrupt: reasons by sample.
-        shard: samples of a shard.
-        patches: Patches of the one image of each sample; None: samples have no images.
+        tokens: Tokens of each sample.
+        corrupt: Maps corrupt samples to the reasons.
+        shard: Number of samples in a shard.
+        patches: Patches of the single image of each sample. If None, samples have no images.
     """
-    refused = dict(corrupt or {})
-    tokens_N = np.array([0 if i in refused else t for i, t in enumerate(tokens)], np.uint32)
+    reasons = dict(corrupt or {})
+    tokens_N = np.array([0 if i in reasons else t for i, t in enumerate(tokens)], np.uint32)
     parts = [tokens_N[start : start + shard] for start in range(0, len(tokens_N), shard)]
 
     def sizes(number: int) -> ShardSizes:
@@ -48,5 +49,5 @@ def index_of(
     return LengthIndex(
         shards,
         sizes,
-        lambda number: {i - number * shard: r for i, r in refused.items() if i // shard == number},
+        lambda number: {i - number * shard: r for i, r in reasons.items() if i // shard == number},
     )

@@ -1,4 +1,4 @@
-"""Records as data sets publish them, and the same contents in our own layout."""
+"""Records in published formats, and the same content in the format of torchmm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILES = {
     "mllm_demo_data/1.jpg": png(40, 24, 3),
     "mllm_demo_data/2.jpg": png(24, 40, 4),
 }
-"""What lies below the source's directory."""
+"""Files in the directory of the source."""
 LLAVA, COCO, FIRST, SECOND = FILES
 DATA_ADDRESS = "data:image/png;base64," + base64.b64encode(FILES[FIRST]).decode()
 IMAGE = object()
@@ -21,20 +21,23 @@ CHOOSE = "Answer with the option's letter from the given choices directly."
 
 
 class Case(NamedTuple):
-    """A record, and what it means."""
+    """A published record and its expected content."""
 
     record: dict[str, Any]
     turns: list[tuple[str, Any]]
-    """Role and content of our own layout; IMAGE stands for the next of `images`."""
+    """Role and content in the format of torchmm.
+
+    IMAGE is a placeholder for the next of `images`.
+    """
     images: tuple[str, ...] = ()
 
 
 def image(*names: str) -> list[dict[str, Any]]:
-    """Columns of `datasets`: bytes and path."""
+    """Return the columns of `datasets`: bytes and path."""
     return [{"bytes": FILES[name], "path": name.rpartition("/")[2]} for name in names]
 
 
-def said(speaker: str, text: str) -> dict[str, str]:
+def say(speaker: str, text: str) -> dict[str, str]:
     return {"from": speaker, "value": text}
 
 
@@ -49,8 +52,8 @@ CASES = {
             "id": "004539375",
             "image": LLAVA,
             "conversations": [
-                said("human", "Render a clear and concise summary of the photo.\n<image>"),
-                said("gpt", "select luxury furniture 3 - inch gel memory foam mattress topper"),
+                say("human", "Render a clear and concise summary of the photo.\n<image>"),
+                say("gpt", "select luxury furniture 3 - inch gel memory foam mattress topper"),
             ],
         },
         [
@@ -59,17 +62,17 @@ CASES = {
         ],
         (LLAVA,),
     ),
-    # LLaVA, docs/Finetune_Custom_Data.md: spaces at the end stay
+    # LLaVA, docs/Finetune_Custom_Data.md: trailing spaces are preserved
     "llava_custom": Case(
         {
             "id": "997bb945-628d-4724-b370-b84de974a19f",
             "image": LLAVA,
             "conversations": [
-                said(
+                say(
                     "human",
                     "<image>\nWrite a prompt for Stable Diffusion to generate this image.",
                 ),
-                said("gpt", "a beautiful painting of chernobyl by nekro. octane render. "),
+                say("gpt", "a beautiful painting of chernobyl by nekro. octane render. "),
             ],
         },
         [
@@ -87,10 +90,10 @@ CASES = {
             "id": "000000033471",
             "image": COCO,
             "conversations": [
-                said("human", "<image>\nWhat are the colors of the bus in the image?"),
-                said("gpt", "The bus in the image is white and red."),
-                said("human", "What feature can be seen on the back of the bus?"),
-                said("gpt", "The back of the bus features an advertisement."),
+                say("human", "<image>\nWhat are the colors of the bus in the image?"),
+                say("gpt", "The bus in the image is white and red."),
+                say("human", "What feature can be seen on the back of the bus?"),
+                say("gpt", "The back of the bus features an advertisement."),
             ],
         },
         [
@@ -101,17 +104,17 @@ CASES = {
         ],
         (COCO,),
     ),
-    # lmms-lab/M4-Instruct-Data (LLaVA-NeXT-Interleave): several images, in later turns too
+    # lmms-lab/M4-Instruct-Data (LLaVA-NeXT-Interleave): several images, also in later turns
     "llava_interleave": Case(
         {
             "sample_id": 7,
             "image": [FIRST, SECOND],
             "metadata": {"dataset": "Spot-the-Diff", "split": "train"},
             "conversations": [
-                said("human", "Here is one <image>."),
-                said("gpt", "I see."),
-                said("human", "And <image> another.\nWhat changed?"),
-                said("gpt", "The size."),
+                say("human", "Here is one <image>."),
+                say("gpt", "I see."),
+                say("human", "And <image> another.\nWhat changed?"),
+                say("gpt", "The size."),
             ],
         },
         [
@@ -125,7 +128,7 @@ CASES = {
     # LLaMA-Factory, data/README.md, sharegpt format with a system prompt
     "llama_factory_sharegpt": Case(
         {
-            "conversations": [said("human", "instruction"), said("gpt", "response")],
+            "conversations": [say("human", "instruction"), say("gpt", "response")],
             "system": "system prompt",
             "tools": "[]",
         },
@@ -150,7 +153,7 @@ CASES = {
         ],
         (FIRST, SECOND),
     ),
-    # ms-swift, Custom-dataset.md, pre-training: placeholders in an answer
+    # ms-swift, Custom-dataset.md, pre-training: placeholders in an assistant message
     "ms_swift_messages": Case(
         {
             "messages": [turn("assistant", "<image>is a puppy, <image>is a kitten")],
@@ -193,7 +196,7 @@ CASES = {
             ("assistant", "response2"),
         ],
     ),
-    # tatsu-lab/alpaca, which has everything once more as `text`
+    # tatsu-lab/alpaca, which repeats all fields in `text`
     "alpaca": Case(
         {
             "instruction": "Classify the following into animals, plants, and minerals",
@@ -234,7 +237,7 @@ CASES = {
         {
             "images": image(FIRST, SECOND),
             "texts": [
-                {"user": "What is shown?", "assistant": "Two pictures."},
+                {"user": "What is shown?", "assistant": "Two images."},
                 {"user": "Which is larger?", "assistant": "None is."},
             ],
             "source": "ai2d",
@@ -249,7 +252,7 @@ CASES = {
         },
         [
             ("user", [IMAGE, IMAGE, "What is shown?"]),
-            ("assistant", "Two pictures."),
+            ("assistant", "Two images."),
             ("user", "Which is larger?"),
             ("assistant", "None is."),
         ],
@@ -287,7 +290,7 @@ CASES = {
         ],
         (FIRST,),
     ),
-    # facebook/textvqa: answers of ten people; here the first of equally common ones
+    # facebook/textvqa: answers of ten people; the first of equally frequent answers is used
     "textvqa": Case(
         {"image": image(FIRST)[0], "question": "what is it?", "answers": ["nokia", "phone"]},
         [("user", [IMAGE, "what is it?"]), ("assistant", "nokia")],
@@ -341,7 +344,7 @@ CASES = {
         ],
         (FIRST,),
     ),
-    # lmms-lab/ai2d: the number of the choice is a text
+    # lmms-lab/ai2d: the index of the choice is a string
     "ai2d": Case(
         {
             "question": "What is E?",
@@ -380,7 +383,7 @@ CASES = {
         [("user", ["What is it?\n", IMAGE]), ("assistant", "A bus.")],
         (FIRST,),
     ),
-    # transformers, chat_templating_multimodal: files named by their parts
+    # transformers, chat_templating_multimodal: content parts contain paths of files
     "hf_inline": Case(
         {
             "messages": [
@@ -400,7 +403,7 @@ CASES = {
         ],
         (FIRST, SECOND),
     ),
-    # Qwen2-VL, README: parts without a type, files as addresses of files
+    # Qwen2-VL, README: content parts without a type, with paths of files
     "qwen": Case(
         {
             "messages": [
@@ -431,7 +434,7 @@ CASES = {
         ],
         (FIRST,),
     ),
-    # Anthropic, Messages API: the system prompt is beside the messages
+    # Anthropic, Messages API: the system prompt is outside of the messages
     "anthropic": Case(
         {
             "system": "Be brief.",
@@ -456,8 +459,8 @@ CASES = {
 }  # fmt: skip
 
 
-def own_layout(case: Case) -> dict[str, Any]:
-    """The same content, as we write it: parts, and files in columns."""
+def torchmm_record(case: Case) -> dict[str, Any]:
+    """Return the same content in the format of torchmm: content parts, and files in columns."""
     messages = []
     for role, content in case.turns:
         parts = content if isinstance(content, list) else [content]

@@ -1,12 +1,12 @@
-"""The order and the packing in plain Python, sample by sample: what arrays are compared with."""
+"""Sample order and packing in pure Python, as references for the array implementations."""
 
 from __future__ import annotations
 
 
 def turns(weights: list[float], sizes: list[int | None], count: int) -> list[int]:
-    """Stride scheduling: the feed of each of `count` samples; `sizes` says when feeds end."""
+    """Return the feed of each of `count` samples under stride scheduling with feeds of `sizes`."""
     taken = [0] * len(weights)
-    given = []
+    feeds = []
     for _ in range(count):
         alive = [
             f for f, w in enumerate(weights) if w and (sizes[f] is None or taken[f] < sizes[f])
@@ -15,12 +15,12 @@ def turns(weights: list[float], sizes: list[int | None], count: int) -> list[int
             break
         feed = min(alive, key=lambda f: (taken[f] + 1) / weights[f])
         taken[feed] += 1
-        given.append(feed)
-    return given
+        feeds.append(feed)
+    return feeds
 
 
 class PlainPacker:
-    """Bounded best fit of (tokens, tiles), with names of samples in lists."""
+    """Best-fit packer of (tokens, tiles) with a bounded number of open packs of sample names."""
 
     def __init__(self, length: int, max_open: int, max_tiles: int | None = None) -> None:
         self.length, self.max_open, self.max_tiles = length, max_open, max_tiles

@@ -1,4 +1,4 @@
-"""Global batches arranged by a function of sizes: the same packs, in other places."""
+"""Global batches that a function of sizes arranges: the same packs in different positions."""
 
 from collections import deque
 
@@ -41,13 +41,13 @@ def names(step):
 
 
 def largest_first(packs):
-    """To the first rank half of the packs with most tokens."""
+    """Assign the half of the packs with the most tokens to the first rank."""
     order = deque(sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens))
     places = [[[order.popleft() for _ in range(2)] for _ in range(2)] for _ in range(2)]
     return Arrangement(places, Imbalance(1.5, 1.25))
 
 
-def test_steps_have_the_same_samples_and_states_in_other_places():
+def test_arranged_steps_have_the_same_samples_and_states():
     sizes = {"global_batch_size": 8, "microbatch_size": 2}
     natural, arranged = planner(**sizes), planner(largest_first, **sizes)
     for _ in range(3):
@@ -70,6 +70,6 @@ def test_steps_have_the_same_samples_and_states_in_other_places():
         [[[0], [1]]],
     ],
 )
-def test_arrangements_that_lose_or_bundle_packs_are_refused(places):
+def test_arrangement_with_missing_or_bundled_packs_is_rejected(places):
     with pytest.raises(ValueError, match="every sequence must have one position"):
         next(planner(lambda packs: Arrangement(places), global_batch_size=4))

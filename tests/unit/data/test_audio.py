@@ -1,4 +1,4 @@
-"""Sounds: lengths from headers, features of Hugging Face's extractor; several encoders."""
+"""Audio: lengths from headers, features of the Hugging Face extractor, and several encoders."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SPEECH = ImageSpec(
 )
 
 
-def sound(seconds: float, rate: int = 16_000, channels: int = 1, fmt: str = "WAV") -> bytes:
-    """A falling tone and noise."""
+def audio_file(seconds: float, rate: int = 16_000, channels: int = 1, fmt: str = "WAV") -> bytes:
+    """Return an audio file with a falling tone and noise."""
     time_S = np.arange(round(seconds * rate)) / rate
     noise_S = np.random.default_rng(0).normal(0, 0.01, len(time_S))
     wave_S = 0.3 * np.sin(2 * np.pi * (900 - 400 * time_S) * time_S) + noise_S
@@ -46,9 +46,9 @@ def sound(seconds: float, rate: int = 16_000, channels: int = 1, fmt: str = "WAV
     return stream.getvalue()
 
 
-def test_features_are_those_of_the_extractor() -> None:
+def test_audio_features_match_hugging_face_extractor() -> None:
     ours = AudioPreprocessor(SPEECH)
-    data = sound(0.31)  # 4960 samples: 15.5 patches, in groups of four
+    data = audio_file(0.31)  # 4960 samples: 15.5 patches, in groups of four
     meta = ours.meta(data)
     assert (meta.patches, meta.tokens, meta.duration_ms) == (16, 4, 310)
     wave_S, _ = soundfile.read(io.BytesIO(data), dtype="float32")
@@ -62,50 +62,50 @@ def test_features_are_those_of_the_extractor() -> None:
 
 
 @pytest.mark.parametrize(("rate", "fmt"), [(44_100, "OGG"), (8_000, "FLAC"), (48_000, "WAV")])
-def test_files_of_any_rate_give_what_they_were_planned_with(rate: int, fmt: str) -> None:
+def test_audio_of_any_rate_has_planned_shape(rate: int, fmt: str) -> None:
     ours = AudioPreprocessor(SPEECH)
-    data = sound(0.3, rate, channels=2, fmt=fmt)
+    data = audio_file(0.3, rate, channels=2, fmt=fmt)
     meta = ours.meta(data)
     assert meta.patches == 16 and meta.duration_ms == pytest.approx(300, abs=1)
-    found, plain = ours.pixels(data, meta), ours.pixels(sound(0.3), meta)
-    assert np.abs(found - plain).mean() < (0.3 if rate < 16_000 else 0.1)
+    found, reference = ours.pixels(data, meta), ours.pixels(audio_file(0.3), meta)
+    assert np.abs(found - reference).mean() < (0.3 if rate < 16_000 else 0.1)
 
 
-def test_waveforms_are_normalized_and_then_padded() -> None:
+def test_waveforms_are_normalized_then_padded() -> None:
     spec = ImageSpec("ear", "patches", "Wav2Vec2FeatureExtractor", {}, 320, modality="audio")
     ours = AudioPreprocessor(spec)
-    data = sound(0.31)  # 15.5 patches
+    data = audio_file(0.31)  # 15.5 patches
     meta = ours.meta(data)
     assert (meta.patches, meta.tokens, meta.duration_ms) == (16, 16, 310)
     wave_S, _ = soundfile.read(io.BytesIO(data), dtype="float32")
-    made = Wav2Vec2FeatureExtractor()(wave_S, sampling_rate=16_000, return_tensors="np")
+    features = Wav2Vec2FeatureExtractor()(wave_S, sampling_rate=16_000, return_tensors="np")
     found_S = ours.pixels(data, meta).flatten()
-    assert (found_S[: len(wave_S)] == made["input_values"][0]).all()
+    assert (found_S[: len(wave_S)] == features["input_values"][0]).all()
     assert len(found_S) == 16 * 320 and not found_S[len(wave_S) :].any()
     assert ours.blank(meta).shape == (16, 320)
-    assert ours.meta(sound(90.0)).duration_ms == 90_000  # no encoder's end
+    assert ours.meta(audio_file(90.0)).duration_ms == 90_000  # this encoder has no limit
 
 
 def test_audio_longer_than_encoder_is_filtered() -> None:
     ours = AudioPreprocessor(SPEECH)  # reads 0.6 s
     with pytest.raises(BeyondLimitError, match=r"audio of 20\.0 s .* limit of 0\.6 s") as raised:
-        ours.meta(sound(20.0))
+        ours.meta(audio_file(20.0))
     assert raised.value.limit == "audio longer than the limit of 0.6 s of encoder 'speech'"
     with pytest.raises(BeyondLimitError):
-        ours.meta(sound(0.72))
-    data = sound(0.69)  # within the tolerance
+        ours.meta(audio_file(0.72))
+    data = audio_file(0.69)  # within the tolerance
     meta = ours.meta(data)
-    assert (meta.patches, meta.duration_ms) == (28, 560)  # whole groups below 30
+    assert (meta.patches, meta.duration_ms) == (28, 560)  # complete groups below 30 patches
     assert ours.pixels(data, meta).shape == (28, 16)
 
 
-@pytest.mark.parametrize("data", [b"", b"RIFF", png(8, 8), sound(0.0)])
-def test_what_is_no_sound_is_corrupt(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", b"RIFF", png(8, 8), audio_file(0.0)])
+def test_invalid_audio_file_is_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptSampleError, match="audio"):
         AudioPreprocessor(SPEECH).meta(data)
 
 
-def test_extractors_that_do_not_fit_are_refused() -> None:
+def test_unsupported_feature_extractor_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no feature extractor 'WhisperX'"):
         open_media(ImageSpec("a", "patches", "WhisperX", {}, 320, modality="audio"), 100)
     with pytest.raises(ConfigError, match=r"not a multiple of processor\.hop_length = 160"):
@@ -114,14 +114,14 @@ def test_extractors_that_do_not_fit_are_refused() -> None:
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """Builds a loader of samples with an image, a sound, both or neither, for several encoders."""
+    """Return a function that builds loaders of samples with an image, audio, both or neither."""
     rows = []
     for i in range(12):
         row = {"text": caption(i)}
         if i % 4 in (0, 1):
             row["image"] = {"bytes": png(16, 24, i), "path": None}
         if i % 4 in (1, 2):
-            row["audio"] = {"bytes": sound(0.1 + 0.05 * i), "path": None}
+            row["audio"] = {"bytes": audio_file(0.1 + 0.05 * i), "path": None}
         rows.append({"image": None, "audio": None, **row})
     write_parquet(tmp_path / "all", rows)
 
@@ -144,7 +144,7 @@ def make(tmp_path, tokenizer, text_spec):
 SECOND = ImageSpec(**{**vars(CLIP), "encoder": "second", "patch_size_px": 4})
 
 
-def test_every_encoder_reads_its_own(make, text_spec) -> None:
+def test_each_encoder_receives_its_modality(make, text_spec) -> None:
     seen = {"vision": 0, "second": 0, "speech": 0}
     loader = make(CLIP, SECOND, SPEECH)
     for batch in islice(loader, 6):
@@ -164,15 +164,15 @@ def test_every_encoder_reads_its_own(make, text_spec) -> None:
     assert loader.next_metas() is not None
 
 
-def test_documents_have_words_pictures_and_sounds_in_any_order(make, tmp_path, text_spec) -> None:
-    """Interleaved: every placeholder stands where its picture or sound does in the document."""
+def test_document_preserves_order_of_text_images_audio(make, tmp_path, text_spec) -> None:
+    """Check that each placeholder has the position of its image or audio in the document."""
     (tmp_path / "a.png").write_bytes(png(16, 24))
-    (tmp_path / "b.wav").write_bytes(sound(0.2))
+    (tmp_path / "b.wav").write_bytes(audio_file(0.2))
     order = ["text", "audio", "text", "image", "audio", "text"]
-    kinds = {"text": caption(1), "image": "a.png", "audio": "b.wav"}
+    values = {"text": caption(1), "image": "a.png", "audio": "b.wav"}
     record = {
         f"{kind}s": [value if here == kind else None for here in order]
-        for kind, value in kinds.items()
+        for kind, value in values.items()
     }
     path = write_jsonl(tmp_path / "triples.jsonl", [record] * 8)
     loader = make(CLIP, SPEECH, sources=[SourceConfig(path=str(path), name="triples")])
@@ -184,14 +184,14 @@ def test_documents_have_words_pictures_and_sounds_in_any_order(make, tmp_path, t
     row = [owner.get(p, "text") for p in range(sample.tokens)]
     runs = [kind for i, kind in enumerate(row) if i == 0 or row[i - 1] != kind]
     assert runs == ["text", "speech", "text", "vision", "speech", "text"]
-    shown = (microbatch.input_ids_T == text_spec.image_token_id)[: sample.tokens]
-    assert shown.tolist() == [kind != "text" for kind in row]
+    is_placeholder_T = (microbatch.input_ids_T == text_spec.image_token_id)[: sample.tokens]
+    assert is_placeholder_T.tolist() == [kind != "text" for kind in row]
     assert (microbatch.targets_T[: sample.tokens] != text_spec.image_token_id).all()
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
-@pytest.mark.parametrize("form", ["mono", "rows", "columns", "numpy", "path beside"])
-def test_decoded_audio_gives_features_of_its_file(rate, form) -> None:
+@pytest.mark.parametrize("form", ["mono", "rows", "columns", "numpy", "array and path"])
+def test_decoded_audio_has_features_of_its_file(rate, form) -> None:
     stream = io.BytesIO()
     wave_SC = np.random.default_rng(0).uniform(-1, 1, (rate // 2, 2)).astype(np.float32)
     if form == "mono":
@@ -202,10 +202,10 @@ def test_decoded_audio_gives_features_of_its_file(rate, form) -> None:
         "rows": wave_SC.T.tolist(),
         "columns": wave_SC.tolist(),
         "numpy": wave_SC,
-        "path beside": wave_SC.T,
+        "array and path": wave_SC.T,
     }[form]
     decoded = {"array": array, "sampling_rate": rate}
-    if form == "path beside":
+    if form == "array and path":
         decoded |= {"path": "gone.wav", "bytes": None}
     found = file_segment("audio", decoded, None).read(10**9)
     ours = AudioPreprocessor(SPEECH)
@@ -226,15 +226,15 @@ def test_decoded_audio_in_parquet_is_read(tmp_path) -> None:
     assert second == (TextSegment("b", True),)
 
 
-def test_sounds_without_an_encoder_are_left_out(make) -> None:
+def test_audio_without_encoder_is_skipped(make) -> None:
     names = {name for b in islice(make(CLIP), 4) for m in b.microbatches for name in m.encoders}
     assert names == {"vision"}
     names = {name for b in islice(make(SPEECH), 4) for m in b.microbatches for name in m.encoders}
     assert names == {"speech"}
 
 
-def test_a_sound_that_breaks_later_keeps_its_place(make, tmp_path) -> None:
-    torn = sound(0.4, fmt="FLAC")
+def test_audio_damaged_after_indexing_is_skipped(make, tmp_path) -> None:
+    torn = audio_file(0.4, fmt="FLAC")
     rows = [{"audio": f"{i}.flac", "text": caption(i)} for i in range(4)]
     for i in range(4):
         (tmp_path / f"{i}.flac").write_bytes(torn)
@@ -245,12 +245,12 @@ def test_a_sound_that_breaks_later_keeps_its_place(make, tmp_path) -> None:
     assert any("torn[2]: " in m and ": not an audio file" in m for m in batch.skipped)
 
 
-def test_images_to_be_shown_are_no_sounds(make) -> None:
+def test_loader_images_exclude_audio(make) -> None:
     loader = make(CLIP, SECOND, SPEECH)
     assert [len(loader.images("all", i)) for i in range(4)] == [1, 1, 0, 0]
 
 
-def test_media_of_images_are_those_of_their_preprocessor() -> None:
+def test_image_media_match_their_preprocessor() -> None:
     medium = open_media(CLIP, 10_000)
     assert isinstance(medium, ImageMedia) and medium.grouped
     meta = medium.meta(png(20, 30))

@@ -1,4 +1,4 @@
-"""Balanced packing: complete, bounded, even, and resumed exactly."""
+"""Balanced packing: completeness, limits, evenness and exact resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATCHES = [RNG.integers(0, 9, 611) ** 3, RNG.integers(0, 300, 157)]
 
 
 def draw_samples(seed, count):
-    """Return tokens, tiles and patches of captions, documents and texts with heavy tails."""
+    """Return tokens, tiles and patches of captions, documents and heavy-tailed text samples."""
     rng = np.random.default_rng(seed)
     images = rng.choice([0, 1, 1, 2, 4, 9], count)
     patches = images * rng.integers(64, 4096 >> rng.integers(0, 3), count)
@@ -34,8 +34,7 @@ def draw_samples(seed, count):
 
 
 def pack_groups(packer, sizes):
-    """Return the packs of samples, the position of each in the order of closing, and the number of
-    sequences that were closed before each sample was drawn."""
+    """Return the packs of samples, the closing position of each, and the prior closures."""
     tokens = sizes[0]
     packs, closed_before, order, first = [], [], [], 0
     while first < len(tokens):
@@ -54,7 +53,7 @@ def pack_groups(packer, sizes):
 
 @pytest.mark.parametrize("max_tiles", [None, 12])
 @pytest.mark.parametrize("seed", range(8))
-def test_packer_keeps_samples_limits_and_lateness(seed, max_tiles):
+def test_balanced_packer_respects_limits(seed, max_tiles):
     sizes = draw_samples(seed, 5000)
     packs, places, closed_before = pack_groups(BalancedPacker(LENGTH, max_tiles), sizes)
     assert len(packs) == 5000 and len(set(packs)) == places.max() + 1
@@ -68,7 +67,9 @@ def test_packer_keeps_samples_limits_and_lateness(seed, max_tiles):
         assert (sizes[1][places == place] > 0).sum() == 1
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5, 7])  # patches of the others follow from their tokens
+@pytest.mark.parametrize(
+    "seed", [3, 4, 5, 7]
+)  # with other seeds, patches are proportional to tokens
 def test_balanced_packing_fills_and_evens_sequences(seed):
     tokens, tiles, patches = draw_samples(seed, 20000)
     _, places, _ = pack_groups(BalancedPacker(LENGTH), (tokens, tiles, patches))
@@ -82,7 +83,7 @@ def test_balanced_packing_fills_and_evens_sequences(seed):
 
 
 def excess(work):
-    """Return how far the maximum of 32 sequences is above their mean, as a fraction."""
+    """Return by how much the maximum of 32 sequences exceeds their mean, as a fraction."""
     steps = work[: len(work) // 32 * 32].reshape(-1, 32)
     return (steps.max(1) / steps.mean(1)).mean() - 1
 
@@ -115,7 +116,7 @@ def packs_of(step):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_balanced_steps_are_equal_for_all_ranks(ranks):
+def test_balanced_steps_are_independent_of_ranks(ranks):
     for one, many in zip(islice(sequence(), 30), sequence(ranks), strict=False):
         assert packs_of(one) == packs_of(many)
         assert json.dumps(one.state) == json.dumps(many.state)

@@ -1,4 +1,4 @@
-"""Loaders of ranks that encode images of each other: pixels, routes, corrupt samples, resume."""
+"""Loaders of ranks that encode images of other ranks: pixels, routes, corrupt samples, resume."""
 
 import logging
 from dataclasses import replace
@@ -34,12 +34,12 @@ from torchmm.recipe.data_section import SourceConfig
 
 pytestmark = needs_extension("extensions.generation")
 RANKS = 2
-TORN = (0, 3, 11, 13, 17)
-"""Images of captions, of documents, and one that is generated."""
+CORRUPT = (0, 3, 11, 13, 17)
+"""Indices of corrupt images: in captions, in documents, and one target image."""
 
 
 class Alternate:
-    """Assigns images to the last and the first rank in turns, whatever they cost."""
+    """Image assignment that alternates between the last and the first rank."""
 
     names = ("vision", "generator")
 
@@ -54,7 +54,7 @@ ALTERNATE = Alternate()
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """Builds the loader of a rank: captions, documents with two images, text, generated images."""
+    """Return a function that builds a loader of captions, documents, text and target images."""
     for number in range(24):
         (tmp_path / f"{number}.png").write_bytes(png(20 + number, 24 + 3 * (number % 5), number))
     captions = [{"image": f"{n}.png", "text": caption(n)} for n in range(10)]
@@ -95,13 +95,13 @@ def make(tmp_path, tokenizer, text_spec):
 
 
 def batches_of(loader: Loader, count: int = 1) -> list[StepBatch]:
-    found = list(islice(loader.batches(), count))
-    assert all(batch is not None for batch in found)
-    return found
+    received = list(islice(loader.batches(), count))
+    assert all(batch is not None for batch in received)
+    return received
 
 
-def one_by_one(inputs: EncoderInputs | GeneratorInputs | None) -> list[torch.Tensor]:
-    """Values of each image; of a generated image, also noise, time and loss mask."""
+def values_per_image(inputs: EncoderInputs | GeneratorInputs | None) -> list[torch.Tensor]:
+    """Return the values of each image; for target images also noise, timestep and loss mask."""
     if inputs is None:
         return []
     values = inputs.values()
@@ -116,21 +116,21 @@ def read_of(microbatch: BalancedMicrobatch, module: str) -> EncoderInputs | Gene
     return microbatch.drawn if module == "generator" else microbatch.read.get(module)
 
 
-def arriving(
+def received_images(
     balanced: list[StepBatch], number: int, rank: int, module: str = "vision"
 ) -> list[torch.Tensor]:
-    """Images of a microbatch of a rank, from the ranks that read them, as features are sent."""
-    found = []
+    """Return the images of a rank's microbatch, collected from the ranks that read them."""
+    received = []
     for batch in balanced:
         microbatch = batch.microbatches[number]
-        images = one_by_one(read_of(microbatch, module))
+        images = values_per_image(read_of(microbatch, module))
         homes = microbatch.read_for[module]
-        found += [image for image, home in zip(images, homes, strict=True) if home == rank]
-    return found
+        received += [image for image, home in zip(images, homes, strict=True) if home == rank]
+    return received
 
 
 def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
-    """Balanced batches of all ranks have the samples and images of plain ones."""
+    """Check that balanced batches of all ranks have the samples and images of default batches."""
     for rank, (ours, theirs) in enumerate(zip(balanced, plain, strict=True)):
         for number, (own, whole) in enumerate(
             zip(ours.microbatches, theirs.microbatches, strict=True)
@@ -141,17 +141,17 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
             assert own.generated_count == whole.generated_count
             row = exchanged_row(own, len(balanced), {"vision": 1})
             order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
-            wanted = one_by_one(whole.encoders.get("vision"))
-            found = arriving(balanced, number, rank)
-            assert len(found) == len(wanted) == len(order)
-            for image, place in zip(found, order, strict=True):
+            wanted = values_per_image(whole.encoders.get("vision"))
+            received = received_images(balanced, number, rank)
+            assert len(received) == len(wanted) == len(order)
+            for image, place in zip(received, order, strict=True):
                 assert torch.equal(image, wanted[place])
             owners = own.read_by["generator"]
-            drawn = one_by_one(whole.generator)
+            drawn = values_per_image(whole.generator)
             wanted = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
-            found = arriving(balanced, number, rank, "generator")
-            assert len(found) == len(wanted)
-            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+            received = received_images(balanced, number, rank, "generator")
+            assert len(received) == len(wanted)
+            assert all(torch.equal(*pair) for pair in zip(received, wanted, strict=True))
             contexts = [image.context for image in whole.meta.generated]
             assert sum(row.row.contexts.sent) == len(row.row.contexts.rows_K) == sum(contexts)
             assert sum(row.row.contexts.received) == sum(
@@ -178,7 +178,7 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
     [(CLIP, "1d"), (NAFLEX, "1d"), (QWEN, "mrope")],
     ids=["fixed", "patches", "mrope"],
 )
-def test_balanced_ranks_decode_every_image_once(make, spec, positions):
+def test_balanced_ranks_decode_each_image_once(make, spec, positions):
     options = {"spec": spec, "positions": positions}
     plain = [batches_of(make(r, balance=None, **options))[0] for r in range(RANKS)]
     balanced = [batches_of(make(r, **options))[0] for r in range(RANKS)]
@@ -196,7 +196,7 @@ def test_balanced_ranks_decode_every_image_once(make, spec, positions):
         assert any(moved)
 
 
-def test_balanced_loader_knows_its_tasks_in_advance(make):
+def test_balanced_loader_predicts_its_tasks(make):
     loader = make(1)
     metas = loader.next_metas()
     [batch] = batches_of(loader)
@@ -226,7 +226,7 @@ def test_balanced_loader_knows_its_tasks_in_advance(make):
 )
 def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     options = {"spec": spec, "positions": positions}
-    for number in TORN:
+    for number in CORRUPT:
         file = tmp_path / f"{number}.png"
         file.write_bytes(file.read_bytes()[:-700])
     plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
@@ -239,7 +239,7 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     for ours, theirs in zip(settled, plain, strict=True):
         assert sorted(ours.skipped) == sorted(theirs.skipped)
     with pytest.raises(AssertionError):
-        # A rank that does not learn of them trains on other samples.
+        # A rank without the list of corrupt samples uses different samples.
         fresh = [batches_of(make(r, **options))[0] for r in range(RANKS)]
         assert_same_work(fresh, plain)
 
@@ -252,11 +252,11 @@ def test_balanced_loader_resumes_exactly(make):
         assert torch.equal(ours.input_ids_T, theirs.input_ids_T)
         assert ours.task_meta == theirs.task_meta
         for module in ALTERNATE.names:
-            pairs = (one_by_one(read_of(m, module)) for m in (ours, theirs))
+            pairs = (values_per_image(read_of(m, module)) for m in (ours, theirs))
             assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
-def test_balanced_loader_resumes_on_another_number_of_ranks(make):
+def test_balanced_loader_resumes_with_different_world_size(make):
     state = batches_of(make(1), 2)[1].state
     balanced = [batches_of(make(r, ranks=4, state=state))[0] for r in range(4)]
     plain = [batches_of(make(r, balance=None), 3)[2] for r in range(RANKS)]
@@ -265,7 +265,7 @@ def test_balanced_loader_resumes_on_another_number_of_ranks(make):
 
 
 def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
-    """Return an index of several shards, with images of two encoders and generated images."""
+    """Return an index of several shards with images of two encoders and target images."""
     rng = np.random.default_rng(seed)
     sizes = []
     for count in (min(shard, samples - first) for first in range(0, samples, shard)):
@@ -303,10 +303,13 @@ def test_image_sizes_of_steps_match_samples():
         assert isinstance(packs, Packs)
         metas = [item.meta for item in packs.items(slice(None))]
         for names in (encoders, encoders[::-1], ("generator", *encoders)):
-            found, expected = packs.image_sizes(packs.samples, names), ImageSizes.of(metas, names)
+            received, expected = (
+                packs.image_sizes(packs.samples, names),
+                ImageSizes.of(metas, names),
+            )
             assert len(expected.sizes_I4) > 20
-            assert np.array_equal(found.counts_N, expected.counts_N)
-            assert np.array_equal(found.sizes_I4, expected.sizes_I4)
+            assert np.array_equal(received.counts_N, expected.counts_N)
+            assert np.array_equal(received.sizes_I4, expected.sizes_I4)
 
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
@@ -336,14 +339,14 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
-    found, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
+    received, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
     assert "reordering a step takes" in caplog.text
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(received, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance
         assert set(ours.imbalance) == {"image_imbalance", "image_imbalance_before"}
         for own, other in zip(ours.microbatches, theirs.microbatches, strict=True):
             assert own.task_meta == other.task_meta
             for module in ALTERNATE.names:
-                pairs = (one_by_one(read_of(m, module)) for m in (own, other))
+                pairs = (values_per_image(read_of(m, module)) for m in (own, other))
                 assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))

@@ -1,4 +1,4 @@
-"""Resuming on data that changed meanwhile: refused by name, unless the recipe accepts it."""
+"""Resume with changed data: rejected with the change, unless the recipe accepts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 23
 
 @pytest.fixture
 def site(tmp_path, tokenizer, text_spec):
-    """Two sources in `tmp_path`/data, and a function that builds loaders on them."""
+    """Return a site with two sources in `tmp_path`/data and a function that builds loaders."""
     return Site(tmp_path, tokenizer, text_spec)
 
 
@@ -35,7 +35,7 @@ class Site:
 
     def write(self):
         write_jsonl(self.place / "shown" / "rows.jsonl", self.rows)
-        write_jsonl(self.place / "told" / "rows.jsonl", self.texts)
+        write_jsonl(self.place / "captions" / "rows.jsonl", self.texts)
         for i in range(ROWS):
             (self.place / "shown" / f"{i}.png").write_bytes(png(16 + i % 3 * 8, 24, i))
 
@@ -44,7 +44,7 @@ class Site:
         options = {"weight": 2.0, **dict(first)}
         sources = [
             SourceConfig(path=str(path / "shown"), name="shown", streaming=streaming, **options),
-            SourceConfig(path=str(path / "told"), name="told"),
+            SourceConfig(path=str(path / "captions"), name="captions"),
         ]
         return build_loader(
             data_config(self.root, *sources, **{"shuffle_window": 7, **data}),
@@ -84,10 +84,12 @@ def lengthen(site):
 
 def repaint(site):
     (site.place / "shown" / "4.png").write_bytes(png(16 + 4 % 3 * 8, 24, 99))
-    (site.place / "shown" / "rows.jsonl").touch()  # files it refers to are not checked each time
+    (
+        site.place / "shown" / "rows.jsonl"
+    ).touch()  # the loader compares only the timestamp of this file
 
 
-def process_otherwise(site):
+def change_normalization(site):
     site.spec = replace(CLIP, processor={**CLIP.processor, "image_mean": [0.1, 0.2, 0.3]})
 
 
@@ -96,7 +98,7 @@ CHANGES = {
     "order of lines": (reverse, {}, r"samples of source 'shown'"),
     "longer samples": (lengthen, {}, r"samples of source 'shown'"),
     "an image": (repaint, {}, r"samples of source 'shown'"),
-    "image processing": (process_otherwise, {}, "image processing of vision"),
+    "image processing": (change_normalization, {}, "image processing of vision"),
     "prompt": (None, {"first": {"prompt": "a small picture of"}}, "prompt of source 'shown'"),
     "weight": (None, {"first": {"weight": 3.0}}, r"weight of source 'shown' 2.0 -> 3.0"),
     "shuffle": (None, {"shuffle": False}, r"data.shuffle true -> false"),
@@ -108,7 +110,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
+def test_changed_data_is_rejected_unless_accepted(site, name, caplog):
     state = take(site.loader(), 2)[-1].state
     change, options, reason = CHANGES[name]
     if change:
@@ -119,13 +121,13 @@ def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
         batches = take(site.loader(state, accept=True, **options), 12)
     assert "allow_data_change" in caplog.text
     seen = names(batches)
-    assert {n for n, _ in seen} == {"shown", "told"}
+    assert {n for n, _ in seen} == {"shown", "captions"}
     again = take(site.loader(batches[4].state, **options), 3)
     assert names(again) == names(batches[5:8])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_chats_that_count_otherwise_are_refused_by_name(site, streaming):
+def test_changed_chat_loss_mask_is_rejected(site, streaming):
     turns = [{"role": role, "content": caption(5)} for role in ("user", "assistant")]
     site.rows = [{"messages": turns * 2} for _ in range(ROWS)]
     site.write()
@@ -137,8 +139,8 @@ def test_chats_that_count_otherwise_are_refused_by_name(site, streaming):
         site.loader(state, streaming=streaming, first=change)
 
 
-@pytest.mark.parametrize("change", [{"shuffle_window": 5}, {"first": {"prompt": "a picture"}}])
-def test_changed_streams_begin_anew(site, change, caplog):
+@pytest.mark.parametrize("change", [{"shuffle_window": 5}, {"first": {"prompt": "an image"}}])
+def test_changed_stream_restarts(site, change, caplog):
     state = take(site.loader(streaming=True), 2)[-1].state
     with pytest.raises(CheckpointError, match="different data"):
         site.loader(state, streaming=True, **change)
@@ -148,7 +150,7 @@ def test_changed_streams_begin_anew(site, change, caplog):
     assert min(shown) < window, "the beginning of the stream"
 
 
-def test_the_files_of_a_stream_are_compared(site):
+def test_changed_stream_files_are_rejected(site):
     state = take(site.loader(streaming=True), 2)[-1].state
     site.rows[3]["text"] = site.rows[3]["text"][::-1]
     site.write()
@@ -157,7 +159,7 @@ def test_the_files_of_a_stream_are_compared(site):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_changes_no_sample_is_free(site, streaming):
+def test_unrelated_options_do_not_prevent_resume(site, streaming):
     reference = take(site.loader(streaming=streaming), 6)
     moved = site.root / "moved"
     shutil.copytree(site.place, moved)
@@ -167,16 +169,16 @@ def test_what_changes_no_sample_is_free(site, streaming):
     assert names(resumed) == names(reference[2:])
 
 
-def test_weights_changed_on_the_way_hold_from_there_on(site):
+def test_changed_weight_applies_to_later_samples(site):
     state = take(site.loader(), 6)[-1].state
     batches = take(site.loader(state, accept=True, first={"weight": 0.25}), 6)
     shown = [n for n, _ in names(batches)].count("shown")
     assert 0 < shown < 0.4 * len(names(batches))
     drawn = [n for n, _ in names(batches[:1])]
-    assert "shown" in drawn, "no catching up with a past that had other weights"
+    assert "shown" in drawn, "earlier samples must not affect the new weights"
 
 
-def test_what_was_compared_otherwise_goes_on(site, caplog):
+def test_state_without_content_resumes(site, caplog):
     batches = take(site.loader(), 5)
     old = {key: value for key, value in batches[1].state.items() if key != "content"}
     with caplog.at_level(logging.WARNING, "torchmm"):
@@ -189,13 +191,13 @@ def test_what_was_compared_otherwise_goes_on(site, caplog):
         take(site.loader(old), 1)
 
 
-def test_positions_in_another_order_are_refused_unless_accepted(site, caplog):
+def test_state_of_older_sample_order_is_rejected(site, caplog):
     state = take(site.loader(), 2)[-1].state
     old = {key: value for key, value in state.items() if key != "opened"} | {"version": 1}
     with pytest.raises(CheckpointError, match=r"the sample order.*allow_data_change"):
         site.loader(old)
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(old, accept=True), 3)
-    assert "continuing" in caplog.text and {n for n, _ in names(batches)} == {"shown", "told"}
+    assert "continuing" in caplog.text and {n for n, _ in names(batches)} == {"shown", "captions"}
     with pytest.raises(CheckpointError, match="has version 3"):
         site.loader(state | {"version": 3})

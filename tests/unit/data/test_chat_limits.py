@@ -1,4 +1,4 @@
-"""Chat templates and normalizers that would need hours or terabytes cost one sample."""
+"""Chat templates and normalizers beyond limits of CPU time or memory cost one sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of columns, numbers of samples, limits on lengths: as a recipe says."""
+"""Column names, sample counts and length limits from a recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = [" ".join(caption(i + j) for j in range(1 + i % 4)) for i in range(24)]
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """A loader of one source."""
+    """Return a function that builds a loader of one source."""
 
     def make(path, state=None, accept=False, data=None, **source):
         config = SourceConfig(path=str(path), **{"name": "s", **source})
@@ -63,7 +63,7 @@ def take(loader, count):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_columns_are_renamed_before_a_layout_is_recognised(make, tmp_path, streaming):
+def test_columns_are_renamed_before_format_detection(make, tmp_path, streaming):
     rows = [{"pic": row["image"], "alt": row["text"], "text": "no"} for row in caption_rows(9)]
     names = {"image": "pic", "text": "alt"}
     renamed = make(write_parquet(tmp_path / "a", rows), columns=names, streaming=streaming)
@@ -71,7 +71,7 @@ def test_columns_are_renamed_before_a_layout_is_recognised(make, tmp_path, strea
     assert metas(take(renamed, 4)) == metas(take(plain, 4))
 
 
-def test_columns_inside_of_json_can_be_named(tmp_path):
+def test_columns_inside_json_are_renamed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"json": {"alt": "a", "n": 1}}, {"json": {"n": 2}}])
     config = SourceConfig(path=str(path), columns={"text": "alt"})
     source = open_map_source(config)
@@ -80,7 +80,7 @@ def test_columns_inside_of_json_can_be_named(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_columns_that_do_not_exist_are_refused(make, texts, streaming):
+def test_missing_columns_are_rejected(make, texts, streaming):
     with pytest.raises(
         DataError, match=r"maps 'txet', .*did you mean \"text\"\?; existing columns are text"
     ):
@@ -88,7 +88,7 @@ def test_columns_that_do_not_exist_are_refused(make, texts, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_only_the_first_records_take_part(make, texts, streaming):
+def test_max_samples_limits_source(make, texts, streaming):
     loader = make(texts, max_samples=5, streaming=streaming, data={"shuffle_window": 2})
     batches = take(loader, 6)
     assert {s.index for s in metas(batches)} == set(range(5))
@@ -100,17 +100,19 @@ def test_only_the_first_records_take_part(make, texts, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_samples_outside_of_the_filter_are_left_out_and_told(make, texts, streaming, caplog):
+def test_filtered_samples_are_skipped_and_logged(make, texts, streaming, caplog):
     lengths = {s.index: s.tokens for s in metas(take(make(texts), 20))}
     limits = LengthFilter(min_tokens=12, max_tokens=30)
-    kept = {index for index, tokens in lengths.items() if 12 <= tokens <= 30}
-    assert 3 < len(kept) < len(lengths) == len(TEXTS)
+    used = {index for index, tokens in lengths.items() if 12 <= tokens <= 30}
+    assert 3 < len(used) < len(lengths) == len(TEXTS)
     caplog.set_level(logging.INFO, "torchmm")
     batches = take(make(texts, filter=limits, streaming=streaming), 8)
-    assert {s.index for s in metas(batches)} == kept
+    assert {s.index for s in metas(batches)} == used
     assert not any(b.skipped for b in batches)
-    told = f"'s': {len(kept)} of 24 samples are used: 0 are corrupt, {24 - len(kept)} are removed"
-    assert streaming or told in caplog.text
+    message = (
+        f"'s': {len(used)} of 24 samples are used: 0 are corrupt, {24 - len(used)} are removed"
+    )
+    assert streaming or message in caplog.text
     again = make(texts, batches[3].state, filter=limits, streaming=streaming)
     assert metas(take(again, 4)) == metas(batches[4:])
     with pytest.raises(CheckpointError, match=r"filter of source 's'"):
@@ -119,7 +121,7 @@ def test_samples_outside_of_the_filter_are_left_out_and_told(make, texts, stream
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_samples_beyond_limits_are_counted(make, tmp_path, streaming, caplog):
-    prompt = " ".join(TEXTS)  # longer than a sequence: the answer would be cut off
+    prompt = " ".join(TEXTS)  # longer than a sequence: truncation removes the answer
     rows = [{"text": "a red dog"}] * 6 + [{"text": prompt}] * 2
     rows += [{"prompt": prompt, "completion": "red"}] * 3
     path = write_jsonl(tmp_path / "long.jsonl", rows)
@@ -147,7 +149,7 @@ def test_samples_beyond_limits_are_counted(make, tmp_path, streaming, caplog):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_source_beyond_limits_ends_the_run(make, tmp_path, streaming):
+def test_source_beyond_limits_is_rejected(make, tmp_path, streaming):
     row = {"prompt": " ".join(TEXTS), "completion": "red"}
     path = write_jsonl(tmp_path / "long.jsonl", [row] * 3)
     with pytest.raises(DataError, match=r"3 \(100.0%\): no text in the loss") as raised:
@@ -156,13 +158,13 @@ def test_source_beyond_limits_ends_the_run(make, tmp_path, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_filter_that_leaves_nothing_ends_the_run(make, texts, streaming):
+def test_filter_that_removes_all_samples_is_rejected(make, texts, streaming):
     with pytest.raises(DataError, match=r"(?s)24 .*0 are corrupt, 24 are removed by its `filter`"):
         make(texts, filter=LengthFilter(min_tokens=64, max_tokens=64), streaming=streaming)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_source_that_gives_nothing_shows_ten_samples_with_their_lines(make, tmp_path, streaming):
+def test_unusable_source_reports_ten_samples(make, tmp_path, streaming):
     rows = [{"labels": i} for i in range(25)]
     path = write_jsonl(tmp_path / "none" / "a.jsonl", rows)
     with pytest.raises(DataError) as caught:
@@ -173,7 +175,7 @@ def test_a_source_that_gives_nothing_shows_ten_samples_with_their_lines(make, tm
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_first_ten_corrupt_samples_are_named_and_all_counted(make, tmp_path, streaming, caplog):
+def test_first_ten_corrupt_samples_are_logged(make, tmp_path, streaming, caplog):
     rows = [{"labels": i} if i % 2 else {"text": caption(i)} for i in range(30)]
     path = write_jsonl(tmp_path / "half" / "a.jsonl", rows)
     batches = take(make(path, streaming=streaming), 8)
@@ -185,7 +187,7 @@ def test_the_first_ten_corrupt_samples_are_named_and_all_counted(make, tmp_path,
 
 @pytest.mark.parametrize("change", [{"max_samples": 20}, {"columns": {"text": "caption"}}])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_resume_notices_what_changes_samples(make, tmp_path, change, streaming):
+def test_resume_rejects_changed_source_options(make, tmp_path, change, streaming):
     rows = [{"text": text, "caption": text[::-1]} for text in TEXTS]
     path = write_jsonl(tmp_path / "two" / "a.jsonl", rows)
     state = take(make(path, streaming=streaming), 1)[0].state
@@ -193,7 +195,7 @@ def test_a_resume_notices_what_changes_samples(make, tmp_path, change, streaming
         make(path, state, streaming=streaming, **change)
 
 
-def test_what_was_saved_before_there_were_these_keys_goes_on(make, texts):
+def test_state_without_source_options_resumes(make, texts):
     batches = take(make(texts), 3)
     state = json.loads(json.dumps(batches[1].state))
     for key in ("epochs", "filter", "config", "columns", "max_samples"):
@@ -202,15 +204,15 @@ def test_what_was_saved_before_there_were_these_keys_goes_on(make, texts):
     assert metas(take(make(texts, state), 1)) == metas(batches[2:])
 
 
-def test_a_subset_is_for_the_hub(make, texts, monkeypatch):
+def test_dataset_config_requires_hub(make, texts, monkeypatch):
     with pytest.raises(ConfigError, match=r"config = 'en' selects a subset of a Hub data set"):
         make(texts, config="en")
-    asked = []
+    requests = []
 
     def load_dataset(*args, **more):
-        asked.append(args)
+        requests.append(args)
         return datasets.Dataset.from_dict({"text": ["a"]})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     load(SourceConfig(path="owner/name", config="en"), "hub", [], streaming=False)
-    assert asked == [("owner/name", "en")]
+    assert requests == [("owner/name", "en")]

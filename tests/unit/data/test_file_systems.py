@@ -1,4 +1,4 @@
-"""Addresses, and sources that are read through the interface of file systems."""
+"""URLs, and sources that are read through the file system interface."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import DataConfig, SourceConfig, find_credential, is_address
 
-PICTURE = png(16, 16)
+IMAGE_BYTES = png(16, 16)
 
 
 class FakeFileSystem:
-    """Files in memory, by address."""
+    """Files in memory by URL."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self._files = files
@@ -48,15 +48,15 @@ class FakeFileSystem:
 
 @pytest.fixture
 def storage(tmp_path):
-    shard = write_shard(tmp_path / "a.tar", [("0.png", PICTURE), ("0.txt", b"a dog")])
+    shard = write_shard(tmp_path / "a.tar", [("0.png", IMAGE_BYTES), ("0.txt", b"a dog")])
     names = ["x.png", "../../secret.png", "fake://other/x.png"]
     rows = [json.dumps({"image": name, "text": "a dog"}) for name in names]
     return FakeFileSystem(
         {
             "fake://set/lines/rows.jsonl": "\n".join(rows).encode(),
-            "fake://set/lines/x.png": PICTURE,
+            "fake://set/lines/x.png": IMAGE_BYTES,
             "fake://set/tars/a.tar": shard.read_bytes(),
-            "fake://secret.png": PICTURE,
+            "fake://secret.png": IMAGE_BYTES,
         }
     )
 
@@ -67,22 +67,22 @@ def contents(record):
 
 
 @pytest.mark.parametrize("path", ["fake://set/lines", "fake://set/tars", "fake://set/tars/a.tar"])
-def test_remote_source_gives_same_records_in_order(path, storage, tmp_path):
+def test_remote_source_reads_records_in_order(path, storage, tmp_path):
     config = SourceConfig(path=path)
     source = open_map_source(config, str(tmp_path / "index"), storage)
-    assert contents(source.read(0)) == (PICTURE, "a dog")
+    assert contents(source.read(0)) == (IMAGE_BYTES, "a dog")
     stream = open_stream("set", config, str(tmp_path / "index"), storage)
-    assert contents(stream.next()) == (PICTURE, "a dog")
+    assert contents(stream.next()) == (IMAGE_BYTES, "a dog")
 
 
-def test_remote_record_cannot_leave_source(storage, tmp_path):
+def test_remote_record_outside_source_is_rejected(storage, tmp_path):
     source = open_map_source(SourceConfig(path="fake://set/lines"), str(tmp_path), storage)
     for index in (1, 2):
         with pytest.raises(CorruptSampleError, match="is outside of fake://set/lines"):
             contents(source.read(index))
 
 
-def test_remote_path_shows_no_secrets(storage):
+def test_remote_path_hides_secrets(storage):
     path = RemotePath("https://me:word@host/x", storage)
     assert "word" not in str(path)
     assert str(RemoteFile("https://host/x?sig=word", 1, "1", storage)) == "https://host/x?..."
@@ -94,7 +94,7 @@ def test_local_path_needs_no_file_system(tmp_path):
 
 @pytest.mark.parametrize("name", ["energon", "lance"])
 def test_missing_format_is_rejected(name, tmp_path, monkeypatch):
-    """A dataset of a format that is not installed must not be read as plain files."""
+    """Check that a dataset of a missing format is not read as plain files."""
     monkeypatch.setattr("torchmm.data.sources.formats.find_entries", lambda table: ())
     path = write_shard(tmp_path / "set.lance" / "a.tar", [("0.txt", b"a dog")]).parent
     if name == "energon":
@@ -106,7 +106,7 @@ def test_missing_format_is_rejected(name, tmp_path, monkeypatch):
     assert len(open_map_source(SourceConfig(path=str(path), format="webdataset"))) == 1
 
 
-def test_addresses():
+def test_addresses_are_detected_and_joined():
     assert is_address("s3://b/x") and is_address("hf://datasets/o/n")
     assert not is_address("data/x") and not is_address("/x") and not is_address("file:///x")
     assert join_address("s3://b/x", "y/../z.png") == "s3://b/x/z.png"
@@ -126,7 +126,7 @@ def test_addresses():
         "https://host/x?token=word",
     ],
 )
-def test_secrets_in_addresses_are_found_and_never_shown(address):
+def test_secrets_in_addresses_are_detected_and_hidden(address):
     found = find_credential(address)
     assert found is not None and found != "word"
     shown = without_secrets(f"cannot read {address}: no")

@@ -1,7 +1,7 @@
-"""GLM-4V's clips: text, times, frames and pixels are those of Hugging Face's processors.
+"""GLM-4V videos: text, times, frames and pixels match the Hugging Face processors.
 
-Loss and gradients of whole batches: `test_video_model`. The video processor of GLM-4.6V needs
-torchvision; its patches are those of GLM-4.1V's, its frames are chosen by another rule.
+`test_video_model` compares loss and gradients of complete batches. The video processor of GLM-4.6V
+requires torchvision. Its patches equal those of GLM-4.1V, but it selects frames differently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PROCESSORS = {"glm4v": Glm4vProcessor, "glm4v_moe": Glm4vProcessor, "glm46v": Glm46VProcessor}
-MARKS = {
+MARKERS = {
     "<|begin_of_image|>": START,
     "<|end_of_image|>": END,
     "<|begin_of_video|>": CLIP_START,
@@ -51,7 +51,7 @@ VIDEO = VideoConfig(fps=float(RATE), max_pixels=16 * 1024)
 
 @pytest.fixture
 def first_sample(tmp_path, tokenizer):
-    """The first sample of a set of equal clips with a caption."""
+    """Return a function that loads the first sample of identical videos with a caption."""
 
     def load(model, frames: int, **settings) -> Microbatch:
         clip = write_clip(pictures(frames, 24, 16), fps=RATE)
@@ -75,8 +75,8 @@ def first_sample(tmp_path, tokenizer):
     return load
 
 
-def written_by_processor(name: str, shown: list[int], rows: int, columns: int) -> str:
-    """A clip of these frames and its markers, as the chat template has them."""
+def text_of_processor(name: str, shown: list[int], rows: int, columns: int) -> str:
+    """Return the text of a video with these frames and its markers, as in the chat template."""
     kind = PROCESSORS[name]
     processor = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2), image_token="[I]")
     processor.replace_frame_token_id = partial(kind.replace_frame_token_id, processor)
@@ -88,18 +88,20 @@ def written_by_processor(name: str, shown: list[int], rows: int, columns: int) -
 
 @pytest.mark.parametrize("frames", [8, 7, 14])
 @pytest.mark.parametrize("name", GLM)
-def test_clips_are_written_as_hugging_faces_processor_writes_them(
+def test_video_text_matches_hugging_face_processor(
     name: str, frames: int, first_sample, tokenizer
 ) -> None:
     sample = first_sample(build(tiny(name)), frames)
     shown = sampled_frames(frames, frames / RATE, VIDEO, group=2)
-    ((_, rows, columns), *others) = sample.encoders["vision"].grids_thw
-    assert 2 * (1 + len(others)) == len(shown) > 2
+    ((_, rows, columns), *remaining) = sample.encoders["vision"].grids_thw
+    assert 2 * (1 + len(remaining)) == len(shown) > 2
     expected: list[int] = []
-    whole = written_by_processor(name, shown, rows, columns)
-    for part in filter(None, re.split(r"(<\|\w+\|>|\[I\])", whole)):
-        known = part in MARKS
-        expected += [MARKS[part]] if known else tokenizer(part, add_special_tokens=False).input_ids
+    text = text_of_processor(name, shown, rows, columns)
+    for part in filter(None, re.split(r"(<\|\w+\|>|\[I\])", text)):
+        is_marker = part in MARKERS
+        expected += (
+            [MARKERS[part]] if is_marker else tokenizer(part, add_special_tokens=False).input_ids
+        )
     ids = sample.input_ids_T.tolist()
     begin = ids.index(CLIP_START)
     assert ids[begin : begin + len(expected)] == expected
@@ -107,18 +109,18 @@ def test_clips_are_written_as_hugging_faces_processor_writes_them(
     assert set(ids[:begin]) == {tokenizer.bos_token_id}
 
 
-def test_times_are_cut_or_rounded_as_the_model_asks(first_sample, tokenizer) -> None:
+def test_video_times_are_truncated_or_rounded_by_model(first_sample, tokenizer) -> None:
     written = {}
     for name in ("glm4v", "glm46v"):
         ids = first_sample(build(tiny(name)), 8).input_ids_T.tolist()
-        marks = set(MARKS.values())
-        runs = "".join("|" if i in marks else tokenizer.decode([i]) for i in ids)
+        marker_ids = set(MARKERS.values())
+        runs = "".join("|" if i in marker_ids else tokenizer.decode([i]) for i in ids)
         written[name] = [run for run in runs.split("|") if run[:1].isdigit()]
     assert written["glm4v"] == ["0", "0", "1", "2"]
     assert written["glm46v"] == [f"{t} seconds" for t in ("0.0", "0.7", "1.3", "2.0")]
 
 
-def test_times_and_markers_change_the_loss_and_may_lack_times(first_sample) -> None:
+def test_video_times_and_markers_change_loss(first_sample) -> None:
     model = build(tiny("glm4v"))
     right = model(first_sample(model, 8))
     text = model.text
@@ -132,7 +134,7 @@ def test_times_and_markers_change_the_loss_and_may_lack_times(first_sample) -> N
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(24, 8), (30, 2), (10, 299), (2, 7), (6, 1)])
-def test_frames_are_hugging_faces_where_the_clips_rate_is_a_multiple(rate, seconds) -> None:
+def test_frames_match_hugging_face_at_integer_rate(rate, seconds) -> None:
     config = VideoConfig(fps=2.0, min_frames=2, max_frames=600)
     metadata = VideoMetadata(total_num_frames=rate * seconds, fps=rate, duration=seconds)
     rule = SimpleNamespace(fps=2, max_duration=300)
@@ -140,7 +142,7 @@ def test_frames_are_hugging_faces_where_the_clips_rate_is_a_multiple(rate, secon
     assert sampled_frames(rate * seconds, seconds, config, group=2) == expected
 
 
-def test_frames_are_close_to_hugging_faces_where_it_is_not() -> None:
+def test_frames_are_near_hugging_face_otherwise() -> None:
     config = VideoConfig(fps=2.0)
     metadata = VideoMetadata(total_num_frames=200, fps=25, duration=8)
     rule = SimpleNamespace(fps=2, max_duration=300)
@@ -150,7 +152,10 @@ def test_frames_are_close_to_hugging_faces_where_it_is_not() -> None:
 
 
 def reference_patches(x_FCHW: Tensor, size: tuple[int, int]) -> Tensor:
-    """(P, D) of frames in 256 steps; torch's resizing is what torchvision calls."""
+    """Return patches (P, D) of frames with values 0 to 255.
+
+    torchvision calls the same resizing function of torch.
+    """
     if size != tuple(x_FCHW.shape[2:]):
         x_FCHW = functional.interpolate(x_FCHW, size, mode="bicubic", antialias=True)
     mean, std = torch.tensor([OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]).view(2, 3, 1, 1)
@@ -162,18 +167,18 @@ def reference_patches(x_FCHW: Tensor, size: tuple[int, int]) -> Tensor:
     ("frames", "width", "height", "resized"),
     [(2, 24, 16, False), (6, 16, 32, False), (4, 50, 22, True), (7, 30, 90, True)],
 )
-def test_sizes_and_patches_are_those_of_hugging_faces_video_processor(
+def test_video_patches_match_hugging_face_processor(
     frames: int, width: int, height: int, resized: bool
 ) -> None:
-    least, most = 64, 8400  # a frame's share is a whole number of pixels
-    size = {"shortest_edge": least, "longest_edge": most}
+    min_pixels, max_pixels = 64, 8400  # an integer number of pixels per frame
+    size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     spec = replace(PICTURE, splits_clips=True, processor={**PICTURE.processor, "size": size})
-    config = VideoConfig(fps=1.0, min_frames=1, max_pixels=most)
+    config = VideoConfig(fps=1.0, min_frames=1, max_pixels=max_pixels)
     medium = ClipMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
     clip = write_clip(pictures(frames, width, height), fps=1)
     parts = medium.parts(Clip(clip, max_pixels=width * height))
     even = frames // 2 * 2
-    expected_size = smart_resize(even, height, width, 2, 8, least, most)
+    expected_size = smart_resize(even, height, width, 2, 8, min_pixels, max_pixels)
     assert resized == (expected_size != (height, width))
     rows, columns = (side // 4 for side in expected_size)
     assert [medium.grid_thw(part.meta) for part in parts] == [(1, rows, columns)] * (even // 2)
@@ -188,6 +193,6 @@ def test_sizes_and_patches_are_those_of_hugging_faces_video_processor(
     found = values_of(stored, medium.byte_values)
     expected = reference_patches(x_FCHW, expected_size).numpy()
     assert found.shape == expected.shape
-    # Pillow's resizing rounds otherwise than torch's, by one of 256 steps.
+    # Pillow and torch round differently when they resize, by at most 1 of 256 values.
     allowed = 1.001 / 255 / min(OPENAI_CLIP_STD) if resized else 1e-5
     assert np.abs(found - expected).max() <= allowed

@@ -1,7 +1,7 @@
-"""Hostile and odd records: each costs one sample, which is named with its place and the reason.
+"""Invalid and hostile records: each costs one sample and is reported with location and reason.
 
-A row of the table is written into every format that can hold it, between good samples: before the
-source is measured, or in the place of a good one afterwards. Nothing here may wait, or take memory.
+Each case is written into every format that supports it, between valid samples. The damage occurs
+before the source is measured, or afterwards. No case may block or allocate much memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchmm.recipe.data_section import SourceConfig
 
 GOOD = 6
 BAD = 2
-"""Number of the hostile record; the others are good."""
+"""Index of the hostile record. All remaining records are valid."""
 DEEP = "[" * 5000 + "]" * 5000
 
 
 @pytest.fixture(autouse=True)
-def no_waiting():
-    """A test that waits fails."""
+def time_limit():
+    """Fail tests that block."""
 
     def stop(number, frame):
         raise TimeoutError("waited for 60 s")
@@ -44,15 +44,15 @@ def no_waiting():
     signal.signal(signal.SIGALRM, before)
 
 
-# Files that records name
+# Files that records refer to
 
 
-def pipe(path):
+def make_pipe(path):
     os.mkfifo(path)
 
 
-def unix_socket(path):
-    here = os.getcwd()  # noqa: PTH109 - names of sockets are short
+def make_socket(path):
+    here = os.getcwd()  # noqa: PTH109 - socket paths have a length limit
     os.chdir(path.parent)
     try:
         with socket.socket(socket.AF_UNIX) as bound:
@@ -61,26 +61,26 @@ def unix_socket(path):
         os.chdir(here)
 
 
-def huge(path):
+def make_huge_file(path):
     with path.open("wb") as stream:
         stream.truncate(20 << 30)
 
 
 FILES = {
-    "a pipe": (pipe, "is a pipe, not a regular file"),
-    "a socket": (unix_socket, "No such device or address"),
+    "a pipe": (make_pipe, "is a pipe, not a regular file"),
+    "a socket": (make_socket, "No such device or address"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
     "a directory": (lambda path: path.mkdir(), "directory"),
     "a loop of links": (lambda path: path.symlink_to(path), "Too many levels"),
     "missing": (lambda path: None, "No such file"),
-    "20 GiB": (huge, r"has 21474836480 bytes, but data.max_file_mb is 1000"),
-    "no image": (lambda path: path.write_bytes(b"x" * 100), "not an image"),
+    "20 GiB": (make_huge_file, r"has 21474836480 bytes, but data.max_file_mb is 1000"),
+    "not an image": (lambda path: path.write_bytes(b"x" * 100), "not an image"),
     "truncated": (lambda path: path.write_bytes(png(16, 16, BAD)[:150]), "cannot be decoded"),
 }
 NAMES = {
-    "NUL": ("pictures/\0.png", "null byte"),
-    "half a character": ("pictures/\ud800.png", "surrogates not allowed"),
-    "too long": ("pictures/" + "a" * 5000, "name too long"),
+    "NUL": ("images/\0.png", "null byte"),
+    "lone surrogate": ("images/\ud800.png", "surrogates not allowed"),
+    "too long": ("images/" + "a" * 5000, "name too long"),
     "above": ("../../etc/passwd", "is outside"),
     "absolute": ("/etc/passwd", "is outside"),
     "a URL": ("http://127.0.0.1:9/a.png", "does not download"),
@@ -88,10 +88,10 @@ NAMES = {
 
 
 def chat(path):
-    said = [{"type": "image", "image": path}, {"type": "text", "text": "what?"}]
+    content = [{"type": "image", "image": path}, {"type": "text", "text": "what?"}]
     return {
         "messages": [
-            {"role": "user", "content": said},
+            {"role": "user", "content": content},
             {"role": "assistant", "content": "a dog"},
         ]
     }
@@ -106,11 +106,11 @@ def lines(directory, paths, row=caption):
     (directory / "rows.jsonl").write_text(text)
 
 
-def array(directory, paths):
+def json_array(directory, paths):
     (directory / "rows.json").write_text(json.dumps([caption(path) for path in paths]))
 
 
-def table(directory, paths):
+def csv_table(directory, paths):
     rows = [f'"{path}",a dog\n' for path in paths]
     data = ("image,text\n" + "".join(rows)).encode("utf-8", "surrogatepass")
     (directory / "rows.csv").write_bytes(data)
@@ -132,8 +132,8 @@ def chats(directory, paths):
 
 WITH_PATHS = {
     "json lines": lines,
-    "json array": array,
-    "csv": table,
+    "json array": json_array,
+    "csv": csv_table,
     "parquet": parquet,
     "image folder": image_folder,
     "chat": chats,
@@ -141,10 +141,10 @@ WITH_PATHS = {
 
 
 def folder(tmp_path):
-    """A source's directory with good pictures; their names."""
+    """Return the directory of a source with valid images, and the image names."""
     directory = tmp_path / "set"
-    (directory / "pictures").mkdir(parents=True)
-    names = [f"pictures/{i}.png" for i in range(GOOD)]
+    (directory / "images").mkdir(parents=True)
+    names = [f"images/{i}.png" for i in range(GOOD)]
     for i, name in enumerate(names):
         (directory / name).write_bytes(png(16, 16, i))
     return directory, names
@@ -152,7 +152,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def open_loader(tmp_path, tokenizer, text_spec):
-    """A loader of the source in tmp_path / "set"; workers are threads here."""
+    """Return a function that builds a loader of tmp_path / "set" with threads as workers."""
 
     def build(streaming=False, **options):
         config = SourceConfig(path=str(tmp_path / "set"), streaming=streaming, **options)
@@ -170,8 +170,8 @@ def open_loader(tmp_path, tokenizer, text_spec):
     return build
 
 
-def costs(loader):
-    """What the first two epochs report, and how many samples have targets."""
+def errors_and_samples(loader):
+    """Return the errors of the first two epochs, and the indices of samples with targets."""
     found, good = [], set()
     for batch in islice(loader, 3 * GOOD):
         found += batch.skipped
@@ -186,17 +186,17 @@ def costs(loader):
 
 
 def assert_costs_one(loader, reason, where="", index=BAD, good=GOOD - 1):
-    found, kept = costs(loader)
-    assert len(found) == 1, found
-    assert f"[{index}]: " in found[0] and where in found[0]
-    assert found[0].isprintable()
-    assert re.search(reason, found[0]), found
-    assert len(kept) == good and index not in kept
+    errors, indices = errors_and_samples(loader)
+    assert len(errors) == 1, errors
+    assert f"[{index}]: " in errors[0] and where in errors[0]
+    assert errors[0].isprintable()
+    assert re.search(reason, errors[0]), errors
+    assert len(indices) == good and index not in indices
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
 @pytest.mark.parametrize("kind", FILES)
-def test_hostile_files(kind, streaming, tmp_path, open_loader):
+def test_hostile_file_costs_one_sample(kind, streaming, tmp_path, open_loader):
     directory, names = folder(tmp_path)
     make, reason = FILES[kind]
     (directory / names[BAD]).unlink()
@@ -206,7 +206,7 @@ def test_hostile_files(kind, streaming, tmp_path, open_loader):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_files_that_become_hostile_after_they_were_measured(kind, tmp_path, open_loader):
+def test_file_damaged_after_indexing_costs_one_sample(kind, tmp_path, open_loader):
     directory, names = folder(tmp_path)
     lines(directory, names)
     loader = open_loader()
@@ -218,16 +218,20 @@ def test_files_that_become_hostile_after_they_were_measured(kind, tmp_path, open
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", WITH_PATHS)
-def test_hostile_names(form, name, tmp_path, open_loader):
+def test_hostile_file_name_costs_one_sample(form, name, tmp_path, open_loader):
     directory, names = folder(tmp_path)
     names[BAD], reason = NAMES[name]
-    if name == "half a character":
+    if name == "lone surrogate":
         if form == "parquet":
             pytest.skip("text of Arrow is UTF-8")
         if form == "csv":
             reason = "can't decode"
     WITH_PATHS[form](directory, names)
-    where = {"parquet": f" row {BAD}", "csv": f":{BAD + 2}", "json array": f" element {BAD + 1}"}
+    where = {
+        "parquet": f" row {BAD}",
+        "csv": f":{BAD + 2}",
+        "json array": f" element {BAD + 1}",
+    }
     assert_costs_one(open_loader(), reason, where.get(form, f":{BAD + 1}"))
 
 
@@ -238,12 +242,12 @@ RECORDS = {
     "deep": (DEEP, "recursion"),
     "deep inside": ('{"text": ' + DEEP + "}", "recursion"),
     "NUL": ("\0", "Expecting value|Invalid"),
-    "no object": ("3", "is int|no record format matches"),
+    "not an object": ("3", "is int|no record format matches"),
     "a number of 10,000 digits": ('{"text": ' + "9" * 10_000 + "}", "4300 digits"),
-    "half a character": (r'{"text": "a\ud800"}', "lone surrogate"),
+    "lone surrogate": (r'{"text": "a\ud800"}', "lone surrogate"),
     "not a string": ('{"text": {"a": 1}}', "is dict, not a string"),
     "too long": (json.dumps({"text": "a" * 70_000}), "longer than the limit of 65536"),
-    "no UTF-8": (b'{"text": "\xff"}', "can't decode"),
+    "not UTF-8": (b'{"text": "\xff"}', "can't decode"),
     "far too much text": (json.dumps({"text": "a " * 30_000}), "text of 60000 characters"),
 }
 
@@ -278,8 +282,8 @@ def text_tar(directory, rows):
 
 
 def text_column(directory, rows):
-    table = datasets.Dataset.from_list([{"json": row} for row in rows])
-    table.to_parquet(directory / "rows.parquet")
+    csv_table = datasets.Dataset.from_list([{"json": row} for row in rows])
+    csv_table.to_parquet(directory / "rows.parquet")
 
 
 def text_metadata(directory, rows):
@@ -300,10 +304,12 @@ WITH_TEXT = {
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("form", WITH_TEXT)
-def test_hostile_text(form, record, streaming, tmp_path, open_loader, small_limits):
+def test_hostile_text_costs_one_sample(
+    form, record, streaming, tmp_path, open_loader, small_limits
+):
     content, reason = RECORDS[record]
     if record == "too long" and form not in ("json lines", "json array", "image folder"):
-        pytest.skip("only lines have a length of their own; long texts are in the table, too")
+        pytest.skip("only lines have a length limit; another case has long text")
     if form == "image folder" and record != "deep":
         content = as_bytes(content).replace(b'{"text"', b'{"file_name": "a.png", "text"')
     (tmp_path / "set").mkdir()
@@ -313,8 +319,8 @@ def test_hostile_text(form, record, streaming, tmp_path, open_loader, small_limi
 
 @pytest.mark.parametrize("form", ["json lines", "json array", "webdataset"])
 @pytest.mark.parametrize("change", ["gone", "a pipe", "truncated", "rewritten"])
-def test_source_files_that_change_while_training(form, change, tmp_path, open_loader):
-    """All samples that are not there any more are skipped one by one, up to the limits."""
+def test_changed_source_files_cost_their_samples(form, change, tmp_path, open_loader):
+    """Check that every unreadable sample is skipped individually, up to the limits."""
     (tmp_path / "set").mkdir()
     WITH_TEXT[form](tmp_path / "set", texts('{"text": "a cat"}'))
     loader = open_loader()
@@ -328,7 +334,7 @@ def test_source_files_that_change_while_training(form, change, tmp_path, open_lo
         os.truncate(file, 40 if form != "webdataset" else 3 * 1024)
     if change == "rewritten":
         file.write_bytes(b"x" * size)
-    found, good = costs(loader)
+    found, good = errors_and_samples(loader)
     assert len(found) == (GOOD if change != "truncated" else GOOD - len(good))
     assert all(str(file) in message for message in found)
 
@@ -336,19 +342,19 @@ def test_source_files_that_change_while_training(form, change, tmp_path, open_lo
 # Tar files
 
 
-def trace(path):
-    """Makes a directory where it is unpickled."""
+def pickled_mkdir(path):
+    """Return a pickle that creates a directory when it is loaded."""
     return b"cposix\nmkdir\n(S'" + str(path).encode() + b"'\ntR."
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
 @pytest.mark.parametrize("part", ["pth", "pt", "npy", "npz", "pkl", "pickle", "pyd", "x.pth"])
-def test_pickled_parts_stay_bytes(part, streaming, tmp_path, open_loader):
+def test_pickled_members_are_not_loaded(part, streaming, tmp_path, open_loader):
     members = []
     for i in range(GOOD):
-        members += [(f"{i}.txt", b"a dog"), (f"{i}.{part}", trace(tmp_path / "x"))]
+        members += [(f"{i}.txt", b"a dog"), (f"{i}.{part}", pickled_mkdir(tmp_path / "x"))]
     write_shard(tmp_path / "set" / "a.tar", members)
-    assert costs(open_loader(streaming)) == ([], set(range(GOOD)))
+    assert errors_and_samples(open_loader(streaming)) == ([], set(range(GOOD)))
     assert not (tmp_path / "x").exists()
 
 
@@ -374,25 +380,25 @@ def damage_shard(tmp_path):
 
 
 def check_damaged_shard(loader):
-    found, good = costs(loader)
+    found, good = errors_and_samples(loader)
     assert sorted(m.partition("[")[2][:1] for m in found) == ["2", "3"], found
     assert all("damage" in m and "a.tar" in m for m in found)
     assert good == {0, 1, 4, 5}
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
-def test_damage_inside_a_shard_costs_the_samples_beside_it(streaming, tmp_path, open_loader):
+def test_damaged_shard_costs_adjacent_samples(streaming, tmp_path, open_loader):
     damage_shard(tmp_path)
     check_damaged_shard(open_loader(streaming))
 
 
-def test_damage_in_a_picture_costs_that_picture(tmp_path, open_loader):
+def test_damaged_image_in_shard_costs_one_sample(tmp_path, open_loader):
     path, members = captions(tmp_path / "set")
     overwrite(path, members[f"{BAD}.png"].offset_data, b"\xff" * 512)
     assert_costs_one(open_loader(), "not an image", f"a.tar:{BAD}")
 
 
-def test_headers_and_parts_of_any_size_are_not_read(tmp_path, monkeypatch):
+def test_tar_header_with_huge_size_is_rejected(tmp_path, monkeypatch):
     path, members = captions(tmp_path)
     for kind, size in ((tarfile.GNUTYPE_SPARSE, 100), (tarfile.REGTYPE, 8 << 30)):
         member = members[f"{BAD}.txt"]
@@ -413,7 +419,7 @@ def test_headers_and_parts_of_any_size_are_not_read(tmp_path, monkeypatch):
     assert len(source) == GOOD
 
 
-def test_a_sample_with_two_parts_of_a_name_is_corrupt(tmp_path):
+def test_tar_sample_with_duplicate_member_is_corrupt(tmp_path):
     write_shard(tmp_path / "a.tar", [("1.txt", b"a"), ("1.TXT", b"b"), ("2.txt", b"c")])
     source = tar_samples.TarSamples([tmp_path / "a.tar"])
     with pytest.raises(CorruptSampleError, match="two members txt"):
@@ -422,7 +428,7 @@ def test_a_sample_with_two_parts_of_a_name_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 24, b"\0" * 24])
-def test_damaged_indices_of_shards_are_not_believed(content, tmp_path, caplog):
+def test_damaged_shard_index_is_ignored(content, tmp_path, caplog):
     path, _ = captions(tmp_path)
     path.with_suffix(".tar.idx").write_bytes(content)
     source = tar_samples.TarSamples([path])
@@ -433,7 +439,7 @@ def test_damaged_indices_of_shards_are_not_believed(content, tmp_path, caplog):
 # Limits and messages
 
 
-def test_the_limit_on_sizes_is_the_recipe_s(tmp_path):
+def test_max_file_mb_limits_segments(tmp_path):
     (tmp_path / "a.png").write_bytes(bytes(100))
     for segment in (ImageSegment(path=str(tmp_path / "a.png")), ImageSegment(data=bytes(100))):
         assert len(segment.read(100)) == 100
@@ -441,7 +447,7 @@ def test_the_limit_on_sizes_is_the_recipe_s(tmp_path):
             segment.read(99)
 
 
-def test_messages_can_be_logged_and_sent():
+def test_corrupt_sample_messages_are_printable_and_short():
     error = CorruptSampleError("a\ud800\0\x1b[31m\n" + "b" * 10_000)
     assert str(error).startswith(r"a\ud800\x00\x1b[31m" + "\nb")
     assert len(str(error).encode()) < 2100

@@ -20,7 +20,7 @@ LIMIT = 64_000_000
 
 
 def huge_png(width, height):
-    """A valid header in front of next to nothing."""
+    """Return a PNG with a valid header and almost no data."""
 
     def chunk(kind, body):
         return (
@@ -36,25 +36,25 @@ ZOO = {
     "zero bytes": b"",
     "html": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
     "wrong magic": b"\x89PNX" + png(8, 8)[4:],
-    "100 MP": huge_png(10_000, 10_000),
-    "400 MP": huge_png(20_000, 20_000),
+    "100 megapixels": huge_png(10_000, 10_000),
+    "400 megapixels": huge_png(20_000, 20_000),
     "thin": huge_png(10_000, 1),
     "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
 }
 
 
 @pytest.mark.parametrize("kind", ZOO)
-def test_bad_headers_are_refused_without_memory(kind):
+def test_invalid_header_is_rejected_without_decoding(kind):
     tracemalloc.start()
     with pytest.raises(CorruptSampleError):
         read_size(ZOO[kind], LIMIT)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 5e6  # decoding 100 megapixels takes 300 MB
+    assert peak_bytes < 5e6  # decoding 100 megapixels uses 300 MB
 
 
 def long_header(kind, megabytes):
-    """An image whose header has comments or metadata of this size."""
+    """Return an image whose header has comments or metadata of a number of megabytes."""
     if kind == "PPM comment":
         return b"P6\n#" + b"x" * (megabytes * 10**6) + b"\n2 2 255\n" + bytes(12)
     if kind == "PNG eXIf":
@@ -80,13 +80,13 @@ def test_images_with_large_metadata_are_read(kind):
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "WEBP", "BMP", "TIFF"])
-def test_pixels_do_not_count_as_header(fmt, monkeypatch):
+def test_pixels_are_excluded_from_header_limit(fmt, monkeypatch):
     monkeypatch.setattr("torchmm.data.media.images.MAX_HEADER_BYTES", 10_000)
     assert decode_rgb(encode(Image.open(io.BytesIO(png(200, 200))), fmt), LIMIT).size == (200, 200)
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])
-def test_truncated_files_pass_the_header_and_fail_when_decoded(fmt):
+def test_truncated_image_fails_when_decoded(fmt):
     data = encode(Image.effect_noise((64, 64), 50).convert("RGB"), fmt)
     data = data[: len(data) * 2 // 3]
     with pytest.raises(CorruptSampleError, match=r"decoded|not an image"):
@@ -95,11 +95,11 @@ def test_truncated_files_pass_the_header_and_fail_when_decoded(fmt):
 
 
 def rgb(image, fmt="PNG", **options):
-    """Pixel (0, 0) after a round through a file."""
+    """Return pixel (0, 0) of an image that was encoded and decoded."""
     return decode_rgb(encode(image, fmt, **options), LIMIT).getpixel((0, 0))
 
 
-def test_transparency_is_laid_over_white():
+def test_transparency_is_blended_with_white():
     assert rgb(Image.new("RGBA", (2, 2), (255, 0, 0, 0))) == (255, 255, 255)
     assert rgb(Image.new("RGBA", (2, 2), (255, 0, 0, 51))) == (255, 204, 204)
     assert rgb(Image.new("LA", (2, 2), (0, 51))) == (204, 204, 204)
@@ -110,12 +110,12 @@ def test_transparency_is_laid_over_white():
     assert rgb(Image.new("RGB", (2, 2), (1, 2, 3)), transparency=(1, 2, 3)) == (255, 255, 255)
 
 
-def test_gray_and_bilevel_become_three_equal_channels():
+def test_gray_and_bilevel_become_rgb():
     assert rgb(Image.new("L", (2, 2), 77)) == (77, 77, 77)
     assert rgb(Image.new("1", (2, 2), 1)) == (255, 255, 255)
 
 
-def test_high_bit_depths_are_scaled_not_clipped():
+def test_high_bit_depths_are_scaled():
     values = np.full((2, 2), 0x8080, np.uint16)
     assert rgb(Image.fromarray(values)) == (128, 128, 128)
     assert rgb(Image.fromarray(np.full((2, 2), 0.5, np.float32)), "TIFF") == (128, 128, 128)
@@ -136,7 +136,7 @@ def test_cmyk_becomes_rgb():
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_rotation_is_applied_and_known_from_the_header(orientation, fmt):
+def test_exif_rotation_is_applied_to_size_and_pixels(orientation, fmt):
     upright = Image.new("L", (16, 8), 0)
     upright.paste(255, (0, 0, 8, 4))  # top left quarter is white
     stored = {
@@ -172,7 +172,7 @@ SIZES = [(1, 1), (3, 500), (500, 3), (16, 24), (37, 53), (224, 224), (640, 480),
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN, GLM], ids=lambda s: s.processor_class)
-def test_pixels_equal_the_hugging_face_processor_bit_for_bit(spec):
+def test_pixels_match_hugging_face_processor_bitwise(spec):
     processor = getattr(transformers, spec.processor_class + "Pil").from_dict(spec.processor)
     ours = ImagePreprocessor(spec)
     for seed, (width, height) in enumerate(SIZES):
@@ -189,7 +189,7 @@ def test_pixels_equal_the_hugging_face_processor_bit_for_bit(spec):
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN, GLM], ids=lambda s: s.processor_class)
-def test_sizes_are_known_without_decoding(spec):
+def test_image_sizes_are_computed_without_decoding(spec):
     ours = ImagePreprocessor(spec)
     rng = np.random.default_rng(0)
     sizes = SIZES + [(int(w), int(h)) for w, h in rng.integers(1, 300, (150, 2))]
@@ -208,7 +208,7 @@ def test_sizes_are_known_without_decoding(spec):
             assert list(outputs["image_grid_thw"][0]) == [1, grid.rows, grid.columns]
 
 
-def test_fixed_size_processors_other_than_clip_are_measured_by_trying():
+def test_fixed_size_processor_is_measured():
     spec = ImageSpec(
         "vision", "fixed", "SiglipImageProcessorFast", {"size": {"height": 32, "width": 48}}, 16
     )
@@ -224,11 +224,11 @@ def test_fixed_size_processors_other_than_clip_are_measured_by_trying():
         ({"merge": 4}, "not divisible"),
     ],
 )
-def test_unfit_processors_are_refused(change, message):
+def test_unsupported_processor_is_rejected(change, message):
     with pytest.raises(ConfigError, match=message):
         ImagePreprocessor(ImageSpec(**{**vars(CLIP), **change}))
 
 
-def test_patch_sizes_must_agree_with_the_encoder():
+def test_patch_size_that_differs_from_encoder_is_rejected():
     with pytest.raises(ConfigError, match="patch size 4, encoder 8"):
         ImagePreprocessor(ImageSpec(**{**vars(QWEN), "patch_size_px": 8}))

@@ -1,4 +1,4 @@
-"""Pictures inside of tables and tar files: read by those alone who decode them."""
+"""Images in Parquet and tar files: only the ranks that decode them read them."""
 
 import io
 import tarfile
@@ -29,8 +29,8 @@ READS = {
 }
 
 
-def pictures() -> list[bytes]:
-    """Noise, which does not compress."""
+def noise_images() -> list[bytes]:
+    """Return incompressible images of noise."""
     files = []
     for number in range(COUNT):
         stream = io.BytesIO()
@@ -42,13 +42,13 @@ def pictures() -> list[bytes]:
 
 
 def write_parquet(directory) -> None:
-    values = [{"bytes": data, "path": None} for data in pictures()]
+    values = [{"bytes": data, "path": None} for data in noise_images()]
     texts = [caption(number) for number in range(COUNT)]
     pq.write_table(pa.table({"image": values, "text": texts}), directory / "a.parquet")
 
 
 def write_lists(directory) -> None:
-    values = [[{"bytes": data, "path": None}] for data in pictures()]
+    values = [[{"bytes": data, "path": None}] for data in noise_images()]
     texts = [[None, caption(number)] for number in range(COUNT)]
     pq.write_table(
         pa.table({"images": [[*v, None] for v in values], "texts": texts}), directory / "a.parquet"
@@ -57,7 +57,7 @@ def write_lists(directory) -> None:
 
 def write_tar(directory) -> None:
     with tarfile.open(directory / "a.tar", "w") as tar:
-        for number, data in enumerate(pictures()):
+        for number, data in enumerate(noise_images()):
             for part, content in (("png", data), ("txt", caption(number).encode())):
                 member = tarfile.TarInfo(f"{number:03d}.{part}")
                 member.size = len(content)
@@ -66,9 +66,7 @@ def write_tar(directory) -> None:
 
 @pytest.mark.parametrize("write", [write_parquet, write_lists, write_tar])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_who_does_not_decode_a_picture_does_not_read_it(
-    write, streaming, tmp_path, tokenizer, text_spec
-):
+def test_images_are_read_only_if_decoded(write, streaming, tmp_path, tokenizer, text_spec):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data")
     source = SourceConfig(path=str(tmp_path / "data"), name="a", streaming=streaming)
@@ -86,22 +84,22 @@ def test_who_does_not_decode_a_picture_does_not_read_it(
             reads=reads,
         )
         [batches[name]] = islice(loader.batches(), 1)
-    whole = batches["all"]
-    sizes = dict(enumerate(map(len, pictures())))
-    items = [item for packs in whole.packs for pack in packs for item in pack]
+    full = batches["all"]
+    sizes = dict(enumerate(map(len, noise_images())))
+    items = [item for packs in full.packs for pack in packs for item in pack]
     expected = sum(sizes[item.meta.index] for item in items)
     assert expected
     texts = batches["none"].read_bytes
     assert 0 < texts < SMALL_BYTES
-    assert whole.read_bytes - texts == expected
+    assert full.read_bytes - texts == expected
     halves = [batches[name].read_bytes - texts for name in ("first half", "second half")]
     assert sum(halves) == expected and min(halves) > 0
     for batch in batches.values():
-        for ours, theirs in zip(batch.microbatches, whole.microbatches, strict=True):
+        for ours, theirs in zip(batch.microbatches, full.microbatches, strict=True):
             assert torch.equal(ours.input_ids_T, theirs.input_ids_T)
 
 
-def test_texts_as_bytes_are_read_at_once():
+def test_short_bytes_are_read_immediately():
     long = b"x" * SMALL_BYTES
     table = pa.table({"text": [long], "image": [{"bytes": b"short", "path": "a.png"}], "n": [1]})
     row = row_of(table)
@@ -109,7 +107,7 @@ def test_texts_as_bytes_are_read_at_once():
     assert isinstance(row["text"], TableValue) and row["text"].read() == long
 
 
-def test_a_range_that_is_cut_off_costs_its_sample(tmp_path):
+def test_truncated_file_range_is_corrupt(tmp_path):
     file = tmp_path / "a.tar"
     file.write_bytes(bytes(100))
     assert FileRange(file, 10, 90).read() == bytes(90)

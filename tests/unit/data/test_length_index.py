@@ -1,4 +1,4 @@
-"""The index of a source: measured by whoever, it is the same; nobody waits for ever."""
+"""The length index of a source: independent of who measures it, with bounded waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNT = 25
 
 
 class Records:
-    """Captions with pictures; number 7 is none. Counts how often each is read."""
+    """Captions with images. Record 7 is corrupt. `read_counts` counts the reads of each record."""
 
     fingerprint = "records"
 
@@ -39,7 +39,7 @@ class Records:
         if index == self.dies_at:
             raise KeyboardInterrupt
         if index == 7:
-            raise CorruptSampleError("torn")
+            raise CorruptSampleError("corrupt")
         columns = {"text": caption(index)}
         if index % 3:
             columns["image"] = {"bytes": png(16 + index % 4 * 8, 24), "path": None}
@@ -56,7 +56,7 @@ def directory(tmp_path):
     return tmp_path / "key"
 
 
-def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
+def test_indexed_sizes_match_samples(reader: SampleReader, directory):
     records = Records()
     index = Building("r", records, reader, directory).load()
     assert len(index) == COUNT and len(index.shards) == 7 and records.read_counts.max() == 1
@@ -67,7 +67,7 @@ def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
             expected = reader.meta("r", number, sample)
             assert index.meta("r", number, reader.encoders) == expected
     assert not index.has(COUNT)
-    assert list(index.corrupt()) == [(7, "torn")] and index.corrupt_count == 1
+    assert list(index.corrupt()) == [(7, "corrupt")] and index.corrupt_count == 1
     tiles = np.concatenate([index.sizes(n).tiles_N() for n in range(7)])
     assert tiles.tolist() == [int(n % 3 > 0 and n != 7) for n in range(COUNT)]
     patches = np.concatenate([index.sizes(n).patches_N() for n in range(7)])
@@ -75,30 +75,30 @@ def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
     assert patches.tolist() == [meta.patches for meta in metas] and patches.any()
 
 
-@pytest.mark.parametrize("wanted", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])
-def test_filters_count_without_reading_where_they_can(reader, directory, wanted):
+@pytest.mark.parametrize("limits", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])
+def test_index_counts_samples_within_limits(reader, directory, limits):
     index = Building("r", Records(), reader, directory).load()
     tokens = np.concatenate([index.sizes(n).tokens_N for n in range(7)])
-    kept = (tokens >= wanted.min_tokens) & (tokens <= (wanted.max_tokens or 999))
-    expected = [kept[start : start + 4].sum() for start in range(0, COUNT, 4)]
-    assert index.usable(wanted).tolist() == expected
+    is_usable_N = (tokens >= limits.min_tokens) & (tokens <= (limits.max_tokens or 999))
+    expected = [is_usable_N[start : start + 4].sum() for start in range(0, COUNT, 4)]
+    assert index.usable(limits).tolist() == expected
 
 
 def files(directory):
     return {f.name: f.read_bytes() for f in directory.iterdir()}
 
 
-def test_jobs_of_an_array_write_what_a_run_writes(reader, directory, tmp_path):
+def test_job_array_writes_same_index(reader, directory, tmp_path):
     Building("r", Records(), reader, directory).load()
     for first in (2, 0, 1):
         job = Building("r", Records(), reader, tmp_path / "jobs")
         job.prepare()
         job.measure(range(first, len(job.ranges), 3))
-        assert job.finish() == (first == 1), "the last one writes the manifest"
+        assert job.finish() == (first == 1), "the last job writes the manifest"
     assert files(tmp_path / "jobs") == files(directory)
 
 
-def test_what_was_measured_before_a_crash_stays(reader, directory):
+def test_measured_shards_remain_after_crash(reader, directory):
     with pytest.raises(KeyboardInterrupt):
         Building("r", Records(dies_at=13), reader, directory).load()
     assert read_index(directory) is None and not (directory / "building.lock").exists()
@@ -107,12 +107,12 @@ def test_what_was_measured_before_a_crash_stays(reader, directory):
     assert again.read_counts[:12].max() == 0 and again.read_counts[12:].min() == 1
 
 
-def test_one_measures_and_the_others_wait(reader, directory):
+def test_one_thread_measures_while_others_wait(reader, directory):
     records = Records()
-    found = []
+    contents = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(Building("r", records, reader, directory).load().content)
+            target=lambda: contents.append(Building("r", records, reader, directory).load().content)
         )
         for _ in range(4)
     ]
@@ -120,28 +120,28 @@ def test_one_measures_and_the_others_wait(reader, directory):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 4 and len(set(found)) == 1
+    assert len(contents) == 4 and len(set(contents)) == 1
     assert records.read_counts.max() == 1
 
 
-@pytest.mark.parametrize("owner", ["dead process", "other machine", "torn file"])
-def test_a_lock_that_nobody_holds_is_taken_over(reader, directory, monkeypatch, owner):
+@pytest.mark.parametrize("owner", ["dead process", "other host", "truncated file"])
+def test_stale_lock_is_taken_over(reader, directory, monkeypatch, owner):
     directory.mkdir()
-    gone = os.fork()
-    if not gone:
+    pid = os.fork()
+    if not pid:
         os._exit(0)
-    os.waitpid(gone, 0)
-    said = {"host": building.socket.gethostname(), "pid": gone}
+    os.waitpid(pid, 0)
+    content = {"host": building.socket.gethostname(), "pid": pid}
     if owner != "dead process":
-        said["host"] = "elsewhere"
+        content["host"] = "elsewhere"
         monkeypatch.setattr(building, "STALE_S", 0.5)
-    text = json.dumps(said)
-    (directory / "building.lock").write_text("{" if owner == "torn file" else text)
+    text = json.dumps(content)
+    (directory / "building.lock").write_text("{" if owner == "truncated file" else text)
     assert len(Building("r", Records(), reader, directory).load()) == COUNT
     assert not list(directory.glob("*.lock*"))
 
 
-def test_a_lock_that_is_touched_is_left_alone(directory, monkeypatch):
+def test_refreshed_lock_is_respected(directory, monkeypatch):
     directory.mkdir()
     monkeypatch.setattr(building, "STALE_S", 0.3)
     path = directory / "building.lock"
@@ -153,13 +153,13 @@ def test_a_lock_that_is_touched_is_left_alone(directory, monkeypatch):
         threading.Event().wait(0.2)
 
 
-def test_damaged_files_are_found(reader, directory):
-    whole = Building("r", Records(), reader, directory).load()
-    content = whole.content
+def test_damaged_index_shard_is_measured_again(reader, directory):
+    original = Building("r", Records(), reader, directory).load()
+    content = original.content
     (directory / "000003.sizes").write_bytes(b"short")
     again = Records()
     assert Building("r", again, reader, directory).load().content == content
-    assert again.read_counts.nonzero()[0].tolist() == [12, 13, 14, 15], "one shard, no more"
+    assert again.read_counts.nonzero()[0].tolist() == [12, 13, 14, 15], "one shard only"
     data = bytearray((directory / "000002.sizes").read_bytes())
     data[1] ^= 1
     (directory / "000002.sizes").write_bytes(data)
@@ -171,20 +171,20 @@ def test_damaged_files_are_found(reader, directory):
     assert Building("r", Records(), reader, directory).load().content == content
 
 
-def test_a_source_that_changes_while_it_is_measured_is_refused(reader, directory):
+def test_source_with_changed_count_is_rejected(reader, directory):
     Building("r", Records(), reader, directory).load()
     with pytest.raises(DataError, match=r"has 20 records, but its index .* 25"):
         Building("r", Records(20), reader, directory).load()
 
 
-def test_workers_write_the_same(reader, directory, tmp_path, monkeypatch):
+def test_worker_processes_write_same_index(reader, directory, tmp_path, monkeypatch):
     Building("r", Records(), reader, directory).load()
     monkeypatch.setattr(building, "WORKERS_FROM", 1)
     Building("r", Records(), reader, tmp_path / "workers", workers=2).load()
     assert files(tmp_path / "workers") == files(directory)
 
 
-def test_content_depends_on_samples_alone(reader, directory, tmp_path):
+def test_index_content_depends_on_samples_only(reader, directory, tmp_path):
     one = Building("r", Records(), reader, directory).load().content
     assert Building("other", Records(), reader, tmp_path / "b").load().content == one
     assert Building("r", Records(24), reader, tmp_path / "c").load().content != one

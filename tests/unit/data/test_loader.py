@@ -32,7 +32,7 @@ from torchmm.recipe.data_section import SourceConfig
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """Builds a loader over 23 captions and 11 interleaved documents."""
+    """Return a function that builds a loader of 23 captions and 11 interleaved documents."""
     write_parquet(tmp_path / "captions", caption_rows(23))
     documents = [
         {
@@ -82,7 +82,7 @@ def make(tmp_path, tokenizer, text_spec):
 
 
 def content(batch):
-    """Everything a model sees of a batch, comparable."""
+    """Return all model inputs of a batch as comparable values."""
     return [
         (
             m.input_ids_T.tolist(),
@@ -98,7 +98,7 @@ def content(batch):
 
 
 def position(batch):
-    """The state without what `datasets` says of a stream's place, which has several spellings."""
+    """Return the state without the stream position of `datasets`, which has several notations."""
     state = json.loads(json.dumps(batch.state))
     for feed in state["feeds"].values():
         if feed.get("oldest"):
@@ -116,7 +116,7 @@ def take(loader, count):
     return list(islice(loader, count))
 
 
-# What is in a microbatch
+# Content of a microbatch
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
@@ -140,7 +140,7 @@ def test_microbatches_are_consistent(make, text_spec, spec):
             assert inputs.values().pixels.dtype == torch.float32
 
 
-def test_no_target_crosses_a_sample_or_names_an_image_or_padding(make, text_spec):
+def test_targets_exclude_sample_ends_images_padding(make, text_spec):
     for batch in take(make(microbatch_size=2), 5):
         for m in batch.microbatches:
             for start, end in zip(m.cu_seqlens, m.cu_seqlens[1:], strict=False):
@@ -154,7 +154,7 @@ def test_no_target_crosses_a_sample_or_names_an_image_or_padding(make, text_spec
                 assert m.position_ids[start:end].tolist() == list(range(end - start))
 
 
-def test_segments_are_the_samples_then_padding(make):
+def test_segments_are_samples_and_padding(make):
     for batch in take(make(), 5):
         for m in batch.microbatches:
             lengths = np.diff(m.cu_seqlens).tolist()
@@ -162,7 +162,7 @@ def test_segments_are_the_samples_then_padding(make):
             assert lengths[: len(tokens)] == tokens and len(lengths) - len(tokens) in (0, 1)
 
 
-def test_mrope_has_three_rows_that_restart_in_every_segment(make, text_spec):
+def test_mrope_positions_restart_in_each_segment(make, text_spec):
     spec = text_spec.__class__(**{**vars(text_spec), "positions": "mrope"})
     m = take(make(QWEN, text=spec), 1)[0].microbatches[0]
     assert m.position_ids.shape == (3, 64)
@@ -170,7 +170,7 @@ def test_mrope_has_three_rows_that_restart_in_every_segment(make, text_spec):
     assert (m.position_ids[0] != m.position_ids[2]).any()
 
 
-def test_without_encoders_the_run_is_text_only(make, text_spec):
+def test_loader_without_encoders_is_text_only(make, text_spec):
     batch = take(make(None), 1)[0]
     for m in batch.microbatches:
         assert not m.encoders and not (m.input_ids_T == text_spec.image_token_id).any()
@@ -180,18 +180,18 @@ def test_without_encoders_the_run_is_text_only(make, text_spec):
 # Order
 
 
-def test_nothing_is_lost_or_doubled_over_two_epochs(make, tmp_path):
+def test_two_epochs_have_each_sample_twice(make, tmp_path):
     source = SourceConfig(path=str(tmp_path / "captions"), name="c")
     loader = make(sources=[source], global_batch_size=1, packing_buffer_size=1)
     drawn = [s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples]
     assert len(drawn) > 46
     counts = np.bincount(drawn[:46], minlength=23)
-    # One open pack keeps the order of the stream, so two epochs are the first 46 samples.
+    # A single open pack preserves the order of the stream, so two epochs are the first 46 samples.
     assert (counts == 2).all()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_samples_of_a_step_do_not_depend_on_the_layout(make, streaming):
+def test_step_samples_are_independent_of_ranks(make, streaming):
     reference = take(make(streaming=streaming), 6)
     for ranks, microbatch_size, workers in ((2, 1, 0), (4, 1, 0), (1, 4, 0), (2, 2, 2)):
         loaders = [
@@ -211,7 +211,7 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(make, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["best_fit", "balanced"])
-def test_resume_is_exact_whatever_the_workers(make, streaming, packing):
+def test_resume_is_exact_with_any_workers(make, streaming, packing):
     expected = take(make(streaming=streaming, packing=packing), 9)
     for stop in range(9):
         state = json.loads(json.dumps(expected[stop].state))
@@ -233,7 +233,7 @@ def test_epoch_counts_trained_samples(make, tmp_path, streaming):
         loader = make(sources=[source], global_batch_size=1, packing_buffer_size=8, state=state)
         for batch in take(loader, stop):
             trained += len(batch.microbatches[0].meta.samples)
-            in_first_pass = streaming and batch.epoch == 0.0  # of unknown length
+            in_first_pass = streaming and batch.epoch == 0.0  # its length is unknown
             assert batch.epoch == trained / 23 or (in_first_pass and trained < 23)
         state = json.loads(json.dumps(batch.state))
     assert batch.epoch >= 2
@@ -255,7 +255,7 @@ def test_chain_state_is_state_of_last_batch(make, workers, prefetch):
         assert repr(plan.state) in repr(steps._chain.state_dict())  # Nested, by node.
 
 
-def test_resume_on_another_number_of_ranks(make):
+def test_loader_resumes_with_different_world_size(make):
     expected = take(make(), 6)
     parts = [take(make(rank=r, ranks=2, state=expected[2].state), 3) for r in range(2)]
     for batch, *shares in zip(expected[3:], *parts, strict=True):
@@ -263,7 +263,7 @@ def test_resume_on_another_number_of_ranks(make):
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"sequence_length": 72}, {"sources": "other"}])
-def test_state_of_other_data_is_refused(make, tmp_path, change):
+def test_state_of_different_data_is_rejected(make, tmp_path, change):
     state = take(make(), 1)[0].state
     if "sources" in change:
         change = {"sources": [SourceConfig(path=str(tmp_path / "captions"))]}
@@ -271,23 +271,23 @@ def test_state_of_other_data_is_refused(make, tmp_path, change):
         make(state=state, **change)
 
 
-def test_iterating_leaves_the_global_generator_alone(make):
+def test_loader_preserves_global_rng_state(make):
     before = torch.get_rng_state()
     take(make(workers=2), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_metadata_of_all_ranks_is_known_one_step_ahead(make, workers):
+def test_next_metas_match_next_batches(make, workers):
     loaders = [make(rank=rank, ranks=2, workers=workers) for rank in range(2)]
     for loader in loaders:
         assert len(loader.next_metas()) == 2
     running = [iter(loader) for loader in loaders]
     for _ in range(4):
-        promised = [list(loader.next_metas()) for loader in loaders]
-        assert promised[0] == promised[1]
+        metas = [list(loader.next_metas()) for loader in loaders]
+        assert metas[0] == metas[1]
         batches = [next(r) for r in running]
-        assert promised[0] == [[m.meta for m in b.microbatches] for b in batches]
+        assert metas[0] == [[m.meta for m in b.microbatches] for b in batches]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -300,7 +300,7 @@ def test_validation_is_one_epoch_and_repeats(make, streaming):
     assert loader.next_metas() is None
 
 
-def test_validation_order_is_spread_and_the_same_for_every_seed(make):
+def test_validation_order_is_independent_of_seed(make):
     def order(seed):
         batches = list(make(validation=True, seed=seed, packing_buffer_size=1))
         samples = [s for b in batches for m in b.microbatches for s in m.meta.samples]
@@ -309,12 +309,12 @@ def test_validation_order_is_spread_and_the_same_for_every_seed(make):
     assert order(0) == order(1) != sorted(order(0))
 
 
-def test_batch_sizes_must_divide(make):
+def test_batch_size_must_be_divisible(make):
     with pytest.raises(ConfigError, match="global_batch_size = 4 is not a multiple"):
         make(ranks=3)
 
 
-def test_a_recipe_needs_sources(make, tmp_path, tokenizer, text_spec):
+def test_missing_sources_are_rejected(make, tmp_path, tokenizer, text_spec):
     with pytest.raises(ConfigError, match=r"data\.sources: no source"):
         build_loader(
             data_config(tmp_path),
@@ -332,19 +332,19 @@ def test_a_recipe_needs_sources(make, tmp_path, tokenizer, text_spec):
 
 
 def corrupt_set(tmp_path):
-    """26 captions: number 3 is no image at all, 5 has a good header and torn pixels."""
+    """Write 26 captions: image 3 is invalid, image 5 has a header and truncated pixels."""
     rows = caption_rows(26)
     rows[3]["image"]["bytes"] = b"<html>"
     rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]
-    write_parquet(tmp_path / "torn", rows)
-    return [SourceConfig(path=str(tmp_path / "torn"), name="torn")]
+    write_parquet(tmp_path / "corrupt", rows)
+    return [SourceConfig(path=str(tmp_path / "corrupt"), name="corrupt")]
 
 
-def test_corrupt_samples_are_named_once_and_teach_nothing(make, tmp_path, text_spec):
+def test_corrupt_samples_are_reported_and_masked(make, tmp_path, text_spec):
     loader = make(sources=corrupt_set(tmp_path))
     batches = take(loader, 8)
     skipped = [message for b in batches for message in b.skipped]
-    assert sorted(message[:7] for message in skipped) == ["torn[3]", "torn[5]"]
+    assert sorted(message[:10] for message in skipped) == ["corrupt[3]", "corrupt[5]"]
     for message, row, reason in zip(skipped, (3, 5), ("not an image", "cannot be"), strict=True):
         assert f"part-0.parquet row {row}: " in message and reason in message
     samples = [s for b in batches for m in b.microbatches for s in m.meta.samples]
@@ -356,15 +356,15 @@ def test_corrupt_samples_are_named_once_and_teach_nothing(make, tmp_path, text_s
                 assert (targets_L != IGNORE_TARGET).any() == (s.index != 5)
 
 
-def test_all_other_samples_stay_where_they_are(make, tmp_path):
+def test_corrupt_samples_do_not_move_others(make, tmp_path):
     sources = corrupt_set(tmp_path)
-    torn = take(make(sources=sources), 8)
+    damaged = take(make(sources=sources), 8)
     rows = caption_rows(26)
     rows[3]["image"]["bytes"] = b"<html>"
     rows[5]["image"]["bytes"] = png(40, 24, 5)
-    write_parquet(tmp_path / "torn", rows)
-    whole = take(make(sources=sources), 8)
-    for a, b in zip(torn, whole, strict=True):
+    write_parquet(tmp_path / "corrupt", rows)
+    intact = take(make(sources=sources), 8)
+    for a, b in zip(damaged, intact, strict=True):
         assert [m.meta for m in a.microbatches] == [m.meta for m in b.microbatches]
         for x, y in zip(a.microbatches, b.microbatches, strict=True):
             for s, start in zip(x.meta.samples, x.cu_seqlens, strict=False):
@@ -374,13 +374,13 @@ def test_all_other_samples_stay_where_they_are(make, tmp_path):
                 assert same == (s.index != 5)
 
 
-def test_what_planning_finds_is_reported_by_one_rank_only(make, tmp_path):
+def test_indexed_corruption_is_reported_by_one_rank(make, tmp_path):
     sources = corrupt_set(tmp_path)
     reports = [take(make(sources=sources, rank=r, ranks=2), 1)[0].skipped for r in (0, 1)]
-    assert sum(message.startswith("torn[3]") for report in reports for message in report) == 1
+    assert sum(message.startswith("corrupt[3]") for report in reports for message in report) == 1
 
 
-def test_streams_skip_corrupt_samples(make, tmp_path):
+def test_stream_skips_corrupt_samples(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": caption(i)} for i in range(9)])
     path.write_text(path.read_text() + "broken\n" + '{"label": 3}\n')
     loader = make(sources=[SourceConfig(path=str(path), streaming=True)])
@@ -388,19 +388,19 @@ def test_streams_skip_corrupt_samples(make, tmp_path):
     assert sorted(m.split(":")[0].rsplit("/")[-1] for m in skipped) == ["a.jsonl[10]", "a.jsonl[9]"]
 
 
-def test_a_source_without_usable_samples_ends_the_run(make, tmp_path):
+def test_source_without_usable_samples_is_rejected(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}, {"image": "x.png", "text": "a"}])
     with pytest.raises(DataError, match=r"(?s)none of its 2 samples.*no record format.*x\.png"):
         make(sources=[SourceConfig(path=str(path))])
 
 
-def test_a_stream_of_corrupt_samples_ends_the_run(make, tmp_path):
+def test_corrupt_stream_is_rejected(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}])
     with pytest.raises(DataError, match="none of its first 1 records are usable: 1 are corrupt"):
         make(sources=[SourceConfig(path=str(path), streaming=True)])
 
 
-def test_a_file_that_changes_after_measuring_is_corrupt(make, tmp_path):
+def test_file_changed_after_indexing_is_corrupt(make, tmp_path):
     (tmp_path / "x.png").write_bytes(png(16, 16))
     rows = [{"image": "x.png", "text": caption(i)} for i in range(4)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
@@ -409,7 +409,7 @@ def test_a_file_that_changes_after_measuring_is_corrupt(make, tmp_path):
     assert "changed since it was indexed" in take(loader, 1)[0].skipped[0]
 
 
-def test_a_torn_index_cache_is_built_again(make, tmp_path):
+def test_truncated_index_is_rebuilt(make, tmp_path):
     expected = [content(b) for b in take(make(), 2)]
     caches = sorted((tmp_path / "index").glob("*/000000.sizes"))
     assert len(caches) == 2
@@ -425,7 +425,7 @@ def worker_pids(loader):
     return [w.pid for w in loader._steps.processes]
 
 
-def test_a_killed_worker_is_an_error_within_ten_seconds(make):
+def test_killed_worker_raises_within_ten_seconds(make):
     loader = make(workers=2)
     batches = iter(loader)
     next(batches)
@@ -440,7 +440,7 @@ def test_a_killed_worker_is_an_error_within_ten_seconds(make):
     assert time.monotonic() - start < 10
 
 
-def test_workers_outlive_the_signals_of_launchers(make):
+def test_workers_ignore_launcher_signals(make):
     loader = make(workers=2)
     batches = iter(loader)
     next(batches)

@@ -1,4 +1,4 @@
-"""Mixtures by epochs, and mixtures that change on the way."""
+"""Mixtures by epochs, and mixtures that change during a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = [
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """A loader of sources a and b, of 10 and 40 samples."""
+    """Return a function that builds a loader of sources a and b with 10 and 40 samples."""
     for name, count in (("a", 10), ("b", 40)):
         rows = [{"text": caption(i)} for i in range(count)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
@@ -62,32 +62,32 @@ def sources(batch):
     return Counter(source for source, _ in names(batch))
 
 
-def test_epochs_are_seen_as_often_as_the_recipe_says(make):
+def test_epochs_limit_use_of_sources(make):
     batches = take(make(a={"epochs": 3.0}, b={"epochs": 0.5}), 10)
     drawn = [name for batch in batches for name in names(batch)][:50]
     counts = Counter(drawn)
     of_a = [counts["a", i] for i in range(10)]
     of_b = [counts["b", i] for i in range(40)]
-    # 30 of 10 samples and 20 of 40, packed out of order by some.
+    # 30 samples of 10 and 20 of 40. Packing changes the order slightly.
     assert abs(sum(of_a) - 30) <= 3 and max(of_a) <= 4 and min(of_a) >= 2
     assert abs(sum(of_b) - 20) <= 3 and max(of_b) == 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_stages_change_at_steps_and_resume_exactly(make, streaming):
+def test_mixture_stages_change_and_resume_exactly(make, streaming):
     options = {"stages": STAGES, "streaming": streaming}
     batches = take(make(**options), 11)
     assert all(set(sources(b)) == {"a"} for b in batches[:3])
     both = sum((sources(b) for b in batches[3:6]), Counter())
     assert 1.5 < both["b"] / both["a"] < 4
     late = sum((sources(b) for b in batches[8:]), Counter())
-    assert late["a"] <= 3 < late["b"], "only what was packed before"
+    assert late["a"] <= 3 < late["b"], "only earlier packs"
     for done in (1, 3, 4, 6, 7):
         resumed = take(make(batches[done - 1].state, **options), 11 - done)
         assert list(map(names, resumed)) == list(map(names, batches[done:])), done
 
 
-def test_stages_are_the_same_on_any_number_of_ranks(make):
+def test_mixture_stages_are_independent_of_ranks(make):
     alone = take(make(stages=STAGES), 9)
     pairs = [take(make(stages=STAGES, ranks=(rank, 2)), 9) for rank in (0, 1)]
     assert [names(b) for b in alone] == [names(x) + names(y) for x, y in zip(*pairs, strict=True)]
@@ -97,13 +97,13 @@ def test_stages_are_the_same_on_any_number_of_ranks(make):
     )
 
 
-def test_changed_stages_are_noticed(make):
+def test_changed_mixture_stages_are_rejected(make):
     state = take(make(stages=STAGES), 4)[-1].state
     later = [{**STAGES[0], "until_step": 2}, *STAGES[1:]]
     with pytest.raises(CheckpointError, match=r"data\.mixture_schedule"):
         make(state, stages=later)
     only_b = [{"until_step": 4, "weights": {"a": 1.0}}, {"weights": {"b": 1.0}}]
-    goes_on = take(make(state, stages=only_b, accept=True), 6)
-    assert sources(goes_on[-1])["b"] > sources(goes_on[-1])["a"]
+    continued = take(make(state, stages=only_b, accept=True), 6)
+    assert sources(continued[-1])["b"] > sources(continued[-1])["a"]
     with pytest.raises(CheckpointError, match=r"epochs of source 'a' null -> 2\.0"):
         make(take(make(), 1)[0].state, a={"epochs": 2.0}, b={"epochs": 1.0})

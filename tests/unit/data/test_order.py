@@ -23,7 +23,7 @@ def indices(a_feed, count):
 
 
 def take(mixture, count):
-    """The next samples as (feed, epoch, index), taken in uneven parts."""
+    """Return the next samples as (feed, epoch, index), requested in uneven chunks."""
     names = []
     while len(names) < count and (drawn := mixture.draw()) is not None:
         part = min(len(drawn), count - len(names), 1 + len(names) % 97)
@@ -31,73 +31,73 @@ def take(mixture, count):
     return names
 
 
-def test_every_epoch_has_every_sample_once_in_an_order_of_its_own():
+def test_epochs_have_all_samples_in_different_order():
     drawn = indices(feed(count=50), 150)
     epochs = [drawn[i : i + 50] for i in (0, 50, 100)]
     assert all(sorted(e) == list(range(50)) for e in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
 
 
-def test_order_depends_on_the_seed_and_the_number_only():
+def test_order_depends_on_seed_and_feed_number():
     first = indices(feed(count=50), 50)
     assert first == indices(feed(count=50, name="moved"), 50)
     assert first != indices(feed(count=50, seed=2), 50)
     assert first != indices(feed(number=1, count=50), 50)
 
 
-def test_order_is_the_same_for_ever():
+def test_permutation_is_stable():
     options = FeedOptions(0, "photos", 7, True, False)
     assert permutation(8, options, 0).tolist() == [3, 7, 5, 4, 2, 6, 0, 1]
     assert indices(feed(count=10, seed=7), 12) == [5, 3, 2, 1, 4, 7, 8, 9, 0, 6, 6, 5]
 
 
-@pytest.mark.parametrize("wanted", [{}, {"min_tokens": 3, "max_tokens": 8}])
-def test_large_sources_are_shuffled_in_blocks_of_shards(monkeypatch, wanted):
+@pytest.mark.parametrize("limits", [{}, {"min_tokens": 3, "max_tokens": 8}])
+def test_large_source_is_shuffled_in_shard_blocks(monkeypatch, limits):
     monkeypatch.setattr(order, "BLOCK_SAMPLES", 100)
     tokens = np.random.default_rng(0).integers(1, 11, 1000)
-    corrupt = {3: "torn", 700: "torn", 999: "torn"}
-    made_of = {"tokens": tokens, "corrupt": corrupt, "shard": 32, "filter": LengthFilter(**wanted)}
-    a_feed = feed(**made_of)
-    low, high = wanted.get("min_tokens", 1), wanted.get("max_tokens", 10)
+    corrupt = {3: "damaged", 700: "damaged", 999: "damaged"}
+    options = {"tokens": tokens, "corrupt": corrupt, "shard": 32, "filter": LengthFilter(**limits)}
+    a_feed = feed(**options)
+    low, high = limits.get("min_tokens", 1), limits.get("max_tokens", 10)
     usable = [i for i in range(1000) if i not in corrupt and low <= tokens[i] <= high]
     assert a_feed.size == len(usable)
     drawn = a_feed.samples(0, 2 * len(usable))
     for epoch in (0, 1):
         part = drawn.indices_N[epoch * len(usable) : (epoch + 1) * len(usable)]
         assert sorted(part) == usable
-        # A stretch of 100 samples comes from the few shards of one or two blocks.
+        # 100 consecutive samples are from the few shards of one or two blocks.
         assert len(set((part[:100] // 32).tolist())) <= 10 < len(set((part // 32).tolist()))
     assert drawn.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
     assert (drawn.tokens_N == tokens[drawn.indices_N]).all()
     for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
-        assert feed(**made_of).samples(start, 30).names() == drawn.names()[start : start + 30]
+        assert feed(**options).samples(start, 30).names() == drawn.names()[start : start + 30]
 
 
-def test_without_shuffling_samples_come_in_order_and_one_epoch_ends():
+def test_unshuffled_epoch_is_sequential():
     a_feed = feed(shuffle=False, one_epoch=True)
     assert indices(a_feed, 25) == list(range(10))
     assert not len(a_feed.samples(10, 1))
 
 
-def test_corrupt_samples_are_reported_once_and_then_left_out():
-    mixture = Mixture([feed(count=4, corrupt={2: "torn"}, shuffle=False)], [Stage([1.0])])
-    assert mixture.draw().skipped == ["s0[2]: torn"]
+def test_corrupt_samples_are_reported_once():
+    mixture = Mixture([feed(count=4, corrupt={2: "damaged"}, shuffle=False)], [Stage([1.0])])
+    assert mixture.draw().skipped == ["s0[2]: damaged"]
     assert [i for _, _, i in take(mixture, 600)] == [0, 1, 3] * 200
     assert not mixture.draw().skipped
 
 
 @pytest.mark.parametrize("weights", [[3.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.1, 0.7, 11.0]])
-def test_mixture_takes_turns_as_sample_by_sample(weights):
+def test_mixture_matches_stride_scheduling(weights):
     mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(weights)])
     drawn = take(mixture, 5000)
     assert [f for f, _, _ in drawn] == turns(weights, [None] * 3, 5000)
     for number in range(3):
-        own = [name for name in drawn if name[0] == number]
-        assert own == feed(number).samples(0, len(own)).names()
-        assert mixture.taken[number] == len(own)
+        samples = [name for name in drawn if name[0] == number]
+        assert samples == feed(number).samples(0, len(samples)).names()
+        assert mixture.taken[number] == len(samples)
 
 
-def test_mixture_hits_its_weights_in_every_stretch():
+def test_mixture_matches_weights_in_every_window():
     mixture = Mixture([feed(0), feed(1), feed(2)], [Stage([3.0, 1.0, 0.5])])
     drawn = [f for f, _, _ in take(mixture, 900)]
     for start in range(0, 900, 90):
@@ -105,14 +105,14 @@ def test_mixture_hits_its_weights_in_every_stretch():
         assert abs(counts[0] - 60) <= 2 and abs(counts[1] - 20) <= 1 and abs(counts[2] - 10) <= 1
 
 
-def test_mixture_of_one_epoch_gives_everything_once():
+def test_mixture_of_one_epoch_has_each_sample_once():
     feeds = [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)]
     drawn = take(Mixture(feeds, [Stage([1.0, 1.0])]), 1000)
     assert [f for f, _, _ in drawn] == turns([1.0, 1.0], [5, 20], 1000)
     assert len(set(drawn)) == 25
 
 
-def test_mixture_goes_on_from_any_position():
+def test_mixture_resumes_at_any_position():
     weights = [3.0, 1.0]
     names = take(Mixture([feed(0), feed(1, 7)], [Stage(weights)]), 400)
     for start in (0, 1, 33, 250):
@@ -128,19 +128,21 @@ def staged(*stages):
         yield [f for f, _, _ in take(mixture, 30)]
 
 
-def test_every_stage_hits_its_weights_from_its_first_step_on():
+def test_stage_weights_apply_from_first_step():
     steps = list(staged(([3.0, 1.0, 0.0], 4), ([0.0, 1.0, 1.0], 8), ([1.0, 1.0, 8.0],)))
-    for numbers, shares in (
+    for numbers, counts_expected in (
         (range(4), (22.5, 7.5, 0)),
         (range(4, 8), (0, 15, 15)),
         (range(8, 12), (3, 3, 24)),
     ):
         for number in numbers:
             counts = [steps[number].count(n) for n in range(3)]
-            assert all(abs(c - s) <= 1 for c, s in zip(counts, shares, strict=True)), number
+            assert all(abs(c - s) <= 1 for c, s in zip(counts, counts_expected, strict=True)), (
+                number
+            )
 
 
-def test_a_source_of_a_later_stage_does_not_hold_up_the_count_of_epochs():
+def test_source_of_later_stage_does_not_limit_epoch():
     mixture = Mixture([feed(0), feed(1)], [Stage([1.0, 0.0], 1), Stage([1.0, 1.0])])
     take(mixture, 25)
     assert mixture.epoch(Drawn.of([])) == 2.5

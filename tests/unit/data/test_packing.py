@@ -11,7 +11,7 @@ from torchmm.data.steps.packing import Packer, members, pack_all
 
 @pytest.mark.parametrize("max_open", [1, 2, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_item_is_in_exactly_one_pack_and_none_overflows(seed, max_open):
+def test_packs_contain_each_item_without_overflow(seed, max_open):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 101, 500)
     packs = pack_all(lengths, 100, max_open)
@@ -19,21 +19,21 @@ def test_every_item_is_in_exactly_one_pack_and_none_overflows(seed, max_open):
     assert max(sum(lengths[i] for i in p) for p in packs) <= 100
 
 
-def test_best_fit_takes_the_fullest_pack_with_room():
+def test_best_fit_selects_pack_with_least_space():
     assert pack_all([60, 70, 30, 40], 100, 4) == [[1, 2], [0, 3]]
 
 
-def test_fullest_pack_is_closed_when_too_many_are_open():
+def test_fullest_pack_closes_at_open_limit():
     assert pack_all([60, 90, 70], 100, 2, flush=False) == [[1]]
 
 
-def test_open_packs_fill_sequences_better_than_one():
+def test_open_packs_improve_fill():
     lengths = np.random.default_rng(0).integers(1, 60, 2000)
     assert len(pack_all(lengths, 100, 16)) < 0.85 * len(pack_all(lengths, 100, 1))
     assert sum(lengths) / (100 * len(pack_all(lengths, 100, 16))) > 0.97
 
 
-def test_a_pack_that_nothing_fits_into_is_closed_by_age_only():
+def test_old_open_pack_is_closed_by_age():
     packer = Packer(100, 4)
     for now in range(1, 6):
         packer.add(np.array([40 if now == 1 else 99]), np.zeros(1, int), now=now)
@@ -46,30 +46,30 @@ def test_a_pack_that_nothing_fits_into_is_closed_by_age_only():
 
 @pytest.mark.parametrize("max_tiles", [None, 5])
 @pytest.mark.parametrize("max_open", [1, 3, 16])
-def test_packs_are_those_of_the_plain_packer(max_open, max_tiles):
+def test_packer_matches_reference(max_open, max_tiles):
     rng = np.random.default_rng(max_open)
     tokens, tiles = rng.integers(1, 101, 3000), rng.integers(0, 8, 3000)
     tokens[::7] = 100
-    plain, packer = PlainPacker(100, max_open, max_tiles), Packer(100, max_open, max_tiles)
+    reference, packer = PlainPacker(100, max_open, max_tiles), Packer(100, max_open, max_tiles)
     packs = np.zeros(0, np.int64)
     while len(packs) < 3000:
         time = len(packs) // 100
         packer.close_older(time - 3)
         part = slice(len(packs), len(packs) + int(rng.integers(1, 200)))
         taken = packer.add(tokens[part], tiles[part], wanted=len(packer.closed) + 5, now=time)
-        plain.close_older(time - 3)
+        reference.close_older(time - 3)
         for i in range(part.start, part.start + len(taken)):
-            plain.add(i, int(tokens[i]), int(tiles[i]), time)
+            reference.add(i, int(tokens[i]), int(tiles[i]), time)
         packs = np.append(packs, taken)
         chosen, starts = members(packs, np.array(packer.open))
         found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-        assert found == [p["names"] for p in plain.open]
+        assert found == [p["names"] for p in reference.open]
     chosen, starts = members(packs, np.array(packer.closed))
     found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
-    assert found == plain.closed
+    assert found == reference.closed
 
 
-def test_packing_stops_as_soon_as_enough_packs_are_closed():
+def test_packer_stops_after_requested_packs():
     packer = Packer(100, 3)
     placed = packer.add(np.full(1000, 60), np.zeros(1000, int), wanted=4)
     assert len(packer.closed) == 4 and len(placed) == 7

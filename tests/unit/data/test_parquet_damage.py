@@ -1,4 +1,4 @@
-"""Parquet files that are damaged, or claim too much."""
+"""Parquet files that are damaged, or whose footers specify excessive sizes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def file(tmp_path):
     return path
 
 
-def harm(path, group):
-    """Overwrites the pictures of a row group."""
+def overwrite_images(path, group):
+    """Overwrite the images of a row group."""
     column = pq.read_metadata(path).row_group(group).column(0)
     start = column.dictionary_page_offset or column.data_page_offset
     with path.open("r+b") as stream:
@@ -37,7 +37,7 @@ def harm(path, group):
 
 
 def read_all(path, streaming):
-    """Texts of the rows, or why they cannot be read."""
+    """Return the text of each row, or its error message."""
     config = SourceConfig(path=str(path.parent))
     if streaming:
         found = list(iter(open_stream("set", config).next, None))
@@ -53,23 +53,23 @@ def read_all(path, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
-def test_a_damaged_row_group_costs_its_rows(file, streaming):
-    whole = [row["text"] for row in caption_rows(ROWS)]
-    assert read_all(file, streaming) == whole
-    harm(file, 1)
+def test_damaged_row_group_costs_its_rows(file, streaming):
+    texts = [row["text"] for row in caption_rows(ROWS)]
+    assert read_all(file, streaming) == texts
+    overwrite_images(file, 1)
     found = read_all(file, streaming)
-    assert found[:GROUP] == whole[:GROUP] and found[2 * GROUP :] == whole[2 * GROUP :]
+    assert found[:GROUP] == texts[:GROUP] and found[2 * GROUP :] == texts[2 * GROUP :]
     for row, message in enumerate(found[GROUP : 2 * GROUP], GROUP):
         assert message.startswith(f"{file} row {row}: row group 1: ")
 
 
-def test_whole_files_are_converted(file):
+def test_parquet_file_is_converted_to_arrow(file):
     source = open_map_source(SourceConfig(path=str(file)))
     assert isinstance(source._source, ArrowSource)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
-def test_rows_that_take_no_bytes_are_refused_by_the_footer(tmp_path, streaming):
+def test_rows_without_bytes_are_rejected(tmp_path, streaming):
     rows = 200_000
     column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), ["x" * 10_000])
     path = tmp_path / "set" / "bomb.parquet"
@@ -80,7 +80,7 @@ def test_rows_that_take_no_bytes_are_refused_by_the_footer(tmp_path, streaming):
         read_all(path, streaming)
 
 
-def test_a_group_larger_than_memory_may_be_is_not_decompressed(file, monkeypatch):
+def test_row_group_beyond_memory_limit_is_rejected(file, monkeypatch):
     monkeypatch.setattr(parquet_rows, "MAX_GROUP_BYTES", 1000)
     with file.open("rb") as stream, pytest.raises(ValueError, match="more than 1000 bytes"):
         parquet_rows.read_group(stream, 0)
@@ -90,14 +90,14 @@ def test_a_group_larger_than_memory_may_be_is_not_decompressed(file, monkeypatch
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 1000, b"PAR1" + b"\xff" * 100 + b"PAR1"])
-def test_files_without_a_footer_are_all_named(file, content):
+def test_all_files_without_footer_are_reported(file, content):
     for name in ("a.parquet", "b.parquet"):
         file.with_name(name).write_bytes(content)
     with pytest.raises(DataError, match=r"(?s)a\.parquet cannot.*b\.parquet cannot"):
         read_all(file, False)
 
 
-def test_positions_of_earlier_versions_are_refused(file):
+def test_stream_position_of_older_format_is_rejected(file):
     stream = open_stream("set", SourceConfig(path=str(file)))
     with pytest.raises(DataError, match="an earlier torchmm"):
         stream.restart({"examples_iterable": {}})

@@ -1,4 +1,4 @@
-"""Sizes and patches of processors for images of any size, against the processors themselves."""
+"""Sizes and patches of processors for images of any size, compared with the processors."""
 
 import numpy as np
 import pytest
@@ -28,20 +28,20 @@ SIZED = ImageSpec(
 SIZES = [(1, 1), (6, 60), (60, 6), (16, 24), (37, 53), (99, 40), (640, 480)]
 
 
-def picture(width: int, height: int) -> Image.Image:
+def noise_image(width: int, height: int) -> Image.Image:
     values = np.random.default_rng(width * height).integers(0, 256, (height, width, 3))
     return Image.fromarray(values.astype(np.uint8))
 
 
 def expected_patches(spec: ImageSpec, image: Image.Image) -> dict[tuple[int, int], np.ndarray]:
-    """By (row, column), from what Hugging Face's processor gives for this image."""
+    """Return the patches of the Hugging Face processor by (row, column)."""
     kind = getattr(transformers, f"{spec.processor_class}Pil")
     outputs = kind.from_dict(spec.processor)(images=[image], return_tensors="np")
     values = np.asarray(outputs["pixel_values"])[0]
     if spec is POOLED:
-        places = outputs["image_position_ids"][0]
-        shown = [n for n, (column, _) in enumerate(places) if column >= 0]
-        return {(int(places[n][1]), int(places[n][0])): values[n] for n in shown}
+        positions = outputs["image_position_ids"][0]
+        valid = [n for n, (column, _) in enumerate(positions) if column >= 0]
+        return {(int(positions[n][1]), int(positions[n][0])): values[n] for n in valid}
     return {
         (row, column): values[:, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4].ravel()
         for row in range(values.shape[1] // 4)
@@ -51,18 +51,18 @@ def expected_patches(spec: ImageSpec, image: Image.Image) -> dict[tuple[int, int
 
 @pytest.mark.parametrize("spec", [POOLED, SIZED], ids=lambda s: s.processor_class)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_patches_are_the_processors_row_by_row(spec: ImageSpec, size: tuple[int, int]) -> None:
+def test_patches_match_processor_in_row_order(spec: ImageSpec, size: tuple[int, int]) -> None:
     ours = ImagePreprocessor(spec)
-    expected = expected_patches(spec, picture(*size))
+    expected = expected_patches(spec, noise_image(*size))
     grid = ours.grid(*size)
     assert max(expected) == (grid.rows - 1, grid.columns - 1)
-    found = ours.pixels(picture(*size)).reshape(grid.rows, grid.columns, -1)
+    found = ours.pixels(noise_image(*size)).reshape(grid.rows, grid.columns, -1)
     assert ours.blank(*size).shape == (grid.rows * grid.columns, found.shape[-1])
     for place, values in expected.items():
         np.testing.assert_array_equal(found[place], values)
 
 
-def test_pictures_that_would_vanish_are_corrupt() -> None:
+def test_images_less_than_one_pixel_wide_are_corrupt() -> None:
     with pytest.raises(
         CorruptSampleError, match="image of 3x300 pixels becomes less than one pixel wide"
     ):
@@ -70,16 +70,16 @@ def test_pictures_that_would_vanish_are_corrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "limit_px", "most"),
+    ("spec", "limit_px", "max_pixels"),
     [(POOLED, 5000, 70 * 64), (POOLED, 10_000, 140 * 64), (SIZED, 500, 500), (SIZED, 200, 200)],
 )
-def test_limits_hold(spec: ImageSpec, limit_px: int, most: int) -> None:
-    """As frames of clips need them; no limit is smaller than the least that a processor makes."""
+def test_pixel_limit_bounds_patches(spec: ImageSpec, limit_px: int, max_pixels: int) -> None:
+    """Check pixel limits for video frames, with limits above the minimum size of a processor."""
     ours = ImagePreprocessor(spec)
     for size in SIZES:
         grid = ours.grid(*size, limit_px)
-        assert len(ours.pixels(picture(*size), limit_px)) == grid.rows * grid.columns
-        assert grid.rows * grid.columns * 16 <= most
+        assert len(ours.pixels(noise_image(*size), limit_px)) == grid.rows * grid.columns
+        assert grid.rows * grid.columns * 16 <= max_pixels
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,8 @@ def test_limits_hold(spec: ImageSpec, limit_px: int, most: int) -> None:
         (SIZED, {"patch_size_px": 8}, "patch size 4, encoder 8"),
     ],
 )
-def test_processors_must_fit_the_encoder(spec: ImageSpec, change: dict, message: str) -> None:
+def test_processor_that_differs_from_encoder_is_rejected(
+    spec: ImageSpec, change: dict, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ImagePreprocessor(ImageSpec(**{**vars(spec), **change}))

@@ -31,13 +31,13 @@ def test_samples_without_text_are_corrupt(make, columns):
         make({"vision": CLIP}).read(Record(columns))
 
 
-def test_an_image_longer_than_the_sequence_is_corrupt(make):
+def test_image_longer_than_sequence_is_corrupt(make):
     record = Record({"image": png(96, 96), "text": "a red dog"})
     with pytest.raises(CorruptSampleError, match="sequence_length = 4"):
         make({"vision": QWEN}, length=4).read(record)
 
 
-def test_images_cut_off_are_neither_measured_nor_decoded(make):
+def test_truncated_images_are_not_read(make):
     sample = make({"vision": CLIP}, length=16).read(document(*[16] * 5))
     assert len(sample.images) == len(sample.files) == len(sample.text.image_starts) == 2
 
@@ -46,15 +46,17 @@ def test_read_truncates_before_extra_images(make):
     reader = make({"vision": CLIP}, length=4096, max_images_per_sample=3)
     sample = reader.read(document(*[8] * 500))
     assert sample.dropped == {EXTRA_IMAGES: 497}
-    whole = reader.read(document(*[8] * 3))
-    assert len(sample.images) == 3 and sample.images == whole.images
-    assert sample.text.ids == whole.text.ids[:-1] and whole.dropped == {}  # without its end
+    reference = reader.read(document(*[8] * 3))
+    assert len(sample.images) == 3 and sample.images == reference.images
+    assert (
+        sample.text.ids == reference.text.ids[:-1] and reference.dropped == {}
+    )  # without the end token
 
 
 def test_chat_without_its_images_is_filtered(make):
     reader = make({"vision": CLIP}, length=4096, max_images_per_sample=2)
-    asked = [{"type": "image"}] * 3 + [{"type": "text", "text": "what is it"}]
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "red"}]
+    question = [{"type": "image"}] * 3 + [{"type": "text", "text": "what is it"}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "red"}]
     record = Record({"messages": turns, "images": [png(8, 8)] * 3})
     with pytest.raises(BeyondLimitError, match=r"data\.max_images_per_sample = 2") as raised:
         reader.read(record)
@@ -81,11 +83,11 @@ def test_read_counts_images_without_encoders(make):
     assert sample.dropped == {UNREAD_FILES: 1} and sample.images == []
 
 
-def test_the_limit_on_pixels_is_the_recipes(make):
+def test_max_image_pixels_limits_images(make):
     with pytest.raises(CorruptSampleError, match=r"data\.max_image_pixels = 255"):
         make({"vision": CLIP}, max_image_pixels=255).read(document(16))
 
 
-def test_an_encoder_needs_an_image_token(make, text_spec):
+def test_encoder_requires_image_token(make, text_spec):
     with pytest.raises(ConfigError, match=r"model\.image_token"):
         make({"a": CLIP}, spec=dataclasses.replace(text_spec, image_token_id=None))

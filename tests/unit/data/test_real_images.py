@@ -1,4 +1,4 @@
-"""50 real images through the loader's path and through Hugging Face's processors: same bits."""
+"""50 real images: the pixels of the loader equal those of the Hugging Face processors bitwise."""
 
 import datasets
 import numpy as np
@@ -18,7 +18,7 @@ SMALL_LLM = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-COMPOSITES = {
+VLM_CONFIGS = {
     "llava": {
         "model_type": "llava",
         "text_config": {"model_type": "llama", "vocab_size": 64, **SMALL_LLM},
@@ -47,38 +47,38 @@ COMPOSITES = {
     },
 }
 
-TOWER = {k: v for k, v in COMPOSITES["llava"]["vision_config"].items() if k != "model_type"}
-LLAMA = COMPOSITES["llava"]["text_config"]
-COMPOSITES |= {
+VISION = {k: v for k, v in VLM_CONFIGS["llava"]["vision_config"].items() if k != "model_type"}
+LLAMA = VLM_CONFIGS["llava"]["text_config"]
+VLM_CONFIGS |= {
     "internvl": {
         "model_type": "internvl",
         "text_config": LLAMA,
-        "vision_config": {"model_type": "internvl_vision", **TOWER},
+        "vision_config": {"model_type": "internvl_vision", **VISION},
         "image_token_id": 3,
     },
     "idefics3": {
         "model_type": "idefics3",
         "text_config": LLAMA,
-        "vision_config": {"model_type": "idefics3_vision", **TOWER},
+        "vision_config": {"model_type": "idefics3_vision", **VISION},
         "image_token_id": 3,
     },
     "smolvlm": {
         "model_type": "smolvlm",
         "text_config": LLAMA,
-        "vision_config": {"model_type": "smolvlm_vision", **TOWER},
+        "vision_config": {"model_type": "smolvlm_vision", **VISION},
         "image_token_id": 3,
     },
     "paligemma": {
         "model_type": "paligemma",
         "text_config": {**LLAMA, "model_type": "gemma"},
-        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
         "image_token_index": 3,
         "projection_dim": 32,
     },
     "gemma3": {
         "model_type": "gemma3",
         "text_config": {**LLAMA, "model_type": "gemma3_text"},
-        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
         "image_token_index": 3,
         "mm_tokens_per_image": 36,
     },
@@ -90,9 +90,9 @@ COMPOSITES |= {
 }
 
 
-@pytest.mark.parametrize("family", COMPOSITES)
-def test_pixels_and_token_counts_are_the_hugging_face_processors(family, real_data):
-    model = build_model(ModelConfig(config=COMPOSITES[family]), FreezeConfig())
+@pytest.mark.parametrize("family", VLM_CONFIGS)
+def test_real_images_match_hugging_face_processor(family, real_data):
+    model = build_model(ModelConfig(config=VLM_CONFIGS[family]), FreezeConfig())
     spec = model.image_specs()["vision"]
     ours = ImagePreprocessor(spec)
     theirs = getattr(transformers, spec.processor_class)(**spec.processor)

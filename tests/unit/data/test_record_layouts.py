@@ -1,4 +1,4 @@
-"""Every layout gives the tokens, labels and files of the same content in our own."""
+"""Every record format has the tokens, labels and files of the same content in torchmm's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_cases import write_parquet
-from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, own_layout, said
+from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, say, torchmm_record
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -30,20 +30,20 @@ from torchmm.recipe.data_section import SourceConfig
 
 
 def conversation(columns, root=None):
-    """What a record says, before any template."""
+    """Return the conversation of a record, before any template."""
     record = Record(columns, root)
     return recognise(record).read(record)
 
 
 def parts(columns, root=None):
-    """Everything that is said, in one row."""
+    """Return all content parts of a conversation in one list."""
     return [part for turn in conversation(columns, root).turns for part in turn.parts]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_published_records_equal_our_own_layout(read, name):
+def test_published_record_matches_torchmm_format(read, name):
     case = CASES[name]
-    found, expected = read(copy.deepcopy(case.record)), read(own_layout(case))
+    found, expected = read(copy.deepcopy(case.record)), read(torchmm_record(case))
     assert found.text.ids == expected.text.ids
     assert found.text.loss == expected.text.loss
     assert found.text.image_starts == expected.text.image_starts
@@ -51,33 +51,33 @@ def test_published_records_equal_our_own_layout(read, name):
     assert found.files == expected.files == [FILES[name] for name in case.images]
 
 
-def test_the_comparison_sees_a_moved_picture_and_another_speaker(read):
+def test_comparison_detects_moved_image_and_speaker(read):
     case = CASES["llama_factory_images"]
     first, answer, *rest = case.turns
-    others = [
+    variants = [
         [("user", first[1][::-1]), answer, *rest],
         [(answer[0], first[1]), (first[0], answer[1]), *rest],
     ]
-    expected = read(own_layout(case)).text
-    for turns in others:
-        other = read(own_layout(Case({}, turns, case.images))).text
+    expected = read(torchmm_record(case)).text
+    for turns in variants:
+        other = read(torchmm_record(Case({}, turns, case.images))).text
         assert (other.ids, other.loss) != (expected.ids, expected.loss)
-    swapped = read(own_layout(Case({}, case.turns, case.images[::-1])))
+    swapped = read(torchmm_record(Case({}, case.turns, case.images[::-1])))
     assert swapped.files != read(copy.deepcopy(case.record)).files
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_answers_count(read, tokenizer, name):
+def test_only_assistant_messages_are_in_loss(read, tokenizer, name):
     case = CASES[name]
     text = read(copy.deepcopy(case.record)).text
-    learnt = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
+    loss_ids = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
     answers = [content for role, content in case.turns if role == "assistant"]
     if all(isinstance(answer, str) for answer in answers):
-        assert tokenizer.decode(learnt) == "".join(f"{answer}</s>" for answer in answers)
+        assert tokenizer.decode(loss_ids) == "".join(f"{answer}</s>" for answer in answers)
 
 
-def test_records_are_the_same_through_parquet(reader, root, tmp_path):
-    """Parquet gives every record and table all keys that any other has, filled with None."""
+def test_records_read_equally_from_parquet(reader, root, tmp_path):
+    """Check that missing keys, which Parquet fills with None, do not change a record."""
     names = ("finevision", "vqa", "hf_parts", "trl_prompt_completion", "alpaca")
     keys = {key for name in names for key in CASES[name].record}
     rows = [{key: CASES[name].record.get(key) for key in sorted(keys)} for name in names]
@@ -93,11 +93,11 @@ def test_records_are_the_same_through_parquet(reader, root, tmp_path):
 # TRL
 
 
-def test_trl_texts_are_a_caption_with_its_prompt(reader, root):
-    """TRL's dataset_formats: standard prompt-completion."""
+def test_trl_prompt_completion_is_caption_with_prompt(reader, root):
+    """Compare with TRL's dataset_formats: standard prompt-completion."""
     published = Record({"prompt": "The sky is", "completion": " blue.", "image": FIRST}, root)
-    own = Record({"image": FIRST, "text": " blue."}, root, SampleOptions(prompt="The sky is"))
-    found, expected = reader.read(published), reader.read(own)
+    reference = Record({"image": FIRST, "text": " blue."}, root, SampleOptions(prompt="The sky is"))
+    found, expected = reader.read(published), reader.read(reference)
     assert (found.text, found.files) == (expected.text, expected.files)
     assert parse({"prompt": "The sky is", "completion": " blue."}) == (
         TextSegment("The sky is", False),
@@ -105,21 +105,21 @@ def test_trl_texts_are_a_caption_with_its_prompt(reader, root):
     )
 
 
-def test_placeholders_of_a_prompt_are_kept_in_place(root):
+def test_placeholder_of_prompt_keeps_its_position(root):
     found = parse({"prompt": "a <image> b", "completion": "c", "images": [FIRST]}, root)
     assert [type(s).__name__ for s in found] == ["TextSegment", "ImageSegment"] + [
         "TextSegment"
     ] * 2
 
 
-def test_answers_in_a_prompt_are_not_learnt():
+def test_assistant_turns_of_prompt_are_not_trained():
     prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
-    made = conversation({"prompt": prompt, "completion": [message("assistant", "d")]})
-    assert [turn.train for turn in made.turns] == [False, False, False, None]
-    made = conversation(
+    dialog = conversation({"prompt": prompt, "completion": [message("assistant", "d")]})
+    assert [turn.train for turn in dialog.turns] == [False, False, False, None]
+    dialog = conversation(
         {"prompt": prompt, "completion": [message("assistant", "d")], "system": "s"}
     )
-    assert [turn.train for turn in made.turns] == [False] * 4 + [None]
+    assert [turn.train for turn in dialog.turns] == [False] * 4 + [None]
 
 
 NO_FILE = ("", " ", None, [], [""], [None], float("nan"), [float("nan")],
@@ -128,11 +128,11 @@ NO_FILE = ("", " ", None, [], [""], [None], float("nan"), [float("nan")],
 
 @pytest.mark.parametrize("value", NO_FILE)
 @pytest.mark.parametrize("column", ["image", "images", "video", "audios", "mp3"])
-def test_blank_file_columns_mean_no_file(read, column, value):
+def test_blank_file_column_means_no_file(read, column, value):
     turns = [message("user", "a"), message("assistant", "b")]
     for record in (
         {"messages": turns},
-        {"conversations": [said("human", "a"), said("gpt", "b")]},
+        {"conversations": [say("human", "a"), say("gpt", "b")]},
         {"prompt": "a", "completion": "b"},
         {"instruction": "a", "output": "b"},
         {"query": "a", "response": "b"},
@@ -144,7 +144,7 @@ def test_blank_file_columns_mean_no_file(read, column, value):
         assert read({**record, column: value}) == read(record)
 
 
-def test_blank_entries_between_files_are_skipped(read):
+def test_blank_file_entries_are_skipped(read):
     turns = [message("user", "<image> a"), message("assistant", "b")]
     expected = read({"messages": turns, "images": [FIRST]})
     assert read({"messages": turns, "images": ["", FIRST, None]}) == expected
@@ -152,7 +152,7 @@ def test_blank_entries_between_files_are_skipped(read):
     assert read({"texts": [None, "a"], "images": [FIRST, ""]}) == expected
 
 
-def test_blank_image_to_generate_leaves_text(root):
+def test_blank_target_image_leaves_text(root):
     for value in ("", None, float("nan")):
         record = Record({"image": value, "text": "a"}, root, SampleOptions(generate="image"))
         assert parse_record(record, None).segments == (TextSegment("a", True),)
@@ -178,46 +178,46 @@ def parse(columns, root=None):
     ],
 )
 @pytest.mark.parametrize("layout", ["conversations", "query", "messages"])
-def test_files_of_all_kinds_and_columns_have_placeholders(columns, layout):
-    asked = "See <video> and <image>, hear <audio>."
-    said_as = {
-        "conversations": {"conversations": [said("human", asked), said("gpt", "yes")]},
-        "query": {"query": asked, "response": "yes"},
-        "messages": {"messages": [message("user", asked), message("assistant", "yes")]},
+def test_placeholders_match_files_of_all_modalities(columns, layout):
+    question = "See <video> and <image>, hear <audio>."
+    records = {
+        "conversations": {"conversations": [say("human", question), say("gpt", "yes")]},
+        "query": {"query": question, "response": "yes"},
+        "messages": {"messages": [message("user", question), message("assistant", "yes")]},
     }
     expected = [
         "See ", VideoSegment(b"2"), " and ", ImageSegment(b"1"), ", hear ", AudioSegment(b"3"),
         ".", "yes",
     ]  # fmt: skip
-    assert parts({**said_as[layout], **columns}) == expected
+    assert parts({**records[layout], **columns}) == expected
 
 
-def test_llava_writes_image_for_a_clip():
-    """lmms-lab/LLaVA-Video-178K."""
-    entries = [said("human", "<image>\nWhat happens?"), said("gpt", "A dog digs.")]
+def test_llava_image_placeholder_reads_video():
+    """Read a record of lmms-lab/LLaVA-Video-178K."""
+    entries = [say("human", "<image>\nWhat happens?"), say("gpt", "A dog digs.")]
     record = {"id": "1", "video": b"2", "data_source": "0_30_s", "conversations": entries}
     assert parts(record) == [VideoSegment(b"2"), "\nWhat happens?", "A dog digs."]
-    mixed = [said("human", "<image><video>"), said("gpt", "a")]
+    mixed = [say("human", "<image><video>"), say("gpt", "a")]
     assert parts({"image": b"1", "video": b"2", "conversations": mixed})[:2] == [
         ImageSegment(b"1"),
         VideoSegment(b"2"),
     ]
 
 
-def test_webdataset_members_make_a_llava_record():
-    inner = {"conversations": [said("human", "<image>\na"), said("gpt", "b")]}
-    seen = []
+def test_webdataset_members_form_llava_record():
+    inner = {"conversations": [say("human", "<image>\na"), say("gpt", "b")]}
+    parts_seen = []
 
     def render(conversation, options):
-        seen.extend(conversation.turns[0].parts)
+        parts_seen.extend(conversation.turns[0].parts)
         return Sample(())
 
     parse_record(Record({"jpg": b"1", "json": json.dumps(inner).encode()}), render)
-    assert seen == [ImageSegment(b"1"), "\na"]
+    assert parts_seen == [ImageSegment(b"1"), "\na"]
 
 
 DATA = DATA_ADDRESS.partition(",")[2]
-SOUND = base64.b64encode(b"RIFF").decode()
+AUDIO_BASE64 = base64.b64encode(b"RIFF").decode()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ SOUND = base64.b64encode(b"RIFF").decode()
         ),
     ],
 )
-def test_every_spelling_of_an_image_in_a_message(root, part, expected):
+def test_image_notations_in_message_are_read(root, part, expected):
     content = [part, {"type": "text", "text": "What?"}]
     found = parts({"messages": [message("user", content)]}, root)
     image = (
@@ -253,7 +253,7 @@ def test_every_spelling_of_an_image_in_a_message(root, part, expected):
     assert found == [image, "What?"]
 
 
-def test_addresses_of_files_are_paths_below_the_source(root):
+def test_file_urls_are_paths_in_source(root):
     content = [{"image": f"file://{root}/{FIRST}"}]
     assert parts({"messages": [message("user", content)]}, root) == [
         ImageSegment(None, f"{root}/{FIRST}")
@@ -269,17 +269,17 @@ def test_addresses_of_files_are_paths_below_the_source(root):
         ({"type": "audio", "audio": "a.wav"}, AudioSegment(None, "/set/a.wav")),
         ({"type": "audio_url", "audio_url": {"url": "a.wav"}}, AudioSegment(None, "/set/a.wav")),
         (
-            {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}},
+            {"type": "input_audio", "input_audio": {"data": AUDIO_BASE64, "format": "wav"}},
             AudioSegment(b"RIFF"),
         ),
-        ({"type": "audio", "url": f"data:audio/wav;base64,{SOUND}"}, AudioSegment(b"RIFF")),
+        ({"type": "audio", "url": f"data:audio/wav;base64,{AUDIO_BASE64}"}, AudioSegment(b"RIFF")),
     ],
 )
-def test_clips_and_sounds_in_a_message(part, expected):
+def test_videos_and_audio_in_message_are_read(part, expected):
     assert parts({"messages": [message("user", [part])]}, "/set") == [expected]
 
 
-def test_named_files_and_columns_may_take_turns(root):
+def test_named_files_and_columns_can_mix(root):
     content = [{"type": "image", "image": FIRST}, {"type": "image"}]
     first = ImageSegment(None, f"{root}/{FIRST}")
     second = ImageSegment(None, f"{root}/{SECOND}")
@@ -289,7 +289,7 @@ def test_named_files_and_columns_may_take_turns(root):
     assert parts(both, root) == [second, ImageSegment(None, f"{root}/{COCO}")]
 
 
-def test_words_that_look_like_placeholders_stay_words(read):
+def test_placeholder_text_without_files_stays_text(read):
     for columns in (
         {"messages": [message("user", "<image> <video>"), message("assistant", "a")]},
         {
@@ -306,7 +306,7 @@ def test_words_that_look_like_placeholders_stay_words(read):
         assert len(sample.images) == ("images" in columns or "image" in columns)
 
 
-def test_captions_take_any_number_of_images(root):
+def test_caption_with_several_images_is_read(root):
     found = parse({"images": [FIRST, SECOND], "text": "two"}, root)
     assert [type(s).__name__ for s in found] == ["ImageSegment", "ImageSegment", "TextSegment"]
 
@@ -314,19 +314,19 @@ def test_captions_take_any_number_of_images(root):
 # Tools in ShareGPT
 
 
-def test_calls_of_tools_become_calls_and_answers():
-    """LLaMA-Factory, data/README.md: function_call and observation."""
+def test_sharegpt_tool_calls_become_calls_and_results():
+    """Read the keys function_call and observation of LLaMA-Factory, data/README.md."""
     calls = [{"name": "tall", "arguments": {"a": 1}}, {"name": "wide", "arguments": "{}"}]
     entries = [
-        said("human", "How large?"),
-        said("function_call", json.dumps(calls[0])),
-        said("function_call", json.dumps([calls[1]])),
-        said("observation", '{"size": 3}'),
-        said("gpt", "Three."),
+        say("human", "How large?"),
+        say("function_call", json.dumps(calls[0])),
+        say("function_call", json.dumps([calls[1]])),
+        say("observation", '{"size": 3}'),
+        say("gpt", "Three."),
     ]
     tools = '[{"name": "tall"}, {"name": "wide"}]'
     found = conversation({"conversations": entries, "tools": tools})
-    own = [
+    messages = [
         message("user", "How large?"),
         {
             **message("assistant", None),
@@ -335,25 +335,25 @@ def test_calls_of_tools_become_calls_and_answers():
         message("tool", '{"size": 3}'),
         message("assistant", "Three."),
     ]
-    expected = conversation({"messages": own, "tools": tools})
+    expected = conversation({"messages": messages, "tools": tools})
     assert found == expected
     assert [len(turn.tool_calls) for turn in found.turns] == [0, 2, 0, 0]
     assert [tool["function"]["name"] for tool in found.tools] == ["tall", "wide"]
 
 
-def test_answers_in_a_prompt_stay_out_of_the_loss(read, tokenizer):
+def test_assistant_messages_of_prompt_are_not_in_loss(read, tokenizer):
     prompt = [message("user", "a"), message("assistant", "red"), message("user", "c")]
     text = read({"prompt": prompt, "completion": [message("assistant", "blue")]}).text
-    learnt = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
-    assert tokenizer.decode(learnt) == "blue</s>"
+    loss_ids = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
+    assert tokenizer.decode(loss_ids) == "blue</s>"
 
 
-def test_calls_that_parquet_filled_in_are_none():
+def test_tool_calls_of_none_are_ignored():
     filled = {**message("assistant", "a"), "tool_calls": None}
     assert parts({"conversations": [filled, filled]}) == ["a", "a"]
 
 
-def test_every_layout_is_in_the_documents():
+def test_documentation_lists_all_record_formats():
     table = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
     for layout in LAYOUTS:
         assert re.search(rf"^\| {layout.name} \|", table, re.MULTILINE), layout.name
@@ -361,17 +361,17 @@ def test_every_layout_is_in_the_documents():
             assert all(f"`{name}`" in table for name in group), group
 
 
-def test_the_examples_of_the_documents_are_read():
+def test_examples_of_documentation_are_read():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "data_formats.md").read_text()
     text = page.partition("One record of each format:\n\n```json\n")[2].partition("```")[0]
-    found = []
+    names = []
     while text.strip():
         record, end = json.JSONDecoder().raw_decode(text)
         text = text[end:].lstrip()
         layout = recognise(Record(record, "/set"))
         layout.read(Record(record, "/set"))
-        found.append(layout.name)
-    assert found == [layout.name for layout in LAYOUTS]
+        names.append(layout.name)
+    assert names == [layout.name for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(
@@ -386,17 +386,17 @@ def test_the_examples_of_the_documents_are_read():
         ({"text": "a", "answers": ["b"]}, ()),
     ],
 )
-def test_all_that_people_wrote_is_known(columns, references):
+def test_references_are_read(columns, references):
     assert references_of(Record(columns)) == references
 
 
-@pytest.mark.parametrize("value", ["a", [1], [["a"]]])
-def test_references_are_texts(value):
+@pytest.mark.parametrize("references", ["a", [1], [["a"]]])
+def test_references_must_be_strings(references):
     with pytest.raises(CorruptSampleError, match="references"):
-        references_of(Record({"text": "a", "references": value}))
+        references_of(Record({"text": "a", "references": references}))
 
 
-def test_references_may_have_another_name(tmp_path):
+def test_references_column_can_be_renamed(tmp_path):
     rows = [{"image": b"", "text": "a", "captions": ["b", "c"]}]
     path = write_parquet(tmp_path / "set", rows)
     config = SourceConfig(path=str(path), columns={"references": "captions"})

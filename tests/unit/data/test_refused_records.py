@@ -1,4 +1,4 @@
-"""Records that are refused, with what is wrong: numbers, keys, entries."""
+"""Rejected records and their error messages: numbers of files, keys and entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import socket
 
 import pytest
-from layout_cases import FIRST, SECOND, said
+from layout_cases import FIRST, SECOND, say
 from layout_cases import turn as message
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -19,30 +19,30 @@ def chat(*entries, **columns):
     return {"conversations": [*entries], **columns}
 
 
-def messages(*said, **columns):
-    return {"messages": [*said], **columns}
+def messages(*entries, **columns):
+    return {"messages": [*entries], **columns}
 
 
-def asked(part, **columns):
+def ask(part, **columns):
     return messages(message("user", [part]), message("assistant", "a"), **columns)
 
 
-Q, A = said("human", "<image>\nWhat?"), said("gpt", "A bus.")
+Q, A = say("human", "<image>\nWhat?"), say("gpt", "A bus.")
 SKY = {"prompt": "The sky is", "completion": " blue."}
 ASK = {"question": "What?", "choices": ["red", "blue"]}
 TURNS = [message("user", "a"), message("assistant", "b")]
 DOG = {"ref": ["dog"], "bbox": [[10, 20, 30, 40]]}
 
-REFUSED = [
-    # numbers of files
+REJECTED = [
+    # Numbers of files
     (chat(Q, A), "1 <image> placeholders but 0 image files"),
-    (chat(said("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 image files"),
+    (chat(say("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 image files"),
     (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 image files"),
-    (chat(Q, said("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 image files"),
+    (chat(Q, say("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 image files"),
     (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 video files"),
     (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 video files"),
-    (chat(Q, said("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 image"),
-    (chat(said("human", "<audio>?"), A), "1 <audio> placeholders but 0 audio files"),
+    (chat(Q, say("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 image"),
+    (chat(say("human", "<audio>?"), A), "1 <audio> placeholders but 0 audio files"),
     (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both contain image files"),
     (
         messages(message("user", "<image> <image>"), message("assistant", "a"), images=[FIRST]),
@@ -59,8 +59,8 @@ REFUSED = [
     ),
     ({**SKY, "prompt": "<image><image>", "image": FIRST}, "2 <image> placeholders but 1 image"),
     ({"question": "<image> <image>?", "answer": "a", "image": FIRST}, "2 <image> placeholders"),
-    (asked({"type": "image"}), "1 image parts in messages, 0 of which have a file, but 0 image"),
-    (asked({"type": "image"}, images=[FIRST, SECOND]), "1 image parts .* but 2 image files"),
+    (ask({"type": "image"}), "1 image parts in messages, 0 of which have a file, but 0 image"),
+    (ask({"type": "image"}, images=[FIRST, SECOND]), "1 image parts .* but 2 image files"),
     (
         messages(
             message("user", [{"type": "image", "image": FIRST}] * 2 + [{"type": "image"}]),
@@ -69,7 +69,7 @@ REFUSED = [
         ),
         "3 image parts in messages, 2 of which have a file, but 2 image files",
     ),
-    # nearly a layout
+    # Incomplete record formats
     (
         chat(Q, A, {"speaker": "human", "utterance": "x"}, image=FIRST),
         "`conversations` exists, but entry 3 has neither from/value nor role/content, only speaker",
@@ -77,7 +77,7 @@ REFUSED = [
     (chat(Q, {}, image=FIRST), "entry 2 has neither from/value nor role/content, because it is"),
     (chat("a"), "`conversations` exists, but entry 1 is str, not an object"),
     (chat({"from": "human"}), "entry 1 has from but no value"),
-    (chat(said("robot", "a")), "entry 1 has from = 'robot'; use one of system, human, user"),
+    (chat(say("robot", "a")), "entry 1 has from = 'robot'; use one of system, human, user"),
     ({"conversation": [{"human": "a"}]}, "`conversation` exists, but entry 1 has neither"),
     ({"conversations": "a"}, "column conversations is str, not a list"),
     ({"conversations": []}, "the chat has no messages"),
@@ -90,13 +90,13 @@ REFUSED = [
     ({"texts": [{"user": "a"}]}, "`texts` exists, but entry 1 has no assistant text"),
     ({"texts": [{"user": "a", "assistant": "b"}, None]}, "`texts` exists, but entry 2 has no user"),
     ({"label": 3}, r"no record format matches the columns \['label'\]"),
-    # wrong values
-    (chat(Q, said("gpt", " "), image=FIRST), "assistant message has no content"),
-    (chat(said("human", 3), A), "content is int, not a string or a list"),
-    (chat(said("function_call", "f(x)")), "entry 1 contains a tool call that is not valid JSON"),
-    (chat(said("function_call", "{}")), "entry 1 contains a tool call without a name"),
-    (chat(said("function_call", '{"name": "f"}')), "entry 1 contains a call of f without"),
-    (chat(said("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
+    # Wrong values
+    (chat(Q, say("gpt", " "), image=FIRST), "assistant message has no content"),
+    (chat(say("human", 3), A), "content is int, not a string or a list"),
+    (chat(say("function_call", "f(x)")), "entry 1 contains a tool call that is not valid JSON"),
+    (chat(say("function_call", "{}")), "entry 1 contains a tool call without a name"),
+    (chat(say("function_call", '{"name": "f"}')), "entry 1 contains a call of f without"),
+    (chat(say("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
     ({"query": 3, "response": "a"}, "column query is int, not a string"),
     ({"query": "a", "response": ["b"]}, "column response is list, not a string"),
     ({"query": "a", "response": "b", "history": [["c"]]}, "history entry 1 is list of 1, not"),
@@ -130,7 +130,7 @@ REFUSED = [
          "image": FIRST},
         "content part an object with type, text is not supported; use one of text, image, video,",
     ),
-    # preferences
+    # Preference data
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to preference"),
     (
         messages(message("user", "a"), message("assistant", "b"), rejected_response="c"),
@@ -139,13 +139,13 @@ REFUSED = [
     ({**SKY, "label": False}, "column label belongs to preference data"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to preference"),
     ({**SKY, "label": "True"}, "column label belongs to preference data"),
-    (chat(said("human", "a"), A, label=True), "column label belongs to preference data"),
+    (chat(say("human", "a"), A, label=True), "column label belongs to preference data"),
     ({"query": "a", "response": "b", "label": False}, "column label belongs to preference"),
     (
         messages(*TURNS, rejected_messages=TURNS),
         "column rejected_messages belongs to preference data",
     ),
-    # columns that change a chat
+    # Columns that change a chat
     (messages(*TURNS, documents=[{"text": "c"}]), "column documents is not supported for chats"),
     (messages(*TURNS, system_prompt="c"), r"system_prompt = 'c' .* \{ system = \"system_prompt"),
     (messages(*TURNS, system="d", system_prompt="c"), "column system_prompt = 'c' is not"),
@@ -155,7 +155,7 @@ REFUSED = [
     ({**SKY, "system": "c"}, "column system requires a chat, but prompt and completion are"),
     ({**SKY, "tools": [{"name": "f"}]}, "column tools requires a chat, but prompt and"),
     ({"instruction": "a", "output": "b", "context": "c"}, r"columns = \{ input = \"context\" \}"),
-    # placeholders that a column has to fill
+    # Placeholders that require a column
     (
         messages(message("user", "the <ref-object>"), message("assistant", "a"), objects=DOG),
         "text contains <ref-object>, but column objects is not supported",
@@ -178,7 +178,7 @@ REFUSED = [
         for empty in ([], "", [None], [""], float("nan"))
     ),
     ({"text": "<image> a", "image": ""}, "text contains <image>, but column image has no file"),
-    # decoded audio
+    # Decoded audio
     ({"audio": {"array": [0.5]}, "text": "a"}, "sampling_rate = None; use samples per second"),
     *(
         ({"audio": {"array": [0.5], "sampling_rate": rate}, "text": "a"}, "but sampling_rate = ")
@@ -203,47 +203,47 @@ REFUSED = [
         )
     ),
     ({"image": {"array": [0.5], "sampling_rate": 8000}, "text": "a"}, "supported only for audio"),
-    # files inside of messages
-    (asked({"type": "image", "image": "http://a/b.png"}), "does not download"),
-    (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "does not download"),
-    (asked({"type": "image", "image": "../b.png"}), "is outside"),
-    (asked({"image": "file:///etc/passwd"}), "is outside"),
-    (asked({"type": "image_url", "image_url": {"url": "data:image/png,x"}}), "not data:TYPE;"),
-    (asked({"type": "image", "image": "data:image/png;base64,?"}), "image data is not valid"),
-    (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another type"),
-    (asked({"type": "image", "source": {"type": "file", "file_id": "f1"}}), "file_id 'f1'"),
-    (asked({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2 files, not one file"),
+    # Files inside of messages
+    (ask({"type": "image", "image": "http://a/b.png"}), "does not download"),
+    (ask({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "does not download"),
+    (ask({"type": "image", "image": "../b.png"}), "is outside"),
+    (ask({"image": "file:///etc/passwd"}), "is outside"),
+    (ask({"type": "image_url", "image_url": {"url": "data:image/png,x"}}), "not data:TYPE;"),
+    (ask({"type": "image", "image": "data:image/png;base64,?"}), "image data is not valid"),
+    (ask({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another type"),
+    (ask({"type": "image", "source": {"type": "file", "file_id": "f1"}}), "file_id 'f1'"),
+    (ask({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2 files, not one file"),
     (
-        asked({"type": "image", "image": FIRST, "url": SECOND}),
+        ask({"type": "image", "image": FIRST, "url": SECOND}),
         "image part of a user message specifies its file as image and url; keep one",
     ),
-    (asked({"type": "image", "image": 3}), "image is int, not bytes or a path"),
-    (asked({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
-    (asked({"type": "audio", "audio": {"path": None, "data": 3}}), "audio data is int, not base64"),
-    (asked({"type": "document", "title": "x"}), "use one of text, image, video, audio"),
-    (asked({"image": FIRST, "video": "a.mp4"}), "use one of text, image, video, audio"),
-    (asked({"type": "text", "text": None}), "use one of text, image, video, audio"),
+    (ask({"type": "image", "image": 3}), "image is int, not bytes or a path"),
+    (ask({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
+    (ask({"type": "audio", "audio": {"path": None, "data": 3}}), "audio data is int, not base64"),
+    (ask({"type": "document", "title": "x"}), "use one of text, image, video, audio"),
+    (ask({"image": FIRST, "video": "a.mp4"}), "use one of text, image, video, audio"),
+    (ask({"type": "text", "text": None}), "use one of text, image, video, audio"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("columns", "reason"), REFUSED)
-def test_what_is_refused_says_why(read, columns, reason, monkeypatch):
+@pytest.mark.parametrize(("columns", "reason"), REJECTED)
+def test_rejected_record_reports_reason(read, columns, reason, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
     with pytest.raises(CorruptSampleError, match=reason):
         read(copy.deepcopy(columns))
 
 
-def test_the_neighbours_of_what_is_refused_are_fine(read):
-    """What is wrong with the records above is what they are refused for."""
-    assert len(REFUSED) >= 40
+def test_similar_valid_records_are_read(read):
+    """Check that only the reported problem makes the rejected records above invalid."""
+    assert len(REJECTED) >= 40
     for columns in (
         chat(Q, A, image=FIRST),
-        chat(said("human", "What?"), A),
+        chat(say("human", "What?"), A),
         messages(message("user", "<image> <image>"), message("assistant", "a"),
                  images=[FIRST, SECOND]),
         {"query": "<image>?", "response": "a", "image": FIRST, "history": [["c", "d"]]},
-        asked({"type": "image"}, images=[FIRST]),
-        asked({"type": "image", "image": FIRST}),
+        ask({"type": "image"}, images=[FIRST]),
+        ask({"type": "image", "image": FIRST}),
         {**ASK, "answer": 1}, {**ASK, "answer": "(B)"}, {**ASK, "answer": "blue"},
         {**ASK, "answer": "0"}, {"question": "a", "answer": "b"},
         {**SKY, "label": 1}, SKY,
@@ -258,9 +258,9 @@ def test_the_neighbours_of_what_is_refused_are_fine(read):
         assert any(read(columns).text.loss)
 
 
-def test_files_inside_of_records_have_a_limit(monkeypatch):
+def test_inline_files_have_size_limit(monkeypatch):
     monkeypatch.setattr(columns_module, "MAX_INLINE_BYTES", 10)
-    record = asked({"type": "image", "image": "data:image/png;base64," + "A" * 16})
+    record = ask({"type": "image", "image": "data:image/png;base64," + "A" * 16})
     with pytest.raises(
         CorruptSampleError, match="image of 12 bytes inside the record, but the limit is 10"
     ):
@@ -281,7 +281,7 @@ def nested(levels):
         {"messages": [message("user", [{"type": "image", "image": nested(100_000)}])]},
         {"messages": [message(nested(100_000), "a")]},
         chat({"from": nested(100_000), "value": "a"}),
-        chat(said("function_call", "[" * 100_000)),
+        chat(say("function_call", "[" * 100_000)),
         {**ASK, "answer": nested(100_000)},
         {"query": "a", "response": "b", "history": nested(100_000)},
         {"texts": [{"user": nested(100_000), "assistant": "b"}]},
@@ -292,6 +292,6 @@ def test_deeply_nested_values_cost_one_sample(columns, read):
         read(columns)
 
 
-def test_a_million_placeholders_are_counted_not_split(read):
+def test_million_placeholders_are_counted(read):
     with pytest.raises(CorruptSampleError, match="1000000 <image> placeholders but 1 image files"):
-        read(chat(said("human", "<image>" * 1_000_000), A, image=FIRST))
+        read(chat(say("human", "<image>" * 1_000_000), A, image=FIRST))

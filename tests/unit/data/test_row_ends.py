@@ -1,5 +1,7 @@
-"""Mistral 3 and Pixtral: a token at the end of every row of an image; Hugging Face's processor and
-model on the same pictures give the same."""
+"""Mistral 3 and Pixtral: a token at the end of every row of patches, as in Hugging Face.
+
+The Hugging Face processor and model on the same images are the reference.
+"""
 
 from itertools import islice
 
@@ -9,7 +11,7 @@ import torch
 from data_cases import data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tile_cases import make_tokenizer
 from torch.nn import functional
 from transformers import PixtralImageProcessorPil
@@ -21,9 +23,9 @@ from torchmm.data.media.text import places_in_rows
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
-PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20)]
+IMAGE_SIZES = [(100, 40), (40, 120), (64, 64), (20, 20)]
 MERGED = {"mistral3": 2, "pixtral_llava": 1}
-"""Rows and columns of patches in a token."""
+"""Rows and columns of patches per token."""
 CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun"]
 
 
@@ -51,11 +53,11 @@ def model(name, tokenizer):
 def microbatches(model, tokenizer, tmp_path):
     rows = [
         {"image": {"bytes": png(*size, seed), "path": None}, "text": CAPTIONS[seed]}
-        for seed, size in enumerate(PICTURES)
+        for seed, size in enumerate(IMAGE_SIZES)
     ]
-    path = write_parquet(tmp_path / "pictures", rows)
+    path = write_parquet(tmp_path / "images", rows)
     loader = build_loader(
-        data_config(tmp_path, SourceConfig(path=str(path), name="pictures"), shuffle=False),
+        data_config(tmp_path, SourceConfig(path=str(path), name="images"), shuffle=False),
         training(global_batch_size=1, sequence_length=1024),
         text_spec=model.text_spec(tokenizer),
         image_specs=model.image_specs(),
@@ -69,18 +71,21 @@ def microbatches(model, tokenizer, tmp_path):
     return batch.microbatches
 
 
-def test_placeholders_of_rows_leave_room_for_their_ends() -> None:
+def test_row_placeholders_skip_row_ends() -> None:
     assert places_in_rows(6, 3).tolist() == [0, 1, 2, 4, 5, 6]
     assert places_in_rows(3, 1).tolist() == [0, 2, 4]
 
 
 def processed(number: int, side: int, tokenizer) -> dict[str, torch.Tensor]:
-    """A picture by Hugging Face's image processor, and its text as `PixtralProcessor` writes it,
-    which needs torchvision. Tokens are `side` patches wide."""
+    """Return an image and its text, prepared as by Hugging Face `PixtralProcessor`.
+
+    The image is from the Hugging Face image processor. `PixtralProcessor` requires torchvision, so
+    that this function writes its text. Tokens are `side` patches wide.
+    """
     processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4})
-    picture = decode_rgb(png(*PICTURES[number], number), 10**6)
+    image = decode_rgb(png(*IMAGE_SIZES[number], number), 10**6)
     token = {"height": 4 * side, "width": 4 * side}
-    images = processor(picture, patch_size=token, size={"longest_edge": 48}, return_tensors="pt")
+    images = processor(image, patch_size=token, size={"longest_edge": 48}, return_tensors="pt")
     height, width = (length // (4 * side) for length in images["image_sizes"][0].tolist())
     written = "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
     ids = tokenizer(f"<s>{written}{CAPTIONS[number]}</s>", return_tensors="pt")["input_ids"]
@@ -89,10 +94,8 @@ def processed(number: int, side: int, tokenizer) -> dict[str, torch.Tensor]:
 
 @proves("images", COMPOSITES)
 @pytest.mark.parametrize("name", list(MERGED), indirect=True)
-def test_rows_give_hugging_faces_ids_loss_and_gradients(
-    name, model, microbatches, tokenizer
-) -> None:
-    plain = plain_composite(model)
+def test_row_end_model_matches_hugging_face(name, model, microbatches, tokenizer) -> None:
+    plain = hf_model(model)
     losses = []
     for microbatch in microbatches:
         for position, meta in enumerate(microbatch.meta.samples):
@@ -105,22 +108,22 @@ def test_rows_give_hugging_faces_ids_loss_and_gradients(
             logits = plain(**sample, use_cache=False).logits[0]
             targets = microbatch.targets_T[start:stop]
             losses.append(functional.cross_entropy(logits, targets, reduction="sum"))
-    assert len(losses) >= len(PICTURES)
+    assert len(losses) >= len(IMAGE_SIZES)
     expected = torch.stack(losses).sum()
     loss = torch.stack([model(microbatch) for microbatch in microbatches]).sum()
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
-def test_features_in_the_places_of_row_ends_change_the_loss(model, microbatches) -> None:
+def test_features_at_row_end_positions_change_loss(model, microbatches) -> None:
     loss = model(microbatches[0])
     inputs = microbatches[0].encoders["vision"]
     inputs.positions_K = inputs.positions_K[0] + torch.arange(len(inputs.positions_K))
     assert relative_error(model(microbatches[0]), loss) > 1e-5
 
 
-def test_a_tokenizer_without_row_ends_is_refused(model) -> None:
+def test_tokenizer_without_row_end_is_rejected(model) -> None:
     with pytest.raises(ConfigError, match=r"has no token '\[IMG_BREAK\]'"):
         model.text_spec(make_tokenizer("llava_next"))

@@ -49,37 +49,37 @@ def test_caption_with_prompt():
         {"jpg": b"x", "json": b'{"text": "dog"}'},
     ],
 )
-def test_captions_from_all_kinds_of_columns(columns):
+def test_captions_are_read_from_any_columns(columns):
     assert parse(columns) == (ImageSegment(data=b"x"), text("dog"))
 
 
-def test_text_alone_and_caption_without_image():
+def test_text_and_caption_without_image_are_read():
     assert parse({"text": "dog"}) == parse({"text": "dog", "image": None}) == (text("dog"),)
 
 
-def test_interleaved_keeps_the_order():
+def test_interleaved_record_preserves_order():
     columns = {"images": [None, b"1", b"2", None], "texts": ["a", None, None, "b"]}
     parts = (text("a"), ImageSegment(data=b"1"), ImageSegment(data=b"2"), text("b"))
     assert parse(columns) == parts
 
 
-def test_chat_gets_its_images_in_order():
+def test_chat_receives_its_files_in_order():
     def render(conversation, options):
         return Sample(conversation.turns[0].parts)
 
-    kinds = ("image", "audio", "video", "image")
-    messages = [{"role": "user", "content": [{"type": kind} for kind in kinds]}]
+    types = ("image", "audio", "video", "image")
+    messages = [{"role": "user", "content": [{"type": kind} for kind in types]}]
     columns = {"images": [b"1", {"bytes": b"2"}], "audios": [b"3"], "videos": [b"4"]}
-    made = parse_record(Record({"messages": messages, **columns}), render)
+    sample = parse_record(Record({"messages": messages, **columns}), render)
     first, second = ImageSegment(data=b"1"), ImageSegment(data=b"2")
-    assert made.segments == (first, AudioSegment(data=b"3"), VideoSegment(data=b"4"), second)
+    assert sample.segments == (first, AudioSegment(data=b"3"), VideoSegment(data=b"4"), second)
 
 
 @pytest.mark.parametrize(
     "tools", [[{"name": "f"}], '[{"name": "f"}]', [{"type": "function", "function": {"name": "f"}}]]
 )
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_chats_get_their_tools(column, tools):
+def test_chat_receives_its_tools(column, tools):
     def render(conversation, options):
         assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
         return Sample(())
@@ -89,7 +89,7 @@ def test_chats_get_their_tools(column, tools):
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", "", [None], {"name": None}])
-def test_empty_columns_of_tools_change_nothing(tools):
+def test_empty_tools_column_is_ignored(tools):
     def render(conversation, options):
         return Sample(conversation.turns[0].parts)
 
@@ -98,13 +98,13 @@ def test_empty_columns_of_tools_change_nothing(tools):
     assert parse({"text": "dog", "tools": "hammer"}) == (text("dog"),)
 
 
-def test_clips_are_columns_and_elements():
-    clip = VideoSegment(data=b"1")
-    assert parse({"mp4": b"1", "txt": "dog"}) == (clip, text("dog"))
-    everything = parse({"audio": b"3", "video": b"1", "image": b"2", "text": "dog"})
-    assert [type(s).__name__[:5] for s in everything] == ["Image", "Video", "Audio", "TextS"]
+def test_videos_are_read_from_columns_and_lists():
+    video = VideoSegment(data=b"1")
+    assert parse({"mp4": b"1", "txt": "dog"}) == (video, text("dog"))
+    segments = parse({"audio": b"3", "video": b"1", "image": b"2", "text": "dog"})
+    assert [type(s).__name__[:5] for s in segments] == ["Image", "Video", "Audio", "TextS"]
     columns = {"videos": [None, b"1"], "images": [b"2", None], "texts": [None, None]}
-    assert parse(columns) == (ImageSegment(data=b"2"), clip)
+    assert parse(columns) == (ImageSegment(data=b"2"), video)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_clips_are_columns_and_elements():
         ({"image": {"bytes": None, "path": "a/../../x.png"}, "text": "dog"}, "is outside"),
     ],
 )
-def test_malformed_records_are_corrupt(columns, message, monkeypatch):
+def test_malformed_record_is_corrupt(columns, message, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
     with pytest.raises(CorruptSampleError, match=message):
         parse(columns, root="/data/set")
 
 
-def test_paths_are_relative_to_the_root():
+def test_image_paths_are_relative_to_root():
     assert parse({"image": "a/b.png", "text": "x"}, "/data")[0] == ImageSegment(
         path="/data/a/b.png"
     )
@@ -162,14 +162,14 @@ def test_assign_encoders_rejects_unread_evidence():
 # Limit
 
 
-def test_limit_on_the_number_of_corrupt_samples():
+def test_corrupt_limit_stops_at_max_samples():
     limit = CorruptLimit(max_samples=2, max_fraction=1.0)
     limit.add(2, 10)
     with pytest.raises(DataError, match="3 of 20"):
         limit.add(1, 10)
 
 
-def test_limit_on_the_share_needs_a_hundred_samples():
+def test_corrupt_fraction_requires_hundred_samples():
     limit = CorruptLimit(max_samples=1000, max_fraction=0.1)
     limit.add(50, 99)
     with pytest.raises(DataError, match=r"max_corrupt_fraction = 0\.1"):
@@ -178,7 +178,7 @@ def test_limit_on_the_share_needs_a_hundred_samples():
 
 
 def test_limit_counts_all_measured_samples():
-    """11 of 200 samples are corrupt, and all are among the first 108 of the run."""
+    """Check a limit if 11 of 200 samples are corrupt, all among the first 108."""
     limit = CorruptLimit(100, 0.1, measured=200)
     limit.add(11, 108)
     with pytest.raises(DataError, match="21 of 120"):

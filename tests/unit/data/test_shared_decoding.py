@@ -1,4 +1,4 @@
-"""Ranks that work on the same samples: who decodes which images, and what becomes of torn ones."""
+"""Ranks that process the same samples: which images each rank decodes, and corrupt samples."""
 
 from dataclasses import replace
 from itertools import islice
@@ -19,15 +19,17 @@ pytestmark = needs_extension("extensions.generation")
 ALL = None
 NOTHING = Reads({})
 HALVES = [Reads({"vision": Share(part, 2), "generator": Share(part, 2)}) for part in range(2)]
-DRAWINGS = GeneratorSpec(size_px=16, patch_size_px=8)
-TORN = (0, 3, 11, 13, 17, 19)
-"""Pictures of captions and documents, and some to be drawn."""
+GENERATOR = GeneratorSpec(size_px=16, patch_size_px=8)
+CORRUPT = (0, 3, 11, 13, 17, 19)
+"""Indices of corrupt images: in captions, in documents, and target images."""
 
 
 @pytest.fixture
 def make(tmp_path, tokenizer, text_spec):
-    """Builds a rank's loader of captions, documents with two pictures each, and pictures to be
-    drawn, each in a file; a step has none of them twice."""
+    """Return a function that builds a loader of captions, documents and target images.
+
+    Documents have two images each. Each image is a separate file and is in a step at most once.
+    """
     for number in range(24):
         (tmp_path / f"{number}.png").write_bytes(png(20 + number, 24, number))
     captions = [{"image": f"{n}.png", "text": caption(n)} for n in range(10)]
@@ -53,7 +55,7 @@ def make(tmp_path, tokenizer, text_spec):
             data_parallel_rank=0,
             data_parallel_size=1,
             state=None,
-            generator_spec=DRAWINGS,
+            generator_spec=GENERATOR,
             reads=reads,
         )
 
@@ -61,20 +63,20 @@ def make(tmp_path, tokenizer, text_spec):
 
 
 def first(loader: Loader) -> StepBatch:
-    """The first batch, as a trainer gets it."""
+    """Return the first batch that a trainer receives."""
     [batch] = islice(loader.batches(), 1)
     assert batch is not None
     return batch
 
 
-def tear(tmp_path) -> None:
-    for number in TORN:
+def truncate_images(tmp_path) -> None:
+    for number in CORRUPT:
         file = tmp_path / f"{number}.png"
         file.write_bytes(file.read_bytes()[:-700])
 
 
 def assert_equal(found: Microbatch, wanted: Microbatch) -> None:
-    """The same, but for pixels that are not held."""
+    """Check that two microbatches are equal, except for pixels that were not decoded."""
     for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
         assert torch.equal(getattr(found, key), getattr(wanted, key)), key
     assert found.cu_seqlens == wanted.cu_seqlens and found.meta == wanted.meta
@@ -109,7 +111,7 @@ def images_in(batch: StepBatch) -> int:
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX], ids=["fixed", "patches"])
-def test_ranks_share_the_images_of_a_step(make, spec):
+def test_ranks_share_images_of_step(make, spec):
     whole = first(make(ALL, spec))
     halves = [first(make(reads, spec)) for reads in HALVES]
     for half in halves:
@@ -121,11 +123,11 @@ def test_ranks_share_the_images_of_a_step(make, spec):
         assert held == list(range(len(microbatch.encoders["vision"].grids_thw)))
     counts = [half.decoded_media for half in halves]
     assert sum(counts) == images_in(whole) == whole.decoded_media and min(counts) > 0
-    everybody = [first(make(ALL, spec)).decoded_media for _ in halves]
-    assert sum(everybody) == 2 * images_in(whole), "the counter does not tell"
+    full_counts = [first(make(ALL, spec)).decoded_media for _ in halves]
+    assert sum(full_counts) == 2 * images_in(whole), "the counter does not depend on the rank"
 
 
-def test_ranks_without_pixels_open_no_file(make, tmp_path):
+def test_ranks_without_pixels_open_no_files(make, tmp_path):
     whole = first(make(ALL))
     for file in tmp_path.glob("*.png"):
         file.unlink()
@@ -135,11 +137,11 @@ def test_ranks_without_pixels_open_no_file(make, tmp_path):
         assert_equal(own, wanted)
         assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)
     assert 0 < found.read_bytes < whole.read_bytes
-    assert len(first(make(HALVES[0])).corrupt) > 0, "files are still there"
+    assert len(first(make(HALVES[0])).corrupt) > 0, "the files still exist"
 
 
-def test_parts_of_rows_are_shared_by_the_ranks_that_have_them(make):
-    """Two ranks for each half of every row."""
+def test_context_parallel_ranks_share_images(make):
+    """Check two ranks for each half of every sequence."""
     whole = first(make(ALL))
     reads = [
         Reads({"vision": Share(part, 2)}, Share(context, 2))
@@ -155,9 +157,9 @@ def test_parts_of_rows_are_shared_by_the_ranks_that_have_them(make):
 @pytest.mark.parametrize(
     ("spec", "positions"), [(CLIP, "1d"), (QWEN, "mrope")], ids=["fixed", "mrope"]
 )
-def test_all_ranks_make_the_same_sample_blank(make, tmp_path, spec, positions):
+def test_all_ranks_blank_the_same_sample(make, tmp_path, spec, positions):
     clean = first(make(ALL, spec, positions))
-    tear(tmp_path)
+    truncate_images(tmp_path)
     loaders = [make(reads, spec, positions) for reads in (ALL, *HALVES, NOTHING)]
     batches = [first(loader) for loader in loaders]
     whole, *halves, without = batches
@@ -178,19 +180,19 @@ def test_all_ranks_make_the_same_sample_blank(make, tmp_path, spec, positions):
     assert all(own == metas[0] for own in metas)
 
 
-def test_ranks_that_have_not_heard_of_a_torn_sample_differ(make, tmp_path):
-    tear(tmp_path)
+def test_unreported_corrupt_sample_differs_between_ranks(make, tmp_path):
+    truncate_images(tmp_path)
     whole, without = first(make(ALL)), first(make(NOTHING))
     counts = [sum(m.target_count for m in b.microbatches) for b in (whole, without)]
     assert counts[0] < counts[1]
 
 
-def test_what_is_blank_was_never_read(make, tmp_path):
-    """A batch that is told of torn samples is the batch that found them."""
+def test_settled_batch_equals_batch_with_corruption(make, tmp_path):
+    """Check that a batch with reported corrupt samples equals the batch that detected them."""
     loader = make(ALL, QWEN, "mrope")
     clean = first(loader)
-    tear(tmp_path)
+    truncate_images(tmp_path)
     torn = first(make(ALL, QWEN, "mrope"))
-    told = loader.settle(clean, torn.corrupt)
-    for found, wanted in zip(told.microbatches, torn.microbatches, strict=True):
+    settled = loader.settle(clean, torn.corrupt)
+    for found, wanted in zip(settled.microbatches, torn.microbatches, strict=True):
         assert_equal(found, wanted)

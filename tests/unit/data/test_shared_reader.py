@@ -1,4 +1,4 @@
-"""One process reads a machine's streams: the same batches for every rank, each record read once."""
+"""A process that reads the streams of a host: equal batches on every rank, one read per record."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from torchmm.data.sources.streams import JsonLinesStream
 from torchmm.data.steps.elsewhere import START, Asked, digest_of
 from torchmm.recipe.data_section import SourceConfig
 
-SECRET = "of this machine"
+SECRET = "of this host"
 
 
 @pytest.fixture
 def site(tmp_path, tokenizer, text_spec):
-    """A stream, a source with an index, and what they are opened with."""
+    """Yield a stream, an indexed source, and functions that open them."""
     texts = [{"text": caption(i)} for i in range(53)]
     write_jsonl(tmp_path / "stream" / "part.jsonl", texts)
-    write_parquet(tmp_path / "pictures", caption_rows(11))
+    write_parquet(tmp_path / "images", caption_rows(11))
     specs = {
         "tokenizer": tokenizer,
         "text_spec": text_spec,
@@ -54,7 +54,7 @@ def site(tmp_path, tokenizer, text_spec):
     def data(**more):
         sources = [
             SourceConfig(path=str(tmp_path / "stream"), name="stream", streaming=True),
-            SourceConfig(path=str(tmp_path / "pictures"), name="pictures"),
+            SourceConfig(path=str(tmp_path / "images"), name="images"),
         ]
         return data_config(
             tmp_path, *(more.pop("sources", sources)), validation=sources[:1], **more
@@ -65,15 +65,15 @@ def site(tmp_path, tokenizer, text_spec):
         return started[-1].address
 
     def loader(streams, rank=0, **more):
-        given = data(**{k: more.pop(k) for k in ("workers", "timeout_s", "sources") if k in more})
+        config = data(**{k: more.pop(k) for k in ("workers", "timeout_s", "sources") if k in more})
         validation = more.get("validation", False)
-        found = find_samples(given, training(), streams=streams, validation=validation, **specs)
+        samples = find_samples(config, training(), streams=streams, validation=validation, **specs)
         return build_loader(
-            given,
+            config,
             training(),
             data_parallel_rank=rank,
             data_parallel_size=2,
-            samples=found,
+            samples=samples,
             **{"state": None, **specs, **more},
         )
 
@@ -85,7 +85,7 @@ def site(tmp_path, tokenizer, text_spec):
 
 
 @pytest.mark.parametrize(("workers", "arrange"), [(0, None), (2, None), (0, largest_first)])
-def test_batches_are_those_of_ranks_that_read_for_themselves(site, workers, arrange):
+def test_shared_reader_batches_match_separate_readers(site, workers, arrange):
     address = site.start(workers=workers)
     make = partial(site.loader, workers=workers, arrange=arrange)
     shares = []
@@ -101,7 +101,7 @@ def test_batches_are_those_of_ranks_that_read_for_themselves(site, workers, arra
 @pytest.mark.parametrize("arrange", [None, largest_first])
 def test_streamed_images_are_balanced(site, arrange):
     sources = [
-        SourceConfig(path=str(site.path / "pictures"), name="pictures", streaming=True),
+        SourceConfig(path=str(site.path / "images"), name="images", streaming=True),
         SourceConfig(path=str(site.path / "stream"), name="stream", streaming=True),
     ]
     address = site.start(sources=sources)
@@ -110,11 +110,11 @@ def test_streamed_images_are_balanced(site, arrange):
     shared = [batches_of(make(address, rank, balance=ALTERNATE), 4) for rank in range(2)]
     alone = [batches_of(make(None, rank, balance=ALTERNATE), 4) for rank in range(2)]
     steps = [zip(*batches, strict=True) for batches in (shared, alone, plain)]
-    for ours, others, theirs in zip(*steps, strict=True):
+    for ours, separate, theirs in zip(*steps, strict=True):
         assert_same_work(ours, theirs)
-        for own, other, expected in zip(ours, others, theirs, strict=True):
-            assert own.encoded == other.encoded
-            assert own.state == other.state == expected.state
+        for shared_batch, alone_batch, expected in zip(ours, separate, theirs, strict=True):
+            assert shared_batch.encoded == alone_batch.encoded
+            assert shared_batch.state == alone_batch.state == expected.state
     homes = [
         (rank, home)
         for rank, batches in enumerate(shared)
@@ -128,27 +128,27 @@ def test_streamed_images_are_balanced(site, arrange):
     assert [batch.encoded for batch in resumed] == [batch.encoded for batch in shared[1][2:]]
 
 
-def test_held_out_streams_are_read_there_too(site):
+def test_shared_reader_reads_validation_streams(site):
     address = site.start()
-    for _ in range(2):  # every validation begins anew
+    for _ in range(2):  # every validation starts from the first record
         for rank in range(2):
             own = take(site.loader(None, rank, validation=True), 99)
             assert take(site.loader(address, rank, validation=True), 99) == own
             assert len(own) < 99
 
 
-def test_a_rank_that_is_late_gets_the_same(site):
+def test_late_rank_receives_same_batches(site):
     address = site.start()
     late = iter(site.loader(address, 1))
     first = next(late)
     count = SLACK_STEPS + 6
     ahead = take(site.loader(address, 0), count)
-    rest = [first, *islice(late, count - 1)]
-    assert [(content(b), b.skipped, b.state) for b in rest] == take(site.loader(None, 1), count)
+    batches = [first, *islice(late, count - 1)]
+    assert [(content(b), b.skipped, b.state) for b in batches] == take(site.loader(None, 1), count)
     assert ahead == take(site.loader(None, 0), count)
 
 
-def test_each_record_is_read_once(site, monkeypatch):
+def test_shared_reader_reads_each_record_once(site, monkeypatch):
     read = []
     once = JsonLinesStream.next
     monkeypatch.setattr(JsonLinesStream, "next", lambda self: (read.append(1), once(self))[1])
@@ -166,18 +166,18 @@ def test_each_record_is_read_once(site, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-def test_samples_without_their_records_are_not_decoded(site):
-    """What the ranks would get if records did not travel."""
+def test_items_without_records_cannot_be_decoded(site):
+    """Check that a rank cannot decode a plan without records."""
     address = site.start()
     found = find_samples(site.data(), training(), streams=address, **site.specs)
-    asked = Asked(START, None, False, [0, 1], records=False)
-    part = found.ask(asked)
+    request = Asked(START, None, False, [0, 1], records=False)
+    part = found.ask(request)
     assert all(item.record is None for pack in part.packs.values() for item in pack)
     with pytest.raises(AssertionError):
         found.decoder.decode([list(part.packs.values())])
 
 
-def test_mistakes_in_the_data_are_told_to_every_rank(site):
+def test_data_error_is_reported_to_every_rank(site):
     nowhere = [SourceConfig(path=str(site.path / "nothing"), streaming=True)]
     address = site.start(sources=nowhere)
     for rank in range(2):
@@ -186,7 +186,7 @@ def test_mistakes_in_the_data_are_told_to_every_rank(site):
         assert caught.value.exit_code == 3
 
 
-def test_a_reader_that_was_killed_or_stopped_is_named(site):
+def test_killed_or_stopped_reader_is_reported(site):
     address = site.start()
     steps = iter(site.loader(address, timeout_s=2.0))
     next(steps)
@@ -198,15 +198,15 @@ def test_a_reader_that_was_killed_or_stopped_is_named(site):
         site.loader(address)
 
 
-def test_only_who_knows_the_secret_is_answered(site):
+def test_reader_rejects_wrong_secret(site):
     address = site.start()
-    liar = ReaderClient(ReaderAddress(address.path, "guessed", address.pid), False, 2.0)
+    intruder = ReaderClient(ReaderAddress(address.path, "guessed", address.pid), False, 2.0)
     with pytest.raises(DataError, match="exited unexpectedly"):
-        liar.describe()
-    assert ReaderClient(address, False, 60.0).describe().names == ["stream", "pictures"]
+        intruder.describe()
+    assert ReaderClient(address, False, 60.0).describe().names == ["stream", "images"]
 
 
-def test_it_ends_when_it_is_closed(site):
+def test_closed_reader_process_exits(site):
     address = site.start()
     site.started.pop().close()
     deadline = time.monotonic() + 10

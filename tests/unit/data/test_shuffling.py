@@ -10,32 +10,32 @@ from torchmm.data.steps.shuffling import mixed, permuted
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 65537])
 @pytest.mark.parametrize("key", [0, 1, (1 << 64) - 1])
-def test_every_number_comes_once(count, key):
+def test_permutation_has_each_number_once(count, key):
     assert sorted(permuted(np.arange(count), count, key)) == list(range(count))
 
 
-def test_places_do_not_depend_on_which_others_are_asked_for():
-    whole = permuted(np.arange(1000), 1000, 7)
-    assert permuted(np.array([999, 3, 500]), 1000, 7).tolist() == whole[[999, 3, 500]].tolist()
+def test_permuted_value_is_independent_of_others():
+    full = permuted(np.arange(1000), 1000, 7)
+    assert permuted(np.array([999, 3, 500]), 1000, 7).tolist() == full[[999, 3, 500]].tolist()
 
 
-def test_it_is_the_same_for_ever():
+def test_permutation_is_stable():
     assert permuted(np.arange(8), 8, 7).tolist() == [0, 4, 5, 6, 2, 7, 3, 1]
     assert mixed(1, 2, 3) == 15020427595393229491
 
 
-def test_all_permutations_are_about_equally_frequent():
+def test_permutations_are_uniformly_distributed():
     counts = Counter(tuple(permuted(np.arange(4), 4, key).tolist()) for key in range(4800))
     assert len(counts) == 24
     assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 49.7  # chi square, 23: 0.1 %
 
 
 @pytest.mark.parametrize("count", [4096, 5000])
-def test_neighbours_are_spread(count):
-    """Chi square of where a stretch of 512 positions goes, in 16 parts, for several keys."""
+def test_adjacent_positions_are_spread(count):
+    """Check by chi square that 512 adjacent positions spread over 16 bins, for several keys."""
     for key in range(8):
-        parts = permuted(np.arange(512), count, key) * 16 // count
-        found = np.bincount(parts, minlength=16)
+        bins = permuted(np.arange(512), count, key) * 16 // count
+        found = np.bincount(bins, minlength=16)
         assert ((found - 32) ** 2 / 32).sum() < 45  # 15: 37.7 at 0.1 %
     steps = np.diff(permuted(np.arange(count), count, 3))
     assert Counter(steps.tolist()).most_common(1)[0][1] < 12, "no fixed distance"

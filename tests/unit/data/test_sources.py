@@ -57,7 +57,7 @@ def write_paths(directory):
 
 
 def paths(directory):
-    """Captions whose images are files."""
+    """Return captions whose images are files."""
     write_paths(directory)
     rows = [json.loads(line) for name in "ab" for line in (directory / f"{name}.jsonl").open()]
     for name in "ab":
@@ -121,8 +121,8 @@ def contents(record):
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_format_gives_the_same_bytes_by_index_and_in_order(kind, tmp_path):
-    # Brackets are patterns, and "test" is a split, to libraries that guess.
+def test_formats_read_equally_by_index_and_stream(kind, tmp_path):
+    # Some libraries interpret brackets as patterns and "test" as a split.
     WRITERS[kind](tmp_path / "set [test]")
     check_format(tmp_path)
 
@@ -138,10 +138,10 @@ def check_format(tmp_path):
     stream = open_stream("set", config, cache)
     first = [contents(stream.next()) for _ in range(4)]
     position = json.loads(json.dumps(stream.position()))
-    rest = [contents(record) for record in iter(stream.next, None)]
-    assert first + rest == expected
+    remaining = [contents(record) for record in iter(stream.next, None)]
+    assert first + remaining == expected
     stream.restart(position)
-    assert [contents(record) for record in iter(stream.next, None)] == rest
+    assert [contents(record) for record in iter(stream.next, None)] == remaining
     stream.restart(None)
     assert contents(stream.next()) == expected[0]
 
@@ -206,7 +206,7 @@ def texts(source):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_slices_of_a_split_select_rows(rows_directory, split):
+def test_split_slices_select_rows(rows_directory, split):
     cache = str(rows_directory / "index")
     config = SourceConfig(path=str(rows_directory), split=split)
     assert texts(open_map_source(config, cache)) == SPLITS[split]
@@ -238,7 +238,7 @@ STREAMED_SPLITS = ["train[:2]", "train[10%:]", "train[:2]+train[5:6]"]
 
 
 @pytest.mark.parametrize("split", STREAMED_SPLITS)
-def test_streams_read_slices_or_reject_them(rows_directory, split):
+def test_stream_reads_split_slices_or_rejects(rows_directory, split):
     config = SourceConfig(path=str(rows_directory), split=split, streaming=True)
     cache = str(rows_directory / "index")
     if any(rows_directory.glob("*.arrow")):
@@ -249,7 +249,7 @@ def test_streams_read_slices_or_reject_them(rows_directory, split):
     assert [text_of(record) for record in iter(stream.next, None)] == SPLITS[split]
 
 
-def test_files_named_as_splits_are_read_apart(tmp_path):
+def test_files_named_as_splits_are_separate(tmp_path):
     names = {
         "data/train-00000-of-00001.jsonl": "t",
         "data/validation-00000-of-00001.jsonl": "v",
@@ -272,7 +272,7 @@ def test_files_named_as_splits_are_read_apart(tmp_path):
     assert read("train") == ["l"]
 
 
-def test_folders_of_other_splits_are_rejected(tmp_path):
+def test_folders_of_different_splits_are_rejected(tmp_path):
     for split in ("train", "test"):
         (tmp_path / "set" / "images" / split).mkdir(parents=True)
         (tmp_path / "set" / "images" / split / "a.png").write_bytes(png(8, 8))
@@ -291,7 +291,7 @@ def test_folders_of_other_splits_are_rejected(tmp_path):
         ({"max_samples": 3}, {"split": "train[3:]"}, 0),
     ],
 )
-def test_held_out_training_rows_are_warned_of(tmp_path, caplog, trained, held_out, both):
+def test_validation_on_training_rows_warns(tmp_path, caplog, trained, held_out, both):
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ROWS]))
     config = SourceConfig(path=path, **held_out)
     records = open_map_source(config)
@@ -301,7 +301,7 @@ def test_held_out_training_rows_are_warned_of(tmp_path, caplog, trained, held_ou
     assert [r.message[: len(expected[0])] for r in caplog.records] == expected
 
 
-def test_a_broken_line_costs_one_sample(tmp_path):
+def test_broken_line_costs_one_sample(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": \n\n[1]\n{"messages": "x", "n": [1, "a"]}\n')
     source = open_map_source(SourceConfig(path=str(path)))
@@ -312,7 +312,7 @@ def test_a_broken_line_costs_one_sample(tmp_path):
     assert source.read(3).columns["n"] == [1, "a"]
 
 
-def test_streams_go_on_behind_a_broken_line(tmp_path):
+def test_stream_continues_after_broken_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nbroken\n{"text": "two"}')
     records = list(iter(open_stream("a", SourceConfig(path=str(path))).next, None))
@@ -326,17 +326,17 @@ def test_streams_go_on_behind_a_broken_line(tmp_path):
         ("nowhere/at/all", None, "no such file"),
         ("nothing", None, "no such file"),
         ("notes.md", "hello", "supported suffixes are"),
-        ("torn.parquet", "PAR1 torn", "cannot be read"),
+        ("damaged.parquet", "PAR1 damaged", "cannot be read"),
     ],
 )
-def test_unreadable_sources_are_named(path, content, message, tmp_path):
+def test_unreadable_source_is_reported(path, content, message, tmp_path):
     if content:
         (tmp_path / path).write_text(content)
     with pytest.raises(DataError, match=message):
         open_map_source(SourceConfig(path=str(tmp_path / path)))
 
 
-def test_fingerprint_changes_with_the_files(tmp_path):
+def test_fingerprint_changes_with_files(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     before = open_map_source(SourceConfig(path=str(path))).fingerprint
     assert open_map_source(SourceConfig(path=str(path))).fingerprint == before
@@ -344,7 +344,7 @@ def test_fingerprint_changes_with_the_files(tmp_path):
     assert open_map_source(SourceConfig(path=str(path))).fingerprint != before
 
 
-def test_fingerprint_of_an_image_folder_covers_its_captions(tmp_path):
+def test_image_folder_fingerprint_includes_captions(tmp_path):
     write_imagefolder(tmp_path / "set")
     config = SourceConfig(path=str(tmp_path / "set"))
     before = open_map_source(config).fingerprint
@@ -353,7 +353,7 @@ def test_fingerprint_of_an_image_folder_covers_its_captions(tmp_path):
     assert open_map_source(config).fingerprint != before
 
 
-def test_pickles_in_a_tar_do_not_run(tmp_path):
+def test_pickles_in_tar_are_not_loaded(tmp_path):
     sentinel = tmp_path / "sentinel"
     payload = b"cposix\nsystem\n(S'touch " + str(sentinel).encode() + b"'\ntR."
     members = {"1.pkl": payload, "1.pyd": payload, "1.txt": b"a", "1.png": png(4, 4)}
@@ -364,7 +364,7 @@ def test_pickles_in_a_tar_do_not_run(tmp_path):
     assert not sentinel.exists()
 
 
-def test_names_are_unique():
+def test_source_names_are_unique():
     paths = ["data/a/train", "data/a/train", "other/a/train", "b.jsonl"]
     configs = [SourceConfig(path=p) for p in paths] + [SourceConfig(path="x", name="mine")]
     assert unique_names(configs) == ["a/train", "a/train#2", "a/train#3", "b.jsonl", "mine"]
@@ -381,7 +381,7 @@ def test_names_are_unique():
         ("./name", True),
     ],
 )
-def test_hub_ids_are_told_from_missing_paths(path, local, tmp_path, monkeypatch):
+def test_hub_ids_are_distinguished_from_paths(path, local, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     config = SourceConfig(path=path)

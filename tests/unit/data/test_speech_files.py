@@ -1,7 +1,7 @@
-"""Sounds from files to gradients: Hugging Face's processors and our data prepare the same.
+"""Audio from files to gradients: torchmm prepares the same inputs as Hugging Face processors.
 
-Voxtral's processor writes its text by mistral-common, which is no part of the test environment: its
-features are compared here, and the text with what version 1.13.1 wrote.
+The Voxtral processor requires mistral-common, which the test environment does not have. Features
+are compared with Hugging Face, and text with the output of mistral-common 1.13.1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from data_cases import data_config, training, write_jsonl
 from model_cases import COMPOSITES, LLMS, SPEECH, build, relative_error, worst_gradient
 from speech_cases import FRAMES, MASKS, MELS, PER_TOKEN, patches_of
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import (
@@ -43,21 +43,21 @@ from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
 RATE, SECONDS = 16_000, 2
-"""A window is two seconds."""
+"""Sampling rate in Hz, and seconds per audio chunk."""
 TOKENS = {
     "voxtral": ["[AUDIO]", "[BEGIN_AUDIO]"],
     "qwen2_audio": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>"],
     "audioflamingo3": ["<sound>"],
 }
-"""The first stands for sounds."""
+"""Special tokens. The first of each model is the placeholder of audio."""
 WRITTEN = {
     "voxtral": "[BEGIN_AUDIO][AUDIO]",
     "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
     "audioflamingo3": "<sound>",
 }
-"""What the documentation of each writes for a sound."""
+"""Placeholder text of an audio file in the documentation of each model."""
 LENGTHS = [1000, 2 * RATE, 2 * RATE + 321, 3 * RATE + 7]
-"""Samples."""
+"""Audio lengths in samples."""
 CAPTIONS = [" a red dog", " two cats", " the small green bird", " in the sun"]
 
 
@@ -73,7 +73,7 @@ def wave_file(wave_S: np.ndarray) -> bytes:
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Bytes, some merges, and the family's own tokens."""
+    """Return a byte-level tokenizer with some merges and the special tokens of the family."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -113,8 +113,7 @@ def extractor() -> WhisperFeatureExtractor:
 
 
 def processed(name: str, tokenizer: Any, waves: list[np.ndarray], text: str) -> dict[str, Any]:
-    """What Hugging Face's processor makes of sounds and a text that writes them as its
-    documentation does."""
+    """Return the outputs of the Hugging Face processor for audio and text with placeholders."""
     if name == "voxtral":
         return voxtral_processed(tokenizer, waves, text)
     settings = {"sampling_rate": RATE, "return_tensors": "pt"}
@@ -148,12 +147,15 @@ def voxtral_processed(tokenizer: Any, waves: list[np.ndarray], text: str) -> dic
 
 
 def voxtral_tokens(samples: int) -> int:
-    """mistral-common: 12.5 a second of the sound and its silence."""
+    """Return the token count of mistral-common: 12.5 tokens/s of padded audio."""
     return 25 * ceil(samples / (SECONDS * RATE))
 
 
 def documents(name: str) -> list[list[str | int]]:
-    """Words and sounds; Audio Flamingo 3's processor takes one sound for a text."""
+    """Return text and audio indices.
+
+    The Audio Flamingo 3 processor accepts one audio file per text.
+    """
     first = [3, CAPTIONS[0]] if name == "audioflamingo3" else [0, CAPTIONS[0], 1, CAPTIONS[1]]
     return [first, [CAPTIONS[3]], [CAPTIONS[2], 2, CAPTIONS[1]]]
 
@@ -184,12 +186,12 @@ def open_documents(name: str, tmp_path: Path) -> tuple[MultimodalModel, Any, Loa
 
 
 @pytest.mark.parametrize("name", SPEECH)
-def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) -> None:
+def test_speech_files_match_hugging_face_model(name: str, tmp_path) -> None:
     model, tokenizer, loader = open_documents(name, tmp_path)
     (batch,) = islice(loader, 1)
     assert not batch.skipped
     (microbatch,) = batch.microbatches
-    plain = plain_composite(model)
+    plain = hf_model(model)
     losses = []
     for meta, (start, stop) in zip(
         microbatch.meta.samples, pairwise(microbatch.cu_seqlens), strict=False
@@ -211,7 +213,7 @@ def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) ->
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 def medium_of(name: str) -> AudioPreprocessor:
@@ -222,14 +224,12 @@ def medium_of(name: str) -> AudioPreprocessor:
 @pytest.mark.parametrize(
     "samples", [641, 960, 961, 31_700, 32_000, 32_001, 32_320, 32_321, 33_000, 96_000, 111_111]
 )
-def test_sounds_have_the_tokens_and_frames_of_hugging_faces_processors(
-    name: str, samples: int
-) -> None:
+def test_audio_matches_hugging_face_tokens_and_frames(name: str, samples: int) -> None:
     tokenizer = make_tokenizer(name)
     medium = medium_of(name)
     wave_S = np.random.default_rng(samples).normal(0, 0.1, samples).astype(np.float32)
     data = wave_file(wave_S)
-    if name == "qwen2_audio" and samples > 33_600:  # 2 s and the tolerance; Hugging Face cuts
+    if name == "qwen2_audio" and samples > 33_600:  # 2 s and the tolerance; Hugging Face truncates
         with pytest.raises(BeyondLimitError, match="limit of 2 s"):
             medium.meta(data)
         return
@@ -248,27 +248,27 @@ def test_sounds_have_the_tokens_and_frames_of_hugging_faces_processors(
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "audioflamingo3"])
-def test_sounds_without_a_token_are_corrupt(name: str) -> None:
-    """Hugging Face's processors would write no placeholder for them."""
+def test_audio_shorter_than_token_is_corrupt(name: str) -> None:
+    """Check audio for which the Hugging Face processors would write no placeholder."""
     medium = medium_of(name)
     with pytest.raises(CorruptSampleError, match="audio of 320 samples is too short for one token"):
         medium.meta(wave_file(np.zeros(320, np.float32)))
     assert medium.meta(wave_file(np.zeros(321, np.float32))).tokens == 1
 
 
-def test_long_audio_is_filtered_where_processors_cut_it() -> None:
+def test_audio_beyond_processor_limit_is_filtered() -> None:
     tokens = {name: medium_of(name) for name in SPEECH}
     data = wave_file(np.zeros(41 * RATE, np.float32))
     for name, limit_s in (("qwen2_audio", 2), ("audioflamingo3", 40)):
         with pytest.raises(BeyondLimitError, match=rf"audio of 41\.0 s .* limit of {limit_s} s"):
             tokens[name].meta(data)
-    whole = wave_file(np.zeros(40 * RATE, np.float32))
-    assert tokens["audioflamingo3"].meta(whole).tokens == 1000
+    data_40s = wave_file(np.zeros(40 * RATE, np.float32))
+    assert tokens["audioflamingo3"].meta(data_40s).tokens == 1000
     assert tokens["voxtral"].meta(data).tokens == 21 * 25
 
 
-def test_published_windows_have_the_tokens_of_published_processors() -> None:
-    """30 s. Voxtral's numbers are what mistral-common 1.13.1 wrote for sounds of these lengths."""
+def test_published_chunks_have_published_token_counts() -> None:
+    """Check 30 s chunks. The expected Voxtral counts are outputs of mistral-common 1.13.1."""
     config = {**COMPOSITES["voxtral"]["audio_config"], "max_source_positions": 1500}
     model = build(ModelConfig(config={**COMPOSITES["voxtral"], "audio_config": config}))
     medium = AudioPreprocessor(model.image_specs()["audio"])
@@ -279,16 +279,16 @@ def test_published_windows_have_the_tokens_of_published_processors() -> None:
     assert found == [375, 375, 375, 375, 375, 750, 1125]
 
 
-def test_sounds_in_chats_are_numbered_as_qwen2_audios_template_does() -> None:
+def test_audio_in_chats_is_numbered_like_qwen2_audio() -> None:
     tokenizer = make_tokenizer("qwen2_audio")
     specs = make_model("qwen2_audio", tokenizer).sample_specs(tokenizer)
     specs.pop("generator_spec")
     reader = SampleReader(DataConfig(), 400, **specs)
-    said = [[0, 1, "which dog?"], ["the red one"], ["and here? ", 2], ["two"]]
+    contents = [[0, 1, "which dog?"], ["the red one"], ["and here? ", 2], ["two"]]
     turns, theirs = [], []
-    for number, parts in enumerate(said):
+    for number, parts in enumerate(contents):
         role = ("user", "assistant")[number % 2]
-        sounds = [part for part in parts if isinstance(part, int)]
+        audio_indices = [part for part in parts if isinstance(part, int)]
         ours = [
             {"type": "audio", "audio": {"bytes": wave_file(wave(part)), "path": None}}
             if isinstance(part, int)
@@ -300,7 +300,7 @@ def test_sounds_in_chats_are_numbered_as_qwen2_audios_template_does() -> None:
             {"type": "audio"} if isinstance(part, int) else {"type": "text", "text": part}
             for part in parts
         ]
-        theirs.append({"role": role, "content": content if sounds else parts[0]})
+        theirs.append({"role": role, "content": content if audio_indices else parts[0]})
     record = Record({"messages": turns}, None, SampleOptions(), "chats[0]")
     found = reader.read(record)
     processor = Qwen2AudioProcessor(extractor(), tokenizer)
@@ -309,5 +309,5 @@ def test_sounds_in_chats_are_numbered_as_qwen2_audios_template_does() -> None:
     waves = [wave(number) for number in range(3)]
     expected = processor(text=[text], audio=waves, sampling_rate=RATE, return_tensors="pt")
     assert found.text.ids == expected["input_ids"][0].tolist()
-    learnt = [i for i, loss in zip(found.text.ids, found.text.loss, strict=True) if loss]
-    assert tokenizer.decode(learnt) == "the red one<|im_end|>two<|im_end|>"
+    loss_ids = [i for i, loss in zip(found.text.ids, found.text.loss, strict=True) if loss]
+    assert tokenizer.decode(loss_ids) == "the red one<|im_end|>two<|im_end|>"

@@ -1,4 +1,4 @@
-"""Steps of fabricated sizes: equal to a plain planner's, resumed anywhere, for any ranks."""
+"""Steps of fabricated sizes: equal to a reference planner, resumable, independent of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sequence(ranks=1, state=None, sizes=SIZES, one_epoch=False, packing_buffer_s
 
 
 def packs(step):
-    """Names in the packs of a step, in natural order."""
+    """Return the sample names of the packs of a step, in the original order."""
     return [
         [(item.feed, item.epoch, item.meta.index) for item in pack]
         for rank in step.ranks
@@ -45,8 +45,8 @@ def packs(step):
     ]
 
 
-def plain_steps(count, delay):
-    """The same steps, one sample after the other."""
+def reference_steps(count, delay):
+    """Yield the same steps, planned sample by sample."""
     order, packer, step = mixture(), PlainPacker(64, 5), 0
     tokens = {n: sizes for n, sizes in enumerate(SIZES)}
     while step < count:
@@ -61,19 +61,19 @@ def plain_steps(count, delay):
 
 
 @pytest.mark.parametrize("delay", [1, 3, 100])
-def test_steps_are_those_of_a_plain_planner(delay):
+def test_steps_match_reference_planner(delay):
     steps = list(islice(sequence(packing_max_wait_steps=delay), 30))
-    assert [packs(step) for step in steps] == list(plain_steps(30, delay))
+    assert [packs(step) for step in steps] == list(reference_steps(30, delay))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_ranks_share_the_steps_of_one(ranks):
+def test_steps_are_independent_of_ranks(ranks):
     for one, many in zip(islice(sequence(), 12), sequence(ranks), strict=False):
         assert len(many.ranks) == ranks and packs(one) == packs(many)
         assert json.dumps(one.state) == json.dumps(many.state)
 
 
-def test_a_run_goes_on_after_any_step():
+def test_steps_resume_after_any_step():
     steps = list(islice(sequence(), 20))
     for stop in range(20):
         state = json.loads(json.dumps(steps[stop].state))
@@ -81,15 +81,15 @@ def test_a_run_goes_on_after_any_step():
             assert packs(step) == packs(expected) and step.state == expected.state
 
 
-def test_an_epoch_has_every_sample_once_and_ends_in_empty_packs():
+def test_epoch_has_each_sample_once_then_empty_packs():
     steps = list(sequence(one_epoch=True))
     names = [name for step in steps for pack in packs(step) for name in pack]
     assert len(names) == len(set(names)) == 268
     assert {len(packs(step)) for step in steps} == {8} and [] in packs(steps[-1])
 
 
-def latest(delay, packing_buffer_size, batch):
-    """Most steps that a sample is late, of 60 steps of lengths that hardly fit together."""
+def max_delay(delay, packing_buffer_size, batch):
+    """Return the maximum delay of a sample over 60 steps of lengths that pack poorly."""
     sizes = [np.array([33, *[40, 64] * 80]), np.array([64])]
     changes = {"global_batch_size": batch, "packing_max_wait_steps": delay}
     steps = sequence(sizes=sizes, packing_buffer_size=packing_buffer_size, **changes)
@@ -104,9 +104,9 @@ def latest(delay, packing_buffer_size, batch):
 
 
 @pytest.mark.parametrize(("packing_buffer_size", "batch"), [(5, 8), (16, 4)])
-def test_no_sample_is_later_than_said(packing_buffer_size, batch):
+def test_packing_delay_is_bounded(packing_buffer_size, batch):
     assert (
-        latest(3, packing_buffer_size, batch)
+        max_delay(3, packing_buffer_size, batch)
         <= 3 + packing_buffer_size // batch
-        < latest(1000, packing_buffer_size, batch)
+        < max_delay(1000, packing_buffer_size, batch)
     )

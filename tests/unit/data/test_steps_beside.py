@@ -1,4 +1,4 @@
-"""Steps planned in a process beside training: the same ones, also where it is lost."""
+"""Steps that a background process plans: the same steps, even if the process is lost."""
 
 import json
 import logging
@@ -40,8 +40,8 @@ def saved(step):
     return json.loads(json.dumps(step.state))
 
 
-class Slowly:
-    """Arranges from the last pack to the first; picklable."""
+class ReverseOrder:
+    """Picklable function that arranges packs from the last to the first."""
 
     def __call__(self, packs):
         last = len(packs) - 1
@@ -51,7 +51,7 @@ class Slowly:
 
 
 class Begin:
-    """Steps of fabricated sizes; picklable."""
+    """Picklable sequence of steps of fabricated sizes."""
 
     def __init__(self, tmp_path):
         self.data = data_config(tmp_path, reorder="both", packing_buffer_size=5)
@@ -61,8 +61,8 @@ class Begin:
         return order_of().sequence(self.data, self.run, position)
 
 
-class Ends(Begin):
-    """Five steps, then an error or the end."""
+class FiniteSteps(Begin):
+    """Five steps, followed by an error or the end."""
 
     def __init__(self, tmp_path, error=None):
         super().__init__(tmp_path)
@@ -77,22 +77,22 @@ class Ends(Begin):
 class Limited:
     notice = ""
 
-    def __init__(self, steps, left, error):
-        self.steps, self.left, self.error = steps, left, error
+    def __init__(self, steps, remaining, error):
+        self.steps, self.remaining, self.error = steps, remaining, error
 
     def __next__(self):
-        self.left -= 1
-        if self.left < 0 and self.error is not None:
+        self.remaining -= 1
+        if self.remaining < 0 and self.error is not None:
             raise self.error
-        if self.left < 0:
+        if self.remaining < 0:
             raise StopIteration
         return next(self.steps)
 
 
-POSITION = Position(RANK, 2, None, Slowly())
+POSITION = Position(RANK, 2, None, ReverseOrder())
 
 
-def own(step):
+def rank_samples(step):
     return [[[(i.meta.source, i.meta.index) for i in p] for p in m] for m in step.ranks[RANK]]
 
 
@@ -102,54 +102,56 @@ def always(monkeypatch):
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
 
 
-def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog):
+def test_background_steps_match_foreground_steps(tmp_path, always, caplog):
     caplog.set_level(logging.INFO)
     begin = Begin(tmp_path)
-    here, there = begin(POSITION), StepsBeside(begin, POSITION)
+    foreground, background = begin(POSITION), StepsBeside(begin, POSITION)
     for _ in range(12):
-        one, two = next(here), next(there)
-        assert own(one) == own(two) and saved(one) == saved(two)
+        one, two = next(foreground), next(background)
+        assert rank_samples(one) == rank_samples(two) and saved(one) == saved(two)
         assert (one.skipped, one.epoch) == (two.skipped, two.epoch)
         assert one.metas(64)[RANK] == two.metas(64)[RANK]
-    assert there._process.is_running and "reordering a step takes" in caplog.text
-    there.close()
+    assert background._process.is_running and "reordering a step takes" in caplog.text
+    background.close()
 
 
-def test_where_planning_takes_no_time_there_is_no_process(tmp_path):
+def test_fast_planning_uses_no_process(tmp_path):
     steps = StepsBeside(Begin(tmp_path), POSITION)
     list(islice(steps, 5))
     assert not steps._process.is_running
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_lost_leaves_no_gap(tmp_path, always, caplog, monkeypatch, number):
+def test_lost_process_leaves_no_gap(tmp_path, always, caplog, monkeypatch, number):
     begin = Begin(tmp_path)
-    here, there = begin(POSITION), StepsBeside(begin, POSITION)
+    foreground, background = begin(POSITION), StepsBeside(begin, POSITION)
     for _ in range(4):
-        assert own(next(here)) == own(next(there))
-    process = there._process._process
+        assert rank_samples(next(foreground)) == rank_samples(next(background))
+    process = background._process._process
     os.kill(process.pid, number)
     monkeypatch.setattr(beside, "PATIENCE_S", 1.0)
     for _ in range(6):
-        one, two = next(here), next(there)
-        assert own(one) == own(two) and saved(one) == saved(two)
-    assert there._process.is_lost and not process._process.is_alive()
+        one, two = next(foreground), next(background)
+        assert rank_samples(one) == rank_samples(two) and saved(one) == saved(two)
+    assert background._process.is_lost and not process._process.is_alive()
     assert f"the reordering process ({process.pid}" in caplog.text
     assert (", stopped)" in caplog.text) == (number == signal.SIGSTOP)
     assert "from now on steps are reordered in the training process" in caplog.text
 
 
-def test_ends_and_errors_come_through(tmp_path, always):
-    steps = StepsBeside(Ends(tmp_path), POSITION)
+def test_end_and_errors_reach_caller(tmp_path, always):
+    steps = StepsBeside(FiniteSteps(tmp_path), POSITION)
     assert len(list(steps)) == 5 and next(steps, None) is None
-    steps = StepsBeside(Ends(tmp_path, DataError("more than 3 samples are corrupt")), POSITION)
+    steps = StepsBeside(
+        FiniteSteps(tmp_path, DataError("more than 3 samples are corrupt")), POSITION
+    )
     with pytest.raises(DataError, match="more than 3"):
         list(steps)
     steps.close()
 
 
-def test_names_are_of_the_whole_step_only_where_it_is_planned(tmp_path, always):
-    """What other ranks have stays with the process."""
+def test_background_step_has_names_of_its_rank(tmp_path, always):
+    """Check that samples of the remaining ranks stay in the background process."""
     steps = StepsBeside(Begin(tmp_path), POSITION)
     for _ in range(3):
         step = next(steps)
@@ -159,7 +161,7 @@ def test_names_are_of_the_whole_step_only_where_it_is_planned(tmp_path, always):
 
 
 def test_state_inside_removed_window_is_rejected(tmp_path):
-    """Earlier versions saved the position before a window of steps as version 3."""
+    """Check a state of an older version, which saved the position before a window as version 3."""
     before = saved(next(Begin(tmp_path)(POSITION)))
     state = {"version": 3, "window": {"before": before, "done": 1, "steps": [[0], [1]]}}
     with pytest.raises(CheckpointError, match="loader state of the checkpoint has version 3"):

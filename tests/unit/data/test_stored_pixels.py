@@ -1,4 +1,4 @@
-"""Values of processors with one output size: their own bits, however they are computed."""
+"""Values of processors with a fixed output size: bitwise equal to the processor output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SIZE = {"height": 48, "width": 32}
 CASES = {
     "resized": ("SiglipImageProcessor", {"size": SIZE}, True),
     "another filter": ("ViTImageProcessor", {"size": SIZE, "resample": 3}, True),
-    "own statistics": (
+    "custom statistics": (
         "SiglipImageProcessor",
         {"size": SIZE, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]},
         True,
     ),
-    "not normalised": ("SiglipImageProcessor", {"size": SIZE, "do_normalize": False}, True),
+    "not normalized": ("SiglipImageProcessor", {"size": SIZE, "do_normalize": False}, True),
     "cropped": (
         "CLIPImageProcessor",
         {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def pictures(count=12, least=1):
+def noise_images(count=12, least=1):
     rng = np.random.default_rng(7)
     for width, height in rng.integers(least, 400, (count, 2)):
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
@@ -43,23 +43,23 @@ def pictures(count=12, least=1):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_are_the_processor_s(case):
+def test_stored_pixels_match_processor(case):
     name, settings, resizes = CASES[case]
     spec = ImageSpec("vision", "fixed", name, settings, patch_size_px=16)
     ours = ImagePreprocessor(spec)
     assert ours._fixed is not None
     assert ours.byte_values is not None and ours._fixed._resizes == resizes
-    assert ours.stored(next(pictures())).dtype == np.uint8
-    for either in (ours, copy.deepcopy(ours)):
-        for picture in pictures():
+    assert ours.stored(next(noise_images())).dtype == np.uint8
+    for preprocessor in (ours, copy.deepcopy(ours)):
+        for picture in noise_images():
             theirs = ours.processor(images=[picture], return_tensors="np")["pixel_values"][0]
-            found = either.pixels(picture)
+            found = preprocessor.pixels(picture)
             assert found.dtype == np.float32 and found.flags.c_contiguous
             assert np.array_equal(found, theirs)
 
 
 def fixed(changed):
-    """A processor with something of its own."""
+    """Return fixed-size pixels of a processor whose values `changed` modifies."""
     processor = ImagePreprocessor(CLIP).processor
 
     def run(image, **options):
@@ -77,12 +77,12 @@ def fixed(changed):
         lambda pixels, raw: pixels[::-1] if raw else pixels,
         lambda pixels, raw: np.float32(pixels) / 2,
     ],
-    ids=["of the picture's mean", "of the place", "of another channel", "never bytes"],
+    ids=["image mean", "position", "different channel", "never bytes"],
 )
-def test_what_is_no_table_is_not_made_one(changed):
+def test_processor_without_value_table_is_not_tabulated(changed):
     ours, run = fixed(changed)
     assert ours.byte_values is None
-    for picture in pictures():
+    for picture in noise_images():
         assert np.array_equal(ours(picture), run(picture))
 
 
@@ -98,12 +98,12 @@ def test_what_is_no_table_is_not_made_one(changed):
     ],
     ids=lambda s: f"{s.processor_class}{len(s.processor)}",
 )
-def test_pixels_are_stored_as_bytes_of_the_same_values(spec):
-    """Also where channels follow one another within a pixel."""
+def test_pixels_are_stored_as_bytes(spec):
+    """Check also processors whose channels are adjacent within a pixel."""
     ours = ImagePreprocessor(spec)
     theirs = ImagePreprocessor(spec)
-    theirs.byte_values = None  # as the processor gives them
-    for picture in pictures(least=16):
+    theirs.byte_values = None  # the values of the processor
+    for picture in noise_images(least=16):
         stored = ours.stored(picture)
         assert stored.dtype == np.uint8 and theirs.stored(picture).dtype == np.float32
         assert np.array_equal(ours.pixels(picture), theirs.pixels(picture))
@@ -113,7 +113,7 @@ def test_pixels_are_stored_as_bytes_of_the_same_values(spec):
     assert other.byte_values != ours.byte_values
 
 
-def test_blank_images_are_zeros_whatever_bytes_stand_for():
+def test_blank_images_are_zeros():
     table = np.arange(256, dtype=np.float32)[None] - 50
     pixels = torch.arange(36, dtype=torch.uint8).view(6, 6)
     inputs = EncoderInputs(
@@ -124,8 +124,8 @@ def test_blank_images_are_zeros_whatever_bytes_stand_for():
         byte_values=ByteValues(table),
         blank=[1, 2],
     )
-    wanted = pixels.float() - 50
-    wanted[2:4] = 0
-    assert torch.equal(inputs.values().pixels, wanted)
+    expected = pixels.float() - 50
+    expected[2:4] = 0
+    assert torch.equal(inputs.values().pixels, expected)
     part = inputs.select(range(1, 4))
-    assert part.blank == [0, 1] and torch.equal(part.values().pixels, wanted[2:])
+    assert part.blank == [0, 1] and torch.equal(part.values().pixels, expected[2:])

@@ -1,4 +1,4 @@
-"""Files of text with many records: where they are, what a broken one costs."""
+"""Text files with many records: locations of records, and the cost of a damaged record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchmm.recipe.data_section import SourceConfig
 
 @pytest.fixture
 def read(tmp_path):
-    """Records of a file with this name and content: columns, or why there are none."""
+    """Return a function that reads a file and returns the columns or the error of each record."""
 
     def read(name, content, stream=False):
         path = tmp_path / name
@@ -46,7 +46,7 @@ def columns_of(source, index):
         return error
 
 
-def test_records_know_their_lines(tmp_path):
+def test_records_have_line_numbers(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"n": 1}\n\n  \n{"n": 2}\n')
     (tmp_path / "b.jsonl").write_text('{"n": 3}\n{"n": 4}')
     (tmp_path / "t.csv").write_text('a,b\n1,"two\nlines"\n\n3,4\n')
@@ -61,14 +61,14 @@ def test_records_know_their_lines(tmp_path):
     assert [table.read(i).where for i in range(2)] == [f"{tmp_path}/t.csv:{n}" for n in (2, 5)]
 
 
-def test_positions_in_streams_of_older_checkpoints_still_hold(tmp_path):
+def test_stream_position_of_older_checkpoint_is_valid(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
     stream = open_stream("a", SourceConfig(path=str(tmp_path)))
     stream.restart([0, 9])
     assert stream.next().where == f"{tmp_path}/a.jsonl:byte 9"
 
 
-def test_brackets_and_quotes_in_texts_do_not_end_an_element(read):
+def test_json_scanner_ignores_brackets_in_strings(read):
     rows = [{"text": '}]"{[\\'}, {"text": ['\\"', {"a": []}]}, {}]
     for indent in (None, 2):
         assert read("a.json", json.dumps(rows, indent=indent)) == rows
@@ -76,7 +76,7 @@ def test_brackets_and_quotes_in_texts_do_not_end_an_element(read):
 
 
 def random_value(rng, depth=0):
-    """Any JSON, rich in what a scanner could trip over."""
+    """Return a random JSON value with many characters that can confuse a scanner."""
     kind = rng.randrange(6 if depth < 4 else 3)
     if kind < 2:
         return "".join(rng.choice('{}[]",:\\/ aü\n\u2028') for _ in range(rng.randrange(6)))
@@ -86,7 +86,7 @@ def random_value(rng, depth=0):
     return values if kind == 3 else {f"{n}{v!r}"[:9]: v for n, v in enumerate(values)}
 
 
-def test_arrays_and_tables_are_read_as_libraries_read_them(read):
+def test_arrays_and_csv_match_standard_libraries(read):
     rng = random.Random(5)
     for _ in range(40):
         rows = [{"a": random_value(rng), "b": random_value(rng)} for _ in range(rng.randrange(5))]
@@ -101,7 +101,7 @@ def test_arrays_and_tables_are_read_as_libraries_read_them(read):
 
 
 @pytest.mark.parametrize(
-    ("text", "whole", "reason"),
+    ("text", "valid", "reason"),
     [
         ('[{"n": 1}, 7, {"n": 2}]', 2, "element 2 is int, not an object"),
         ('[{"n": 1} "x", {"n": 2}]', 2, "element 2 is str"),
@@ -111,19 +111,19 @@ def test_arrays_and_tables_are_read_as_libraries_read_them(read):
         ('[{"n": [1, 2}, {"n": 3}]', 0, "element 1: "),
     ],
 )
-def test_what_is_no_object_in_an_array_is_corrupt(read, text, whole, reason):
+def test_array_element_that_is_not_object_is_corrupt(read, text, valid, reason):
     found = read("a.json", text)
     corrupt = [str(item) for item in found if isinstance(item, CorruptSampleError)]
-    assert len(found) - len(corrupt) == whole and len(corrupt) == 1
+    assert len(found) - len(corrupt) == valid and len(corrupt) == 1
     assert reason in corrupt[0]
 
 
-def test_an_array_that_is_not_closed_is_told(read, caplog):
+def test_unclosed_array_warns(read, caplog):
     assert read("a.json", '[{"n": 1},\n') == [{"n": 1}]
     assert "does not close its array" in caplog.text
 
 
-def test_rows_of_tables(read):
+def test_csv_rows_are_read(read):
     text = '\ufeffimage,text,\r\n1.png,"a ""b"", c\nd",7\r\n2.png,6" wide,\r\n3.png\r\n,x,\r\n'
     first, second, third, fourth = read("a.csv", text)
     assert first == {"image": "1.png", "text": 'a "b", c\nd'}
@@ -136,19 +136,19 @@ def test_rows_of_tables(read):
 @pytest.mark.parametrize(
     ("name", "head"), [("a.tsv", "image\ttext"), ("a.csv", "image;text"), ("a.csv", "image,text")]
 )
-def test_delimiters_are_those_of_the_first_row(read, name, head):
+def test_csv_delimiter_follows_first_row(read, name, head):
     row = head.replace("image", "1.png").replace("text", "17")
     assert read(name, f"{head}\n{row}\n") == [{"image": "1.png", "text": "17"}]
 
 
-def test_a_quote_that_is_never_closed_is_corrupt(read):
+def test_unclosed_quote_is_corrupt(read):
     found = read("a.csv", 'image,text\n1.png,one\n2.png,"two\n3.png,three\n')
     assert found[0]["text"] == "one" and len(found) == 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_too_long_records_are_corrupt_and_not_read(read, monkeypatch, name, stream):
+def test_too_long_record_is_corrupt(read, monkeypatch, name, stream):
     monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 100)
     monkeypatch.setattr("torchmm.data.sources.streams.MAX_RECORD_BYTES", 100)
     rows = ['{"n": 1}', json.dumps({"text": "x" * 1000}), '{"n": 2}']
@@ -158,11 +158,11 @@ def test_too_long_records_are_corrupt_and_not_read(read, monkeypatch, name, stre
     assert re.search(r"a\.json.* of 101\d bytes is longer than the limit of 100", str(second))
 
 
-def test_a_deep_line_is_corrupt(read):
+def test_deeply_nested_line_is_corrupt(read):
     assert isinstance(read("a.jsonl", "[" * 100_000 + "\n" + '{"n": 1}')[0], CorruptSampleError)
 
 
-def test_packed_files_are_unpacked_once_and_again_when_they_change(read, tmp_path):
+def test_compressed_file_is_decompressed_once_per_change(read, tmp_path):
     assert read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n')) == [{"n": 1}]
     copy = next((tmp_path / "unpacked").glob("*.jsonl"))
     written = copy.stat().st_mtime_ns
@@ -172,19 +172,19 @@ def test_packed_files_are_unpacked_once_and_again_when_they_change(read, tmp_pat
     assert read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n{"n": 2}\n')) == [{"n": 1}, {"n": 2}]
 
 
-@pytest.mark.parametrize("harm", ["tail", "replaced", "no record", "bad record"])
-def test_damaged_copy_is_unpacked_again(tmp_path, harm, caplog):
+@pytest.mark.parametrize("damage", ["tail", "replaced", "no record", "bad record"])
+def test_damaged_decompressed_copy_is_replaced(tmp_path, damage, caplog):
     lines = b"".join(b'{"n": %d}\n' % n for n in range(60))
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines))
     copy = unpacked(path, tmp_path)
     times = copy.stat().st_atime_ns, copy.stat().st_mtime_ns
     record = copy.with_name(f"{copy.name}.record")
-    if harm == "tail":
+    if damage == "tail":
         copy.write_bytes(lines[: len(lines) * 2 // 3])
-    elif harm == "replaced":  # same size and time of the last change
+    elif damage == "replaced":  # same size and modification time
         copy.write_bytes(lines[:-3] + b"7}\n")
-    elif harm == "no record":
+    elif damage == "no record":
         record.unlink()
     else:
         record.write_text("[]")
@@ -193,7 +193,7 @@ def test_damaged_copy_is_unpacked_again(tmp_path, harm, caplog):
     assert f"{copy} is not the decompressed content of {path}" in caplog.text
 
 
-def test_moved_copy_is_hashed_and_kept(tmp_path):
+def test_moved_decompressed_copy_is_hashed(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"n": 1}\n'))
     copy = unpacked(path, tmp_path)
@@ -207,7 +207,7 @@ def test_moved_copy_is_hashed_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_unpacking_stops_beyond_the_limit(read, tmp_path, monkeypatch, kind):
+def test_decompression_stops_at_limit(read, tmp_path, monkeypatch, kind):
     monkeypatch.setattr("torchmm.data.sources.packed.MIN_LIMIT_BYTES", 1 << 20)
     text = b'{"n": "' + b"0" * (8 << 20) + b'"}\n'
     codec = {"gz": "gzip", "zst": "zstd"}[kind]
@@ -217,7 +217,7 @@ def test_unpacking_stops_beyond_the_limit(read, tmp_path, monkeypatch, kind):
     assert not any((tmp_path / "unpacked").iterdir())
 
 
-def test_damaged_packed_files_and_full_caches_are_named(read, tmp_path):
+def test_damaged_compressed_file_is_reported(read, tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be decompressed: .*download"):
         read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 10_000)[:-20])
     assert not any((tmp_path / "unpacked").iterdir())

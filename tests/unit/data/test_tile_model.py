@@ -1,5 +1,4 @@
-"""Tiles from files to gradients: Hugging Face's processor and model on the same pictures give the
-same."""
+"""Tiled images from files to gradients, compared with Hugging Face processors and models."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from data_cases import data_config, png, training, write_parquet
 from likeliest_text import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from tile_cases import (
     SWITCHES,
     WRITTEN,
@@ -34,21 +33,21 @@ from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
 SIDE = 32
-PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20), (200, 30), (50, 45)]
+IMAGE_SIZES = [(100, 40), (40, 120), (64, 64), (20, 20), (200, 30), (50, 45)]
 SETTINGS = {"gemma3": {"pan_and_scan_min_crop_size": 16}, "internvl": {"max_patches": 4}}
-"""So that small pictures have some tiles, and few."""
+"""Settings with which small images have some tiles, and few of them."""
 CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun", " blue", " square"]
 
 
 def fail_to_decode(*_: object) -> None:
-    raise CorruptSampleError("torn")
+    raise CorruptSampleError("damaged")
 
 
 @pytest.fixture
 def open_run(tmp_path):
-    """(model, microbatches of a run, processor, settings) of a family."""
+    """Return a function that opens (model, microbatches, processor, settings) of a family."""
 
-    def opened(family, torn=False, **changes):
+    def opened(family, corrupt=False, **changes):
         tokenizer = make_tokenizer(family)
         settings = {**SWITCHES.get(family, {}), **SETTINGS.get(family, {})}
         images = image_processor(family, SIDE)
@@ -58,11 +57,11 @@ def open_run(tmp_path):
         model = build(ModelConfig(source=str(tmp_path / "hf"), processor=settings))
         rows = [
             {"image": {"bytes": png(*size, seed), "path": None}, "text": CAPTIONS[seed]}
-            for seed, size in enumerate(PICTURES)
+            for seed, size in enumerate(IMAGE_SIZES)
         ]
-        path = write_parquet(tmp_path / "pictures", rows)
+        path = write_parquet(tmp_path / "images", rows)
         loader = build_loader(
-            data_config(tmp_path, SourceConfig(path=str(path), name="pictures"), shuffle=False),
+            data_config(tmp_path, SourceConfig(path=str(path), name="images"), shuffle=False),
             training(global_batch_size=2, sequence_length=1024),
             text_spec=model.text_spec(tokenizer),
             image_specs=model.image_specs(),
@@ -72,7 +71,7 @@ def open_run(tmp_path):
             state=None,
         )
         (batch,) = islice(loader, 1)
-        assert bool(batch.skipped) == torn
+        assert bool(batch.skipped) == corrupt
         opened.decoder = loader._decoder
         processor = hf_processor(family, images, tokenizer)
         processor.vision_aspect_ratio = config.get("vision_aspect_ratio", "anyres_max_9")
@@ -82,8 +81,8 @@ def open_run(tmp_path):
 
 
 def processed(family, processor, settings, number):
-    """What Hugging Face's processor makes of one picture and its caption."""
-    image = decode_rgb(png(*PICTURES[number], number), 10**6)
+    """Return the Hugging Face processor output of one image with its caption."""
+    image = decode_rgb(png(*IMAGE_SIZES[number], number), 10**6)
     text = "<s>" + WRITTEN.get(family, "<image>") + CAPTIONS[number] + "</s>"
     inputs = processor(images=[image], text=text, return_tensors="pt", **settings)
     kept = ("input_ids", "pixel_values", "token_type_ids", "image_sizes")
@@ -91,7 +90,7 @@ def processed(family, processor, settings, number):
 
 
 SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
-"""OneVision then shrinks the features of nearly all pictures."""
+"""OneVision with this setting shrinks the features of nearly all images."""
 TILED = [
     ("internvl", {}),
     ("idefics3", {}),
@@ -108,9 +107,9 @@ TILED = [
 @proves("equal", COMPOSITES)
 @proves("packed", COMPOSITES)
 @pytest.mark.parametrize(("family", "changes"), TILED)
-def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) -> None:
+def test_tiles_match_hugging_face_loss_and_gradients(family, changes, open_run) -> None:
     model, microbatches, processor, settings = open_run(family, **changes)
-    plain = plain_composite(model)
+    plain = hf_model(model)
     losses, tiles, packed = [], 0, 0
     for microbatch in microbatches:
         packed += len(microbatch.meta.samples) > 1
@@ -135,36 +134,38 @@ def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) 
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < 1e-5
 
 
 @proves("generation", COMPOSITES)
 @pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
-def test_exports_write_the_same_of_tiles(family, open_run, tmp_path) -> None:
+def test_exported_model_generates_same_from_tiles(family, open_run, tmp_path) -> None:
     model, microbatches, processor, settings = open_run(family)
-    kind = FAMILIES[family].kind
-    kind._from_config(model.composite).save_pretrained(tmp_path / "hf")  # parts it does not run
+    model_class = FAMILIES[family].kind
+    model_class._from_config(model.composite).save_pretrained(
+        tmp_path / "hf"
+    )  # includes weights that torchmm does not use
     export_hf(model, tmp_path / "export", make_tokenizer(family))
-    plain = kind.from_pretrained(tmp_path / "export", attn_implementation="eager")
-    shown = microbatches[0]
-    images = range(len(shown.meta.samples[0].images))
+    plain = model_class.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    microbatch = microbatches[0]
+    images = range(len(microbatch.meta.samples[0].images))
     assert len(images) > 1
-    length = shown.cu_seqlens[1]
+    length = microbatch.cu_seqlens[1]
     prompt = replace(
-        shown,
-        input_ids_T=shown.input_ids_T[:length],
+        microbatch,
+        input_ids_T=microbatch.input_ids_T[:length],
         targets_T=torch.full((length,), IGNORE_TARGET),
         target_positions_L=None,
-        position_ids=shown.position_ids[:length],
+        position_ids=microbatch.position_ids[:length],
         cu_seqlens=[0, length],
-        encoders={"vision": shown.encoders["vision"].select(images)},
+        encoders={"vision": microbatch.encoders["vision"].select(images)},
     )
-    sample = processed(family, processor, settings, shown.meta.samples[0].index)
+    sample = processed(family, processor, settings, microbatch.meta.samples[0].index)
     unwritten = model.text_spec(make_tokenizer(family)).image_token_id
     assert written(model, prompt, unwritten) == written_by(plain, sample, unwritten)
 
 
-def test_tiles_in_another_order_change_the_loss(open_run) -> None:
+def test_reordered_tiles_change_loss(open_run) -> None:
     model, microbatches, _, _ = open_run("internvl")
     microbatch = next(m for m in microbatches if len(m.meta.samples[0].images) > 2)
     loss = model(microbatch)
@@ -176,35 +177,33 @@ def test_tiles_in_another_order_change_the_loss(open_run) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"), [("internvl", {}), ("llava_next", {}), ("llava_onevision", SHRUNK)]
 )
-def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
-    family, changes, open_run
-) -> None:
+def test_tiles_can_be_in_different_sub_microbatches(family, changes, open_run) -> None:
     model, microbatches, _, _ = open_run(family, **changes)
     for microbatch in microbatches:
         inputs = microbatch.encoders["vision"].values()
         if changes:
             assert inputs.kept is not None and any(kept.shrunk for kept in inputs.kept)
         encoder = model.encoders["vision"]
-        whole = encoder(inputs)
+        features = encoder(inputs)
         each = range(len(inputs.grids_thw))
         parts = [encoder(inputs.select(range(image, image + 1))) for image in each]
         sizes = [image.tokens for image in microbatch.meta.images_read_by("vision")]
         assert [len(part) for part in parts] == sizes
-        assert relative_error(torch.cat(parts), whole) < 1e-6
+        assert relative_error(torch.cat(parts), features) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["internvl", "llava_next", "llava_onevision"])
-def test_a_torn_picture_keeps_its_place_and_its_tiles(family, open_run, monkeypatch) -> None:
+def test_corrupt_image_keeps_its_tiles(family, open_run, monkeypatch) -> None:
     changes = SHRUNK if family == "llava_onevision" else {}
-    model, (whole, *_), _, _ = open_run(family, **changes)
+    model, (intact, *_), _, _ = open_run(family, **changes)
 
     monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", fail_to_decode)
-    _, (blank, *_), _, _ = open_run(family, torn=True, **changes)
-    assert blank.meta == whole.meta
-    ours, theirs = blank.encoders["vision"], whole.encoders["vision"]
+    _, (blank, *_), _, _ = open_run(family, corrupt=True, **changes)
+    assert blank.meta == intact.meta
+    ours, theirs = blank.encoders["vision"], intact.encoders["vision"]
     assert ours.pixels.shape == theirs.pixels.shape and not ours.values().pixels.any()
     assert len(ours.positions_K) == len(theirs.positions_K)
-    starts = torch.tensor(whole.cu_seqlens)
+    starts = torch.tensor(intact.cu_seqlens)
     segments = [torch.bucketize(i.positions_K, starts, right=True) for i in (ours, theirs)]
     assert segments[0].tolist() == segments[1].tolist()
     assert (blank.targets_T == IGNORE_TARGET).all()

@@ -1,4 +1,4 @@
-"""Pictures cut into tiles: pixels, token ids and budgets against Hugging Face's processors."""
+"""Tiled images: pixels, token ids and tile limits compared with Hugging Face processors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tile_cases import (
     image_processor,
     make_reader,
     make_tokenizer,
-    varied_pictures,
+    varied_images,
 )
 
 from torchmm.common.errors import ConfigError
@@ -36,7 +36,7 @@ from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig,
 
 SIDES = {"internvl": 64, "idefics3": 48, "smolvlm": 64, "gemma3": 224}
 LINES = {"llava_next": 56, "llava_onevision": 64}
-"""AnyRes, whose tiles have numbers of tokens of their own."""
+"""Families with AnyRes, whose tiles have different numbers of tokens."""
 PROMPT, CAPTION = "\nLook.", " a red dog"
 
 
@@ -48,12 +48,12 @@ PUBLISHED = {
     "llava_next": 336,
     "llava_onevision": 384,
 }
-"""Sides of tiles in pixels, as published checkpoints have them."""
+"""Tile height and width in pixels of published checkpoints."""
 
 
 @pytest.fixture
 def opened(tmp_path):
-    """(reader, processor, tokenizer) of a family, whose processor has further settings."""
+    """Return a function that opens (reader, processor, tokenizer) of a family with settings."""
 
     def open_family(family, data=None, recipe=None, sides=None, **settings):
         tokenizer = make_tokenizer(family)
@@ -65,8 +65,8 @@ def opened(tmp_path):
     return open_family
 
 
-def expected(family, processor, files, text=PROMPT + CAPTION, **settings):
-    """Token ids and pixels, (tiles, C, H, W), as Hugging Face's processor makes them."""
+def hf_ids_and_pixels(family, processor, files, text=PROMPT + CAPTION, **settings):
+    """Return token ids and pixels (tiles, C, H, W) of the Hugging Face processor."""
     images = [decode_rgb(file, 10**8) for file in files]
     written = WRITTEN.get(family, "<image>") * len(files) + text
     settings = {**SWITCHES.get(family, {}), **settings}
@@ -75,8 +75,8 @@ def expected(family, processor, files, text=PROMPT + CAPTION, **settings):
     return outputs["input_ids"][0].tolist(), pixels.reshape(-1, *pixels.shape[-3:])
 
 
-def found(reader, *files, prompt=PROMPT, text=CAPTION):
-    """The same as a run makes them, without begin and end tokens."""
+def ids_and_pixels(reader, *files, prompt=PROMPT, text=CAPTION):
+    """Return token ids without start and end tokens, and pixels, as in a training run."""
     if len(files) == 1:
         sample = reader.read(
             Record({"image": files[0], "text": text}, options=SampleOptions(prompt))
@@ -95,26 +95,29 @@ def found(reader, *files, prompt=PROMPT, text=CAPTION):
 
 
 @pytest.mark.parametrize("family", [*SIDES, *LINES])
-def test_50_real_pictures_are_cut_as_hugging_faces_processor_cuts_them(family, opened, real_data):
-    compare(family, *opened(family)[:2], varied_pictures(real_data / "tuxpaint_stamps", 50))
+def test_tiles_of_real_images_match_hugging_face(family, opened, real_data):
+    compare(family, *opened(family)[:2], varied_images(real_data / "tuxpaint_stamps", 50))
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
 @pytest.mark.parametrize("source", ["tuxpaint_stamps", "gimp_help"])
-def test_the_same_at_published_sizes(family, source, opened, real_data):
-    """With --all only: 12 to 17 tiles of half a million values each take their time."""
+def test_tiles_of_published_size_match_hugging_face(family, source, opened, real_data):
+    """Compare at published tile sizes.
+
+    With --all only: 12 to 17 tiles of 500,000 values take long.
+    """
     if not (real_data / source).is_dir():
-        pytest.skip(f"no real data here; run: python scripts/prepare_data.py {source}")
+        pytest.skip(f"real data is missing; run: python scripts/prepare_data.py {source}")
     reader, processor, _ = opened(family, sides=PUBLISHED)
-    compare(family, reader, processor, varied_pictures(real_data / source, 50))
+    compare(family, reader, processor, varied_images(real_data / source, 50))
 
 
-def compare(family, reader, processor, pictures):
-    """Token ids and pixels of every picture are Hugging Face's."""
+def compare(family, reader, processor, files):
+    """Check that token ids and pixels of every image equal those of Hugging Face."""
     tiles = []
-    for file in pictures:
-        ids, pixels = found(reader, file)
-        their_ids, their_pixels = expected(family, processor, [file])
+    for file in files:
+        ids, pixels = ids_and_pixels(reader, file)
+        their_ids, their_pixels = hf_ids_and_pixels(family, processor, [file])
         assert ids == their_ids
         np.testing.assert_array_equal(pixels, their_pixels)
         tiles.append(len(pixels))
@@ -122,17 +125,17 @@ def compare(family, reader, processor, pictures):
     assert reader.text_spec.positions == "1d"
 
 
-def test_a_wrong_number_of_tiles_would_be_noticed(opened, real_data):
-    """The comparison above is not blind: with other settings, ids and pixels differ."""
+def test_comparison_detects_different_tile_count(opened, real_data):
+    """Check that ids and pixels differ with other settings."""
     reader, processor, _ = opened("internvl")
     other, _, _ = opened("internvl", max_patches=6)
-    pictures = varied_pictures(real_data / "tuxpaint_stamps", 50)[:8]
+    files = varied_images(real_data / "tuxpaint_stamps", 50)[:8]
     same = 0
-    for file in pictures:
-        ids, pixels = found(other, file)
-        their_ids, their_pixels = expected("internvl", processor, [file])
+    for file in files:
+        ids, pixels = ids_and_pixels(other, file)
+        their_ids, their_pixels = hf_ids_and_pixels("internvl", processor, [file])
         same += ids == their_ids and np.array_equal(pixels, their_pixels)
-        assert np.array_equal(found(reader, file)[1], their_pixels)
+        assert np.array_equal(ids_and_pixels(reader, file)[1], their_pixels)
     assert same < 8
 
 
@@ -145,57 +148,61 @@ def test_a_wrong_number_of_tiles_would_be_noticed(opened, real_data):
         ("gemma3", {"pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 3}),
     ],
 )
-def test_settings_in_the_recipe_are_the_processors(family, recipe, opened):
+def test_tile_settings_apply_to_processor(family, recipe, opened):
     reader, processor, _ = opened(family, recipe=recipe)
     for size in ((90, 40), (33, 200), (64, 64), (300, 260)):
         file = png(*size)
-        ids, pixels = found(reader, file)
-        their_ids, their_pixels = expected(family, processor, [file], **recipe)
+        ids, pixels = ids_and_pixels(reader, file)
+        their_ids, their_pixels = hf_ids_and_pixels(family, processor, [file], **recipe)
         assert ids == their_ids
         np.testing.assert_array_equal(pixels, their_pixels)
 
 
 @pytest.mark.parametrize("family", [*SIDES, *LINES])
-def test_several_pictures_stand_one_after_another(family, opened):
+def test_several_tiled_images_are_consecutive(family, opened):
     recipe = {"pan_and_scan_min_crop_size": 16} if family == "gemma3" else {}
     reader, processor, _ = opened(family, recipe=recipe)
     files = [png(90, 40), png(20, 20), png(20, 70)]
-    ids, pixels = found(reader, *files, prompt=" Look.", text=" a red dog.")
-    their_ids, their_pixels = expected(family, processor, files, " Look. a red dog.", **recipe)
+    ids, pixels = ids_and_pixels(reader, *files, prompt=" Look.", text=" a red dog.")
+    their_ids, their_pixels = hf_ids_and_pixels(
+        family, processor, files, " Look. a red dog.", **recipe
+    )
     assert ids == their_ids
-    if family in SIDES:  # for AnyRes, Hugging Face's processor pads pictures to equally many tiles
+    if (
+        family in SIDES
+    ):  # with AnyRes, the Hugging Face processor pads all images to the same number of tiles
         np.testing.assert_array_equal(pixels, their_pixels)
 
 
 @pytest.mark.parametrize("family", SIDES)
-def test_without_the_switch_a_picture_is_one_image(family, opened):
+def test_image_without_tiling_is_one_image(family, opened):
     names = {"internvl": "crop_to_patches", "gemma3": "do_pan_and_scan"}
     reader, _, _ = opened(family, recipe={names.get(family, "do_image_splitting"): False})
     assert not reader.tiles
-    assert len(found(reader, png(90, 40))[1]) == 1
+    assert len(ids_and_pixels(reader, png(90, 40))[1]) == 1
 
 
-def test_a_side_that_is_not_the_towers_is_refused(opened):
+def test_tile_size_that_differs_from_encoder_is_rejected(opened):
     with pytest.raises(ConfigError, match=r"max_image_size = .*32.*tiles require .* 64 pixels"):
         opened("smolvlm", max_image_size={"longest_edge": 32})
 
 
 @pytest.mark.parametrize("family", [*SIDES, *LINES])
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 8])
-def test_a_budget_lowers_the_resolution_of_all_pictures_of_a_sample(family, budget, opened):
+def test_tile_limit_lowers_resolution_of_all_images(family, budget, opened):
     recipe = {"pan_and_scan_min_crop_size": 16} if family == "gemma3" else {}
-    free, _, _ = opened(family, recipe=recipe)
+    unlimited, _, _ = opened(family, recipe=recipe)
     reader, _, _ = opened(family, {"max_tiles_per_sample": budget}, recipe)
     for files in ([png(90, 40)], [png(90, 40), png(64, 64)], [png(30, 90)] * 3):
         text = {"images": [*files, None], "texts": [None] * len(files) + ["red"]}
         sample = reader.read(Record(text))
-        wanted = free.read(Record(text))
+        unlimited_sample = unlimited.read(Record(text))
         assert len(files) <= len(sample.images) <= max(budget, len(files))
         placeholder = sample.text.ids.count(reader.text_spec.image_token_id)
         if family not in LINES:
             assert placeholder == sum(image.tokens for image in sample.images)
-        if len(wanted.images) <= budget:
-            assert sample.text.ids == wanted.text.ids
+        if len(unlimited_sample.images) <= budget:
+            assert sample.text.ids == unlimited_sample.text.ids
         for file, image in zip(sample.files, sample.images, strict=True):
             side = (SIDES | LINES)[family]
             assert reader.pixels(file, image).shape == (3, side, side)
@@ -204,7 +211,7 @@ def test_a_budget_lowers_the_resolution_of_all_pictures_of_a_sample(family, budg
 
 
 @pytest.mark.parametrize("length", range(20, 140, 7))
-def test_a_picture_that_does_not_fit_is_dropped_whole(length, tmp_path):
+def test_image_beyond_sequence_length_is_dropped_completely(length, tmp_path):
     tokenizer = make_tokenizer("smolvlm")
     images = image_processor("smolvlm", 64, size={"longest_edge": 128})
     reader = make_reader("smolvlm", tmp_path, images, tokenizer, 64)
@@ -222,14 +229,14 @@ def test_a_picture_that_does_not_fit_is_dropped_whole(length, tmp_path):
     assert sample.text.image_starts == starts
 
 
-def test_a_pair_cuts_pictures_if_the_recipe_says_so(tmp_path):
-    """Without markers, which only composites have."""
+def test_separate_modules_tile_images_if_configured(tmp_path):
+    """Check tiles without markers, which only checkpoints of multimodal models have."""
     tokenizer = make_tokenizer("internvl")
     config = composite_settings("internvl", 64, tokenizer)
     processor = {"crop_to_patches": True, "max_patches": 4}
-    eye = EncoderConfig(config=config["vision_config"], processor=processor)
+    vision = EncoderConfig(config=config["vision_config"], processor=processor)
     llm = LlmConfig(config=config["text_config"])
-    settings = ModelConfig(llm=llm, encoders={"eye": eye}, image_token="<IMG_CONTEXT>")
+    settings = ModelConfig(llm=llm, encoders={"vision": vision}, image_token="<IMG_CONTEXT>")
     model = build_model(settings, FreezeConfig())
     specs = model.image_specs()
     reader = SampleReader(DataConfig(), 10_000, model.text_spec(tokenizer), specs, tokenizer)
@@ -239,23 +246,23 @@ def test_a_pair_cuts_pictures_if_the_recipe_says_so(tmp_path):
     assert sample.text.image_starts == [1, 65, 129]
 
 
-def test_torn_pixels_are_found_when_a_tile_is_decoded(opened):
+def test_truncated_pixels_are_detected_when_decoded(opened):
     reader, _, _ = opened("internvl")
     sample = reader.read(Record({"image": png(200, 90)[:400], "text": "red"}))
     with pytest.raises(CorruptSampleError, match="cannot be decoded"):
         reader.pixels(sample.files[0], sample.images[0])
 
 
-def test_sequences_have_no_more_tiles_than_asked():
+def test_packs_respect_tile_limit():
     tiles = [4, 4, 2, 0, 9, 1]
     packs = pack_all([10] * 6, 100, 4, tiles, max_tiles=6)
     assert sorted(n for pack in packs for n in pack) == list(range(6))
     for pack in packs:
-        pictures = [tiles[n] for n in pack if tiles[n]]
-        assert sum(pictures) <= 6 or pictures == [9]
+        tile_counts = [tiles[n] for n in pack if tiles[n]]
+        assert sum(tile_counts) <= 6 or tile_counts == [9]
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_missing_library_of_processor_is_reported(monkeypatch):
     def needs_more(settings):
         raise ImportError("SmolVLMImageProcessorPil requires\n torchvision.")
 
@@ -264,12 +271,12 @@ def test_a_missing_library_is_named(monkeypatch):
         make_processor("eye", "SmolVLMImageProcessor", {})
 
 
-def test_texts_between_tiles_join():
+def test_adjacent_text_between_tiles_is_joined():
     assert joined(("a",), ("b", 1), (), (2, "c"), ("d",)) == ("ab", 1, 2, "cd")
 
 
-def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
-    """The head of a turn ends with one, its images begin with two: one token of three."""
+def test_line_feeds_of_gemma_images_join_chat(opened):
+    """Check that the newline of a turn and two newlines of an image form one token."""
     reader, processor, tokenizer = opened("gemma3")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     reader._chat = ChatTemplate(tokenizer)
@@ -284,7 +291,7 @@ def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
     assert len(three) == 1 and theirs.count(three[0]) == 1
 
 
-def test_pixels_do_not_depend_on_which_tile_is_read_first(opened):
+def test_tile_pixels_are_independent_of_read_order(opened):
     reader, _, _ = opened("smolvlm")
     sample = reader.read(Record({"image": png(90, 40), "text": "red"}))
     tiles = list(zip(sample.files, sample.images, strict=True))

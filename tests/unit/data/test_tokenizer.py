@@ -1,4 +1,4 @@
-"""Tokenizers: warnings about new tokens, and normalizers that would make texts grow without end."""
+"""Tokenizers: warnings about new tokens, and normalizers that expand text without a bound."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 @pytest.fixture
 def model(real_data: Path, tmp_path: Path) -> ModelConfig:
-    """A pair whose tokenizer has 4 tokens more than the tokenizer of the LLM source."""
+    """Return a model whose tokenizer has 4 tokens more than the tokenizer of the LLM source."""
     source = real_data / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.add_tokens(["<picture>", "<loc_0>", "<loc_1>", "<loc_2>"])
+    tokenizer.add_tokens(["<img_new>", "<loc_0>", "<loc_1>", "<loc_2>"])
     tokenizer.save_pretrained(tmp_path)
     llm = LlmConfig(source=str(source))
-    return ModelConfig(llm=llm, tokenizer=str(tmp_path), image_token="<picture>")
+    return ModelConfig(llm=llm, tokenizer=str(tmp_path), image_token="<img_new>")
 
 
 def test_new_tokens_with_frozen_embeddings_are_listed(model: ModelConfig) -> None:
@@ -49,7 +49,7 @@ def doubling(count: int) -> normalizers.Sequence:
 
 @pytest.fixture
 def read(tmp_path, tokenizer):
-    """The tokenizer that is read from a directory, with another normalizer."""
+    """Return a function that saves and reads a tokenizer with a normalizer."""
 
     def made(normalizer):
         tokenizer.save_pretrained(tmp_path)

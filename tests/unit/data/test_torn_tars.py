@@ -1,4 +1,4 @@
-"""Webdataset shards that lost their tail, as after a download that was cut off."""
+"""Webdataset shards without their end, as after an interrupted download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchmm.recipe.data_section import SourceConfig
 
 @pytest.fixture
 def shard(tmp_path):
-    """Two shards; the second one, to be harmed, and the offsets of its members."""
+    """Return the second of two shards, to be damaged, and the offsets of its members."""
     for name in ("a.tar", "b.tar"):
         with tarfile.open(tmp_path / name, "w") as tar:
             for i, row in enumerate(caption_rows(6)):
@@ -42,21 +42,21 @@ def read_all(directory, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("where", ["header", "body", "padding", "nothing left"])
-def test_a_torn_tail_is_an_error_that_names_the_file(shard, streaming, where):
+@pytest.mark.parametrize("where", ["header", "body", "padding", "empty"])
+def test_truncated_shard_is_reported(shard, streaming, where):
     path, members = shard
-    whole = path.read_bytes()
+    full_data = path.read_bytes()
     header, body = members[6]
-    end = {"header": header + 100, "body": body + 40, "padding": body + 1100, "nothing left": 0}
-    path.write_bytes(whole[: end[where]])
+    end = {"header": header + 100, "body": body + 40, "padding": body + 1100, "empty": 0}
+    path.write_bytes(full_data[: end[where]])
     with pytest.raises(DataError, match=r"b\.tar.*again") as caught:
         read_all(path.parent, streaming)
-    if where != "nothing left":
+    if where != "empty":
         assert "b00002.txt" in str(caught.value) or "b00003.png" in str(caught.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_tail_torn_between_members_is_warned_of(shard, streaming, caplog):
+def test_shard_truncated_between_members_warns(shard, streaming, caplog):
     path, members = shard
     path.write_bytes(path.read_bytes()[: members[8][0]])
     with caplog.at_level(logging.WARNING, "torchmm"):
@@ -65,14 +65,14 @@ def test_a_tail_torn_between_members_is_warned_of(shard, streaming, caplog):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_compressed_shard_is_refused(shard, streaming):
+def test_compressed_shard_is_rejected(shard, streaming):
     path, _ = shard
     path.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(DataError, match=r"b\.tar is compressed; decompress it"):
         read_all(path.parent, streaming)
 
 
-def test_all_torn_shards_are_named_at_once(shard):
+def test_all_truncated_shards_are_reported(shard):
     path, members = shard
     for name in ("a.tar", "b.tar"):
         file = path.with_name(name)
@@ -82,7 +82,7 @@ def test_all_torn_shards_are_named_at_once(shard):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_whole_shards_are_read_without_a_word(shard, streaming, caplog):
+def test_intact_shards_are_read_without_warning(shard, streaming, caplog):
     with caplog.at_level(logging.WARNING, "torchmm"):
         assert len(read_all(shard[0].parent, streaming)) == 12
     assert not caplog.records
@@ -90,7 +90,7 @@ def test_whole_shards_are_read_without_a_word(shard, streaming, caplog):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("part", ["json", "txt"])
-def test_large_text_members_are_corrupt(tmp_path, monkeypatch, streaming, part):
+def test_large_text_member_is_corrupt(tmp_path, monkeypatch, streaming, part):
     monkeypatch.setattr("torchmm.data.sources.tar_samples.MAX_RECORD_BYTES", 1000)
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, text in (("a", "dog"), ("b", "dog " * 999)):

@@ -1,4 +1,4 @@
-"""Clips: which frames are read, from which files, and what becomes of them."""
+"""Videos: selection of frames, file formats, and frame processing."""
 
 from __future__ import annotations
 
@@ -33,52 +33,52 @@ PIXELS = 10_000
 
 
 def pictures(count: int, width: int = 48, height: int = 32) -> list[Image.Image]:
-    """Gray, each a little lighter, with a white half on the left."""
+    """Return gray frames of increasing brightness with a white left half."""
     grays = np.linspace(10, 200, count).round().astype(np.uint8)
     frames = np.broadcast_to(grays[:, None, None, None], (count, height, width, 3)).copy()
     frames[:, :, : width // 2] = 250
     return [Image.fromarray(frame) for frame in frames]
 
 
-def gray(image: Image.Image) -> int:
+def gray_value(image: Image.Image) -> int:
     return int(np.asarray(image)[-4, -4].mean())
 
 
-def clip_of(count: int, fps: int = 10, suffix: str = "mp4", **size: int) -> bytes:
+def make_video(count: int, fps: int = 10, suffix: str = "mp4", **size: int) -> bytes:
     return write_clip(pictures(count, **size), fps, suffix)
 
 
 @pytest.mark.parametrize("suffix", CONTAINERS)
-def test_frames_are_those_that_were_written(suffix: str) -> None:
-    clip = Clip(clip_of(20, suffix=suffix), PIXELS)
+def test_decoded_frames_match_written_frames(suffix: str) -> None:
+    clip = Clip(make_video(20, suffix=suffix), PIXELS)
     assert (clip.frames, clip.width_px, clip.height_px) == (20, 48, 32)
     assert clip.duration_s == pytest.approx(2.0, abs=0.02)
     assert clip.at_s(5) == pytest.approx(0.5, abs=0.01)
-    found = [gray(image) for image in clip.select([3, 4, 19]).images()]
-    expected = [gray(image) for image in pictures(20)]
+    found = [gray_value(image) for image in clip.select([3, 4, 19]).images()]
+    expected = [gray_value(image) for image in pictures(20)]
     tolerance = 40 if suffix == "gif" else 5  # 256 colors
     assert np.abs(np.subtract(found, [expected[i] for i in (3, 4, 19)])).max() < tolerance
 
 
-def test_seeking_gives_the_frames_of_reading_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeking_decodes_same_frames_as_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     options = CONTAINERS["mp4"]._replace(options={"g": "30", "preset": "veryfast"})
     monkeypatch.setitem(CONTAINERS, "mp4", options)
-    data = clip_of(400)
-    clip, wanted = Clip(data, PIXELS), [0, 7, 150, 151, 290, 399]
+    data = make_video(400)
+    clip, frames = Clip(data, PIXELS), [0, 7, 150, 151, 290, 399]
     assert len(clip._keys) > 10
     assert clip._key_ahead(clip._times[0], clip._times[150]) > clip._times[100]
-    seeking = [np.asarray(image) for image in clip.decode(wanted)]
+    seeking = [np.asarray(image) for image in clip.decode(frames)]
     monkeypatch.setattr(Clip, "_key_ahead", lambda *_: -1)
     assert all(
-        (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(wanted), strict=True)
+        (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(frames), strict=True)
     )
 
 
-def test_clips_are_turned_upright() -> None:
-    data = clip_of(4)
+def test_rotated_video_is_upright() -> None:
+    data = make_video(4)
     matrix = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
     clockwise = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 32 << 16, 0, 0x40000000)
-    assert data.count(matrix) == 2  # of the movie and of its track
+    assert data.count(matrix) == 2  # of the movie and of the track
     at = data.rindex(matrix)
     clip = Clip(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
     assert (clip.width_px, clip.height_px) == (32, 48)
@@ -89,32 +89,32 @@ def test_clips_are_turned_upright() -> None:
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://%s\n#EXT-X-ENDLIST\n"
 
 
-def test_what_is_no_clip_is_corrupt(tmp_path: Path) -> None:
+def test_invalid_video_is_corrupt(tmp_path: Path) -> None:
     other = tmp_path / "other.ts"
-    other.write_bytes(clip_of(4))
-    whole = clip_of(20, width=64, height=64)
+    other.write_bytes(make_video(4))
+    full_data = make_video(20, width=64, height=64)
     for data, message in [
         (b"", "not a video file"),
         (png(8, 8)[:20], "not a video file"),
-        (PLAYLIST % str(other).encode(), "not a video file"),  # names another file
-        (whole[: len(whole) // 3], "video"),
+        (PLAYLIST % str(other).encode(), "not a video file"),  # refers to another file
+        (full_data[: len(full_data) // 3], "video"),
     ]:
         with pytest.raises(CorruptSampleError, match=message):
             Clip(data, PIXELS)
     with pytest.raises(
         CorruptSampleError, match=r"64x64 pixels is larger than data\.max_image_pixels = 4000"
     ):
-        Clip(whole, 4000)
+        Clip(full_data, 4000)
 
 
-def test_a_clip_that_ends_early_is_corrupt() -> None:
-    clip = Clip(clip_of(20), PIXELS)
+def test_video_that_ends_early_is_corrupt() -> None:
+    clip = Clip(make_video(20), PIXELS)
     clip._times[-1] += 10_000
     with pytest.raises(CorruptSampleError, match="ends before one of its 20 expected frames"):
         clip.decode([3, 19])
 
 
-def test_frames_are_evenly_spaced_within_the_limits() -> None:
+def test_sampled_frames_are_evenly_spaced() -> None:
     config = VideoConfig(fps=2.0, min_frames=4, max_frames=8)
     assert sampled_frames(40, 4.0, config) == list(range(0, 40, 5))
     assert sampled_frames(10, 1.0, config) == [0, 2, 5, 7]
@@ -126,7 +126,7 @@ def test_frames_are_evenly_spaced_within_the_limits() -> None:
 
 
 class FakeFrames:
-    """Frames that no codec has changed."""
+    """Uncompressed frames."""
 
     def __init__(self, images: list[Image.Image]) -> None:
         self.images = lambda: images
@@ -139,20 +139,20 @@ def media(spec: ImageSpec, **settings: object) -> ClipMedia:
 
 def test_patches_span_two_frames() -> None:
     medium, images = media(QWEN), pictures(5, 24, 16)
-    meta = medium.parts(Clip(clip_of(5, fps=2, width=24, height=16), PIXELS))[0].meta
+    meta = medium.parts(Clip(make_video(5, fps=2, width=24, height=16), PIXELS))[0].meta
     assert (meta.frames, meta.patches, meta.tokens, meta.duration_ms) == (2, 48, 12, 2500)
     assert medium.grid_thw(meta) == (2, 4, 6) and medium.block(meta) == (2, 2, 3)
     found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
     assert found.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
     single = [ImagePreprocessor(QWEN).stored(image) for image in images]
     halves = found.reshape(2, 24, 3, 2, 16)
-    for frame, shown in enumerate([0, 1, 2, 2]):  # the last one fills the pair
-        expected = single[shown].reshape(24, 3, 2, 16)[:, :, 0]
+    for frame, source in enumerate([0, 1, 2, 2]):  # the last frame is repeated
+        expected = single[source].reshape(24, 3, 2, 16)[:, :, 0]
         assert (halves[frame // 2, :, :, frame % 2] == expected).all()
 
 
-def test_frames_are_images_with_their_times_where_patches_do_not_span_them() -> None:
-    clip = Clip(clip_of(20), PIXELS)
+def test_frames_with_times_become_images() -> None:
+    clip = Clip(make_video(20), PIXELS)
     parts = media(CLIP).parts(clip)
     assert [part.before for part in parts] == [
         f"<{t} seconds>" for t in ("0.0", "0.5", "1.0", "1.5")
@@ -165,11 +165,11 @@ def test_frames_are_images_with_their_times_where_patches_do_not_span_them() -> 
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
-def test_a_budget_of_pixels_makes_frames_fewer_or_smaller(spec: ImageSpec) -> None:
-    clip = Clip(clip_of(20), PIXELS)
+def test_pixel_budget_reduces_frames_or_size(spec: ImageSpec) -> None:
+    clip = Clip(make_video(20), PIXELS)
     sizes = []
-    for most in (100_000, 1024):
-        medium = media(spec, max_pixels=most, fps=4.0)
+    for max_pixels in (100_000, 1024):
+        medium = media(spec, max_pixels=max_pixels, fps=4.0)
         parts = medium.parts(clip)
         for part in parts:
             assert medium.pixels(part.file, part.meta).shape == medium.blank(part.meta).shape
@@ -181,17 +181,17 @@ def test_a_budget_of_pixels_makes_frames_fewer_or_smaller(spec: ImageSpec) -> No
 
 
 @pytest.mark.parametrize("seconds", [2.0, 1.0, 0.5, 1.3, 2 / 3])
-def test_positions_equal_hugging_faces(seconds: float) -> None:
-    """From transformers 5.23 on; before, seconds were cut to whole ones."""
+def test_video_positions_match_hugging_face(seconds: float) -> None:
+    """Compare with transformers 5.23 or newer. Older versions truncate seconds to integers."""
     config = AutoConfig.for_model("qwen2_5_vl")
     config.text_config.update({"num_hidden_layers": 1})
     config.vision_config.depth = 1
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).model
     if "int(next" in Path(importlib.import_module(model.__module__).__file__).read_text():
-        pytest.skip("this version of transformers cuts seconds")
-    clip, image = (7, 4, 6), (1, 4, 2)
-    kinds = [0] * 3 + [2] * 42 + [0] * 4 + [1] * 2 + [0] * 2 + [2] * 42 + [0]
+        pytest.skip("this version of transformers truncates seconds")
+    video_grid, image_grid = (7, 4, 6), (1, 4, 2)
+    token_types = [0] * 3 + [2] * 42 + [0] * 4 + [1] * 2 + [0] * 2 + [2] * 42 + [0]
     per_second = config.vision_config.tokens_per_second
     steps = per_second * seconds, per_second * 3 * seconds
     blocks = [
@@ -200,28 +200,28 @@ def test_positions_equal_hugging_faces(seconds: float) -> None:
         VisionBlock(53, 7, 2, 3, steps[1]),
     ]
     expected, _ = model.get_rope_index(
-        input_ids=torch.zeros(1, len(kinds), dtype=torch.int64),
-        mm_token_type_ids=torch.tensor([kinds]),
-        image_grid_thw=torch.tensor([image]),
-        video_grid_thw=torch.tensor([clip, clip]),
+        input_ids=torch.zeros(1, len(token_types), dtype=torch.int64),
+        mm_token_type_ids=torch.tensor([token_types]),
+        image_grid_thw=torch.tensor([image_grid]),
+        video_grid_thw=torch.tensor([video_grid, video_grid]),
         second_per_grid_ts=torch.tensor([seconds, 3 * seconds]),
     )
-    assert mrope_positions(len(kinds), blocks).tolist() == expected[:, 0].tolist()
+    assert mrope_positions(len(token_types), blocks).tolist() == expected[:, 0].tolist()
 
 
-def test_the_library_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = clip_of(4)
+def test_missing_video_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_video(4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[video\]'"):
         Clip(data, PIXELS)
 
 
-# Whole samples
+# Complete samples
 
 
 @pytest.fixture
 def load(tmp_path, tokenizer, text_spec):
-    """Builds a loader."""
+    """Return a function that builds a loader."""
 
     def build(*specs, sources, workers=0, text=text_spec, **video):
         return build_loader(
@@ -239,25 +239,25 @@ def load(tmp_path, tokenizer, text_spec):
 
 
 def rows(count: int) -> list[dict]:
-    made = []
+    samples = []
     for i in range(count):
-        clip = clip_of(6 + 3 * i, fps=6, suffix=("mp4", "webm", "gif")[i % 3])
-        made.append(
+        clip = make_video(6 + 3 * i, fps=6, suffix=("mp4", "webm", "gif")[i % 3])
+        samples.append(
             {
                 "video": clip if i % 4 else None,
                 "image": png(16, 24, i) if i % 4 == 3 else None,
                 "text": caption(i),
             }
         )
-    return made
+    return samples
 
 
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
-def test_batches_have_clips_images_and_text(load, tmp_path, text_spec, spec) -> None:
+def test_batches_have_videos_images_and_text(load, tmp_path, text_spec, spec) -> None:
     write_rows(tmp_path / "all", rows(8))
     text = TextSpec(**{**vars(text_spec), "video_token_id": 4})
     loader = load(spec, sources=[SourceConfig(path=str(tmp_path / "all"), name="all")], text=text)
-    seen = 0
+    video_count = 0
     for batch in islice(loader, 4):
         assert not batch.skipped
         for microbatch in batch.microbatches:
@@ -265,20 +265,20 @@ def test_batches_have_clips_images_and_text(load, tmp_path, text_spec, spec) -> 
             if inputs is None:
                 continue
             images = microbatch.meta.images_read_by("vision")
-            clips = [image for image in images if image.duration_ms]
-            seen += len(clips)
+            videos = [image for image in images if image.duration_ms]
+            video_count += len(videos)
             assert len(inputs.grids_thw) == len(images)
             assert [g[0] for g in inputs.grids_thw] == [image.frames for image in images]
             assert len(inputs.positions_K) == sum(image.tokens for image in images)
             ids = microbatch.input_ids_T[inputs.positions_K]
             assert set(ids.tolist()) <= {text.image_token_id, 4}
-            of_clips = sum(image.tokens for image in clips) if spec is QWEN else 0
-            assert (ids == 4).sum() == of_clips
-    assert seen > 8
+            video_tokens = sum(image.tokens for image in videos) if spec is QWEN else 0
+            assert (ids == 4).sum() == video_tokens
+    assert video_count > 8
     assert len(loader.images("all", 1)) >= 4
 
 
-def test_several_workers_and_encoders_give_the_same_batches(load, tmp_path) -> None:
+def test_batches_are_independent_of_workers(load, tmp_path) -> None:
     write_rows(tmp_path / "all", rows(6))
     second = ImageSpec(**{**vars(QWEN), "encoder": "second"})
     sources = [SourceConfig(path=str(tmp_path / "all"), name="all")]
@@ -291,26 +291,26 @@ def test_several_workers_and_encoders_give_the_same_batches(load, tmp_path) -> N
                 assert torch.equal(inputs.pixels, b.encoders[name].pixels)
 
 
-def test_torn_clips_are_skipped_and_those_that_change_keep_their_place(load, tmp_path) -> None:
+def test_damaged_videos_are_skipped(load, tmp_path) -> None:
     for i in range(4):
-        (tmp_path / f"{i}.mp4").write_bytes(clip_of(12))
+        (tmp_path / f"{i}.mp4").write_bytes(make_video(12))
     (tmp_path / "1.mp4").write_bytes(b"nothing")
     samples = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
-    path = write_jsonl(tmp_path / "torn.jsonl", samples)
-    loader = load(CLIP, sources=[SourceConfig(path=str(path), name="torn")])
-    (tmp_path / "2.mp4").write_bytes(b"torn later")
+    path = write_jsonl(tmp_path / "damaged.jsonl", samples)
+    loader = load(CLIP, sources=[SourceConfig(path=str(path), name="damaged")])
+    (tmp_path / "2.mp4").write_bytes(b"damaged later")
     skipped = [message for batch in islice(loader, 2) for message in batch.skipped]
     for number in (1, 2):
-        assert any(f"torn[{number}]: " in m and ": not a video file" in m for m in skipped)
+        assert any(f"damaged[{number}]: " in m and ": not a video file" in m for m in skipped)
 
 
-def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:
+def test_video_folders_and_webdatasets_are_read(load, tmp_path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     lines = []
-    with tarfile.open(tmp_path / "clips.tar", "w") as tar:
+    with tarfile.open(tmp_path / "videos.tar", "w") as tar:
         for i in range(3):
-            data = clip_of(8 + i)
+            data = make_video(8 + i)
             (folder / f"{i}.mp4").write_bytes(data)
             lines.append({"file_name": f"{i}.mp4", "text": caption(i)})
             for name, content in ((f"{i}.mp4", data), (f"{i}.txt", caption(i).encode())):
@@ -319,9 +319,9 @@ def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:
                 tar.addfile(info, io.BytesIO(content))
     write_jsonl(folder / "metadata.jsonl", lines)
     typed = datasets.Features({"video": datasets.Video(), "text": datasets.Value("string")})
-    table = {"video": [{"bytes": clip_of(8), "path": None}], "text": [caption(3)]}
+    table = {"video": [{"bytes": make_video(8), "path": None}], "text": [caption(3)]}
     datasets.Dataset.from_dict(table, typed).to_parquet(tmp_path / "typed.parquet")
-    for source in (folder, tmp_path / "clips.tar", tmp_path / "typed.parquet"):
+    for source in (folder, tmp_path / "videos.tar", tmp_path / "typed.parquet"):
         for streaming in (False, True):
             config = SourceConfig(path=str(source), streaming=streaming)
             batch = next(iter(load(QWEN, sources=[config])))
@@ -330,11 +330,13 @@ def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:
             assert {image.frames for images in metas for image in images} == {2}
 
 
-def test_frames_beyond_the_limits_are_counted() -> None:
-    clip = Clip(clip_of(20, fps=10), PIXELS)  # 2 s
+def test_dropped_frames_are_counted() -> None:
+    clip = Clip(make_video(20, fps=10), PIXELS)  # 2 s
     assert media(CLIP, fps=10, max_frames=64).count_dropped_frames(clip) == 0
     assert media(CLIP, fps=10, max_frames=6).count_dropped_frames(clip) == 14
-    assert media(CLIP, fps=100, max_frames=6).count_dropped_frames(clip) == 14  # of 20 in the file
+    assert (
+        media(CLIP, fps=100, max_frames=6).count_dropped_frames(clip) == 14
+    )  # of 20 frames in the file
     frame_px = media(CLIP).parts(clip)[0].meta.patches * CLIP.patch_size_px**2
     assert media(CLIP, fps=10, max_pixels=3 * frame_px).count_dropped_frames(clip) == 17
     assert media(QWEN, fps=10, max_pixels=1).count_dropped_frames(clip) == 0  # smaller frames

@@ -1,6 +1,7 @@
-"""Clips from files to the loss: Hugging Face's Qwen and GLM models on the same clips give the same.
+"""Videos from files to the loss, compared with the Qwen and GLM models of Hugging Face.
 
-Loss, logits, gradients and positions, with samples packed and alone, along with images and text.
+Loss, logits, gradients and positions are compared, with packed and single samples, together with
+images and text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from data_cases import caption, data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
-from test_multimodal import our_hf_name, plain_composite
+from test_multimodal import hf_model, hf_weight_name
 from test_video import pictures
 from torch.nn import functional
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
@@ -32,18 +33,18 @@ from torchmm.recipe.model_section import ModelConfig
 
 IMAGE, VIDEO, START, END, CLIP_START, CLIP_END = range(440, 446)
 GLM = ("glm4v", "glm4v_moe", "glm46v")
-SOUND_KEYS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
+AUDIO_KEYS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 
 
 def tiny(name: str) -> ModelConfig:
-    """A tiny model with room for the tokenizer's words."""
+    """Return a tiny model whose vocabulary includes the words of the tokenizer."""
     config = {**COMPOSITES[name], "image_token_id": IMAGE, "video_token_id": VIDEO}
-    marked = "image" if name in GLM else "vision"
-    config |= {f"{marked}_start_token_id": START, f"{marked}_end_token_id": END}
+    modality = "image" if name in GLM else "vision"
+    config |= {f"{modality}_start_token_id": START, f"{modality}_end_token_id": END}
     if name in GLM:
         config |= {"video_start_token_id": CLIP_START, "video_end_token_id": CLIP_END}
     if "omni" in name:
-        config |= dict(zip(SOUND_KEYS, (444, 445, 446), strict=True))
+        config |= dict(zip(AUDIO_KEYS, (444, 445, 446), strict=True))
     config["text_config"] = {**config["text_config"], "vocab_size": 448}
     size = {"shortest_edge": 64, "longest_edge": 1024}
     return ModelConfig(config=config, processor={"size": size})
@@ -51,7 +52,7 @@ def tiny(name: str) -> ModelConfig:
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    """Microbatches of clips of 2, 4 and 8 seconds, images and text."""
+    """Return a function that builds microbatches of 2 s, 4 s and 8 s videos, images and text."""
     rows = []
     for i in range(8):
         row: dict = {"video": None, "image": None, "text": caption(i)}
@@ -61,13 +62,13 @@ def load(tmp_path, tokenizer):
             row["image"] = {"bytes": png(16, 24, i), "path": None}
         rows.append(row)
     rows.append({"video": None, "image": None, "text": caption(9)})
-    path = write_parquet(tmp_path / "clips", rows)
+    path = write_parquet(tmp_path / "videos", rows)
 
     def build_batches(model, **sizes: int) -> list[Microbatch]:
         loader = build_loader(
             data_config(
                 tmp_path,
-                SourceConfig(path=str(path), name="clips"),
+                SourceConfig(path=str(path), name="videos"),
                 video=VideoConfig(fps=2.0, max_pixels=16 * 1024),
             ),
             training(**sizes),
@@ -85,14 +86,14 @@ def load(tmp_path, tokenizer):
     return build_batches
 
 
-def theirs(model, microbatch: Microbatch) -> list[dict]:
-    """What Hugging Face's model takes of each sample."""
+def hf_inputs(model, microbatch: Microbatch) -> list[dict]:
+    """Return the inputs of the Hugging Face model for each sample."""
     inputs, samples, at = microbatch.values().encoders.get("vision"), [], 0
     segments = zip(pairwise(microbatch.cu_seqlens), microbatch.meta.samples, strict=False)
     glm = model.composite.model_type in GLM
     for (start, stop), meta in segments:
         ids = microbatch.input_ids_T[None, start:stop]
-        kinds = glm_kinds(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        kinds = glm_token_types(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
         sample: dict = {"input_ids": ids, "mm_token_type_ids": kinds}
         for image in meta.images:
             own = inputs.select(range(at, at + 1))
@@ -110,14 +111,17 @@ def theirs(model, microbatch: Microbatch) -> list[dict]:
     return samples
 
 
-def glm_kinds(ids: torch.Tensor) -> torch.Tensor:
-    """Of (1, L) ids, by Hugging Face's processor: images and clips have the same placeholder."""
+def glm_token_types(ids: torch.Tensor) -> torch.Tensor:
+    """Return token types of ids (1, L) as in the Hugging Face processor.
+
+    Images and videos have the same placeholder.
+    """
     tokens = SimpleNamespace(image_token_id=IMAGE, video_start_id=CLIP_START, video_end_id=CLIP_END)
     return torch.tensor(Glm4vProcessor.create_mm_token_type_ids(tokens, ids.tolist()))
 
 
 def single(microbatch: Microbatch, number: int) -> Microbatch:
-    """One sample of it, alone."""
+    """Return one sample of a microbatch as a separate microbatch."""
     start, stop = microbatch.cu_seqlens[number : number + 2]
     before = sum(len(sample.images) for sample in microbatch.meta.samples[:number])
     meta = microbatch.meta.samples[number]
@@ -136,15 +140,15 @@ def single(microbatch: Microbatch, number: int) -> Microbatch:
 
 
 def expected_positions(plain, sample: dict) -> torch.Tensor:
-    left_out = ("pixel_values", "pixel_values_videos")
-    sizes = {key: value for key, value in sample.items() if key not in left_out}
+    excluded = ("pixel_values", "pixel_values_videos")
+    sizes = {key: value for key, value in sample.items() if key not in excluded}
     if "video_second_per_grid" in sizes:
         sizes["second_per_grids"] = sizes.pop("video_second_per_grid")
     return plain.model.get_rope_index(**sizes)[0][:, 0]
 
 
-def whole_clips(samples: list[dict]) -> None:
-    """Makes one clip of several groups of each sample's clips of a group: there is one of each."""
+def merge_groups(samples: list[dict]) -> None:
+    """Merge the single-group videos of each sample into one video of several groups."""
     for sample in samples:
         grids = sample.get("video_grid_thw")
         if grids is not None:
@@ -152,9 +156,11 @@ def whole_clips(samples: list[dict]) -> None:
             sample["video_grid_thw"] = grids[:1] * torch.tensor([len(grids), 1, 1])
 
 
-def as_images_alone(sample: dict) -> None:
-    """Makes an image of every group of a clip, if the sample has images too: Hugging Face's GLM
-    takes all placeholders of such a sample for images'."""
+def replace_videos_with_images(sample: dict) -> None:
+    """Replace each group of a video by an image if the sample also has images.
+
+    The GLM model of Hugging Face treats all placeholders of such a sample as images.
+    """
     if "pixel_values" not in sample or "pixel_values_videos" not in sample:
         return
     kinds = sample["mm_token_type_ids"]
@@ -168,8 +174,8 @@ def as_images_alone(sample: dict) -> None:
     sample["mm_token_type_ids"] = kinds.clamp(max=1)
 
 
-def for_omni_models(samples: list[dict]) -> None:
-    """Gives arguments their names there."""
+def rename_omni_inputs(samples: list[dict]) -> None:
+    """Rename inputs to the argument names of the Omni models."""
     for sample in samples:
         del sample["mm_token_type_ids"]
         sample["attention_mask"] = torch.ones_like(sample["input_ids"])
@@ -178,24 +184,24 @@ def for_omni_models(samples: list[dict]) -> None:
 
 
 TIMED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Whose clips are groups of frames with their times as text, as GLM's."""
-OF_QWEN = ("qwen2_5_vl", "qwen2_vl", "qwen3_omni", "qwen2_5_omni", *TIMED)
+"""Families whose videos are groups of frames with times as text, as for GLM."""
+QWEN = ("qwen2_5_vl", "qwen2_vl", "qwen3_omni", "qwen2_5_omni", *TIMED)
 
 
 @proves("clips", COMPOSITES)
-@pytest.mark.parametrize("name", [*OF_QWEN, *GLM])
-def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
-    unheard = ("audio", "audio.connector") if "omni" in name else ()
-    model = build(tiny(name), freeze=unheard)
-    plain = plain_composite(model)
-    clips = 0
+@pytest.mark.parametrize("name", [*QWEN, *GLM])
+def test_videos_match_hugging_face_loss_and_gradients(load, name: str) -> None:
+    frozen = ("audio", "audio.connector") if "omni" in name else ()
+    model = build(tiny(name), freeze=frozen)
+    plain = hf_model(model)
+    videos = 0
     for microbatch in load(model, sequence_length=256)[:4]:
-        samples = theirs(model, microbatch)
+        samples = hf_inputs(model, microbatch)
         if name in (*TIMED, *GLM):
-            whole_clips(samples)
+            merge_groups(samples)
         if "omni" in name:
-            for_omni_models(samples)
-        clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
+            rename_omni_inputs(samples)
+        videos += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
         logits = []
         for number, sample in enumerate(samples):
             alone = single(microbatch, number)
@@ -204,10 +210,10 @@ def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
             if name != "qwen2_5_vl":
                 sample.pop("second_per_grid_ts", None)
             if name in GLM:
-                as_images_alone(sample)
+                replace_videos_with_images(sample)
             logits.append(plain(**sample, use_cache=False).logits[0])
-            own = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
-            assert relative_error(model(alone), own) < 1e-5
+            expected_loss = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
+            assert relative_error(model(alone), expected_loss) < 1e-5
         targets = microbatch.targets_T[: microbatch.meta.used_tokens]
         expected = functional.cross_entropy(torch.cat(logits), targets, reduction="sum")
         loss = model(microbatch)
@@ -216,14 +222,14 @@ def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
         expected.backward()
         # Decays of delta nets are small differences of large sums (see test_delta_net).
         bound = 5e-5 if name.startswith("qwen3_5") else 1e-5
-        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < bound
+        assert worst_gradient(model, plain, lambda fqn: hf_weight_name(model, fqn)) < bound
         model.zero_grad()
         plain.zero_grad()
         assert len(samples) > 1
-    assert clips > 8
+    assert videos > 8
 
 
-def test_clips_stand_between_the_markers_of_images(load) -> None:
+def test_videos_are_between_image_markers(load) -> None:
     model = build(tiny("qwen2_5_vl"))
     for microbatch in load(model, sequence_length=160):
         ids = microbatch.input_ids_T.numpy()
@@ -231,11 +237,11 @@ def test_clips_stand_between_the_markers_of_images(load) -> None:
         for start, stop in runs.reshape(-1, 2):
             assert ids[start - 1] == START and ids[stop] == END
         lengths = sorted(np.diff(runs.reshape(-1, 2))[:, 0].tolist())
-        clips = [i for i in microbatch.meta.images_read_by("vision") if i.duration_ms]
-        assert lengths == sorted(i.patches // 4 for i in clips)
+        videos = [i for i in microbatch.meta.images_read_by("vision") if i.duration_ms]
+        assert lengths == sorted(i.patches // 4 for i in videos)
 
 
-def test_the_time_of_frames_changes_the_loss(load) -> None:
+def test_time_of_frames_changes_loss(load) -> None:
     model = build(tiny("qwen2_5_vl"))
     batches = [m for m in load(model, sequence_length=160) if m.position_ids.max() > 20]
     microbatch = batches[0]
@@ -247,15 +253,13 @@ def test_the_time_of_frames_changes_the_loss(load) -> None:
 
 
 @pytest.mark.parametrize("frames", [8, 7, 5])
-def test_times_are_written_as_hugging_faces_processor_writes_them(
-    frames: int, tmp_path, tokenizer
-) -> None:
+def test_times_match_hugging_face_processor(frames: int, tmp_path, tokenizer) -> None:
     model = build(tiny("qwen3_vl"))
     clip = write_clip(pictures(frames, 24, 16), fps=3)
-    path = write_parquet(tmp_path / "clips", [{"video": clip, "text": caption(1)}] * 4)
+    path = write_parquet(tmp_path / "videos", [{"video": clip, "text": caption(1)}] * 4)
     video = VideoConfig(fps=3.0, max_pixels=16 * 1024)
     loader = build_loader(
-        data_config(tmp_path, SourceConfig(path=str(path), name="clips"), video=video),
+        data_config(tmp_path, SourceConfig(path=str(path), name="videos"), video=video),
         training(sequence_length=256),
         text_spec=model.text_spec(tokenizer),
         image_specs=model.image_specs(),
@@ -265,8 +269,8 @@ def test_times_are_written_as_hugging_faces_processor_writes_them(
         state=None,
     )
     microbatch = single(next(iter(loader)).microbatches[0], 0)
-    shown = sampled_frames(frames, frames / 3, video, group=2)
-    ((_, rows, columns), *others) = microbatch.encoders["vision"].grids_thw
+    frame_indices = sampled_frames(frames, frames / 3, video, group=2)
+    ((_, rows, columns), *remaining) = microbatch.encoders["vision"].grids_thw
     processor = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
         vision_start_token="[S]",
@@ -277,20 +281,20 @@ def test_times_are_written_as_hugging_faces_processor_writes_them(
     written = Qwen3VLProcessor.replace_video_token(
         processor,
         {
-            "video_grid_thw": torch.tensor([[1 + len(others), rows, columns]]),
-            "video_metadata": [SimpleNamespace(fps=3.0, frames_indices=list(shown))],
+            "video_grid_thw": torch.tensor([[1 + len(remaining), rows, columns]]),
+            "video_metadata": [SimpleNamespace(fps=3.0, frames_indices=list(frame_indices))],
         },
         0,
     )
-    marks = {"[S]": START, "[E]": END, "[V]": VIDEO}
+    markers = {"[S]": START, "[E]": END, "[V]": VIDEO}
     expected: list[int] = []
     for part in filter(None, re.split(r"(\[.\])", written)):
-        if part in marks:
-            expected.append(marks[part])
+        if part in markers:
+            expected.append(markers[part])
         else:
             expected += tokenizer(part, add_special_tokens=False).input_ids
     ids = microbatch.input_ids_T.tolist()
     first = ids.index(START)
     begin = first - expected.index(START)
     assert ids[begin : begin + len(expected)] == expected
-    assert VIDEO not in ids[begin + len(expected) :] and len(others) >= 1
+    assert VIDEO not in ids[begin + len(expected) :] and len(remaining) >= 1

@@ -1,7 +1,7 @@
-"""Frames and patches of clips are those of Hugging Face's Qwen2VLVideoProcessor.
+"""Frames and patches of videos, compared with the Hugging Face Qwen2VLVideoProcessor.
 
-That one needs torchvision. What it does is written down here once more, and compared with ours
-everywhere, with Hugging Face's where torchvision is installed.
+The processor requires torchvision. This module reimplements it, compares torchmm with the
+reimplementation, and compares the reimplementation with Hugging Face if torchvision is installed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from torchmm.data.media.video import ClipMedia, sampled_frames
 from torchmm.recipe.data_section import VideoConfig
 
 CONFIG = VideoConfig(fps=2.0, min_frames=4, max_frames=24)
-SIZE = {"shortest_edge": 64, "longest_edge": 512}  # pixels, as QWEN has them
+SIZE = {"shortest_edge": 64, "longest_edge": 512}  # pixels, as in QWEN
 RATES = [(frames, rate) for frames in range(4, 300, 7) for rate in (10.0, 24.0, 29.97)]
-AS_THEY_ARE, RESIZED = [(5, 24, 16), (6, 16, 32)], [(7, 50, 22), (4, 10, 30), (3, 20, 5)]
-"""Frames, width and height."""
+UNCHANGED, RESIZED = [(5, 24, 16), (6, 16, 32)], [(7, 50, 22), (4, 10, 30), (3, 20, 5)]
+"""Number of frames, width and height."""
 
 
-def reference_numbers(frames: int, rate: float) -> list[int]:
-    """Of the frames that are taken."""
+def reference_frames(frames: int, rate: float) -> list[int]:
+    """Return the indices of the sampled frames."""
     most = min(CONFIG.max_frames, frames) // 2 * 2
     count = int(min(max(frames / rate * CONFIG.fps, CONFIG.min_frames), most) // 2 * 2)
     return torch.arange(0, frames, frames / count).int().tolist()
 
 
 def reference_patches(x_FCHW: Tensor) -> Tensor:
-    """(P, D) of frames in 256 steps; torch's resizing is what torchvision calls."""
+    """Return patches (P, D) of frames with values 0 to 255.
+
+    torchvision calls the same resizing function of torch.
+    """
     height, width = x_FCHW.shape[2:]
     size = smart_resize(height, width, 8, SIZE["shortest_edge"], SIZE["longest_edge"])
     if size != (height, width):
@@ -50,25 +53,25 @@ def reference_patches(x_FCHW: Tensor) -> Tensor:
     mean, std = torch.tensor([OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]).view(2, 3, 1, 1)
     x_FCHW = (x_FCHW / 255 - mean) / std
     x_FCHW = torch.cat([x_FCHW, x_FCHW[-1:].expand(len(x_FCHW) % 2, -1, -1, -1)])
-    # Pairs of frames, colors, then rows and columns: of what is merged, its patches, their pixels.
+    # Frame pairs, colors, then rows and columns of merged patches, of patches, and of pixels.
     x = x_FCHW.reshape(-1, 2, 3, size[0] // 8, 2, 4, size[1] // 8, 2, 4)
     return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * 2 * 4 * 4)
 
 
 def noise(frames: int, width: int, height: int) -> Tensor:
-    """(F, C, H, W) in 256 steps."""
+    """Return random frames (F, C, H, W) with values 0 to 255."""
     shape = (frames, 3, height, width)
     return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def test_frames_are_those_of_the_reference() -> None:
+def test_sampled_frames_match_reference() -> None:
     for frames, rate in RATES:
         found = sampled_frames(frames, frames / rate, CONFIG, group=2)
-        assert found == reference_numbers(frames, rate)
+        assert found == reference_frames(frames, rate)
 
 
-@pytest.mark.parametrize("shape", [*AS_THEY_ARE, *RESIZED], ids=str)
-def test_patches_are_those_of_the_reference(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [*UNCHANGED, *RESIZED], ids=str)
+def test_video_patches_match_reference(shape: tuple[int, int, int]) -> None:
     x_FCHW, (count, width, height) = noise(*shape), shape
     preprocessor = ImagePreprocessor(QWEN)
     single, groups = preprocessor.meta(width, height), -(-count // 2)
@@ -79,20 +82,20 @@ def test_patches_are_those_of_the_reference(shape: tuple[int, int, int]) -> None
     found = values_of(stored, medium.byte_values)
     expected = reference_patches(x_FCHW).numpy()
     assert found.shape == expected.shape
-    # Pillow's resizing rounds otherwise than torch's, by one of 256 steps.
-    most = 1.001 / 255 / min(OPENAI_CLIP_STD) if shape in RESIZED else 1e-5
-    assert np.abs(found - expected).max() <= most
+    # Pillow and torch round differently when they resize, by at most 1 of 256 values.
+    tolerance = 1.001 / 255 / min(OPENAI_CLIP_STD) if shape in RESIZED else 1e-5
+    assert np.abs(found - expected).max() <= tolerance
 
 
-def test_the_reference_is_hugging_faces() -> None:
+def test_reference_matches_hugging_face() -> None:
     pytest.importorskip("torchvision")
     theirs = transformers.Qwen2VLVideoProcessor(patch_size=4, min_frames=4, max_frames=24)
     for frames, rate in RATES:
         metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
         expected = theirs.sample_frames(metadata, fps=2.0).tolist()
-        assert reference_numbers(frames, rate) == expected
+        assert reference_frames(frames, rate) == expected
     settings = {"size": SIZE, "merge_size": 2, "do_sample_frames": False, "return_tensors": "pt"}
-    for shape in (*AS_THEY_ARE, *RESIZED):
+    for shape in (*UNCHANGED, *RESIZED):
         x_FCHW = noise(*shape)
         expected = theirs(x_FCHW, **settings)["pixel_values_videos"]
         assert (reference_patches(x_FCHW) - expected).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""Waiting for data that do not come: for so long, and not once the run was asked to stop."""
+"""Waiting for data: time limits, and stop signals while a rank waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_gone(workers):
         assert not worker.is_alive()
 
 
-def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenizer, text_spec):
+def test_stopped_worker_is_reported_and_killed(tmp_path, tokenizer, text_spec):
     loader = build(tmp_path, tokenizer, text_spec, workers=2, timeout_s=2.0)
     batches = iter(loader)
     next(batches)
@@ -52,7 +52,7 @@ def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenize
     for worker in workers:
         os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(DataError) as caught:
-        for _ in range(8):  # what it prepared before
+        for _ in range(8):  # earlier results are still delivered
             next(batches)
     message = str(caught.value)
     assert "data.timeout_s = 2" in message and "words.jsonl[" in message and "stopped" in message
@@ -63,7 +63,7 @@ def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenize
 
 
 class Silent:
-    """A source on a file server that has gone."""
+    """A source on a file server that no longer responds."""
 
     def __len__(self) -> int:
         return 12
@@ -73,7 +73,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_never_answers_ends_the_wait(tmp_path, tokenizer, text_spec, workers):
+def test_unresponsive_file_raises_after_timeout(tmp_path, tokenizer, text_spec, workers):
     loader = build(tmp_path, tokenizer, text_spec, workers=workers, timeout_s=2.0)
     loader._decoder._sources = [Silent()]
     who = "data worker 0" if workers else "this process"
@@ -81,45 +81,43 @@ def test_a_file_that_never_answers_ends_the_wait(tmp_path, tokenizer, text_spec,
         next(iter(loader))
 
 
-def test_who_was_asked_to_stop_waits_a_little_longer_only(
-    tmp_path, tokenizer, text_spec, monkeypatch
-):
+def test_stop_signal_shortens_waiting(tmp_path, tokenizer, text_spec, monkeypatch):
     monkeypatch.setattr(loader_module, "STOP_GRACE_S", 1.0)
     loader = build(tmp_path, tokenizer, text_spec, workers=1, timeout_s=LONG_S)
-    asked = threading.Event()
-    batches = loader.batches(asked.is_set)
+    stop = threading.Event()
+    batches = loader.batches(stop.is_set)
     assert next(batches) is not None
-    asked.set()
-    assert next(batches) is not None, "data that come are taken"
+    stop.set()
+    assert next(batches) is not None, "available data are delivered"
     workers = workers_of(loader)
     os.kill(workers[0].pid, signal.SIGSTOP)
     begin = time.monotonic()
-    given = [next(batches) for _ in range(1)]
-    while given[-1] is not None:
-        given.append(next(batches))
+    received = [next(batches) for _ in range(1)]
+    while received[-1] is not None:
+        received.append(next(batches))
     assert time.monotonic() - begin < LONG_S / 2
     assert "data worker 0" in loader.overdue
     assert_gone(workers)
 
 
-def test_waiting_gives_results_errors_and_up():
-    answers = iter([1, ValueError("bad"), 2])
-    hold = threading.Event()
+def test_waiting_returns_results_errors_and_timeouts():
+    results = iter([1, ValueError("bad"), 2])
+    release = threading.Event()
 
-    def answer():
-        value = next(answers, None)
+    def produce():
+        value = next(results, None)
         if value is None:
-            hold.wait(LONG_S)
+            release.wait(LONG_S)
         if isinstance(value, Exception):
             raise value
         return value
 
-    waiting = Waiting(answer)
+    waiting = Waiting(produce)
     assert waiting.get(LONG_S) == 1
     with pytest.raises(ValueError, match="bad"):
         waiting.get(LONG_S)
     assert waiting.get(LONG_S) == 2
     overdue = waiting.get(0.05)
     assert isinstance(overdue, Overdue) and not overdue.stopping and overdue.waited_s >= 0.05
-    hold.set()
+    release.set()
     waiting.close()

@@ -1,4 +1,4 @@
-"""Checkpoints without weights, whose processors cut pictures, and Hugging Face's own processors."""
+"""Checkpoints without weights and Hugging Face processors that split images into tiles."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ TOKENS["mistral3"] = {
 }
 TOKENS["llava_next"] = TOKENS["llava_onevision"] = {"image_token": "<image>"}
 TOKENS["smolvlm"] = {**TOKENS["idefics3"], "global_image_token": "<global-img>"}
-"""Special tokens by the name that Hugging Face's processors look for."""
-TOWERS = {"llava_next": "clip_vision_model", "llava_onevision": "siglip_vision_model"}
+"""Special tokens by the name that the Hugging Face processor looks up."""
+VISION_TYPES = {"llava_next": "clip_vision_model", "llava_onevision": "siglip_vision_model"}
 WRITTEN = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
-"""What stands for a picture in text; elsewhere "<image>"."""
+"""Placeholder text of an image. The default is "<image>"."""
 SWITCHES: dict[str, dict[str, Any]] = {"gemma3": {"do_pan_and_scan": True}}
-"""What the recipe has to say for tiles."""
+"""Processor settings of a recipe that enable tiles."""
 
 
 def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Bytes and some merges, the line feeds among them that Gemma's has."""
+    """Return a byte-level tokenizer with some merges, such as the newlines of Gemma."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -67,7 +67,7 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator([TEXT, "\n\n\n"] * 4, trainer)
-    if family == "smolvlm":  # Idefics3's own tokenizer has none of them, and spells them
+    if family == "smolvlm":  # the Idefics3 tokenizer has none of these tokens
         rows = [f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]
         backend.add_tokens([AddedToken(row, normalized=False) for row in rows])
     return PreTrainedTokenizerFast(
@@ -80,14 +80,14 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def composite_settings(family: str, side: int, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """A composite's config with a tower of this image size."""
+    """Return the config of a multimodal model with a vision encoder of an image size."""
     ids = tokenizer.convert_tokens_to_ids
-    tower = {**SMALL, "image_size": side, "patch_size": side // 8}
+    vision = {**SMALL, "image_size": side, "patch_size": side // 8}
     if family == "gemma3":
         return {
             "model_type": "gemma3",
             "text_config": {"model_type": "gemma3_text", **LLM},
-            "vision_config": {"model_type": "siglip_vision_model", **tower},
+            "vision_config": {"model_type": "siglip_vision_model", **vision},
             "image_token_index": ids("<image_soft_token>"),
             "boi_token_index": ids("<start_of_image>"),
             "eoi_token_index": ids("<end_of_image>"),
@@ -97,32 +97,32 @@ def composite_settings(family: str, side: int, tokenizer: PreTrainedTokenizerFas
         return {
             "model_type": family,
             "text_config": {"model_type": "llama", **LLM},
-            "vision_config": {"model_type": TOWERS[family], **tower},
+            "vision_config": {"model_type": VISION_TYPES[family], **vision},
             "image_token_index": ids("<image>"),
             "image_grid_pinpoints": pinpoints(family, side),
         }
-    kind = "llama" if family != "internvl" else "qwen2"
+    llm_type = "llama" if family != "internvl" else "qwen2"
     image = "<IMG_CONTEXT>" if family == "internvl" else "<image>"
     return {
         "model_type": family,
-        "text_config": {"model_type": kind, **LLM},
-        "vision_config": {"model_type": f"{family}_vision", **tower},
+        "text_config": {"model_type": llm_type, **LLM},
+        "vision_config": {"model_type": f"{family}_vision", **vision},
         "image_token_id": ids(image),
     }
 
 
 def pinpoints(family: str, side: int) -> list[list[int]]:
-    """Those of Hugging Face's class, for tiles of this size."""
-    kind = "LlavaNext" if family == "llava_next" else "LlavaOnevision"
-    own = getattr(transformers, f"{kind}ImageProcessorPil").image_grid_pinpoints
-    shortest = min(length for resolution in own for length in resolution)
-    return [[length * side // shortest for length in resolution] for resolution in own]
+    """Return the resolutions of the Hugging Face class, scaled to a tile size."""
+    prefix = "LlavaNext" if family == "llava_next" else "LlavaOnevision"
+    published = getattr(transformers, f"{prefix}ImageProcessorPil").image_grid_pinpoints
+    shortest = min(length for resolution in published for length in resolution)
+    return [[length * side // shortest for length in resolution] for resolution in published]
 
 
 def image_processor(family: str, side: int, **settings: Any) -> Any:
-    """Hugging Face's image processor with its own settings but for the size of tiles."""
+    """Return the Hugging Face image processor with default settings except the tile size."""
     square = {"height": side, "width": side}
-    if family == "internvl":  # as the files of InternVL3 say
+    if family == "internvl":  # as in the files of InternVL3
         kind = transformers.GotOcr2ImageProcessorPil
         return kind(size=square, crop_to_patches=False, **settings)
     if family == "gemma3":
@@ -141,7 +141,7 @@ def image_processor(family: str, side: int, **settings: Any) -> Any:
 
 
 def hf_processor(family: str, images: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Hugging Face's processor; an image of a tile has 16 tokens."""
+    """Return the Hugging Face processor. An image of a tile has 16 tokens."""
     if family == "gemma3":
         return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)
     if family == "idefics3":
@@ -154,7 +154,7 @@ def hf_processor(family: str, images: Any, tokenizer: PreTrainedTokenizerFast) -
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
-    # These also take a video processor, which needs torchvision.
+    # These processors also require a video processor, which requires torchvision.
     if family == "internvl":
         kind = _without_videos(transformers.InternVLProcessor)
         return kind(images, tokenizer, None, image_seq_length=16)
@@ -163,7 +163,7 @@ def hf_processor(family: str, images: Any, tokenizer: PreTrainedTokenizerFast) -
         return kind(
             images, tokenizer, None, num_image_tokens=64, vision_feature_select_strategy="full"
         )
-    processing_smolvlm.num2words = str  # only for clips
+    processing_smolvlm.num2words = str  # only used for videos
     return _without_videos(transformers.SmolVLMProcessor)(images, tokenizer, None, image_seq_len=16)
 
 
@@ -181,7 +181,7 @@ def make_reader(
     data: dict[str, Any] | None = None,
     **recipe: Any,
 ) -> SampleReader:
-    """Reads samples as a run of a checkpoint with this image processor does."""
+    """Return a reader of samples, as in a run of a checkpoint with this image processor."""
     settings = composite_settings(family, side, tokenizer)
     AutoConfig.for_model(**settings).save_pretrained(directory)
     images.save_pretrained(directory)
@@ -191,8 +191,8 @@ def make_reader(
     return SampleReader(DataConfig(**(data or {})), 100_000, text, specs, tokenizer)
 
 
-def varied_pictures(directory: Path, count: int) -> list[bytes]:
-    """Of a real set: tall, wide, tiny and large ones, of every mode, and some in between."""
+def varied_images(directory: Path, count: int) -> list[bytes]:
+    """Return images of a real dataset: tall, wide, small and large images of every mode."""
     rows = datasets.load_dataset("parquet", data_dir=str(directory / "train"), split="train")
     column = "image" if "image" in rows.column_names else "images"
     cells = rows.select_columns([column]).with_format(None)
