@@ -14,8 +14,8 @@ from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.shutdown import Status, read_status, write_status
 
 pytestmark = pytest.mark.slow
-IMPATIENT = Path(__file__).with_name("impatient_train.py")
-INVALID_KEY = {"model__llm__config__hiden_size": 64}
+SHORT_RETRY = Path(__file__).with_name("impatient_train.py")
+MISTAKE = {"model__llm__config__hiden_size": 64}
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_second_run_in_directory_changes_nothing(
     before = contents(live_run)
     changes = {"training__steps": 2, "optimizer__lr": 0.5, **(INVALID_KEY if is_invalid else {})}
     command = arguments(live_run, real_data, **changes)
-    run = train_server.start(command, tmp_path / "logs", ranks, script=IMPATIENT)
+    run = train_server.start(command, tmp_path / "logs", ranks, script=SHORT_RETRY)
     codes = run.wait()
     output = "".join(run.output(rank) for rank in range(ranks))
     assert codes == [2 if is_invalid else 4] * ranks, output

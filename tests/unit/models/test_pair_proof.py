@@ -55,7 +55,7 @@ def test_neutral_logit_scale_exports_as_llava(llm: str) -> None:
 
 @pytest.mark.parametrize("llm", SCALED)
 def test_proof_detects_scaled_logits_without_rule(llm: str, monkeypatch) -> None:
-    monkeypatch.setattr(pair_classes, "own_logits", lambda *_: "")
+    monkeypatch.setattr(pair_classes, "describe_logit_change", lambda *_: "")
     found = pair_class(build(pair(llm, **SCALED[llm][0])))
     assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
 

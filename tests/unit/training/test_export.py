@@ -115,25 +115,18 @@ def test_exported_files_match_model_of_run(config, saved, tokenizer, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"run", "ours", "theirs"}
 
 
-def test_adapters_are_merged_or_separate(saved, tokenizer, tmp_path):
+def test_adapters_are_exported_merged_or_separately(saved, tokenizer, tmp_path):
     model, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA)
     write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "separate")
     export_checkpoint(checkpoint, tmp_path / "ours")
-    export_checkpoint(checkpoint, tmp_path / "ours_apart", separate=True)
+    export_checkpoint(checkpoint, tmp_path / "ours_separate", apart=True)
     assert files(tmp_path / "ours") == files(tmp_path / "merged")
     assert files(tmp_path / "ours_separate") == files(tmp_path / "separate")
 
 
-def test_former_name_of_separate_adapters_raises_error(tmp_path):
-    with pytest.raises(ConfigError, match="adapters = 'apart' was renamed to \"separate\""):
-        export(tmp_path, adapters="apart")
-    with pytest.raises(ConfigError, match="adapters = 'both' is invalid; use one of: merged, sep"):
-        export(tmp_path, adapters="both")
-
-
-def test_averages_are_only_exported_where_there_are_any(saved, tmp_path):
-    """What they are is seen in tests/distributed/test_train_pipeline.py."""
+def test_missing_averages_are_rejected(saved, tmp_path):
+    """Check a missing average. `test_train_pipeline` checks exported averages."""
     _, checkpoint = saved(CASES["tied"])
     with pytest.raises(CheckpointError, match=r"step-3 has no averaged .* training.ema_decay"):
         export_checkpoint(checkpoint, tmp_path / "hf", averaged=True)

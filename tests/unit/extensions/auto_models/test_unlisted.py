@@ -70,7 +70,7 @@ def test_modules_with_different_names_are_detected(model_type: str) -> None:
 def test_small_copy_has_every_layer_type() -> None:
     layer_types = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
     config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=layer_types)
-    small = small_encoder_config(config)
+    small = small_llm_copy_config(config)
     assert small.layer_types == layer_types[:11]
     assert (small.hidden_size, small.sliding_window) == (32, 4)
     late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]

@@ -114,7 +114,7 @@ def test_shifted_positions_change_generated_tokens(mesh, monkeypatch: pytest.Mon
     model = build(composite_config("qwen2_5_vl")).eval()
     prompts = image_prompts("qwen2_5_vl", model)
     expected = written_again(model, prompts)
-    monkeypatch.setattr("text_writing.next_row", shifted)
+    monkeypatch.setattr("text_writing.next_token_sequence", shifted)
     problems = differences(pipeline_of(model, mesh), prompts, mesh, expected)
     assert [problem.split(" are off")[0] for problem in problems] == [
         f"logits of token {step}" for step in range(1, GREEDY.max_new_tokens)

@@ -56,9 +56,7 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 
 
 def test_offloaded_states_are_bitwise_equal(monkeypatch):
-    monkeypatch.setattr(
-        low_precision_optimizer, "CHUNK_ELEMENTS", 1000
-    )  # several chunks within matrices
+    monkeypatch.setattr(low_precision_optimizer, "CHUNK_ELEMENTS", 1000)
     plain, offloaded = net(), net()
     steps(plain, optimizer_of(plain), 3)
     optimizer = optimizer_of(offloaded, offload=True)

@@ -381,7 +381,7 @@ def test_full_disk_leaves_no_manifest(new_host, store, monkeypatch):
         manager = machine.manager(keep_latest=3)
         last = saved(manager, 2)
         manager._uploads.wait()
-        assert "No space left on device" in manager.complaint
+        assert "No space left on device" in manager.status_warning
         machine.close()
     assert {p.name for p in folder(store, 2).iterdir()} == {
         "index.json", "state.json", "rank-00000.safetensors"
