@@ -25,7 +25,7 @@ BEGIN_S = time.monotonic()
 
 CAMPAIGNS = {
     # Complete runs. test_layouts.py and unit tests of the planners check the same property.
-    "test_train.py::test_layouts_give_the_single_process_curve[2]",
+    "test_train.py::test_layouts_give_single_process_losses[2]",
     "test_head_to_head_benchmark.py::test_static_plan_uses_stages_of_representative_batch",
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_disaggregated_equality.py::test_disaggregation_equals_one_process[3, all composites]",
@@ -64,8 +64,8 @@ CAMPAIGNS = {
     # Every causal LM and image encoder of transformers.
     "test_unlisted_encoders.py::test_survey_of_image_encoders_matches_documentation",
     "test_unlisted.py::test_survey_of_causal_lms_matches_documentation",
-    "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1-changes1]",
-    "test_train.py::test_resume_continues_with_the_same_bits[llm.context-workers2-changes2]",
+    "test_train.py::test_resume_is_bitwise_equal[pipeline-workers1-changes1]",
+    "test_train.py::test_resume_is_bitwise_equal[llm.context-workers2-changes2]",
     # Whole runs of what the equality tests above them compare step by step.
     "test_train_disaggregated.py",
     "test_train_generation.py",
@@ -138,8 +138,8 @@ CAMPAIGNS = {
     "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_rows",
     "test_plain_alternative_benchmark.py::test_manual_pipelines_fit_and_match_forecasts",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
-    "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
-    "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
+    "test_launched_equality.py::test_launched_kernels_equal_one_process[4]",
+    "test_compiled_tensor_parallel.py::test_compiled_layers_equal_unsharded_for_varying_lengths",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
     *(
         f"test_train_float8.py::test_float8_layouts_equal_one_process[{name}]"
@@ -203,14 +203,14 @@ CAMPAIGNS = {
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
     "test_preprocessing_benchmark.py::test_sending_time_is_reported_for_both_transports",
     # Wrong config values and damaged files; fewer draws run always.
-    "test_broken.py::test_wrong_config_values_build_or_name_the_key[2-3000]",
-    "test_broken.py::test_damaged_files_load_or_are_named[2-2000]",
+    "test_broken.py::test_wrong_config_values_name_key[2-3000]",
+    "test_broken.py::test_damaged_files_are_named[2-2000]",
     # Random recipes with a mistake put in; others with one run always.
-    "test_fuzz.py::test_what_is_spoiled_is_found[gradient-gradient of]",
-    "test_fuzz.py::test_what_is_spoiled_is_found[averages-average: rank 0]",
-    "test_fuzz.py::test_composites_that_hear_are_judged[types0--None]",
-    "test_fuzz.py::test_composites_that_hear_are_judged[types1-rows-loss]",
-    "test_fuzz.py::test_composites_that_hear_are_judged[types2--None]",
+    "test_fuzz.py::test_judge_detects_defect[gradient-gradient of]",
+    "test_fuzz.py::test_judge_detects_defect[averages-average: rank 0]",
+    "test_fuzz.py::test_judge_supports_audio_models[types0--None]",
+    "test_fuzz.py::test_judge_supports_audio_models[types1-rows-loss]",
+    "test_fuzz.py::test_judge_supports_audio_models[types2--None]",
     # Long cases of properties that a shorter case or a unit test holds always.
     "test_cuda_emulation.py::test_one_gpu_parts_run_without_errors[trace]",
     "test_cuda_emulation.py::test_defects_are_detected[early_wait-quickstart]",
@@ -275,19 +275,18 @@ CAMPAIGNS = {
         f"test_stores.py::test_permanent_store_faults_exit_with_3[{name}]"
         for name in ("away", "wrong bytes")
     ),
-    "test_compile_choice.py::test_compiled_selective_recomputation_repeats_no_product",
-    "test_train.py::test_experts_train_over_ranks_and_continue_on_one",
-    "test_train_published.py::test_llavas_two_stages_train_on_llavas_json",
-    "test_decode_once.py::test_what_only_one_rank_knows_to_be_torn_is_found",
-    "test_generator_equality.py::test_wrong_contexts_change_the_loss",
-    "test_optimizer_layouts.py::test_all_layouts_give_the_same_bits",
-    "test_p2p.py::test_messages_arrive_in_order_whatever_their_size",
-    "test_train_faults.py::test_a_damaged_checkpoint_is_refused_by_name",
-    "test_train_faults.py::"
-    "test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read[validation]",
-    "test_uploads.py::test_what_is_wrong_with_the_store_at_the_start_is_named[away]",
-    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[2]",
-    "test_train_features.py::test_compiled_layers_have_two_graphs_of_a_kind",
+    "test_compile_choice.py::test_compiled_selective_recomputation_repeats_no_matmul",
+    "test_train.py::test_expert_parallel_checkpoint_resumes_on_one_rank",
+    "test_train_published.py::test_llava_stages_train_on_llava_json",
+    "test_decode_once.py::test_unshared_corrupt_samples_change_losses",
+    "test_generator_equality.py::test_wrong_contexts_change_loss",
+    "test_optimizer_layouts.py::test_optimizer_layouts_give_same_bits",
+    "test_p2p.py::test_messages_of_all_sizes_arrive_in_order",
+    "test_train_faults.py::test_damaged_checkpoint_error_names_file",
+    "test_train_faults.py::test_unusable_source_fails_before_weights_load[validation]",
+    "test_uploads.py::test_store_errors_at_start_are_named[away]",
+    "test_tuned_equality.py::test_tuned_plans_equal_single_process[2]",
+    "test_train_features.py::test_compiled_layers_have_two_graphs_each",
     "test_generate_script.py::test_images_are_generated_from_prompts[videos-gif]",
     *(
         f"test_compilation.py::test_llms_have_few_graphs_for_all_lengths[{name}]"

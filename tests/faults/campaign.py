@@ -151,7 +151,7 @@ FAULTS = [
         "first signal applies; one complete checkpoint",
         "resumed run, bitwise",
         (
-            f"{SMALL}test_sigterm_to_one_rank_saves_the_same_step_on_all",
+            f"{SMALL}test_sigterm_saves_same_step_on_all_ranks",
             f"{PREEMPT}test_signal_sets_flag_only",
             f"{PREEMPT}test_first_signal_is_recorded",
         ),
@@ -173,8 +173,8 @@ FAULTS = [
         "after `data.timeout_s`; error names worker, samples and waiting rank",
         "-",
         (
-            f"{HUNG}test_the_run_ends_and_names_workers_and_samples",
-            f"{HUNG}test_peers_name_the_rank_that_waits_for_data",
+            f"{HUNG}test_hung_workers_end_run_with_names",
+            f"{HUNG}test_peers_name_rank_waiting_for_data",
             "unit/data/test_waiting.py::test_stopped_worker_is_reported_and_killed",
             "unit/data/test_waiting.py::test_unresponsive_file_raises_after_timeout",
         ),
@@ -196,8 +196,8 @@ FAULTS = [
         "warning before the first step; `slowest_rank` in metrics",
         "-",
         (
-            "distributed/test_preflight.py::test_two_ranks_compare_themselves",
-            "distributed/test_preflight.py::test_the_slow_rank_is_named_with_its_machine",
+            "distributed/test_preflight.py::test_two_ranks_compare_their_speeds",
+            "distributed/test_preflight.py::test_slow_rank_is_reported_with_host",
             f"{METRICS}test_rates_are_summed_and_times_are_maxima",
         ),
     ),
@@ -381,7 +381,7 @@ FAULTS = [
             f"{DAMAGE}test_shards_of_different_step_are_rejected",
             f"{DAMAGE}test_renamed_step_is_rejected",
             f"{DAMAGE}test_only_damaged_checkpoints_are_an_error",
-            f"{TRAIN}test_a_damaged_checkpoint_is_refused_by_name",
+            f"{TRAIN}test_damaged_checkpoint_error_names_file",
         ),
     ),
     Fault(
@@ -472,7 +472,7 @@ FAULTS = [
             f"{SAVED}test_missing_and_extra_names_are_rejected",
             f"{SAVED}test_different_shapes_and_dtypes_change_no_state",
             f"{SAVED}test_different_frozen_parameters_are_rejected",
-            f"{TRAIN}test_a_finished_run_says_so_and_a_changed_model_is_refused",
+            f"{TRAIN}test_finished_run_rejects_changed_model",
         ),
     ),
     Fault(
@@ -495,7 +495,7 @@ FAULTS = [
             "unit/data/test_changed_data.py::test_changed_data_is_rejected_unless_accepted",
             "unit/data/test_changed_data.py::test_changed_chat_loss_mask_is_rejected",
             "unit/data/test_changed_data.py::test_changed_stream_files_are_rejected",
-            f"{TRAIN}test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says",
+            f"{TRAIN}test_changed_data_require_recipe_permission",
         ),
     ),
     Fault(
@@ -506,7 +506,7 @@ FAULTS = [
         "error names process and host",
         "files of the first run",
         (
-            f"{DIRECTORY}test_a_run_in_the_directory_of_another_touches_nothing",
+            f"{DIRECTORY}test_second_run_in_directory_changes_nothing",
             f"{SAVED}test_second_process_is_rejected",
         ),
     ),
@@ -548,7 +548,7 @@ FAULTS = [
         "ignored, then repeated or removed",
         "weights on another machine",
         (
-            f"{UPLOADS}test_killed_while_copying_then_resumed_and_copied_again",
+            f"{UPLOADS}test_run_killed_during_upload_uploads_again",
             f"{COPIES}test_upload_without_manifest_is_repeated",
             f"{COPIES}test_incomplete_upload_is_removed_by_next_upload",
             f"{COPIES}test_upload_with_missing_file_is_not_committed",
@@ -564,9 +564,8 @@ FAULTS = [
         (
             f"{COPIES}test_damaged_upload_is_skipped_for_older_one",
             f"{COPIES}test_start_fails_if_all_uploads_are_damaged",
-            f"{UPLOADS}test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
-            "distributed/test_checkpoint_sites.py"
-            "::test_all_nodes_take_the_older_one_where_the_newest_is_damaged",
+            f"{UPLOADS}test_damaged_upload_is_skipped_at_start",
+            "distributed/test_checkpoint_sites.py::test_damaged_upload_resumes_older_on_all_nodes",
         ),
     ),
     Fault(
@@ -577,7 +576,7 @@ FAULTS = [
         "warning and metric; training continues; next upload works",
         "stored objects",
         (
-            f"{UPLOADS}test_a_store_that_takes_nothing_more_is_told_and_training_goes_on",
+            f"{UPLOADS}test_rejected_uploads_warn_and_training_continues",
             f"{COPIES}test_full_store_is_reported_and_training_continues",
             "distributed/test_checkpoint_sites.py"
             "::test_failed_upload_skips_checkpoint_on_all_nodes",
@@ -591,7 +590,7 @@ FAULTS = [
         "the latest is uploaded; training does not wait",
         "training result",
         (
-            f"{UPLOADS}test_a_slow_store_gets_the_newest_and_the_same_is_trained",
+            f"{UPLOADS}test_slow_store_receives_latest_checkpoint",
             f"{COPIES}test_slow_store_receives_newest_checkpoint",
         ),
     ),
@@ -603,7 +602,7 @@ FAULTS = [
         "error names URL, variable or key; secrets are hidden",
         "-",
         (
-            f"{UPLOADS}test_what_is_wrong_with_the_store_at_the_start_is_named",
+            f"{UPLOADS}test_store_errors_at_start_are_named",
             f"{COPIES}test_unreachable_store_stops_start",
         ),
     ),

@@ -15,7 +15,7 @@ from torchmm.training.shutdown import Status, read_status, write_status
 
 pytestmark = pytest.mark.slow
 SHORT_RETRY = Path(__file__).with_name("impatient_train.py")
-MISTAKE = {"model__llm__config__hiden_size": 64}
+INVALID_KEY = {"model__llm__config__hiden_size": 64}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests of `drop_unread_pixels`: ranks copy no pixels to their device that modules on other ranks read."""
+"""Inputs that a rank of a pipeline receives."""
 
 import torch
 

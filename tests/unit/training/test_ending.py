@@ -10,8 +10,8 @@ from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.shutdown import (
     closing_on_exit,
     read_status,
-    starting,
-    training,
+    startup_errors,
+    training_errors,
     write_failure,
 )
 
@@ -42,10 +42,10 @@ def test_error_of_closing_is_raised():
 @pytest.mark.parametrize("name", ["run/metrics.jsonl", "run"])
 def test_only_run_directory_error_is_config_error(tmp_path, name):
     raises = pytest.raises(ConfigError, match=f"output_dir = .*{name}: No space")
-    with raises, starting(tmp_path / "run"):
+    with raises, startup_errors(tmp_path / "run"):
         raise OSError(*FULL, str(tmp_path / name))
     for error in (OSError(*FULL, str(tmp_path / "weights")), ConnectionResetError("peer")):
-        with pytest.raises(type(error)) as caught, starting(tmp_path / "run"):
+        with pytest.raises(type(error)) as caught, startup_errors(tmp_path / "run"):
             raise error
         assert caught.value is error
 
@@ -53,11 +53,11 @@ def test_only_run_directory_error_is_config_error(tmp_path, name):
 def test_full_disk_ends_training_like_failed_save(tmp_path):
     inside = OSError(5, "Input/output error", str(tmp_path / "run/a"))
     for error in (OSError(*FULL), inside, RuntimeError("I/O error: No space (os error 28)")):
-        with pytest.raises(CheckpointError, match="free space"), training(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="free space"), training_errors(tmp_path / "run"):
             raise error
     outside = OSError(5, "Input/output error", "/elsewhere")
     for error in (ConnectionResetError("peer"), outside, ValueError("(os error 2)")):
-        with pytest.raises(type(error)) as caught, training(tmp_path / "run"):
+        with pytest.raises(type(error)) as caught, training_errors(tmp_path / "run"):
             raise error
         assert caught.value is error
 

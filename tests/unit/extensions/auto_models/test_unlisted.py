@@ -172,7 +172,7 @@ def test_survey_of_causal_lms_matches_documentation() -> None:
 def flops_of(model_type: str, family) -> tuple[float, float]:
     """Return the FLOPs of a forward pass by the cost model, and by the FLOP counter of torch."""
     llm = LlmModule(
-        small_encoder_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES
+        small_llm_copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES
     )
     batch = microbatch([20, 33])
     counted, _ = count_flops(lambda: llm(batch, {}))
