@@ -1,7 +1,7 @@
-"""Tiny exports that other programs open, each with a sample and what our model makes of it.
+"""Tiny exports for other programs, each with a sample and the expected results of torchmm.
 
-Weights are random, tokenizer and picture are real. A case is a directory and what has to come out:
-ids and targets of a chat with a picture, their loss, the likeliest text after its question.
+The weights are random; tokenizer and image are real. A case is an export directory with expected
+values: ids and targets of a chat with an image, their loss, and the greedy text after its question.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Of LLMs: as small as vLLM's attention takes them."""
+"""Sizes of LLMs, which are the smallest that the attention of vLLM supports."""
 _VIT = {
     "model_type": "vit",
     **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
@@ -73,12 +73,12 @@ _IMAGE_TOKENS = {
     "gemma4": "<|image|>",
     "gemma3": "<image_soft_token>",
 }
-_IN_TEXT = {
+_IMAGE_TEXTS = {
     **dict.fromkeys(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
     **dict.fromkeys(_GLM, "<|begin_of_image|><|image|><|end_of_image|>"),
     "gemma3": "<start_of_image>",
 }
-"""How a chat template writes a picture, where that is not the placeholder alone."""
+"""Text of an image in a chat template, if it is not the placeholder alone."""
 _SPECIAL = (
     *("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
@@ -99,19 +99,19 @@ TEMPLATE = (
     "{% endif %}{% endif %}\n"
     "{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
 )
-"""Of chats; what the assistant says is tagged, as TRL wants it."""
+"""Chat template with tags around the text of the assistant, as TRL requires."""
 TEXT_ONLY = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
     "{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
 )
-"""The same of an LLM that has never seen a picture."""
+"""The same template of an LLM without images."""
 
 
 @dataclass
 class Case:
-    """An export, and what has to come out of it."""
+    """An export with its expected results."""
 
     family: str
     directory: Path
@@ -119,7 +119,7 @@ class Case:
     """prompt_ids, ids, targets, loss (mean over targets), tokens, unwritten (a token)."""
 
     def job(self) -> dict[str, Any]:
-        """What a program of another environment gets to know of it."""
+        """Return the values that a program of another environment receives."""
         known = ("targets", "prompt_ids", "unwritten", "picture", "question", "answer", "count")
         known += ("adapter", "model_impl")
         return {
@@ -130,13 +130,13 @@ class Case:
 
 
 def make_tokenizer(data: Path, family: str) -> PreTrainedTokenizerFast:
-    """Real merges, and the special tokens of all families."""
+    """Return a tokenizer with real merges and the special tokens of all families."""
     backend = Tokenizer.from_file(str(data / "tokenizer/tokenizer.json"))
     backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
     backend.add_tokens([AddedToken(token, normalized=False) for token in rows])
-    picture = _IN_TEXT.get(family, _IMAGE_TOKENS.get(family, "<image>"))
-    template = TEXT_ONLY if family in PAIRS else TEMPLATE.replace("IMAGE", picture)
+    image = _IMAGE_TEXTS.get(family, _IMAGE_TOKENS.get(family, "<image>"))
+    template = TEXT_ONLY if family in PAIRS else TEMPLATE.replace("IMAGE", image)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
@@ -147,7 +147,7 @@ def make_tokenizer(data: Path, family: str) -> PreTrainedTokenizerFast:
 
 
 def model_section(family: str, tokenizer: PreTrainedTokenizerFast) -> ModelConfig:
-    """Of a recipe."""
+    """Return the model section of a recipe."""
     llm = LlmConfig(config={**LLMS["llama"], **_SIZES})
     if family in PAIRS:
         return ModelConfig(llm=llm, encoders={"vision": PAIRS[family]})
@@ -158,7 +158,7 @@ def model_section(family: str, tokenizer: PreTrainedTokenizerFast) -> ModelConfi
     text["vocab_size"] = VOCABULARY
     if family in VLLM:
         text |= {key: size for key, size in _SIZES.items() if key in text or key == "head_dim"}
-    if family == "qwen2_5_vl":  # its tower ends in the LLM's width
+    if family == "qwen2_5_vl":  # the tower has the output size of the LLM
         text["rope_parameters"]["mrope_section"] = [4, 6, 6]
         config["vision_config"]["out_hidden_size"] = text["hidden_size"]
     ids = tokenizer.convert_tokens_to_ids
@@ -194,40 +194,43 @@ PAIRS = {
         config=ENCODERS["internvl_norms"], connector="pixel_shuffle_norm_mlp"
     ),
 }
-"""Towers of pairs, which become LLaVA, and InternVL."""
+"""Towers of pairs, which are exported as LLaVA and InternVL."""
 PROCESSORS = {
     name: {"size": {"shortest_edge": 64, "longest_edge": 64 * 64}} for name in (*_QWEN, *_GLM)
 }
-"""Settings of image processors: pictures stay small."""
+"""Settings of image processors that keep images small."""
 VLLM = (
     *("llama", "clip + llama", "internvl_vision + llama"),
     *("qwen2_5_vl", "internvl", "smolvlm"),
 )
-"""Those that vLLM opens. The others are other mixtures of the same, and it is slow to start."""
+"""Families that vLLM opens. The others have the same parts, and vLLM starts slowly."""
 IMPLEMENTATIONS = {"internvl_vision + llama": "transformers"}
-"""In vLLM, whose own InternVL writes marks around pictures that a pair was not trained on."""
+"""Implementation in vLLM, whose own InternVL adds tokens that were not part of the training."""
 ADAPTED = ("llama", "clip + llama")
-"""Families with an adapter beside them."""
+"""Families with an adapter."""
 SEEING = (
     *PAIRS,
     *("llava_next", "internvl", "smolvlm", "idefics3", "gemma3", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("llava_onevision", "pixtral_llava", "gemma4", "glm4v", "glm4v_moe", "glm46v"),
 )
-"""Not PaliGemma, whose processor puts the begin token after the picture; our data put it before."""
+"""Families with images.
+
+PaliGemma is missing: its processor puts the begin token after the image, torchmm before.
+"""
 CASES = ("llama", "qwen3", *SEEING)
 
 
 def make_case(family: str, directory: Path, data: Path) -> Case:
-    """Exports a tiny model of a family as a run does, and runs it on a chat."""
+    """Export a tiny model of a family like a training run, and run it on a chat."""
     directory.mkdir(parents=True)
     tokenizer = make_tokenizer(data, family)
     model = build(model_section(family, tokenizer))
     recipe = Recipe(model=ModelConfig())
     trained = TrainingSummary(recipe, 1, Path("none"))
     write_export(model, directory / "hf", tokenizer, trained)
-    picture, answer = picture_of(data, directory, family in SEEING)
-    batch = microbatch_of(model, tokenizer, directory, picture, answer)
+    image, answer = image_of(data, directory, family in SEEING)
+    batch = microbatch_of(model, tokenizer, directory, image, answer)
     unwritten = model.text_spec(tokenizer).image_token_id
     first = int((batch.targets_T != IGNORE_TARGET).nonzero()[0])
     with torch.no_grad():
@@ -243,7 +246,7 @@ def make_case(family: str, directory: Path, data: Path) -> Case:
         "unwritten": unwritten,
         "question": QUESTION,
         "answer": answer,
-        "picture": None if picture is None else str(picture),
+        "picture": None if image is None else str(image),
     }
     expected["count"] = len(expected["tokens"])
     if family in IMPLEMENTATIONS:
@@ -254,10 +257,10 @@ def make_case(family: str, directory: Path, data: Path) -> Case:
 
 
 def adapted(family: str, directory: Path, batch: Microbatch) -> dict[str, Any]:
-    """Directory of an adapter on the export, as a run saves it, and the loss with it."""
-    place = str(directory / "hf")
-    section = ModelConfig(source=place) if family in SEEING else None
-    section = section or ModelConfig(llm=LlmConfig(source=place))
+    """Save an adapter on the export, and return its directory and the loss with it."""
+    source = str(directory / "hf")
+    section = ModelConfig(source=source) if family in SEEING else None
+    section = section or ModelConfig(llm=LlmConfig(source=source))
     adapters = {"mine": AdapterConfig(modules=["llm"], rank=2)}
     model = build_model(section, FreezeConfig(), adapters=adapters)
     materialize(model, "cpu")
@@ -272,15 +275,15 @@ def adapted(family: str, directory: Path, batch: Microbatch) -> dict[str, Any]:
     return {"adapter": str(directory / "adapters/mine"), "adapter_loss": loss.item()}
 
 
-def picture_of(data: Path, directory: Path, seen: bool) -> tuple[Path | None, str]:
-    """A real picture, made small, in a file, and its caption."""
+def image_of(data: Path, directory: Path, has_image: bool) -> tuple[Path | None, str]:
+    """Save a small version of a real image and return the file and its caption."""
     files = sorted(str(f) for f in (data / "tuxpaint_stamps/validation").glob("*.parquet"))
     row = (
         datasets.load_dataset("parquet", data_files=files, split="train")
         .with_format("arrow")[:1]
         .to_pylist()[0]
     )
-    if not seen:
+    if not has_image:
         return None, row["text"]
     picture = directory / "picture.png"
     image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")
@@ -292,17 +295,17 @@ def microbatch_of(
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
-    picture: Path | None,
+    image: Path | None,
     answer: str,
 ) -> Microbatch:
-    """The chat as a run would read it."""
+    """Return the chat as a training run reads it."""
     question: list[dict[str, Any]] = [{"type": "text", "text": QUESTION}]
     record: dict[str, Any] = {"images": []}
-    if picture is not None:
+    if image is not None:
         question.insert(0, {"type": "image"})
-        record["images"] = [picture.name]
+        record["images"] = [image.name]
     record["messages"] = [
-        {"role": "user", "content": question if picture is not None else QUESTION},
+        {"role": "user", "content": question if image is not None else QUESTION},
         {"role": "assistant", "content": answer},
     ]
     source = directory / "chat.jsonl"
@@ -322,7 +325,7 @@ def microbatch_of(
     )
     (batch,) = islice(loader, 1)
     (microbatch,) = batch.microbatches
-    length = microbatch.cu_seqlens[1]  # what is behind it fills the pack
+    length = microbatch.cu_seqlens[1]  # the rest is padding
     return _first(microbatch, length, microbatch.targets_T[:length])
 
 
@@ -338,10 +341,10 @@ def _first(batch: Microbatch, length: int, targets_T: torch.Tensor) -> Microbatc
 
 
 def prompt_of(batch: Microbatch, length: int) -> Microbatch:
-    """What stands before the answer."""
+    """Return the tokens before the answer."""
     return _first(batch, length, torch.full((length,), IGNORE_TARGET))
 
 
 def opened_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Of an export."""
+    """Return the tokenizer of an export."""
     return AutoTokenizer.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Other programs' environment, the exports that they open, and what they answer."""
+"""The environment of other programs, the exports that they open, and their answers."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-"""Environment variables: one thread, nothing fetched or reported, a GiB for keys and values."""
+"""Environment variables: one thread, no network access, 1 GiB for keys and values."""
 
 
 @pytest.fixture(scope="session")
 def clients_python() -> Path:
-    """Python of the environment with other programs, which is made if it is not there."""
-    made = subprocess.run(
+    """Return the Python of the environment with other programs; create it if necessary."""
+    process = subprocess.run(
         ["bash", str(HERE / "environment.sh")], capture_output=True, text=True, check=False
     )
-    if made.returncode:
-        lines = made.stderr.strip().splitlines() or ["no reason"]
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no reason"]
         pytest.skip(f"no environment of other programs: {lines[-1]}")
     return ROOT / ".clients" / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory, real_data) -> dict[str, Case]:
-    """Exports by family."""
+    """Return exports by family."""
     root = tmp_path_factory.mktemp("exports")
     return {name: make_case(name, root / name.replace(" ", "_"), real_data) for name in CASES}
 
 
 @pytest.fixture(scope="session")
 def ask(clients_python, tmp_path_factory) -> Callable[..., Answers]:
-    """Runs one of `programs/` on cases; its answers, and versions."""
+    """Return a function that runs one of `programs/` on cases and returns answers and versions."""
 
     def run(program: str, cases: list[Case], *uses: str) -> Answers:
-        place = tmp_path_factory.mktemp(program)
-        jobs, answers = place / "jobs.json", place / "answers.json"
+        directory = tmp_path_factory.mktemp(program)
+        jobs, answers = directory / "jobs.json", directory / "answers.json"
         jobs.write_text(json.dumps([case.job() for case in cases]))
         command = [clients_python, HERE / "programs" / f"{program}.py", jobs, answers, *uses]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        ended = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -61,7 +61,7 @@ def ask(clients_python, tmp_path_factory) -> Callable[..., Answers]:
             timeout=360,
             env={**environment, **SETTINGS},
         )
-        assert answers.exists(), ended.stderr[-3000:]
+        assert answers.exists(), process.stderr[-3000:]
         return json.loads(answers.read_text())
 
     return run
@@ -69,7 +69,7 @@ def ask(clients_python, tmp_path_factory) -> Callable[..., Answers]:
 
 @pytest.fixture
 def note(request) -> Callable[[str, str, str, str], None]:
-    """Writes down what a program did with a family, for `scripts/client_table.py`."""
+    """Return a function that records the result of a program, for `scripts/client_table.py`."""
     file = request.config.getoption("--clients")
 
     def write(family: str, client: str, version: str, what: str) -> None:

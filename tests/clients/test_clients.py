@@ -1,8 +1,7 @@
-"""Other programs open our exports and get our numbers of them: loss of a chat with a picture, text
-after its question.
+"""Other programs open exports and reproduce the loss of a chat and the text after its question.
 
-Programs have an environment of their own (`environment.sh`), and get directories and a chat; what
-they answer is compared with what the trained model gave before it was exported.
+Programs run in a separate environment (`environment.sh`) and receive export directories and a chat.
+Their answers are compared with those of the trained model before its export.
 """
 
 from __future__ import annotations
@@ -16,132 +15,138 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def of_transformers(ask, cases):
+def transformers_answers(ask, cases):
     return ask("with_transformers", list(cases.values()))
 
 
 @pytest.fixture(scope="module")
-def of_vllm(ask, cases):
+def vllm_answers(ask, cases):
     return ask("with_vllm", [cases[name] for name in VLLM])
 
 
 @pytest.fixture(scope="module")
-def of_files(ask, cases):
+def file_answers(ask, cases):
     return ask("with_files_alone", list(cases.values()))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["captions", "chats"])
 def cards(request, ask, real_data, tmp_path_factory):
-    """Examples on cards of every class, and the texts that they print."""
-    made = {}
+    """Return card cases of all classes and the texts that their examples print."""
+    card_cases = {}
     for name in CLASSES:
         if name not in NOT_RUN:
             root = tmp_path_factory.mktemp("cards") / name.replace(" ", "_")
             root.mkdir()
-            made[name] = make_card_case(name, chats=request.param, data=real_data, root=root)
-    return made, ask("with_cards", list(made.values()))
+            card_cases[name] = make_card_case(name, chats=request.param, data=real_data, root=root)
+    return card_cases, ask("with_cards", list(card_cases.values()))
 
 
-def answer(found: dict, use: str, family: str) -> dict:
-    given = found["answers"][use][family]
-    assert "error" not in given, given["error"]
-    return given
+def answer(answers: dict, use: str, family: str) -> dict:
+    result = answers["answers"][use][family]
+    assert "error" not in result, result["error"]
+    return result
 
 
-def same_loss(given: dict, case: Case) -> bool:
-    return given["loss"] == pytest.approx(case.expected["loss"], rel=TOLERANCE)
+def has_expected_loss(result: dict, case: Case) -> bool:
+    return result["loss"] == pytest.approx(case.expected["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_transformers_opens_exports_by_its_automatic_classes(
-    family: str, cases, of_transformers, note
+def test_transformers_automatic_classes_reproduce_results(
+    family: str, cases, transformers_answers, note
 ) -> None:
-    case, version = cases[family], of_transformers["versions"]["transformers"]
-    given = answer(of_transformers, "transformers", family)
-    assert given["ids"] == case.expected["ids"]
-    assert given["prompt_ids"] == case.expected["prompt_ids"]
+    case, version = cases[family], transformers_answers["versions"]["transformers"]
+    result = answer(transformers_answers, "transformers", family)
+    assert result["ids"] == case.expected["ids"]
+    assert result["prompt_ids"] == case.expected["prompt_ids"]
     note(family, "transformers", version, "opens")
-    assert same_loss(given, case)
+    assert has_expected_loss(result, case)
     note(family, "transformers", version, "loss")
-    assert given["tokens"] == case.expected["tokens"]
+    assert result["tokens"] == case.expected["tokens"]
     note(family, "transformers", version, "tokens")
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_pipeline_writes_the_same_text(family: str, cases, of_transformers, note) -> None:
-    case, version = cases[family], of_transformers["versions"]["transformers"]
-    given = answer(of_transformers, "pipeline", family)
+def test_transformers_pipeline_generates_same_text(
+    family: str, cases, transformers_answers, note
+) -> None:
+    case, version = cases[family], transformers_answers["versions"]["transformers"]
+    result = answer(transformers_answers, "pipeline", family)
     tokenizer = opened_tokenizer(case.directory)
     written = tokenizer.decode(case.expected["tokens"], skip_special_tokens=True)
     note(family, "pipeline", version, "opens")
-    assert given["text"] == written
+    assert result["text"] == written
     note(family, "pipeline", version, "tokens")
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_trl_takes_a_step_from_the_same_loss(family: str, cases, of_transformers, note) -> None:
-    case, version = cases[family], of_transformers["versions"]["trl"]
-    given = answer(of_transformers, "trl", family)
-    assert given["moved"] > 10  # tensors, by the step
+def test_trl_step_starts_from_same_loss(family: str, cases, transformers_answers, note) -> None:
+    case, version = cases[family], transformers_answers["versions"]["trl"]
+    result = answer(transformers_answers, "trl", family)
+    assert result["moved"] > 10  # tensors that the step changed
     note(family, "trl", version, "opens")
-    assert same_loss(given, case)
+    assert has_expected_loss(result, case)
     note(family, "trl", version, "loss")
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_peft_puts_adapters_on_exports(family: str, cases, of_transformers, note) -> None:
-    case, version = cases[family], of_transformers["versions"]["peft"]
-    given = answer(of_transformers, "peft", family)
-    assert given["learning"] == given["adapters"]
-    layers, odd = divmod(given["adapters"], 4)  # two matrices, two linears in each
+def test_peft_adds_trainable_adapters_to_exports(
+    family: str, cases, transformers_answers, note
+) -> None:
+    case, version = cases[family], transformers_answers["versions"]["peft"]
+    result = answer(transformers_answers, "peft", family)
+    assert result["learning"] == result["adapters"]
+    layers, odd = divmod(result["adapters"], 4)  # two matrices, two linears in each
     assert layers in (2, 3) and not odd
     note(family, "peft", version, "opens")
-    assert same_loss(given, case)
+    assert has_expected_loss(result, case)
     note(family, "peft", version, "loss")
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-def test_peft_loads_adapters_that_a_run_exports(family: str, cases, of_transformers, note) -> None:
-    case, version = cases[family], of_transformers["versions"]["peft"]
-    given = answer(of_transformers, "adapter", family)
-    assert given["loss"] == pytest.approx(case.expected["adapter_loss"], rel=TOLERANCE)
-    assert not same_loss(given, case)
+def test_peft_loads_exported_adapters(family: str, cases, transformers_answers, note) -> None:
+    case, version = cases[family], transformers_answers["versions"]["peft"]
+    result = answer(transformers_answers, "adapter", family)
+    assert result["loss"] == pytest.approx(case.expected["adapter_loss"], rel=TOLERANCE)
+    assert not has_expected_loss(result, case)
     note(family, "peft", version, "adapter")
 
 
 @pytest.mark.parametrize("family", VLLM)
-def test_vllm_writes_the_same_tokens(family: str, cases, of_vllm, note) -> None:
-    case, version = cases[family], of_vllm["versions"]["vllm"]
-    given = answer(of_vllm, "vllm", family)
-    assert given["prompt_ids"] == case.expected["prompt_ids"]
+def test_vllm_generates_same_tokens(family: str, cases, vllm_answers, note) -> None:
+    case, version = cases[family], vllm_answers["versions"]["vllm"]
+    result = answer(vllm_answers, "vllm", family)
+    assert result["prompt_ids"] == case.expected["prompt_ids"]
     note(family, "vllm", version, "opens")
-    assert given["tokens"] == case.expected["tokens"]
+    assert result["tokens"] == case.expected["tokens"]
     note(family, "vllm", version, "tokens")
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_files_are_read_without_transformers(family: str, cases, of_files, note) -> None:
-    assert of_files["loaded"] == []
-    case, versions = cases[family], of_files["versions"]
-    given = answer(of_files, "files", family)
-    assert given["numbers"] and given["shapes"]
-    assert sum(shape[0] == 1088 for shape in given["shapes"].values()) >= 1  # embeddings
+def test_export_files_load_without_transformers(family: str, cases, file_answers, note) -> None:
+    assert file_answers["loaded"] == []
+    case, versions = cases[family], file_answers["versions"]
+    result = answer(file_answers, "files", family)
+    assert result["numbers"] and result["shapes"]
+    assert sum(shape[0] == 1088 for shape in result["shapes"].values()) >= 1  # embeddings
     text = [t for t in case.expected["targets"] if t >= 0][:-1]  # without the end of the turn
-    assert given["text_ids"] == text
+    assert result["text_ids"] == text
     note(family, "safetensors, tokenizers", ", ".join(versions.values()), "opens")
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in NOT_RUN])
 def test_card_example_prints_torchmm_text(name: str, cards) -> None:
-    made, found = cards
-    version = tuple(int(part) for part in found["versions"]["transformers"].split(".")[:2])
+    card_cases, answers = cards
+    version = tuple(int(part) for part in answers["versions"]["transformers"].split(".")[:2])
     if version < (5, 21 if "omni" in name else 23 if name == "paligemma2" else 0):
-        pytest.skip("Hugging Face's own was built in another way, or forgets the cap on its logits")
-    assert answer(found, "cards", name.replace(" ", "_"))["text"] == made[name].text
+        pytest.skip(
+            "this version of transformers builds the model differently or does not cap its logits"
+        )
+    assert answer(answers, "cards", name.replace(" ", "_"))["text"] == card_cases[name].text
 
 
-def test_another_models_answers_are_noticed(cases, of_transformers) -> None:
-    given = answer(of_transformers, "transformers", "llama")
-    assert not same_loss(given, cases["qwen3"])
-    assert given["tokens"] != cases["qwen3"].expected["tokens"]
+def test_comparison_detects_answers_of_another_model(cases, transformers_answers) -> None:
+    result = answer(transformers_answers, "transformers", "llama")
+    assert not has_expected_loss(result, cases["qwen3"])
+    assert result["tokens"] != cases["qwen3"].expected["tokens"]
     assert set(SEEING) < set(cases)

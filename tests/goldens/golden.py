@@ -41,7 +41,7 @@ NOT_PLANNED = {
     "tiny/qwen2_5_vl": "data/tiny_qwen2_5_vl",
     "tiny/qwen2_5_vl_lora": "outputs/tiny_qwen2_5_vl/hf",
 }
-"""Recipes without a golden, and the model files they need, which the tests do not prepare."""
+"""Recipes without a golden, and their model files, which the tests do not prepare."""
 QUICKSTARTS = {
     "quickstart": 2,
     "quickstart_colocated": 2,
@@ -53,7 +53,7 @@ QUICKSTARTS = {
 """Number of ranks by recipe. Their data are prepared by `scripts/test.sh`."""
 NO_SAMPLES = {"validation.num_samples": 0, "validation.generated_images": 0}
 SAME_ORDERS = {"parallel.search.background": "false"}
-"""With a background process, the order of a step depends on the time that its search has."""
+"""With a background process, the order of a step depends on the time of its search."""
 STEPS = 4
 COMMANDS = {"start with", "or, with Slurm", "plan"}
 """Lines of a dry run that repeat the command line."""
@@ -65,7 +65,7 @@ Golden = dict[str, Any]
 
 
 def recipe_names() -> dict[str, Path]:
-    """Return the file of every recipe that has a name of its own, by its path in recipes/."""
+    """Return the file of every recipe that has a unique name, by its path in recipes/."""
     files = [file for file, _ in list_recipes(RECIPES)]
     return {str(file.relative_to(RECIPES).with_suffix("")): file for file in files}
 
@@ -83,10 +83,10 @@ def write_goldens(file: Path, goldens: Mapping[str, Golden]) -> None:
 
 
 def plan_recipe(path: Path) -> Golden:
-    """Return what a dry run of a recipe decides and predicts.
+    """Return the decisions and predictions of a dry run of a recipe.
 
-    The recipe is planned for the number of devices of [simulation], or, if it trains on prepared
-    data, for the ranks of the command in its comment.
+    The number of devices is that of [simulation], or, for recipes with prepared data, the number of
+    ranks of the command in the comment of the recipe.
     """
     recipe = load_recipe(path).recipe
     ranks = recipe.simulation.gpus

@@ -36,33 +36,33 @@ def record_dry_runs(only: list[str] | None, check: bool) -> int:
     """Plan recipes and return the number of goldens that differ."""
     names = [name for name in golden.recipe_names() if name not in golden.NOT_PLANNED]
     stored = golden.read_goldens(golden.DRY_RUNS)
-    kept = {name: line for name, line in stored.items() if name in names}
+    lines = {name: line for name, line in stored.items() if name in names}
     changed = 0
     for name in names:
         if only is None or name in only:
             begin_s = time.process_time()
-            found = golden.plan_recipe(golden.recipe_names()[name])
-            changed += show_differences(name, stored.get(name), found)
-            kept[name] = found
+            result = golden.plan_recipe(golden.recipe_names()[name])
+            changed += show_differences(name, stored.get(name), result)
+            lines[name] = result
             print(f"{name}: {time.process_time() - begin_s:.1f} s of CPU time", flush=True)
             if not check:
-                golden.write_goldens(golden.DRY_RUNS, kept)
+                golden.write_goldens(golden.DRY_RUNS, lines)
     return changed
 
 
 def record_losses(only: list[str] | None, check: bool) -> int:
     """Train quickstarts and return the number of goldens that differ."""
     stored = golden.read_goldens(golden.LOSSES)
-    kept = {name: line for name, line in stored.items() if name in golden.QUICKSTARTS}
+    lines = {name: line for name, line in stored.items() if name in golden.QUICKSTARTS}
     changed = 0
     with TrainServer() as server, tempfile.TemporaryDirectory() as folder:
         for name in golden.QUICKSTARTS:
             if only is None or name in only:
-                found = golden.train_quickstart(name, server, Path(folder) / name)
-                changed += show_differences(name, stored.get(name), found)
-                kept[name] = found
+                result = golden.train_quickstart(name, server, Path(folder) / name)
+                changed += show_differences(name, stored.get(name), result)
+                lines[name] = result
     if not check:
-        golden.write_goldens(golden.LOSSES, kept)
+        golden.write_goldens(golden.LOSSES, lines)
     return changed
 
 

@@ -20,9 +20,9 @@ SHORT = [name for name in PLANNED if not name.startswith(SLOW)][::3]
 """A third of the other recipes, which take less than about 3 s each."""
 SHORT_RUNS = ("quickstart",)
 LOSS_TOLERANCE = 1e-6
+"""Relative difference between processors or versions of torch."""
 VARYING = ("quickstart_colocated",)
 """Quickstarts whose losses differ in the last bit from run to run on the same machine."""
-"""Relative difference between processors or versions of torch."""
 
 
 def _cases(names: Any, short: Any) -> list[Any]:

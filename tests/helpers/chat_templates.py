@@ -1,4 +1,4 @@
-"""Chat templates shaped like those of well-known models, and a tokenizer for each."""
+"""Chat templates like those of well-known models, and a tokenizer for each."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ QWEN3 = (
 {% endif %}"""
 )
 
-# Trims contents; one call at a time, without a content beside it; results as JSON.
+# Trims contents; one call per turn, without content; results as JSON.
 LLAMA3 = """\
 {{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>
 
@@ -115,7 +115,7 @@ Tools:
 
 {% endif %}"""
 
-# No prompt for answers; ids of nine characters, which are written.
+# No prompt for answers; ids of nine characters are part of the text.
 MISTRAL = """\
 {{ bos_token }}{% set ns = namespace(last=0) %}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}
@@ -133,7 +133,7 @@ MISTRAL = """\
 [TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
 {%- else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"""
 
-# No system turn, other names of roles.
+# No system turn; roles have other names.
 GEMMA = """\
 {{ bos_token }}{% for m in messages %}
 {%- if m.role == 'system' %}{{ raise_exception('no system') }}{% endif -%}
@@ -142,7 +142,7 @@ GEMMA = """\
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
-# Generation tags around whole turns, their headers included.
+# Generation tags around complete turns, including their headers.
 SMOLLM3 = """\
 {% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant
 {{ m.content.lstrip('\\n') }}<|im_end|>
@@ -151,7 +151,7 @@ SMOLLM3 = """\
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# Generation tags around what the assistant says.
+# Generation tags around the content of the assistant.
 TAGGED = """\
 {% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% generation %}
@@ -183,7 +183,7 @@ type {{ tool.function.name }} = ({% for name, p in tool.function.parameters.prop
 {%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-# A token that ends the chat, after the token that ends the last answer.
+# An end token of the chat after the end token of the last answer.
 PHI35 = """\
 {% for m in messages %}{% if m.role == 'assistant' -%}
 {{ '<|assistant|>\n' }}{#begin +#}{{ m.content + '<|end|>' }}{#end +#}{{ '\n' }}
@@ -210,7 +210,7 @@ GLM46 = """\
 {{- '\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' }}
 {%- endif %}"""
 
-# The last answer ends with another token than earlier ones.
+# The end token of the last answer differs from that of earlier answers.
 GPT_OSS = """\
 <|start|>system<|message|>You are helpful.<|end|>
 {%- for m in messages %}{% if m.role == 'assistant' -%}
@@ -259,7 +259,7 @@ _ANSWERS = {
     "mistral": (" {{ m.content | trim }}{{ eos_token }}", "true"),
     "gemma": ("{{ m.content | trim }}<end_of_turn>", "m.role == 'assistant'"),
 }
-"""The answer in templates without these comments, and when it is one."""
+"""Answer in templates without these comments, and the condition for an answer."""
 
 
 def with_generation_tags(name: str) -> str:
@@ -288,7 +288,7 @@ ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 
 
 def with_template(base: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
-    """The tokenizer with all special tokens of these templates, and one of them."""
+    """Return a tokenizer with all special tokens of these templates and with one template."""
     backend = Tokenizer.from_str(base.backend_tokenizer.to_str())
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])

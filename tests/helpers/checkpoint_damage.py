@@ -1,4 +1,4 @@
-"""Injuries of checkpoints: drawn at random, or such that the manifest vouches for them."""
+"""Random damage to checkpoints, and damage that the manifest does not reveal."""
 
 import random
 from pathlib import Path
@@ -7,18 +7,18 @@ from torchmm.training.checkpoint.manifest import WrittenFile, read_manifest, wri
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """One random injury to one random file of a checkpoint."""
+    """Damage a random file of a checkpoint in a random way and return a description."""
     file = rng.choice(sorted(path.iterdir()))
     data = bytearray(file.read_bytes())
     kind = rng.choice(["flip", "zero", "truncate", "grow", "missing", "swap"])
-    at = rng.randrange(len(data))
+    offset = rng.randrange(len(data))
     if kind == "flip":
-        data[at] ^= 1 << rng.randrange(8)
+        data[offset] ^= 1 << rng.randrange(8)
     elif kind == "zero":
-        page = slice(at, at + 4096)
+        page = slice(offset, offset + 4096)
         data[page] = bytes(255 - b if b == 0 else 0 for b in data[page])
     elif kind == "truncate":
-        del data[at:]
+        del data[offset:]
     elif kind == "grow":
         data.append(0)
     if kind == "swap":
@@ -34,7 +34,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def rewrite(path: Path, **facts) -> None:
-    """Another manifest for the same files, hashed as its writer would; None takes a fact away."""
+    """Write another manifest for the same files, with correct hashes; None removes a key."""
     manifest = read_manifest(path)
     files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in manifest.pop("files").items()]
     (path / "MANIFEST.json").unlink()
@@ -43,7 +43,7 @@ def rewrite(path: Path, **facts) -> None:
 
 
 class FullDisk:
-    """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
+    """Redirects writes to files whose names start with `name` to /dev/full."""
 
     def __init__(self, name: str, monkeypatch) -> None:
         real = Path.open

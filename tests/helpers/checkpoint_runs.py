@@ -1,4 +1,4 @@
-"""A small model with all kinds of tensors, and managers, for tests of checkpoints."""
+"""A small model with all kinds of tensors, and checkpoint managers, for tests."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchmm.training.checkpoint.manager import CheckpointManager
 
 
 class Model(nn.Module):
-    """Tied, frozen, odd-sized and non-float tensors."""
+    """A model with tied, frozen and non-float tensors of odd sizes."""
 
     def __init__(self, width: int = 6, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def snapshot(model, optimizer):
 def make_manager(
     run_dir: Path, recipe="recipe", table=None, data=None, **config
 ) -> CheckpointManager:
-    """Synchronous by default."""
+    """Return a checkpoint manager, which saves synchronously by default."""
     settings = CheckpointConfig(**{"async_save": False, **config})
     logger = logging.getLogger("test_checkpoint")
     layout = {"shard": 1}
@@ -71,7 +71,11 @@ def steps(run_dir: Path) -> list[str]:
 
 
 def saved(manager, *numbers: int, model=None, optimizer=None):
-    """Saves steps of one training, begun here unless it is given; returns the last state."""
+    """Save steps of a training run and return the last state.
+
+    Args:
+        model: Continues the training of this model; None: builds a new one.
+    """
     if model is None:
         model, optimizer = build()
     for number in numbers:

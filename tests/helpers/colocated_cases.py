@@ -1,4 +1,4 @@
-"""Random steps with encoders on the LLM's ranks, and a slow, obviously right play of schedules."""
+"""Random steps with encoders on the ranks of the LLM, and a slow, simple check of schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llm_step(
     schedule: str | Order = "interleaved_1f1b",
     **options,
 ) -> LlmTimeline:
-    """An LLM of equal stages: 1 ms forward, 2 ms backward; unless costs are given."""
+    """Return an LLM of equal stages, of 1 ms forward and 2 ms backward unless costs are given."""
     graph = StageGraph(
         colocated_layout([ModuleLayers("llm", "llm", (1.0,) * ranks * virtual)], ranks, virtual),
         microbatches,
@@ -44,7 +44,7 @@ def llm_step(
 
 
 def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTimeline:
-    """Any schedule; stages that differ; tensor parallelism, transfers, gathers, reductions."""
+    """Return the timeline of a random schedule with random costs of compute and communication."""
     schedule = rng.choice(SCHEDULES_OF_LLM)
     virtual = 1 if schedule in ("1f1b", "gpipe") else rng.choice((1, 2))
     layers = ModuleLayers("llm", "llm", (1.0,) * 2 * ranks * virtual)
@@ -89,7 +89,7 @@ def random_work(
     tensor_groups=1,
     width=1,
 ) -> EncoderWork:
-    """An encoder's kernels, some of which communicate."""
+    """Return the random kernels of an encoder, some of which communicate."""
     stages = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
     devices = np.arange(0, ranks * tensor_groups, width, dtype=np.int32)
     blocks = devices.reshape(ranks // stages, stages, -1).transpose(0, 2, 1)
@@ -119,12 +119,12 @@ def random_work(
 
 
 Kernel = tuple[int, int, int, bool]
-"""Device, or the first of several that run it together, start, end, whether it communicates."""
+"""Device (the first one if several run it together), start, end, whether it communicates."""
 
 
 def kernels_of(schedule: BubbleSchedule) -> dict[tuple, list[Kernel]]:
-    """By (encoder, task, whether backward): kernels in the order in which they must run."""
-    found: dict[tuple, list[Kernel]] = {}
+    """Return kernels in their required order by (encoder, task, whether backward)."""
+    kernels: dict[tuple, list[Kernel]] = {}
     starts = (schedule.forward_start_ps, schedule.backward_start_ps)
     for encoder, work in enumerate(schedule.works):
         durations = (work.forward_ms_NSK, work.backward_ms_NSK)
@@ -132,7 +132,7 @@ def kernels_of(schedule: BubbleSchedule) -> dict[tuple, list[Kernel]]:
             devices = work.devices_MS[schedule.pipeline_N[encoder][n]]
             for back in (False, True):
                 stages = range(len(devices))
-                found[encoder, task, back] = [
+                kernels[encoder, task, back] = [
                     (int(devices[s]), start, start + to_picoseconds(ms), bool(on_links))
                     for s in (reversed(stages) if back else stages)
                     for start, ms, on_links in zip(
@@ -143,11 +143,11 @@ def kernels_of(schedule: BubbleSchedule) -> dict[tuple, list[Kernel]]:
                     )
                     if to_picoseconds(ms)
                 ]
-    return found
+    return kernels
 
 
 class NaiveFit:
-    """Whether tasks can be handed over in time with a delay, placing each kernel first-fit."""
+    """Checks if tasks meet their deadlines with a delay; places each kernel first-fit."""
 
     def __init__(self, timeline: LlmTimeline, work: EncoderWork, coarse: bool) -> None:
         self.timeline, self.work = timeline, work
@@ -162,7 +162,7 @@ class NaiveFit:
         return [spans[a:b] for a, b in pairwise(pointers)]
 
     def fits(self, pipeline_N: list[int], delay_ps: int) -> bool:
-        """Tasks in the order in which the LLM needs them."""
+        """Return whether all tasks, in the order in which the LLM needs them, are in time."""
         timeline, work = self.timeline, self.work
         device_ps = {
             int(d): int(timeline.gathered_ps[d // self.tensor_groups]) - delay_ps

@@ -1,4 +1,4 @@
-"""Counting what real modules do: FLOPs, memory traffic, calls, bytes that stay alive."""
+"""Counters of FLOPs, memory traffic, calls and allocated bytes of real modules."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ def _packed(query_THD: Tensor, value_TGD: Tensor, starts: Tensor, window: int) -
 
 
 def _window(options: tuple[Any, ...]) -> int:
-    """Of what follows the starts of segments: two other settings, then the window."""
+    """Return the window, which is the third option after the starts of segments."""
     return options[2] if len(options) > 2 else 0
 
 
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
-    """Scores and their product with values, by hand: torch's counter does not know the operator."""
+    """Return the FLOPs of scores and their product with values.
+
+    The counter of torch does not know the operator.
+    """
     return _packed(query, value, starts, _window(options))
 
 
@@ -80,22 +83,30 @@ def _dense_attention_backward(
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
-    """Of experts: (S, I) x (E, I, O) in forward; (I, S) x (S, O) for gradients of weights."""
+    """Return the FLOPs of experts.
+
+    Forward: (S, I) x (E, I, O); gradients of weights: (I, S) x (S, O).
+    """
     return 2 * rows.numel() * weights.shape[-1]
 
 
 def _convolution_backward(
     grad: Tensor, inputs: Tensor, weight: Tensor, *settings: Any, out_val: Any
 ) -> int:
-    """Once the forward per gradient; torch's counts those of weights as if there were one group."""
+    """Return the FLOPs of the forward once per gradient.
+
+    The counter of torch ignores groups in gradients of weights.
+    """
     needed: list[bool] = settings[-1]
     forward = 2 * (grad.numel() // grad.shape[1]) * weight.numel()
     return forward * sum(needed[:2])
 
 
 def _delta(key: Tensor, value: Tensor, starts: Tensor) -> int:
-    """Products of the delta rule, as Hugging Face's version in chunks of 64 computes them; chunks
-    are shorter where no sample has more tokens."""
+    """Return the FLOPs of the delta rule in chunks of 64, as Hugging Face computes it.
+
+    Chunks are shorter if no sample has more tokens.
+    """
     lengths = [b - a for a, b in pairwise(starts.tolist())]
     size = next((s for s in (16, 32) if s >= max(lengths)), 64)
     chunks = sum(-(-length // size) for length in lengths)
@@ -114,16 +125,16 @@ def _delta_rule_backward(grad: Tensor, inputs: list, starts: Tensor, *, out_val:
     return 2 * _delta(inputs[1], inputs[2], starts)
 
 
-_aten, _own = torch.ops.aten, torch.ops.torchmm
+_aten, _torchmm = torch.ops.aten, torch.ops.torchmm
 _ATTENTION: dict[Any, Any] = {
-    _own.packed_attention: _packed_attention,
-    _own.packed_attention_backward: _packed_attention_backward,
+    _torchmm.packed_attention: _packed_attention,
+    _torchmm.packed_attention_backward: _packed_attention_backward,
     _aten._grouped_mm: _grouped_mm,
     _aten.convolution_backward: _convolution_backward,
-    _own.packed_delta_rule: _delta_rule,
-    _own.packed_delta_rule_backward: _delta_rule_backward,
-    _own.capped_attention: _capped_attention,
-    _own.capped_attention_backward: _capped_attention_backward,
+    _torchmm.packed_delta_rule: _delta_rule,
+    _torchmm.packed_delta_rule_backward: _delta_rule_backward,
+    _torchmm.capped_attention: _capped_attention,
+    _torchmm.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense_attention_backward,
 }
@@ -132,14 +143,14 @@ for _formula in _ATTENTION.values():
 
 
 def count_flops(function: Callable[[], Any]) -> tuple[int, Any]:
-    """FLOPs by torch's counter, and the function's result."""
+    """Return the FLOPs that torch counts, and the result of the function."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         result = function()
     return counter.get_total_flops(), result
 
 
 class CountTraffic(TorchDispatchMode):
-    """Calls that compute, and the bytes they read and write, by operator; views are free."""
+    """Counts computing calls and the bytes they read and write by operator; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +163,12 @@ class CountTraffic(TorchDispatchMode):
         if name not in VIEWS:
             self.calls[name] += 1
             leaves = tree_leaves((args, out))
-            self.nbytes[name] += sum(_touched(x) for x in leaves if isinstance(x, Tensor))
+            self.nbytes[name] += sum(_storage_bytes(x) for x in leaves if isinstance(x, Tensor))
         return out
 
 
-def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor; what is expanded counts once."""
+def _storage_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; expanded dimensions count once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
@@ -165,36 +176,36 @@ def _touched(tensor: Tensor) -> int:
 
 
 class CountLive(TorchDispatchMode):
-    """Bytes of memory that was allocated while counting and is still in use."""
+    """Counts bytes of memory that was allocated in the block and is still in use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return out
 
     def live_bytes(self, without: list[Tensor]) -> int:
-        """All that is in use, except what the given tensors hold."""
+        """Return the bytes in use, except for the memory of the given tensors."""
         gc.collect(1)
         excluded = {t.untyped_storage()._cdata for t in without}
         return sum(
             size
-            for key, (reference, size) in self._found.items()
+            for key, (reference, size) in self._storages.items()
             if key not in excluded and not reference.expired()
         )
 
 
 class CountFused:
-    """Kernels that torch.compile makes of graphs, and the bytes that they read and write.
+    """Counts kernels that torch.compile makes of graphs, and the bytes that they read and write.
 
-    Inductor plans its kernels as usual, but graphs run without generated code, so that nothing is
-    compiled. Concatenations are fused as on GPUs.
+    Inductor plans its kernels as usual, but graphs run without generated code, so that nothing
+    is compiled. Concatenations are fused as on GPUs.
     """
 
     def __init__(self) -> None:
@@ -221,24 +232,24 @@ class CountFused:
     def _count(self, graph: GraphLowering) -> SimpleNamespace:
         graph.init_wrapper_code()
         graph._update_scheduler()
-        found = self.backward if graph.is_backward else self.forward
+        kernels = self.backward if graph.is_backward else self.forward
         for node in graph.scheduler.nodes:
             if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode):
-                found.calls += 1
-                found.nbytes += node.get_read_write_buffers_sizes()
+                kernels.calls += 1
+                kernels.nbytes += node.get_read_write_buffers_sizes()
         module = graph.orig_gm
 
         def call(arguments: list[Any]) -> Any:
-            given = list(arguments)
+            inputs = list(arguments)
             arguments.clear()
-            return module.forward(*given)
+            return module.forward(*inputs)
 
         return SimpleNamespace(call=call, __file__="", key="", runner=None)
 
 
 @dataclass
 class FusedKernels:
-    """Number of fused kernels, and their memory traffic."""
+    """Number of fused kernels and their memory traffic."""
 
     calls: int = 0
     nbytes: int = 0

@@ -66,7 +66,7 @@ def text_spec(tokenizer: PreTrainedTokenizerFast) -> TextSpec:
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A source's directory with the files of `layout_cases`."""
+    """Return the directory of a source with the files of `layout_cases`."""
     directory = tmp_path_factory.mktemp("set")
     for name, content in FILES.items():
         file = directory / name
@@ -77,11 +77,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def reader(tokenizer: PreTrainedTokenizerFast, text_spec: TextSpec) -> SampleReader:
-    """Reads records for a model with one encoder."""
+    """Return a reader of records for a model with one encoder."""
     return SampleReader(DataConfig(), 2048, text_spec, {"vision": CLIP}, tokenizer)
 
 
 @pytest.fixture
 def read(reader: SampleReader, root: str) -> Callable[[dict[str, Any]], MeasuredSample]:
-    """A record's columns as a sample."""
+    """Return a function that reads a sample from the columns of a record."""
     return lambda columns: reader.read(Record(columns, root))

@@ -7,12 +7,12 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 
 
 def pipeline(ranks: int, counts: list[int], segments: int = 1, **encoder) -> StageGraph:
-    """An encoder of one segment and an LLM, on all ranks.
+    """Return the graph of an encoder of one segment and an LLM, both on all ranks.
 
     Args:
-        counts: sub-microbatches of the encoder, by microbatch.
-        segments: of the LLM.
-        encoder: more about the encoder's `ModuleLayers`.
+        counts: Sub-microbatches of the encoder by microbatch.
+        segments: Segments of the LLM.
+        encoder: Further arguments of the `ModuleLayers` of the encoder.
     """
     modules = [
         ModuleLayers("vision", "encoder", (1.0,) * ranks, sub_microbatched=True, **encoder),
@@ -23,7 +23,7 @@ def pipeline(ranks: int, counts: list[int], segments: int = 1, **encoder) -> Sta
 
 
 def even_costs(graph: StageGraph, encoder_ms=1.0, llm_ms=2.0, **others) -> PlanCosts:
-    """A backward takes two forwards."""
+    """Return costs with a backward that takes as long as two forwards."""
     compute = {}
     for task in graph.tasks():
         module = graph.layout.stages[task.stage].module

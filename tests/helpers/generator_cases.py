@@ -1,4 +1,4 @@
-"""A tiny generator after tiny LLMs and encoders, and images for it to draw."""
+"""A tiny generator after tiny LLMs and encoders, and target images."""
 
 from math import prod
 
@@ -32,11 +32,11 @@ VAE = {
     "scaling_factor": 0.6,
     "shift_factor": 0.1,
 }
-"""A latent stands for 2 x 2 pixels."""
+"""A VAE whose latents each represent 2 x 2 pixels."""
 LATENT_VALUES = 2 * 2 * 2
-"""Of a patch of 2 x 2 latents, or `VALUES` pixel values."""
+"""Number of values in a patch of 2 x 2 latents; a patch of pixels has `VALUES`."""
 NOISE = {"": VALUES, "mean": LATENT_VALUES, "sampled": 2 * LATENT_VALUES}
-"""Random numbers of a patch."""
+"""Random numbers per patch."""
 
 
 def generator_config(llm: str = "llama", encoder: str | None = "clip", **settings) -> ModelConfig:
@@ -49,12 +49,12 @@ def generator_config(llm: str = "llama", encoder: str | None = "clip", **setting
 def latent_config(
     latents: str = "mean", vae: dict | None = None, encoder: str | None = None, **settings
 ) -> ModelConfig:
-    """The same, of latents in patches as large as those of pixels."""
+    """Return the config for latents, in patches as large as those of pixels."""
     config = generator_config(encoder=encoder, sample_size=8, patch_size=2)
-    given = AutoencoderConfig(config={**VAE, **(vae or {})}, latent_mode=latents, **settings)
+    autoencoder = AutoencoderConfig(config={**VAE, **(vae or {})}, latent_mode=latents, **settings)
     assert config.generator is not None
-    drawing = config.generator.model_copy(update={"vae": given})
-    return config.model_copy(update={"generator": drawing})
+    generator = config.generator.model_copy(update={"vae": autoencoder})
+    return config.model_copy(update={"generator": generator})
 
 
 def generator_inputs(
@@ -63,10 +63,10 @@ def generator_inputs(
     positions: torch.Tensor | None = None,
     latents: str = "",
 ) -> GeneratorInputs:
-    """Random images of these grids; times between 0.1 and 0.9.
+    """Return random images with these grids, and times between 0.1 and 0.9.
 
     Args:
-        latents: "mean" or "sampled": the noise of such; "": of pixels.
+        latents: Latents ("mean" or "sampled") that determine the size of noise; "": pixels.
     """
     draw = torch.Generator().manual_seed(4)
     patches = sum(map(prod, grids))

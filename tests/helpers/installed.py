@@ -1,4 +1,4 @@
-"""Marks of tests whose recipes need an extension, for copies of the repository without it."""
+"""Skip marks for tests whose recipes need an extension that may be missing."""
 
 from __future__ import annotations
 

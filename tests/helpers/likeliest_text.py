@@ -1,4 +1,4 @@
-"""The likeliest text after a prompt, by our model with its cache and by Hugging Face's."""
+"""Greedy text after a prompt, by torchmm with its cache and by Hugging Face."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ TOKENS = 12
 def written(
     model: MultimodalModel, prompt: Microbatch, unwritten: int = IMAGE_TOKEN_ID
 ) -> list[int]:
-    """By our model after `prompt`, without the token `unwritten`, which stands for images."""
+    """Return tokens that torchmm generates after `prompt`, except the image token `unwritten`."""
     row, ids, cache = prompt, [], model.llm.new_cache()
     features = model.encode(prompt)
     for _ in range(TOKENS):
@@ -31,7 +31,7 @@ def written(
 
 
 def written_by(plain: PreTrainedModel, sample: dict, unwritten: int = IMAGE_TOKEN_ID) -> list[int]:
-    """By Hugging Face's model after `sample`."""
+    """Return tokens that the model of Hugging Face generates after `sample`."""
     settings = {"do_sample": False, "min_new_tokens": TOKENS, "max_new_tokens": TOKENS}
     sample = {**sample, "attention_mask": torch.ones_like(sample["input_ids"])}
     settings |= {"eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [unwritten]}

@@ -1,8 +1,8 @@
 """Meshes that all cases of a launch share.
 
-A mesh is four process groups, and a group of gloo is three threads in every rank, one of which
-wakes a hundred times per second for as long as the process lives: sixty cases with meshes of their
-own made 770 threads and 1,000 open files, and ranks spent more time switching than computing.
+A mesh has four process groups, and a gloo group has three threads in every rank, one of which wakes
+100 times per second until the process ends. Sixty cases with separate meshes had 770 threads and
+1,000 open files, and ranks spent more time in context switches than in computation.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 
 
 _MESHES: dict[tuple, ParallelMesh] = {}
-"""Of this rank, which is a process of its own."""
+"""Meshes of this rank, which is a separate process."""
 
 
 def mesh_for(config: ParallelConfig) -> ParallelMesh:
-    """`build_mesh`, once for all configurations of the same sizes. Collective the first time."""
+    """Return `build_mesh` of a config, cached by its sizes. The first call is collective."""
     sizes = resolve_sizes(config, dist.get_world_size())
     key = (sizes, config.expert, config.context, config.mirrors)
     if key not in _MESHES:
@@ -32,7 +32,7 @@ def mesh_for(config: ParallelConfig) -> ParallelMesh:
 
 
 def units_for(units: Mapping[str, MeshSizes]) -> ParallelMesh:
-    """`build_units`, in the same way."""
+    """Return `build_units` of sizes, cached in the same way."""
     key = tuple(units.items())
     if key not in _MESHES:
         _MESHES[key] = build_units(units, CPU)

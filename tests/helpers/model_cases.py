@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, and packed microbatches for them, built by hand."""
+"""Tiny models of every supported family, and packed microbatches for them."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -241,7 +241,7 @@ EXPERTS = (
     "deepseek_v3_dense_queries",
 )
 BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
-"""Enough of them where what is tested does not depend on the family."""
+"""Families for tests of behavior that does not depend on the family."""
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -396,7 +396,7 @@ _RADIO = {
 }
 ENCODERS |= {"radio": _RADIO, "radio_gated": {**_RADIO, "use_swiglu_ffn": True}}
 REGISTERS = {"dinov3": 2, "dinov3_gated": 0, "radio": 5, "radio_gated": 5}
-"""Tokens before patches, beside a class token."""
+"""Number of register tokens before the patches, in addition to a class token."""
 ENCODERS |= {
     "qwen3_omni_vision": {
         **ENCODERS["qwen3_vl"],
@@ -419,7 +419,7 @@ ENCODERS |= {
         **ENCODERS["qwen2_5_vl"],
         "model_type": "qwen2_5_omni_vision_encoder",
     },
-    "qwen2_5_omni_sound": {  # chunks of 10 mel frames, 5 positions; tokens that two chunks share
+    "qwen2_5_omni_sound": {  # chunks of 10 mel frames, 5 positions; tokens of two chunks
         "model_type": "qwen2_5_omni_audio_encoder",
         "num_mel_bins": 8,
         "d_model": 32,
@@ -441,7 +441,7 @@ ENCODERS |= {
     "audioflamingo3": {**_LISTENER, "model_type": "audioflamingo3_encoder", "encoder_ffn_dim": 48},
 }
 SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")
-"""Models that hear and write, by the names of their towers and their own."""
+"""Speech LLMs, by the names of their towers, which are also their own names."""
 AUDIO = (
     "whisper",
     "wav2vec2",
@@ -456,7 +456,7 @@ ONE_SIZE_ENCODERS = (
 )  # fmt: skip
 """Encoders whose images all have one size, and whose layers read hidden states only."""
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
-"""Enough of them where what is tested does not depend on the family."""
+"""Families for tests of behavior that does not depend on the family."""
 CLASS_TOKEN = (
     "clip",
     "metaclip_2",
@@ -577,7 +577,7 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
         "model_type": _name,
         "vision_config": ENCODERS[_name],
         # A delta net that reads features directly is ill-conditioned with random weights: gradients
-        # in float32 are off by 1e-4, Hugging Face's as ours.
+        # in float32 have errors of 1e-4, those of Hugging Face as those of torchmm.
         "text_config": {
             **LLMS[_name],
             "layer_types": ["full_attention", "linear_attention", "full_attention"],
@@ -662,7 +662,7 @@ COMPOSITES |= {
         "boi_token_id": 61,
         "eoi_token_id": 60,
         "tie_word_embeddings": False,
-        # Beyond the vocabulary: Hugging Face's model looks for them.
+        # Outside of the vocabulary: the model of Hugging Face searches for them.
         "video_token_id": 64,
         "audio_token_id": 65,
     },
@@ -774,10 +774,10 @@ def make_inputs(family: str) -> EncoderInputs:
     else:
         shape = (len(grids), 3, 16, 16)
     pixels = torch.randn(shape, generator=generator)
-    if PATCH_VALUES.get(family) == 3 * 8:  # patches with a frame of the next
-        sounds = pixels.split([prod(grid) for grid in grids])
-        for sound in sounds:
-            sound[99::100, 2 * 8 :] = 0  # nothing is behind a whole window
+    if PATCH_VALUES.get(family) == 3 * 8:  # patches that contain a frame of the next
+        inputs = pixels.split([prod(grid) for grid in grids])
+        for audio in inputs:
+            audio[99::100, 2 * 8 :] = 0  # nothing follows a complete window
     return EncoderInputs(pixels, grids, torch.empty(0))
 
 
@@ -789,7 +789,7 @@ def problems_of_model(section: dict) -> list[str]:
 
 
 def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:
-    """A model on the CPU with random weights, biases and norms included."""
+    """Return a model on the CPU with random weights, including biases and norms."""
     model = build_model(config, FreezeConfig(modules=list(freeze)))
     materialize(model, "cpu")
     init_weights(model, seed)
@@ -798,14 +798,13 @@ def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> M
 
 
 def randomize(model: nn.Module) -> None:
-    """Move everything that files hold off its initial value: zero biases and unit norms hide
-    mistakes."""
+    """Add noise to all stored tensors, because zero biases and unit norms hide mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         for name, buffer in sorted(model.named_buffers()):
-            # Those of Gemma 4 and Voxtral that files hold.
+            # Buffers of Gemma 4 and Voxtral that files contain.
             if name.endswith(("layer_scalar", "std_bias", "std_scale", "embed_positions.weight")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
@@ -825,7 +824,7 @@ def composite_config(name: str, **changes: object) -> ModelConfig:
 
 
 def plain_causal_lm(model: MultimodalModel) -> PreTrainedModel:
-    """Hugging Face's own model with the same weights, eager attention and nothing of ours."""
+    """Return the model of Hugging Face with the same weights and eager attention."""
     plain = AutoModelForCausalLM.from_config(model.llm.config, attn_implementation="eager")
     plain.load_state_dict(model.llm.backbone.state_dict())
     plain.tie_weights()
@@ -839,7 +838,7 @@ def microbatch(
     ignored: int = 2,
     seed: int = 0,
 ) -> Microbatch:
-    """Packed samples of random tokens whose first `ignored` positions have no target."""
+    """Return packed samples of random tokens; the first `ignored` positions have no target."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     ids = torch.randint(3, 60, (total,), generator=generator)
@@ -876,19 +875,19 @@ def loss_and_gradients(model: MultimodalModel, batch: Microbatch, rows: int) -> 
 
 
 def gradient_limit(name: str) -> float:
-    """Relative error that a parameter's float32 gradient may have in another layout.
+    """Return the relative error that float32 gradients may have in another layout.
 
-    A delta net's decays have small differences of large sums: changing each weight by half a last
-    bit changes these gradients by 1.4e-5 in a single process.
+    The decays of delta nets contain small differences of large sums: changing each weight by half
+    of the last bit changes these gradients by 1.4e-5 in a single process.
     """
     return 3e-5 if name.endswith(("linear_attn.dt_bias", "linear_attn.A_log")) else 1e-5
 
 
 def worst_gradient(ours: nn.Module, theirs: nn.Module, rename: Callable[[str], str]) -> float:
-    """Largest relative difference of a parameter's gradients, over all parameters of `ours`.
+    """Return the largest relative difference of gradients over all parameters of `ours`.
 
-    Vectors count half: in sums over all tokens most cancels. Hugging Face's own float32 gradients
-    of norms and decays are up to 1.4e-5 off float64's, which of them depends on the processor.
+    Vectors count half, because most of a sum over all tokens cancels. Float32 gradients of norms
+    and decays of Hugging Face differ by up to 1.4e-5 from float64; the processor determines which.
     """
     reference = dict(theirs.named_parameters())
     largest = max(p.grad.norm().item() for p in reference.values() if p.grad is not None)
@@ -896,12 +895,12 @@ def worst_gradient(ours: nn.Module, theirs: nn.Module, rename: Callable[[str], s
     for name, parameter in ours.named_parameters():
         if not parameter.requires_grad:
             continue
-        other = reference[rename(name)].grad
-        assert parameter.grad is not None and other is not None, name
-        if other.norm() < 1e-6 * largest:
-            # Zero in exact arithmetic (a key's bias): noise on both sides.
+        expected = reference[rename(name)].grad
+        assert parameter.grad is not None and expected is not None, name
+        if expected.norm() < 1e-6 * largest:
+            # Zero in exact arithmetic (bias of keys): both gradients are noise.
             assert parameter.grad.norm() < 1e-5 * largest, name
         else:
             share = 0.5 if parameter.ndim == 1 else 1.0
-            worst = max(worst, share * relative_error(parameter.grad, other))
+            worst = max(worst, share * relative_error(parameter.grad, expected))
     return worst

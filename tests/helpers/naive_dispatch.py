@@ -1,4 +1,4 @@
-"""The dispatcher again, slow and plain, on the stage graph itself; and random cases for both."""
+"""A slow, simple dispatcher on the stage graph, and random cases that compare both dispatchers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ F, B = ActionType.F, ActionType.B
 
 
 class Played(NamedTuple):
+    """Result of a simulated step."""
+
     finished: bool
     makespan_ps: int
     spans: list[list[tuple[Action, int, int]]]
-    """By rank: action, start and end."""
+    """Action, start and end, by rank."""
     peaks: list[int]
 
 
 class NaiveDispatch:
-    """Steps from one time at which something happens to the next."""
+    """Advances from each event time to the next."""
 
     def __init__(self, graph: StageGraph, costs: PlanCosts, priority: dict[Task, int]):
         self.graph, self.costs, self.priority = graph, costs, priority
@@ -36,8 +38,8 @@ class NaiveDispatch:
         self.spans: list[list[tuple[Action, int, int]]] = [[] for _ in range(ranks)]
         self.started: set[Action] = set()
         self.ended: set[Action] = set()
-        self.here: set = set()  # (message, is gradient): has arrived
-        self.lines = defaultdict(list)  # by pair of ranks: [message, is gradient, arrival]
+        self.arrived: set = set()  # (message, is gradient)
+        self.channels = defaultdict(list)  # by pair of ranks: [message, is gradient, arrival]
         static = costs.static_bytes or (0,) * ranks
         self.used, self.peaks = list(static), list(static)
 
@@ -46,12 +48,12 @@ class NaiveDispatch:
 
     def run(self) -> Played:
         while True:
-            self.end_what_ends_now()
+            self.end_finished_actions()
             for rank in range(len(self.running)):
                 if self.running[rank] is None:
                     self.start(rank)
             times = [entry[1] for entry in self.running if entry]
-            times += [line[0][2] for line in self.lines.values() if line]
+            times += [line[0][2] for line in self.channels.values() if line]
             if not times:
                 break
             self.now = min(times)
@@ -61,14 +63,14 @@ class NaiveDispatch:
     def has_backward(self, task: Task) -> bool:
         return self.graph.needs_backward(task.stage, task.microbatch)
 
-    def end_what_ends_now(self):
+    def end_finished_actions(self):
         for rank, entry in enumerate(self.running):
             if entry and entry[1] == self.now:
                 self.running[rank] = None
                 self.end(rank, entry[0])
-        for line in self.lines.values():
+        for line in self.channels.values():
             while line and line[0][2] == self.now:
-                self.here.add(tuple(line.pop(0)[:2]))
+                self.arrived.add(tuple(line.pop(0)[:2]))
 
     def end(self, rank: int, action: Action):
         task, graph = Task(*action[1:4]), self.graph
@@ -82,10 +84,10 @@ class NaiveDispatch:
             out = [(m, True, graph.producer(m)) for m in back]
         for message, backward, user in out:
             if graph.rank(user) == rank:
-                self.here.add((message, backward))
+                self.arrived.add((message, backward))
                 continue
             pair = rank, graph.rank(user)
-            line, wire = self.lines[pair], self.wire_ps(message, backward)
+            line, wire = self.channels[pair], self.wire_ps(message, backward)
             begin = max(line[-1][2] if line else 0, self.now)
             line.append([message, backward, begin + wire])
 
@@ -94,10 +96,10 @@ class NaiveDispatch:
             return False
         graph = self.graph
         if kind is F:
-            return all((m, False) in self.here for m in graph.incoming(task))
+            return all((m, False) in self.arrived for m in graph.incoming(task))
         if not self.has_backward(task) or Action(F, *task) not in self.ended:
             return False
-        return all((m, True) in self.here for m in graph.outgoing(task))
+        return all((m, True) in self.arrived for m in graph.outgoing(task))
 
     def fits(self, rank: int, task: Task) -> bool:
         limit = self.costs.memory_limit_bytes
@@ -106,9 +108,9 @@ class NaiveDispatch:
     def start(self, rank: int):
         heads = {}
         for kind in (F, B):
-            found = [t for t in self.tasks if self.graph.rank(t) == rank and self.is_ready(kind, t)]
-            if found:
-                heads[kind] = min(found, key=self.priority.__getitem__)
+            ready = [t for t in self.tasks if self.graph.rank(t) == rank and self.is_ready(kind, t)]
+            if ready:
+                heads[kind] = min(ready, key=self.priority.__getitem__)
         if F in heads and not self.fits(rank, heads[F]):
             del heads[F]
         if not heads:
@@ -126,7 +128,7 @@ class NaiveDispatch:
 
 
 def random_dispatch(seed: int) -> tuple[StageGraph, PlanCosts]:
-    """Any layout; few different durations; perhaps transfers, perhaps little memory."""
+    """Return a random graph with few different durations, and random transfers and limits."""
     rng = random.Random(seed)
     graph = random_graph(seed)
     durations = rng.choice(((1, 2), (1, 2, 3, 4), (0.25, 1, 1.5, 7), (0, 1)))

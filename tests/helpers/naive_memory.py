@@ -1,4 +1,4 @@
-"""A plain recount of the bytes that the ranks of a plan hold."""
+"""A simple count of the bytes that the ranks of a plan hold."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from torchmm.pipelining.plan.transfers import transfers
 def naive_memory(
     plan: PipelinePlan, model: MemoryModel, static_bytes: Sequence[int]
 ) -> list[list[int]]:
-    """By rank and position: bytes, from when each thing comes and goes."""
+    """Return bytes by rank and position, from the lifetime of each tensor."""
     where = {a: i for program in plan.actions for i, a in enumerate(program)}
     usage = [[n] * len(p) for n, p in zip(static_bytes, plan.actions, strict=True)]
 
@@ -37,9 +37,9 @@ def naive_memory(
     for t in transfers(plan.graph, plan.training):
         nbytes = sum(s.nbytes for s in plan.specs[t.message] if s.requires_grad or not t.backward)
         used = backward(t.consumer) if t.backward else where[Action(T.F, *t.consumer)]
-        made = backward(t.producer) if t.backward else where[Action(T.F, *t.producer)]
+        produced = backward(t.producer) if t.backward else where[Action(T.F, *t.producer)]
         if t.source == t.destination:
-            hold(t.source, nbytes, made, used)
+            hold(t.source, nbytes, produced, used)
         else:
             kinds = ("SEND_B", "WAIT_SEND_B", "RECV_B") if t.backward else (
                 "SEND_F", "WAIT_SEND_F", "RECV_F")  # fmt: skip

@@ -1,6 +1,6 @@
-"""Times a plan by letting every rank go on while it can: slow, plain, without a graph.
+"""A slow, simple simulation of plans without a graph, in which every rank advances while it can.
 
-Also random plans with random costs. Times are whole picoseconds.
+The module also makes random plans with random costs. Times are integer picoseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def ps(ms: float) -> int:
 
 
 class Play:
-    """One run; afterwards `times` has (start, end) of every action, rank by rank."""
+    """A simulation; afterwards `times` has (start, end) of every action by rank."""
 
     def __init__(self, plan: PipelinePlan, costs: PlanCosts):
         self.plan, self.costs = plan, costs
@@ -45,16 +45,16 @@ class Play:
             on_wire[transfer.source, send] = duration_ms, wait_send
             on_wire[transfer.destination, receive] = duration_ms, wait
         self.on_wire = on_wire
-        moved = True
-        while moved:
-            moved = False
+        changed = True
+        while changed:
+            changed = False
             for rank, program in enumerate(plan.actions):
                 while len(self.times[rank]) < len(program):
                     span = self.act(rank, program[len(self.times[rank])])
                     if span is None:
                         break
                     self.times[rank].append(span)
-                    moved = True
+                    changed = True
         assert [len(t) for t in self.times] == [len(p) for p in plan.actions], "stuck"
         for rank, program in enumerate(plan.actions if costs.runs_beside else ()):
             for position, action in enumerate(program):
@@ -63,19 +63,19 @@ class Play:
                     self.times[rank][position] = start, self.reduced(rank, action.stage)
 
     def reduced(self, rank: int, stage: int) -> int | None:
-        """When a reduction ends, one after the other on a rank; None: somebody is not there."""
+        """Return the end of a reduction, sequentially on each rank; None: a rank is missing."""
         end = 0
         for action in self.plan.actions[rank]:
             if action.type is not T.REDUCE_GRAD:
                 continue
             ranks = self.plan.graph.layout.stages[action.stage].ranks
-            there = [self.at_reduction.get((r, action.stage)) for r in ranks]
-            if None in there:
+            arrivals = [self.at_reduction.get((r, action.stage)) for r in ranks]
+            if None in arrivals:
                 return None
-            end = max(end, *there) + ps(self.costs.reduce_ms.get(action.stage, 0))
+            end = max(end, *arrivals) + ps(self.costs.reduce_ms.get(action.stage, 0))
             if action.stage == stage:
                 return end
-        raise AssertionError("no such reduction")
+        raise AssertionError("reduction not found")
 
     def reduce_tied(self, rank: int, action: Action) -> int | None:
         ready = self.now[rank]
@@ -84,10 +84,12 @@ class Play:
             if reduced is None:
                 return None
             ready = max(ready, reduced)
-        own = self.reached.setdefault((rank, action.stage), ready)
-        other = self.reached.get((action.peer, action.other))
+        local = self.reached.setdefault((rank, action.stage), ready)
+        remote = self.reached.get((action.peer, action.other))
         return (
-            None if other is None else max(own, other) + ps(self.costs.tied_ms.get(action.stage, 0))
+            None
+            if remote is None
+            else max(local, remote) + ps(self.costs.tied_ms.get(action.stage, 0))
         )
 
     def act(self, rank: int, action: Action) -> tuple[int, int] | None:
@@ -101,12 +103,12 @@ class Play:
             ready = max(start, self.gathered.get((rank, action.stage), 0))
             self.at_reduction[rank, action.stage] = ready
             if self.costs.runs_beside:
-                return start, start  # the end follows when all is known
+                return start, start  # the end is set after the simulation
             ranks = self.plan.graph.layout.stages[action.stage].ranks
-            there = [self.at_reduction.get((r, action.stage)) for r in ranks]
-            if None in there:
+            arrivals = [self.at_reduction.get((r, action.stage)) for r in ranks]
+            if None in arrivals:
                 return None
-            end = max(there) + ps(self.costs.reduce_ms.get(action.stage, 0))
+            end = max(arrivals) + ps(self.costs.reduce_ms.get(action.stage, 0))
         elif kind in COMPUTE or kind is T.RESHARD:
             start = max(start, self.gathered.get((rank, action.stage), 0))
             end = start + ps(self.costs.compute_ms.get(action, 0))
@@ -144,7 +146,7 @@ class Play:
 
 
 def random_plan(seed: int) -> PipelinePlan:
-    """Any shape, any legal order, sharded or not."""
+    """Return a plan of a random graph in a random legal order, with or without sharding."""
     rng = random.Random(seed)
     graph = random_graph(seed)
     return lower_plan(
@@ -157,7 +159,7 @@ def random_plan(seed: int) -> PipelinePlan:
 
 
 def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
-    """Few different durations, so that much happens at the same time."""
+    """Return few different durations, so that many actions end at the same time."""
     rng = random.Random(seed)
     graph, stages = plan.graph, range(len(plan.graph.layout.stages))
     compute = [a for program in plan.actions for a in program if a.type in COMPUTE]

@@ -1,7 +1,7 @@
-"""An S3 server on this machine, and faults between it and whoever reads: `ObjectServer`.
+"""An S3 server on this machine with injected faults: `ObjectServer`.
 
-moto keeps the objects. Requests reach it through a small server here, which counts what it sends
-and can be away, slow, refusing, full, or wrong:
+moto stores the objects. Requests pass through a small server, which counts the bytes it sends and
+can be offline, slow or full and return errors or wrong bytes:
 
     with ObjectServer() as server:
         server.put("bucket", "a/b.bin", content)
@@ -27,42 +27,42 @@ from typing import Any
 from moto.server import ThreadedMotoServer
 
 SECRET = "kGaUbQ7zSecretNeverWritten"
-HOP = {"connection", "transfer-encoding", "content-length", "date", "server", "keep-alive"}
+HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "date", "server", "keep-alive"}
 
 
 @dataclass
 class Faults:
-    """What goes wrong with requests for objects."""
+    """Faults of requests for objects."""
 
     status: int | None = None
-    """Answer all of them with this."""
+    """Status of every answer."""
     write_status: int | None = None
-    """Answer all that would write with this."""
+    """Status of every answer to a write."""
     write_s: float = 0.0
-    """How long the answer to what writes takes."""
+    """Delay of answers to writes."""
     cut_writes: bool = False
-    """Close the connection in place of an answer to what writes, and write nothing."""
+    """Close the connection without an answer to a write, and store nothing."""
     bytes_per_s: float | None = None
     cut_after: int | None = None
-    """Close the connection after so many bytes of a body."""
+    """Close the connection after this number of bytes of a body."""
     spoil: Callable[[str, int], bool] = field(default=lambda path, number: False)
-    """By path and number of the request: whether one byte of the answer is wrong."""
+    """Whether one byte of the answer is wrong, by path and number of the request."""
 
 
 class ObjectServer:
-    """Starts at once; stopped by leaving the block."""
+    """A server that starts at once and stops at the end of the block."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._moto.start()
-        self._behind = self._moto.get_host_and_port()
+        self._backend = self._moto.get_host_and_port()
         self.faults = Faults()
         self.requests: list[tuple[str, str, str]] = []
         """Method, path and range of each."""
         self.sent_bytes = 0
         """Of bodies of objects."""
-        self._filled: set[str] = set()
+        self._written_buckets: set[str] = set()
         self.connections: set[socket.socket] = set()
         self._port = 0
         self.come_back()
@@ -76,7 +76,7 @@ class ObjectServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What clients need; the secret is a made-up one."""
+        """Environment variables of clients, with a secret that is not real."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
             "AWS_ACCESS_KEY_ID": "AKIAMADEUP",
@@ -85,27 +85,27 @@ class ObjectServer:
         }
 
     def reset(self) -> None:
-        """No faults, nothing counted."""
+        """Remove all faults and counts."""
         self.faults = Faults()
         self.requests.clear()
         self.sent_bytes = 0
 
     def put(self, bucket: str, name: str, content: bytes) -> None:
-        """Writes an object, and its bucket if there is none."""
-        if self._ask("HEAD", f"/{bucket}").status != 200:
-            self._ask("PUT", f"/{bucket}")
-        answer = self._ask("PUT", f"/{bucket}/{name}", content)
+        """Write an object, and create its bucket if necessary."""
+        if self._request("HEAD", f"/{bucket}").status != 200:
+            self._request("PUT", f"/{bucket}")
+        answer = self._request("PUT", f"/{bucket}/{name}", content)
         assert answer.status == 200, answer.read()
 
     def put_once(self, bucket: str, files: dict[str, bytes]) -> None:
-        """Writes objects, unless the bucket has some already."""
-        if bucket not in self._filled:
+        """Write objects to a bucket unless this was done before."""
+        if bucket not in self._written_buckets:
             for name, content in files.items():
                 self.put(bucket, name, content)
-            self._filled.add(bucket)
+            self._written_buckets.add(bucket)
 
     def put_folder(self, bucket: str, folder: Path, prefix: str = "") -> int:
-        """Writes all files of a folder; returns their size in bytes."""
+        """Write all files of a folder and return their size in bytes."""
         size = 0
         for file in sorted(folder.rglob("*")):
             if file.is_file():
@@ -115,22 +115,22 @@ class ObjectServer:
         return size
 
     def names(self, bucket: str) -> list[str]:
-        """Of all objects (at most 1000)."""
-        listed = self._ask("GET", f"/{bucket}?list-type=2").read().decode()
+        """Return the names of all objects (at most 1000)."""
+        listed = self._request("GET", f"/{bucket}?list-type=2").read().decode()
         return re.findall("<Key>(.*?)</Key>", listed)
 
     def get(self, bucket: str, name: str) -> bytes:
-        """The content of an object."""
-        answer = self._ask("GET", f"/{bucket}/{name}")
+        """Return the content of an object."""
+        answer = self._request("GET", f"/{bucket}/{name}")
         assert answer.status == 200, name
         return answer.read()
 
     def delete(self, bucket: str, name: str) -> None:
-        """Removes an object."""
-        self._ask("DELETE", f"/{bucket}/{name}")
+        """Delete an object."""
+        self._request("DELETE", f"/{bucket}/{name}")
 
     def go_away(self) -> None:
-        """Ends all connections, and refuses new ones from now on."""
+        """End all connections and reject new ones."""
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self.connections):
@@ -138,7 +138,7 @@ class ObjectServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def come_back(self) -> None:
-        """Listens, at the same port as before."""
+        """Listen on the same port as before."""
         outer = self
 
         class Handler(_Handler):
@@ -149,10 +149,10 @@ class ObjectServer:
         self._port = self._server.server_address[1]
         Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: bytes | None = None, headers: Any = None
     ) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(*self._behind, timeout=60)
+        connection = http.client.HTTPConnection(*self._backend, timeout=60)
         signed = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"
         connection.request(method, path, body, headers or {"Authorization": signed})
         return connection.getresponse()
@@ -200,16 +200,16 @@ class _Handler(BaseHTTPRequestHandler):
         if status is not None:
             self._send(status, {}, b"<Error/>")
             return
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
-        answer = owner._ask(self.command, self.path, content, headers)
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_HEADERS}
+        answer = owner._request(self.command, self.path, content, headers)
         body = answer.read()
         if self.command == "GET" and "list-type" not in self.path and answer.status < 300:
             owner.sent_bytes += len(body)
             if faults.spoil(self.path, len(owner.requests)):
                 body = body[:-1] + bytes([body[-1] ^ 1])
-        kept = {k: v for k, v in answer.getheaders() if k.lower() not in HOP}
+        answer_headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
         size = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(body))
-        self._send(answer.status, {**kept, "Content-Length": size or "0"}, body)
+        self._send(answer.status, {**answer_headers, "Content-Length": size or "0"}, body)
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         faults = self.owner.faults
@@ -224,11 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(body[: faults.cut_after])
                 self.close_connection = True
                 return
-            piece = (
+            chunk = (
                 len(body) if faults.bytes_per_s is None else max(1, int(faults.bytes_per_s / 10))
             )
-            for start in range(0, len(body), max(piece, 1)):
-                self.wfile.write(body[start : start + piece])
+            for start in range(0, len(body), max(chunk, 1)):
+                self.wfile.write(body[start : start + chunk])
                 if faults.bytes_per_s is not None:
                     time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Tiny real models in pipelines: random cuts and orders, compared with the whole model."""
+"""Tiny real models in pipelines with random stages and orders, compared with unsharded models."""
 
 import hashlib
 import random
@@ -76,31 +76,31 @@ DELTA_NETS = {
     },
 }
 DELTA_LLM = {**LLM, **DELTA_NETS, "model_type": "qwen3_5_text"}
-"""Three layers with a gated delta net, one with attention."""
+"""An LLM with a gated delta net in three layers and attention in one."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
 FOLDED = {"connector": "pixel_shuffle_mlp", "pixel_shuffle_factor": 2}
 
 
 class Kind(NamedTuple):
-    """An encoder and the images it takes."""
+    """An encoder and its image sizes."""
 
     section: dict[str, Any]
     grids: list[tuple[int, int, int]]
-    """To choose from."""
+    """Grids of images, from which one is selected at random."""
     pixels: tuple[int, ...]
-    """Shape of an image, or of a patch."""
+    """Shape of an image or a patch."""
     merge: int = 1
     composite: str = ""
-    """Of the composite whose tower it is, and whose LLM is in the case; "": any LLM's."""
+    """Composite that has this tower, whose LLM is in the case; "": any LLM."""
     text: Mapping[str, Any] = MappingProxyType({})
-    """What else that composite says of its LLM; None: what it does not say."""
+    """Settings of the LLM that this composite changes; None: removed."""
     whole: Mapping[str, Any] = MappingProxyType({})
-    """What else it says."""
+    """Further settings of the composite."""
     beside: Mapping[str, Any] = MappingProxyType({})
     """Kinds of its other towers by name."""
     pooled: int = 1
-    """Patches of a sound that become one."""
+    """Number of patches of audio that one token has."""
     tower: str = "vision"
     """Name of the tower."""
 
@@ -187,7 +187,7 @@ _OMNI_SOUND_2_5 = {
 }
 _OMNI_VISION = {**_QWEN3_TOWER, "model_type": "qwen3_omni_moe_vision_encoder"}
 _OWN_HEADS = {"head_dim": None}
-"""Of LLMs whose heads share the hidden size."""
+"""Setting of LLMs whose heads share the hidden size."""
 KINDS |= {
     "qwen3_omni": _QWEN3_IMAGES._replace(
         section={"config": {**_OMNI_VISION, "deepstack_visual_indexes": [0, 2]}},
@@ -237,7 +237,7 @@ KINDS |= {
     ),
 }  # fmt: skip
 _LISTENER = {**KINDS["whisper"].section["config"], "max_source_positions": 50}
-"""Windows of a second."""
+"""An audio encoder with windows of one second."""
 _QWEN2 = {"model_type": "qwen2", **_OWN_HEADS}
 KINDS |= {
     "voxtral": Kind(
@@ -263,7 +263,7 @@ PLACEHOLDERS = {
     "qwen2_audio": "audio_token_index",
     **dict.fromkeys(("voxtral", "audioflamingo3"), "audio_token_id"),
 }
-"""Keys of the id, by composite."""
+"""Config keys of the placeholder id by composite."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Case:
         )
 
     def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
-        """The whole model, on the meta device, with parameters in `dtype`."""
+        """Return the unsharded model on the meta device, with parameters in `dtype`."""
         kind = KINDS[self.encoder]
         llm = {**(DELTA_LLM if self.delta else LLM), "tie_word_embeddings": self.tied}
         config: dict[str, Any] = {
@@ -311,14 +311,14 @@ class Case:
             text = {**LLM, "model_type": None, **kind.text}
             key = PLACEHOLDERS.get(kind.composite, "image_token_id")
             config_of_tower = {f"{kind.tower}_config": kind.section["config"]}
-            whole = {"model_type": kind.composite, **config_of_tower}
-            whole |= {
+            composite = {"model_type": kind.composite, **config_of_tower}
+            composite |= {
                 "text_config": {k: v for k, v in text.items() if v is not None},
                 "tie_word_embeddings": self.tied,
                 key: IMAGE_TOKEN,
                 **kind.whole,
             }
-            config = {"config": whole}
+            config = {"config": composite}
         model = ModelConfig.model_validate({**config, "chunked_loss": self.chunked_loss})
         return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
 
@@ -330,21 +330,21 @@ class Case:
         return {kind.tower: kind, **kind.beside, **second}
 
     def modules(self) -> list[ModuleLayers]:
-        """What can be cut, and which of it is trained."""
-        costs, found = (1.0,) * LAYERS, []
+        """Return the modules that stages divide, with their trained layers."""
+        costs, encoders = (1.0,) * LAYERS, []
         for name in self.kinds:
             tower = name not in self.freeze
             layers = (tower,) * LAYERS
-            found.append(ModuleLayers(name, "encoder", costs, True, layers, pre_trainable=tower))
+            encoders.append(ModuleLayers(name, "encoder", costs, True, layers, pre_trainable=tower))
         llm = "llm" not in self.freeze
         trunk = ModuleLayers(
             "llm", "llm", costs, False, (llm,) * LAYERS,
             pre_trainable=llm, post_trainable=llm, tied=self.tied,
         )  # fmt: skip
-        return [*found, trunk]
+        return [*encoders, trunk]
 
     def layout(self) -> StageLayout:
-        """Random numbers of stages of random sizes; the LLM's are on all ranks in turn."""
+        """Return random numbers of stages of random sizes; those of the LLM are round-robin."""
         rng = random.Random(self.name)
         cuts = {}
         for name in self.kinds:
@@ -361,14 +361,14 @@ class Case:
 
 
 def with_slices(layout: StageLayout, case: Any) -> StageLayout:
-    """The layout of a case whose tensor-parallel ranks send slices."""
+    """Return the layout of a case whose tensor-parallel ranks send slices."""
     modules = case.build().modality_modules()
     tensor = {m.name: TensorRanks(case.tensor, True, m.keeps_slices) for m in modules}
     return replace(layout, tensor=tensor)
 
 
 def sizes(rng: random.Random, parts: int) -> list[int]:
-    """LAYERS in parts, none empty."""
+    """Return LAYERS in random parts, none of which is empty."""
     ends = sorted(rng.sample(range(1, LAYERS), parts - 1))
     return [b - a for a, b in pairwise([0, *ends, LAYERS])]
 
@@ -376,10 +376,10 @@ def sizes(rng: random.Random, parts: int) -> list[int]:
 def varied_microbatch(
     seed: int, images: Mapping[str, int], kinds: Mapping[str, Kind]
 ) -> Microbatch:
-    """One sample per image, one of text, padding; lengths and images' sizes follow the seed.
+    """Return a sample per image, one of text, and padding; the seed determines the sizes.
 
     Args:
-        images: number by encoder.
+        images: Number of images by encoder.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -388,16 +388,16 @@ def varied_microbatch(
     starts, samples = [0], []
     shares: dict[str, tuple[list, list]] = {}
     for index, owner in enumerate([*owners, None]):
-        shown, tokens = (), 0
+        metas, tokens = (), 0
         if owner is not None:
             grid = rng.choice(kinds[owner].grids)
             tokens = prod(grid) // kinds[owner].patches_per_token
             grids, positions = shares.setdefault(owner, ([], []))
             grids.append(grid)
             positions += range(starts[-1], starts[-1] + tokens)
-            shown = (ImageMeta(8, 8, prod(grid), tokens),)
+            metas = (ImageMeta(8, 8, prod(grid), tokens),)
         length = tokens + rng.randint(3, 8)
-        samples.append(SampleMeta("random", index, length, shown, owner))
+        samples.append(SampleMeta("random", index, length, metas, owner))
         starts.append(starts[-1] + length)
     total = starts[-1] + rng.randint(1, 9)
     ids = torch.randint(5, VOCAB, (total,), generator=generator)
@@ -410,8 +410,8 @@ def varied_microbatch(
         shape = kinds[name].pixels
         count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
         pixels = torch.randn((count, *shape), generator=generator)
-        heard = kinds[name].section.get("modality") == "audio"
-        group = kinds[name].patches_per_token if heard else None
+        is_audio = kinds[name].section.get("modality") == "audio"
+        group = kinds[name].patches_per_token if is_audio else None
         inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions), None, group)
         ids[inputs[name].positions_K] = IMAGE_TOKEN
     position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
@@ -422,10 +422,10 @@ def varied_microbatch(
 def step_of(
     case: Case, seed: int, replica: int = 0
 ) -> tuple[list[Microbatch], dict[str, tuple[int, ...]]]:
-    """Microbatches of a data-parallel rank, and sub-microbatches of each by encoder.
+    """Return microbatches of a data-parallel rank, and their sub-microbatches by encoder.
 
-    A replica's number of microbatches is its own. In every third step the second replica has no
-    images, in every tenth nobody has.
+    The number of microbatches depends on the replica. In every third step the second replica has no
+    images; in every tenth step no replica has any.
     """
     rng = random.Random(f"{seed} {replica}")
     without = (replica == 1 and seed % 3 == 0) or seed % 10 == 9
@@ -440,7 +440,7 @@ def step_of(
 
 
 class CaseRun:
-    """One rank of a case. Creating it is collective."""
+    """A case on one rank. The constructor is collective."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -464,16 +464,16 @@ class CaseRun:
         self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
         self.whole = replace(case, chunked_loss=False).build()
         if case.dtype != torch.float32:
-            alone = init_device_mesh(
+            single_rank_mesh = init_device_mesh(
                 "cpu", (self.mesh.world_size, 1), mesh_dim_names=("all", "own")
             )
             for module in self.whole.modality_modules():
-                apply_fsdp(module, alone["own"], case.dtype)
+                apply_fsdp(module, single_rank_mesh["own"], case.dtype)
         materialize(self.whole, "cpu")
         init_weights(self.whole, seed=1)
 
     def plan(self, seed: int) -> tuple[PipelinePlan, list[Microbatch]]:
-        """A random order of this data-parallel rank's step."""
+        """Return the step of this data-parallel rank in a random order."""
         batch, parts = step_of(self.case, seed, self.mesh.data_parallel_rank)
         graph = StageGraph(self.layout, len(batch), parts)
         modules = {m.name: m for m in self.model.modality_modules()}
@@ -484,23 +484,25 @@ class CaseRun:
         return plan, batch
 
     def errors(self, seed: int) -> dict[str, float]:
-        """Runs a step; relative errors of losses and gradients beyond the tolerance."""
+        """Run a step and return relative errors of losses and gradients beyond the tolerance."""
         plan, batch = self.plan(seed)
         size = self.mesh.data_parallel_size
-        every = [step_of(self.case, seed, replica)[0] for replica in range(size)]
-        targets = sum(m.target_count for microbatches in every for m in microbatches)
+        replicas = [step_of(self.case, seed, replica)[0] for replica in range(size)]
+        targets = sum(m.target_count for microbatches in replicas for m in microbatches)
         self.model.zero_grad()
         result = self.runtime.step(plan, batch, loss_scale=1 / targets)
-        of_one = self.case.dtype == torch.float32  # otherwise in FSDP2 units of every rank's own
-        compute = shared_losses if of_one else reference_losses
-        losses = compute(self.whole, every, targets)
-        wanted = losses[self.mesh.data_parallel_rank]
-        errors = {f"loss {i}": abs(x.item() / wanted[i] - 1) for i, x in result.losses.items()}
+        on_one_rank = (
+            self.case.dtype == torch.float32
+        )  # otherwise every rank has separate FSDP2 units
+        compute = shared_losses if on_one_rank else reference_losses
+        losses = compute(self.whole, replicas, targets)
+        expected = losses[self.mesh.data_parallel_rank]
+        errors = {f"loss {i}": abs(x.item() / expected[i] - 1) for i, x in result.losses.items()}
         errors |= gradient_errors(self.model, self.whole)
         return {n: e for n, e in errors.items() if not e <= self.case.tolerance}
 
     def tied_digest(self) -> str | None:
-        """Of the gradient of this rank's copy of the tied weight."""
+        """Return a hash of the gradient of the tied weight on this rank."""
         for name, parameter in self.model.named_parameters():
             tied = name.endswith(("embed_tokens.weight", "lm_head.weight"))
             if tied and parameter.grad is not None:
@@ -509,29 +511,29 @@ class CaseRun:
         return None
 
     def collectives(self, seed: int) -> tuple[Counter, Counter]:
-        """(counted, wanted) all-gathers and reduce-scatters of one step."""
+        """Return (counted, expected) all-gathers and reduce-scatters of one step."""
         plan, batch = self.plan(seed)
         self.model.zero_grad()
         counter = CountCollectives()
         with counter:
             self.runtime.step(plan, batch)
-        wanted: Counter = Counter()
+        expected: Counter = Counter()
         for stage in self.stages.values():
             for unit in stage.module.modules():
                 if isinstance(unit, FSDPModule):
-                    own = own_parameters(unit)
-                    wanted["all-gather"] += bool(own)
-                    wanted["reduce-scatter"] += any(p.requires_grad for p in own)
-        return counter.counts, wanted
+                    parameters = direct_parameters(unit)
+                    expected["all-gather"] += bool(parameters)
+                    expected["reduce-scatter"] += any(p.requires_grad for p in parameters)
+        return counter.counts, expected
 
 
 def reference_losses(
-    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+    model: MultimodalModel, replicas: Sequence[Sequence[Microbatch]], targets: int
 ) -> list[list[float]]:
-    """Losses of all replicas' microbatches on the whole model, whose gradients are left there."""
+    """Return losses of all replicas on the unsharded model, and leave its gradients there."""
     model.zero_grad()
     losses: list[list[float]] = []
-    for batch in every:
+    for batch in replicas:
         losses.append([])
         for microbatch in batch:
             loss = model(microbatch)
@@ -541,12 +543,12 @@ def reference_losses(
 
 
 def shared_losses(
-    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+    model: MultimodalModel, replicas: Sequence[Sequence[Microbatch]], targets: int
 ) -> list[list[float]]:
-    """`reference_losses`, and the gradients it leaves in the model, of rank 0 on every rank."""
+    """Return `reference_losses` and set its gradients on every rank, computed by rank 0."""
 
     def compute() -> tuple[list[list[float]], dict[str, Tensor | None]]:
-        losses = reference_losses(model, every, targets)
+        losses = reference_losses(model, replicas, targets)
         return losses, {name: p.grad for name, p in model.named_parameters()}
 
     losses, gradients = on_first_rank(compute)
@@ -556,7 +558,7 @@ def shared_losses(
 
 
 def gradient_errors(cut: MultimodalModel, model: MultimodalModel) -> dict[str, float]:
-    """Relative errors of all gradients of a cut model against those of the whole one."""
+    """Return relative errors of all gradients of a model in stages against an unsharded one."""
     expected = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
     scale = max([1e-12, *(g.norm().item() for g in expected.values())])
     copies, errors = cut.tied_replicas(), {}
@@ -564,13 +566,13 @@ def gradient_errors(cut: MultimodalModel, model: MultimodalModel) -> dict[str, f
         if not parameter.requires_grad:
             assert parameter.grad is None, f"frozen {name} has a gradient"
             continue
-        wanted = expected[copies.get(name, name)]
-        errors[name] = relative_error(whole(parameter.grad), wanted, scale)
+        reference = expected[copies.get(name, name)]
+        errors[name] = relative_error(whole(parameter.grad), reference, scale)
     return errors
 
 
-def own_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of an FSDP unit that are not those of a unit inside."""
+def direct_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return parameters of an FSDP unit, except for those of nested units."""
     inner = {
         p for m in unit.modules() if m is not unit and isinstance(m, FSDPModule)
         for p in m.parameters()
@@ -579,7 +581,7 @@ def own_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts FSDP's collectives, whatever torch calls them."""
+    """Counts the collectives of FSDP under any name that torch gives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -597,7 +599,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def relative_error(found: Tensor, wanted: Tensor, scale: float) -> float:
-    """Against the whole gradient where the reference is zero but for rounding (a key's bias)."""
-    size = wanted.norm().item()
-    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
+def relative_error(value: Tensor, expected: Tensor, scale: float) -> float:
+    """Return the error relative to `scale` if the reference is zero up to rounding.
+
+    This is the case for the bias of keys.
+    """
+    size = expected.norm().item()
+    return (value - expected).norm().item() / (size if size > 1e-6 * scale else scale)

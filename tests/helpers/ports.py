@@ -7,15 +7,16 @@ import tempfile
 from pathlib import Path
 
 BELOW_EPHEMERAL = range(15000, 32000)
-"""Systems take the ports of connections from above, so that one found free there may be gone before
-it is used."""
+"""Ports below those that systems assign to connections, so that a free port remains free."""
 LAST_PORT = Path(tempfile.gettempdir()) / f"torchmm_test_ports_{os.getuid()}"
-"""The port given last, for all test processes of a user: one that was given and is not yet listened
-on is given to nobody else before all others have been."""
+"""File with the last assigned port, shared by all test processes of a user.
+
+A port that is assigned but not yet in use is assigned again only after all others.
+"""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that was given to nobody lately."""
+    """Return a port that is not in use and was not assigned recently."""
     with LAST_PORT.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

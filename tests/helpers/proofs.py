@@ -1,10 +1,10 @@
-"""What tests prove of each family of models, noted while they run.
+"""Records of what tests check for each model family.
 
-scripts/family_table.py writes the tables of docs/reference/model_tests.md from it.
+scripts/family_table.py writes the tables of docs/reference/model_tests.md from these records. A
+test declares with `proves` what it checks, and of which tiny models. With `--proofs FILE`, pytest
+writes a line for each test that passed.
 
-A test says with `proves` what its passing proves, and of which tiny models. With `--proofs FILE`,
-pytest writes a line for each that passed; `scripts/family_table.py` makes a table of the lines.
-Rejected: a table by hand, which says what somebody once meant to test.
+A manually written table is not used: it could differ from what tests check.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Cases = Mapping[str, Mapping[str, Any]]
 
 
 def proves(what: str, cases: Cases, **params: Any) -> pytest.MarkDecorator:
-    """Marks a test.
+    """Return the mark of a test.
 
     Args:
-        what: a column of the table.
-        cases: the test is about the one that a parameter names; about all of them if none does.
-        params: values that parameters must have for this to be proved.
+        what: A column of the table.
+        cases: The test checks the case that a parameter names; all cases if no parameter does.
+        params: Values that parameters must have for this record.
     """
     return pytest.mark.proves(what, cases, params)
 
 
 def proved(item: pytest.Item) -> Iterator[dict[str, str]]:
-    """What `item` has proved by passing."""
-    given = getattr(item, "callspec", None)
-    params = {} if given is None else given.params
+    """Yield the records of `item`, which passed."""
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
     for mark in item.iter_markers("proves"):
-        what, cases, wanted = mark.args
-        if any(params.get(name) != value for name, value in wanted.items()):
+        what, cases, required = mark.args
+        if any(params.get(name) != value for name, value in required.items()):
             continue
         names = [value for value in params.values() if isinstance(value, str)]
         for case in [name for name in names if name in cases] if names else cases:
@@ -50,7 +50,7 @@ def proved(item: pytest.Item) -> Iterator[dict[str, str]]:
 
 
 def note(item: pytest.Item, file: Path) -> None:
-    """Adds lines to `file`; several test processes may do so at a time."""
+    """Append records to `file`, which several test processes may do at the same time."""
     lines = [json.dumps(proof) + "\n" for proof in proved(item)]
     if lines:
         with file.open("a") as out:

@@ -1,8 +1,8 @@
-"""Random stage graphs, and random legal compute orders of any graph. All from a seed.
+"""Random stage graphs and random legal compute orders of a graph, determined by a seed.
 
-An order is drawn as one sequence of the step's compute actions in which each comes after what it
-needs; a rank's order is its part of the sequence. So every order drawn can run, and every order
-that can run can be drawn.
+A sequence of the compute actions of the step is generated in which each action follows its
+dependencies; the order of a rank is its part of the sequence. So every generated order can run, and
+every order that can run can be generated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SPLITS = (0.0, 0.5, 1.0)
 
 
 def random_order(graph: StageGraph, seed: int, split: float | None = None) -> ComputeOrder:
-    """A legal order of all F, B, I and W of a step.
+    """Return a legal order of all F, B, I and W of a step.
 
     Args:
-        split: share of the backwards that become I and W where that makes sense: the stage is
-            trained, and gradients of its inputs are wanted. Of a frozen stage that passes
-            gradients on, as many become an I alone. None: drawn from 0, a half and 1.
+        split: Share of the backwards that are split into I and W. Only trained stages whose
+            inputs need gradients are split; a frozen stage that passes gradients on has an I
+            without W. None: one of 0, 0.5 and 1.
     """
     rng = random.Random(seed)
     share = rng.choice(SPLITS) if split is None else split
@@ -61,7 +61,7 @@ def _pick(ready: list[Action], style: str, priority: dict[Action, float], rng: r
 
 
 def _needs(graph: StageGraph, rng: random.Random, share: float) -> dict[Action, list[Action]]:
-    """By action of the step: the ones that must come before it."""
+    """Return the dependencies of every action of the step."""
     needs: dict[Action, list[Action]] = {}
     back: dict[Task, Action] = {}
     tasks = list(graph.tasks())
@@ -71,8 +71,8 @@ def _needs(graph: StageGraph, rng: random.Random, share: float) -> dict[Action, 
             Action(ActionType.F, *graph.producer(message)) for message in incoming
         ]
         if graph.needs_backward(task.stage, task.microbatch):
-            wanted = any(graph.carries_gradient(message) for message in incoming)
-            kind = ActionType.I if wanted and rng.random() < share else ActionType.B
+            needs_input_gradient = any(graph.carries_gradient(message) for message in incoming)
+            kind = ActionType.I if needs_input_gradient and rng.random() < share else ActionType.B
             back[task] = Action(kind, *task)
     for task, action in back.items():
         needs[action] = [Action(ActionType.F, *task)] + [
@@ -96,7 +96,7 @@ class _Draft:
     edges: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, module: str, count: int, replicas: int = 1) -> list[int]:
-        """A chain of stages."""
+        """Add a chain of stages and return their indices."""
         trainable = self.rng.choice(("all", "none", "some"))
         begin = len(self.stages)
         places = self.rng.sample(range(self.ranks), self.ranks)
@@ -115,12 +115,12 @@ class _Draft:
 
 
 def random_graph(seed: int, ranks: int | None = None, microbatches: int | None = None):
-    """A `StageGraph` of 1 to 4 ranks and 1 to 5 microbatches.
+    """Return a `StageGraph` of 1 to 4 ranks and 1 to 5 microbatches.
 
-    A chain, an encoder before an LLM, or two encoders, an LLM and a generator; each of 1 to 4
-    stages (on the ranks in turn, or anywhere), any of them frozen, encoders and generator with 0
-    to 3 sub-microbatches per microbatch and perhaps replicated over ranks. An encoder may feed
-    several stages of the LLM.
+    The modules are a chain, an encoder before an LLM, or two encoders, an LLM and a generator.
+    Each has 1 to 4 stages, round-robin or on random ranks, which may be frozen. Encoders and
+    generators have 0 to 3 sub-microbatches per microbatch and may be replicated over ranks. An
+    encoder may feed several stages of the LLM.
     """
     rng = random.Random(seed)
     ranks = ranks or rng.randint(1, 4)
@@ -144,7 +144,7 @@ def random_graph(seed: int, ranks: int | None = None, microbatches: int | None =
 
 
 def random_step(layout: StageLayout, seed: int) -> StageGraph:
-    """Another step of the same stages: of other tasks, and of 1 to 5 microbatches."""
+    """Return another step of the same stages, with other tasks and 1 to 5 microbatches."""
     rng = random.Random(seed)
     return _step(layout, rng.randint(1, 5), sorted(layout.sub_microbatched), rng)
 
@@ -166,7 +166,7 @@ def _first(layout: StageLayout, module: str) -> int:
 
 
 def _all_ranks_used(draft: _Draft) -> list[StageSpec]:
-    """The stages with their ranks renumbered, so that none is left out."""
+    """Return the stages with renumbered ranks, so that each rank has a stage."""
     used = sorted({rank for stage in draft.stages for rank in stage.ranks})
     return [
         StageSpec(s.index, s.module, s.start, s.stop, tuple(used.index(r) for r in s.ranks),
@@ -176,7 +176,7 @@ def _all_ranks_used(draft: _Draft) -> list[StageSpec]:
 
 
 def random_specs(graph: StageGraph, seed: int) -> MessageSpecs:
-    """One or two tensors for each message, the second without a gradient."""
+    """Return one or two tensors for each message; the second has no gradient."""
     rng = random.Random(seed)
     specs: dict[Message, tuple[TensorSpec, ...]] = {}
     for task in graph.tasks():

@@ -1,4 +1,4 @@
-"""All that is wrong with a recipe."""
+"""Problems of a recipe."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ sequence_length = 256
 
 
 def problems_of(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    """What `load_recipe` finds; fails where it finds nothing."""
+    """Return the problems that `load_recipe` reports; fail if it reports none."""
     with pytest.raises(ConfigError) as error:
         load_recipe(path, list(overrides), world_size)
     return error.value.problems

@@ -1,4 +1,4 @@
-"""Layouts with schedules that suit them: one or several stages per rank, chains and more."""
+"""Layouts with suitable schedules: one or several stages per rank, chains and other graphs."""
 
 from torchmm.pipelining.plan.graph import StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b, one_f_one_b
@@ -15,7 +15,7 @@ def chain(ranks, per_rank=1, frozen=()):
 
 
 def two_encoders():
-    """Vision on rank 0, audio on rank 1, the LLM on ranks 2 and 3."""
+    """Return a layout with vision on rank 0, audio on rank 1, and the LLM on ranks 2 and 3."""
     names = ("vision", "audio", "llm", "llm")
     stages = tuple(StageSpec(i, name, i // 3, i // 3 + 1, (i,)) for i, name in enumerate(names))
     return StageLayout(stages, ((0, 2), (1, 2), (2, 3)))

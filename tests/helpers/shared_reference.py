@@ -1,4 +1,4 @@
-"""What one rank computes for all: references, which the others would only compute again."""
+"""References that one rank computes for all ranks."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank. Collective over the world."""
-    found = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]  # type: ignore[return-value]
+    """Return the result of `compute` on rank 0 to every rank. Collective over the world."""
+    results = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
+    return results[0]  # type: ignore[return-value]

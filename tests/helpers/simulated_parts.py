@@ -1,4 +1,4 @@
-"""Tables of a recipe that is simulated on statistics of data: small models."""
+"""Tables of recipes with small models that are simulated with data statistics."""
 
 LLM = """
 [model.llm.config]

@@ -1,11 +1,12 @@
-"""Runs a program some of whose functions take longer than it is quiet, and notes when each did.
+"""Run a program with functions that exceed the time without log output, and record when they ran.
 
     python slowed.py NOTES.jsonl SECONDS FUNCTION ... -- SCRIPT ARGUMENTS ...
 
-A FUNCTION is "module:name" or "module:Class.name"; its first call takes so many seconds longer.
-`IMPORTS` stands for the first import of what takes seconds; the program ends with it.
-The program tells what takes long after a twentieth of them. After its end comes as long a silence,
-noted as `SILENT`: what looks for silences has to find it.
+A FUNCTION is "module:name" or "module:Class.name"; its first call is delayed by SECONDS. `IMPORTS`
+is the first import of a slow module; the program ends after it.
+
+The program reports a slow function after a twentieth of SECONDS. After its end there is a silence
+of SECONDS, recorded as `SILENT`, which a check for silences must detect.
 """
 
 import importlib
@@ -19,11 +20,11 @@ from pathlib import Path
 SILENT = "nobody tells this"
 IMPORTS = "imports"
 HEAVY = ("torch", "transformers", "datasets", "scipy")
-"""What takes seconds to import."""
+"""Modules that take seconds to import."""
 
 
 def note(file: Path, name: str, seconds: float) -> None:
-    """Takes so long, and writes down from when to when."""
+    """Sleep and record the start and the end."""
     begin = time.time()
     time.sleep(seconds)
     with file.open("a") as notes:
@@ -31,20 +32,20 @@ def note(file: Path, name: str, seconds: float) -> None:
 
 
 class SlowImports:
-    """Takes long to find a heavy module, and ends the program."""
+    """Delays the search for a heavy module, and ends the program."""
 
     def __init__(self, file: Path, seconds: float) -> None:
         self._file, self._seconds = file, seconds
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        """What `sys.meta_path` asks; finds nothing."""
+        """Find nothing; `sys.meta_path` calls this method."""
         if name in HEAVY:
             note(self._file, IMPORTS, self._seconds)
             raise SystemExit
 
 
 def owner_of(function: str) -> tuple[object, str]:
-    """The module or class that has a function, and its name there."""
+    """Return the module or class of a function, and its name there."""
     module, _, path = function.partition(":")
     *owners, name = path.split(".")
     owner = importlib.import_module(module)
@@ -54,7 +55,7 @@ def owner_of(function: str) -> tuple[object, str]:
 
 
 def slow(function: str, file: Path, seconds: float) -> None:
-    """Lets the first call of a function take longer."""
+    """Delay the first call of a function."""
     owner, name = owner_of(function)
     wrapped = getattr(owner, name)
     called = []
@@ -70,9 +71,9 @@ def slow(function: str, file: Path, seconds: float) -> None:
 
 
 def main() -> int:
-    """The program's exit code."""
-    place = sys.argv.index("--")
-    file, seconds, functions = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:place]
+    """Run the program and return its exit code."""
+    separator = sys.argv.index("--")
+    file, seconds, functions = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:separator]
     log = importlib.import_module("torchmm.common.log")
     log.QUIET_S, log.POLL_S = seconds / 20, seconds / 40
     for function in functions:
@@ -80,7 +81,7 @@ def main() -> int:
             sys.meta_path.insert(0, SlowImports(file, seconds))
         else:
             slow(function, file, seconds)
-    sys.argv = sys.argv[place + 1 :]
+    sys.argv = sys.argv[separator + 1 :]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     code = 0
     try:

@@ -1,4 +1,4 @@
-"""Text written without a cache and without a pipeline, one prompt after the other."""
+"""Text generated without a cache and without a pipeline, one prompt at a time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,16 +24,16 @@ DRAWN = Sampling(max_new_tokens=6, temperature=1.5, top_k=30, top_p=0.98, seed=5
 
 
 def prompts_of(microbatches: Iterable[Microbatch], count: int) -> list[Microbatch]:
-    """Of samples with images, and behind them one without, of another length."""
+    """Return prompts with images, and one without images that has another length."""
     step = type("Step", (), {"microbatches": list(microbatches)})
-    shown = []
+    prompts = []
     for prompt, truth, _ in held_out_prompts([step], count):  # type: ignore[list-item]
         row = prompt
-        for token in truth[: len(shown)]:  # so that lengths differ
-            row = extend_prompt(row, token[None])
-        shown.append(row)
-    assert len({p.cu_seqlens[-1] for p in shown}) == count
-    first = shown[0]
+        for token in truth[: len(prompts)]:  # so that lengths differ
+            row = grown_row(row, token[None])
+        prompts.append(row)
+    assert len({p.cu_seqlens[-1] for p in prompts}) == count
+    first = prompts[0]
     words = first.input_ids_T[:3].clone()
     words[:] = torch.tensor([7, 11, 13])
     text = replace(
@@ -46,22 +46,22 @@ def prompts_of(microbatches: Iterable[Microbatch], count: int) -> list[Microbatc
         encoders={},
         meta=MicrobatchMeta((), 3),
     )
-    return [*shown, text]
+    return [*prompts, text]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a whole model writes."""
+    """Texts and logits of an unsharded model."""
 
     greedy: list[list[int]]
     drawn: list[list[int]]
     logits: list[Tensor]
-    """(N, V) of each prompt: before each of its greedy tokens."""
+    """Logits (N, V) before each greedy token, by prompt."""
 
 
 @torch.no_grad()
 def written_again(model: MultimodalModel, prompts: Sequence[Microbatch]) -> Written:
-    """By computing the whole text for every token."""
+    """Generate texts without a cache: every token is computed from the complete text."""
     texts: list[list[list[int]]] = []
     logits: list[Tensor] = []
     for sampling in (GREEDY, DRAWN):
@@ -84,29 +84,29 @@ def written_again(model: MultimodalModel, prompts: Sequence[Microbatch]) -> Writ
 
 
 def differences(
-    pipeline: Pipeline, prompts: Sequence[Microbatch], mesh: ParallelMesh, wanted: Written
+    pipeline: Pipeline, prompts: Sequence[Microbatch], mesh: ParallelMesh, expected: Written
 ) -> list[str]:
-    """What a pipeline writes otherwise, or finds less or more likely; collective."""
+    """Return differences of texts and logits that a pipeline generates; collective."""
     problems = []
-    for sampling, texts in ((GREEDY, wanted.greedy), (DRAWN, wanted.drawn)):
-        found = generate_tokens(pipeline, prompts, mesh, sampling, ())
-        if found != texts:
-            problems.append(f"{sampling}: {found}, expected {texts}")
+    for sampling, texts in ((GREEDY, expected.greedy), (DRAWN, expected.drawn)):
+        tokens = generate_tokens(pipeline, prompts, mesh, sampling, ())
+        if tokens != texts:
+            problems.append(f"{sampling}: {tokens}, expected {texts}")
     alone = generate_tokens(pipeline, prompts[:1], mesh, GREEDY, ())
-    if alone != wanted.greedy[:1]:
-        problems.append(f"alone: {alone}, expected {wanted.greedy[0]}")
+    if alone != expected.greedy[:1]:
+        problems.append(f"alone: {alone}, expected {expected.greedy[0]}")
     if pipeline.caches_tokens:
-        problems += _errors_of_logits(pipeline, join_prompts(prompts), wanted)
+        problems += _errors_of_logits(pipeline, join_prompts(prompts), expected)
     return problems
 
 
 @torch.no_grad()
-def _errors_of_logits(pipeline: Pipeline, row: Microbatch, wanted: Written) -> list[str]:
+def _errors_of_logits(pipeline: Pipeline, row: Microbatch, expected: Written) -> list[str]:
     problems = []
-    with pipeline.text_generation():
-        for step, tokens in enumerate(zip(*wanted.greedy, strict=True)):
+    with pipeline.writing():
+        for step, tokens in enumerate(zip(*expected.greedy, strict=True)):
             logits_BV = pipeline.next_token_logits(row)
-            expected_BV = torch.stack([own[step] for own in wanted.logits])
+            expected_BV = torch.stack([logits[step] for logits in expected.logits])
             if logits_BV is not None:
                 error = (logits_BV - expected_BV).norm() / expected_BV.norm()
                 if not error <= 1e-5:

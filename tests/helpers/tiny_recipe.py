@@ -1,4 +1,4 @@
-"""The quickstart's recipe shrunk to a model and batch that train in a fraction of a second."""
+"""The recipe of the quickstart with a model and batch that train in a fraction of a second."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ ONLY_TRAINS = {
     "--checkpoint.interval": 0,
     "--checkpoint.export_hf": "false",
 }
-"""Of a run of a few steps that neither validates nor saves."""
+"""Overrides of a run of a few steps that neither validates nor saves."""
 SIZES = {
     LLM + "hidden_size": 48,
     LLM + "intermediate_size": 64,
@@ -45,7 +45,7 @@ SIZES = {
 
 
 def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
-    """Command-line overrides; `changes` are keys with "__" for the dot."""
+    """Return command-line overrides; `changes` are keys with "__" in place of the dot."""
     values = {
         **SIZES,
         "--name": run_dir.name,
@@ -62,21 +62,21 @@ def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
 
 
 def tiny_recipe(run_dir: Path, data: Path, world_size: int = 1, **changes: object) -> Recipe:
-    """The recipe itself."""
+    """Return the recipe."""
     return load_recipe(QUICKSTART, overrides(run_dir, data, **changes), world_size).recipe
 
 
 def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
-    """Command line of train.py for the recipe."""
+    """Return the command line of train.py for the recipe."""
     return ["--config", str(QUICKSTART), *overrides(run_dir, data, **changes)]
 
 
 def records(run_dir: Path) -> list[dict]:
-    """Lines of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Everything in the newest checkpoint: parameters, optimizer state, random state."""
+    """Return all tensors of the newest checkpoint: parameters, optimizer and random states."""
     files = sorted(list_steps(run_dir / "checkpoints")[0].glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}

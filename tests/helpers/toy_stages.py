@@ -1,10 +1,10 @@
-"""Small stages for any stage graph, and the same step in one piece as the reference.
+"""Small stages for any stage graph, and the same step in a single autograd graph as the reference.
 
-A stage has two weights, one of which it uses twice. Its output depends on all of its inputs, its
-number of rows on the microbatch and the sub-microbatch. Stages with several consumers give all of
-them the same tensor, or views of one where the consumers are sub-microbatches; some add a tensor
-of integers, which gets no gradient. The last stages of modules with whole microbatches, and all
-stages without consumers, give a loss.
+A stage has two weights and uses one of them twice. Its output depends on all inputs, and its number
+of rows on the microbatch and the sub-microbatch. Stages with several consumers send the same tensor
+to all of them, or views of one tensor if the consumers are sub-microbatches; some add an integer
+tensor, which has no gradient. The last stages of modules without sub-microbatches, and all stages
+without consumers, return a loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ToyModule(nn.Module):
 
 
 class ToyStage(PipelineStage):
-    """`microbatch` is a number from which data are made."""
+    """A stage whose `microbatch` is a number that determines its data."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
@@ -71,9 +71,9 @@ def integers_of(message: Message) -> tuple[Tensor, ...]:
 
 
 def gives_loss(stage: int, graph: StageGraph) -> bool:
-    own = graph.layout.stages[stage]
+    spec = graph.layout.stages[stage]
     following = [graph.layout.stages[d].module for d in graph.layout.destinations[stage]]
-    return not following or (not graph.layout.has_parts(stage) and own.module not in following)
+    return not following or (not graph.layout.has_parts(stage) and spec.module not in following)
 
 
 def toy_specs(graph: StageGraph) -> MessageSpecs:
@@ -87,7 +87,7 @@ def toy_specs(graph: StageGraph) -> MessageSpecs:
 
 
 def toy_stages(graph: StageGraph, rank: int | None = None) -> dict[int, ToyStage]:
-    """Those of a rank, or all."""
+    """Return the stages of a rank, or all."""
     return {
         s.index: ToyStage(ToyModule(s.index, s.trainable))
         for s in graph.layout.stages
@@ -98,7 +98,7 @@ def toy_stages(graph: StageGraph, rank: int | None = None) -> dict[int, ToyStage
 def reference(
     graph: StageGraph, seeds: Sequence[int], loss_scale: float
 ) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Losses by microbatch and gradients by name, from one graph of autograd over all stages."""
+    """Return losses by microbatch and gradients by name, from one autograd graph of all stages."""
     stages = toy_stages(graph)
     outputs: dict[Message, tuple[Tensor, ...]] = {}
     losses: dict[int, Tensor] = {}
@@ -115,7 +115,7 @@ def reference(
 
 
 def gradients(stages: dict[int, ToyStage]) -> dict[str, Tensor]:
-    """By stage and name, zeros for trained weights that nothing has reached."""
+    """Return gradients by stage and name, zeros for trained weights without a gradient."""
     return {
         f"{index}.{name}": torch.zeros_like(p) if p.grad is None else p.grad
         for index, stage in stages.items()
@@ -125,7 +125,7 @@ def gradients(stages: dict[int, ToyStage]) -> dict[str, Tensor]:
 
 
 def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors of gradients that are not equal to 1e-5."""
+    """Return relative errors above 1e-5 of gradients."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     scale = max([1e-12, *(w.norm().item() for w in wanted.values())])
     errors = {}

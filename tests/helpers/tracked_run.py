@@ -31,7 +31,7 @@ def recorder(run_dir: Path, start_step: int = 0, **config) -> MetricsRecorder:
 
 
 def rank_values(**values: float) -> dict[str, float]:
-    """Metrics that one rank measures."""
+    """Return the metrics that one rank measures."""
     names = [name for name, metric in METRICS.items() if metric.reduce is not None]
     return {**dict.fromkeys([*names, "flops"], 0), **values}
 
@@ -64,12 +64,12 @@ def write_timeline(run_dir: Path, step: int) -> list[ActionRecord]:
 
 
 def finished_run(run_dir: Path, **config) -> None:
-    made = recorder(run_dir, **config)
-    made.record(record(1))
+    metrics = recorder(run_dir, **config)
+    metrics.record(record(1))
     write_sample(run_dir, 2)
     write_timeline(run_dir, 2)
     export = run_dir / "hf"
     export.mkdir()
     (export / "config.json").write_text("{}")
-    made.record(record(2))
-    made.close()
+    metrics.record(record(2))
+    metrics.close()

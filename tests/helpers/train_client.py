@@ -1,8 +1,9 @@
-"""Lets a `TrainServer` run train.py instead of this process; for torchrun to start.
+"""Run train.py in a process of a `TrainServer` instead of this process, started by torchrun.
 
 usage: train_client.py SOCKET ARGUMENTS...
 
-Passes its environment and output on, forwards SIGTERM and ends as train.py ended.
+The client passes on its environment and output, forwards SIGTERM and exits with the code of
+train.py.
 """
 
 import json

@@ -1,15 +1,15 @@
-"""Runs train.py many times without paying for its imports every time.
+"""Run train.py many times without importing its modules every time.
 
-A warm process imports everything once and forks one child per rank; a child calls the `main` of
-train.py (or of another script) as `python train.py ARGUMENTS` would. The warm process has no
-thread but that of pyarrow's allocator, which is prepared for forks.
+A server process imports all modules once and forks one child per rank; a child calls the `main` of
+train.py (or of another script) as `python train.py ARGUMENTS` would. The server has no thread
+except that of pyarrow's allocator, which supports forks.
 
     with TrainServer() as server:
         run = server.start([arguments], log_dir, ranks=2)
         run.kill(1, signal.SIGKILL)
         assert run.wait() == [6, -9]
 
-`train_client.py` stands for `train.py` where something else, such as torchrun, starts the ranks.
+`train_client.py` replaces `train.py` if another program, such as torchrun, starts the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLIENT = Path(__file__).with_name("train_client.py")
 
 
 class ForkedRank:
-    """A process of the server, with what `subprocess.Popen` has to wait for it and to kill it."""
+    """A process of the server with the methods of `subprocess.Popen` that end and wait for it."""
 
     def __init__(self, address: str, job: dict) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -51,21 +51,21 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing happens if the process has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        """Exit code (-N: killed by signal N), or None while it runs."""
+        """Return the exit code (-N: killed by signal N), or None while the process runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Exit code.
+        """Return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs after that time.
+            subprocess.TimeoutExpired: The process still runs after that time.
         """
         if self.returncode is None:
             if not select.select([self._socket], [], [], timeout_s)[0]:
@@ -78,26 +78,26 @@ class ForkedRank:
 
 @dataclass
 class Run:
-    """One run of train.py: a process per rank, each with a log file."""
+    """A run of train.py with a process and a log file for each rank."""
 
     processes: list[ForkedRank]
     logs: list[Path]
 
     def kill(self, rank: int, number: signal.Signals) -> None:
-        """Sends a signal to one rank."""
+        """Send a signal to one rank."""
         self.processes[rank].send_signal(number)
 
     def wait(self) -> list[int]:
-        """Exit codes by rank (-N: killed by signal N) when all have ended."""
+        """Return exit codes by rank (-N: killed by signal N) after all have ended."""
         return [process.wait() for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
-        """What a rank has written to stdout and stderr so far."""
+        """Return the stdout and stderr of a rank so far."""
         return self.logs[rank].read_text(errors="replace")
 
 
 class TrainServer:
-    """The warm process. Leaving the block ends it and all it started."""
+    """The server process. The end of the block ends it and all its children."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="train")
@@ -126,10 +126,10 @@ class TrainServer:
         script: Path = TRAIN,
         **env: object,
     ) -> Run:
-        """Starts train.py; with more than one rank in the environment torchrun would give.
+        """Start train.py, with the environment of torchrun if there is more than one rank.
 
         Args:
-            script: to start instead; it must have a `main` that returns the exit code or None.
+            script: Script to start instead, with a `main` that returns the exit code or None.
         """
         log_dir.mkdir(parents=True, exist_ok=True)
         logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
@@ -137,8 +137,8 @@ class TrainServer:
         processes = []
         for rank, log in enumerate(logs):
             log.write_text("")
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-            rank_env = {**address, **where, **env} if ranks > 1 else env
+            rank_variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            rank_env = {**address, **rank_variables, **env} if ranks > 1 else env
             job = {
                 "log": str(log),
                 "env": {k: str(v) for k, v in rank_env.items()},
@@ -151,16 +151,16 @@ class TrainServer:
     def run(
         self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **options: Any
     ) -> tuple[list[int], str]:
-        """Exit codes by rank and rank 0's output of a whole run; `options` as for `start`."""
+        """Return exit codes by rank and the output of rank 0; `options` as for `start`."""
         run = self.start(arguments, log_dir, ranks, **options)
         return run.wait(), run.output()
 
 
 def _serve(address: str) -> None:
-    import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
+    import torchmm.training.run  # noqa: F401, PLC0415 - import once for all ranks
 
-    gc.freeze()  # ranks leave the objects of imports alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
+    gc.freeze()  # the garbage collector of ranks ignores imported objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the server does not wait for its watchers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -175,7 +175,7 @@ def _serve(address: str) -> None:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Starts one rank, reports its process id and, when it has ended, its exit code."""
+    """Start one rank, report its process id and, after its end, its exit code."""
     with connection.makefile("rw") as stream:
         job = json.loads(stream.readline())
         child = os.fork()

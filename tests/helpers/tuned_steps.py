@@ -1,4 +1,4 @@
-"""What tuned steps use on a CPU, at every single allocation, against the limits they were given."""
+"""Memory of tuned steps on a CPU at each allocation, compared with their limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,11 +30,11 @@ from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 SHARES = (1.0, 0.5, 0.0)
-"""Of the way from the least that a plan can do with to the most that it can use."""
+"""Positions of limits between the minimum that a plan needs and the maximum that it can use."""
 
 
 class Peaks(NamedTuple):
-    """Of a step, in bytes."""
+    """Peak memory of a step in bytes."""
 
     limit: int
     predicted: int
@@ -42,11 +42,11 @@ class Peaks(NamedTuple):
 
 
 class TunedStep:
-    """A model in a pipeline of one rank, whatever order its tasks run in.
+    """A model in a pipeline of one rank with any order of tasks.
 
     Args:
-        model: on the CPU, with weights, cut into `stages`, whose layers may choose.
-        layout: of the stages.
+        model: Model on the CPU with weights, divided into `stages`, whose layers have modes.
+        layout: Layout of the stages.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class TunedStep:
     def plan(
         self, schedule: str, batch: Sequence[Microbatch], parts: Mapping[str, tuple[int, ...]]
     ) -> PipelinePlan:
-        """Args:
-        parts: sub-microbatches of each microbatch, by module.
+        """Return the plan of a step.
+
+        Args:
+            parts: Sub-microbatches of each microbatch, by module.
         """
         graph = StageGraph(self.layout, len(batch), parts)
         metas = [m.meta for m in batch]
@@ -75,19 +77,19 @@ class TunedStep:
     def tuned(
         self, plan: PipelinePlan, batch: Sequence[Microbatch], shares: Sequence[float] = SHARES
     ) -> Iterator[Peaks]:
-        """With limits from the loosest to the tightest."""
-        given = [m.meta for m in batch]
+        """Yield the peaks for limits from the highest to the lowest."""
+        metas = [m.meta for m in batch]
         targets = [m.target_count for m in batch]
         tuning = LayerTuning(self.costs, self.names, 0)
-        (needs,) = memory_needs(plan, self.descriptions, given, tuning, targets)
+        (needs,) = memory_needs(plan, self.descriptions, metas, tuning, targets)
         for share in shares:
             limit = round(needs.least_bytes + share * (needs.most_bytes - needs.least_bytes))
             limited = replace(tuning, memory_limit_bytes=limit)
-            found = tune_layers(plan, self.descriptions, given, limited, targets)
-            yield Peaks(limit, found.peak_bytes[0], self.peak_bytes(found.plan, batch))
+            result = tune_layers(plan, self.descriptions, metas, limited, targets)
+            yield Peaks(limit, result.peak_bytes[0], self.peak_bytes(result.plan, batch))
 
     def peak_bytes(self, plan: PipelinePlan, batch: Sequence[Microbatch]) -> int:
-        """Of a step, with the state of an optimizer."""
+        """Return the peak of a step, including optimizer states."""
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
         with CountPeak(held_in_a_step(self.model, batch)) as counter:
@@ -98,11 +100,11 @@ class TunedStep:
 def cut_in_two(
     config: Mapping, metas: Sequence[MicrobatchMeta], freeze: Sequence[str] = ()
 ) -> TunedStep:
-    """All modules in stages of two and two layers, of four.
+    """Return four layers per module in two stages of two layers each.
 
     Args:
-        config: of the model section.
-        metas: that stages are cut for.
+        config: Config of the model section.
+        metas: Microbatches that determine the stages.
     """
     model = build_model(ModelConfig.model_validate(config), FreezeConfig(modules=list(freeze)))
     modules = module_layers([m.describe() for m in model.modality_modules()], metas)

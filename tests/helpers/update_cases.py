@@ -1,4 +1,4 @@
-"""A small model whose update is compared with another one, and non-finite steps."""
+"""A small model whose update is compared with another update, and non-finite steps."""
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Trained:
-    """A net with all that an update changes."""
+    """A net with all tensors that an update changes."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, **settings) -> None:
         config = OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **settings})
@@ -65,14 +65,14 @@ class Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of parameters, states and averages."""
-        found = {}
+        copies = {}
         for name, parameter in self.net.named_parameters():
-            found[name] = parameter.detach().clone()
+            copies[name] = parameter.detach().clone()
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = value.clone()
+                copies[f"{name}.{key}"] = value.clone()
             if parameter in self.average.averages:
-                found[f"{name}.average"] = self.average.averages[parameter].clone()
-        return found
+                copies[f"{name}.average"] = self.average.averages[parameter].clone()
+        return copies
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

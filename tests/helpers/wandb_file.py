@@ -1,4 +1,4 @@
-"""Reads what W&B has written offline: a log in LevelDB's format, of protocol buffers."""
+"""Read a file that W&B wrote offline: a LevelDB log of protocol buffers."""
 
 import json
 import struct
@@ -14,44 +14,44 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def read_wandb(file: Path) -> list[Record]:
-    """All records of a .wandb file."""
-    found = []
+    """Return all records of a .wandb file."""
+    records = []
     for data in _chunks(file.read_bytes()):
         record = Record()
         record.ParseFromString(data)
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
-    at, whole = HEADER, b""
+    offset, content = HEADER, b""
     assert data[:4] == b":W&B"
-    while at + HEADER <= len(data):
-        left = BLOCK - at % BLOCK
-        if left < HEADER:  # what is too small for a header is empty
-            at += left
+    while offset + HEADER <= len(data):
+        left = BLOCK - offset % BLOCK
+        if left < HEADER:  # a rest that is smaller than a header is empty
+            offset += left
             continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        _, length, kind = struct.unpack("<IHB", data[offset : offset + HEADER])
         if kind == 0:
             return
-        whole += data[at + HEADER : at + HEADER + length]
-        at += HEADER + length
+        content += data[offset + HEADER : offset + HEADER + length]
+        offset += HEADER + length
         if kind in (FULL, LAST):
-            yield whole
-            whole = b""
+            yield content
+            content = b""
 
 
 def history(records: list[Record]) -> list[dict[str, Any]]:
-    """What was logged, in order."""
+    """Return the logged values in order."""
     return [_values(record) for record in records if record.HasField("history")]
 
 
 def _values(record: Record) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in record.history.item:
-        *above, last = list(item.nested_key) or [item.key]
-        place = found
-        for key in above:
-            place = place.setdefault(key, {})
-        place[last] = json.loads(item.value_json)
-    return found
+        *parents, last = list(item.nested_key) or [item.key]
+        target = values
+        for key in parents:
+            target = target.setdefault(key, {})
+        target[last] = json.loads(item.value_json)
+    return values

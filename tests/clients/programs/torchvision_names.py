@@ -1,4 +1,4 @@
-"""Names of torchvision's compiled operators, which `environment.sh` lets it find."""
+"""Names of compiled operators of torchvision, which `environment.sh` makes importable."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """Run the examples on the cards of exports, with the packages that the cards require.
 
-python with_cards.py JOBS ANSWERS    (both JSON; one process, a card after the other)
+python with_cards.py JOBS ANSWERS    (both JSON; one process for all cards)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run all examples. Errors are answers, too."""
+    """Run all examples. Errors are part of the answers."""
     answers: dict[str, dict] = {}
     for job in json.loads(Path(sys.argv[1]).read_text()):
         printed = io.StringIO()
@@ -22,7 +22,7 @@ def main() -> None:
             with contextlib.redirect_stdout(printed):
                 exec(job["code"], {})
             answers[job["family"]] = {"text": printed.getvalue().removesuffix("\n")}
-        except Exception as error:  # of a foreign program: the test reports it
+        except Exception as error:  # of another program; the test reports it
             answers[job["family"]] = {"error": f"{type(error).__name__}: {error}"}
     versions = {"transformers": version("transformers")}
     Path(sys.argv[2]).write_text(json.dumps({"versions": versions, "answers": {"cards": answers}}))

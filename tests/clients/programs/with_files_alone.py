@@ -1,4 +1,4 @@
-"""safetensors and tokenizers by themselves: what a program without transformers and torch reads.
+"""Read exports with safetensors and tokenizers only, without transformers and torch.
 
 python with_files_alone.py JOBS ANSWERS    (both JSON)
 """
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 
 def read(job: dict) -> dict:
-    """Shapes of tensors by name, and ids of a text."""
+    """Return shapes of tensors by name, and the ids of a text."""
     directory = Path(job["directory"])
     with safe_open(directory / "model.safetensors", "numpy") as opened:
         names = opened.keys()
@@ -25,13 +25,13 @@ def read(job: dict) -> dict:
 
 
 def main() -> None:
-    """All jobs."""
+    """Run all jobs."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     answers = {job["family"]: read(job) for job in jobs}
     loaded = {"torch", "transformers"} & set(sys.modules)
     versions = {name: version(name) for name in ("safetensors", "tokenizers")}
-    found = {"versions": versions, "answers": {"files": answers}, "loaded": sorted(loaded)}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    result = {"versions": versions, "answers": {"files": answers}, "loaded": sorted(loaded)}
+    Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

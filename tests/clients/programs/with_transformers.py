@@ -1,6 +1,6 @@
-"""transformers, PEFT and TRL: open exports, and use them on a chat as their documents say.
+"""Open exports with transformers, PEFT and TRL, and use them on a chat as documented.
 
-python with_transformers.py JOBS ANSWERS    (both JSON; one process, a model after the other)
+python with_transformers.py JOBS ANSWERS    (both JSON; one process for all models)
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from trl import SFTConfig, SFTTrainer
 
 
 def chat_of(job: dict, answered: bool) -> list[dict[str, Any]]:
-    """Messages, with the picture in them."""
+    """Return messages with the image in them."""
     if job["picture"] is None:
-        said: list[dict[str, Any]] = [{"role": "user", "content": job["question"]}]
-        return [*said, {"role": "assistant", "content": job["answer"]}] if answered else said
+        messages: list[dict[str, Any]] = [{"role": "user", "content": job["question"]}]
+        return (
+            [*messages, {"role": "assistant", "content": job["answer"]}] if answered else messages
+        )
     parts: list[dict[str, Any]] = [
         {"type": "image", "image": Image.open(job["picture"]).convert("RGB")},
         {"type": "text", "text": job["question"]},
     ]
-    said = [{"role": "user", "content": parts}]
+    messages = [{"role": "user", "content": parts}]
     reply = {"role": "assistant", "content": [{"type": "text", "text": job["answer"]}]}
-    return [*said, reply] if answered else said
+    return [*messages, reply] if answered else messages
 
 
 def opened(job: dict) -> tuple[Any, Any]:
-    """Model, and processor or tokenizer, by the automatic classes."""
-    seen = job["picture"] is not None
-    kind = AutoModelForImageTextToText if seen else AutoModelForCausalLM
+    """Return model, and processor or tokenizer, of the automatic classes."""
+    has_image = job["picture"] is not None
+    kind = AutoModelForImageTextToText if has_image else AutoModelForCausalLM
     model = kind.from_pretrained(job["directory"], attn_implementation="eager")
-    processor = (AutoProcessor if seen else AutoTokenizer).from_pretrained(job["directory"])
+    processor = (AutoProcessor if has_image else AutoTokenizer).from_pretrained(job["directory"])
     return model, processor
 
 
 def prepared(job: dict, processor: Any, answered: bool) -> Any:
-    """Inputs that the processor makes of the chat."""
+    """Return the inputs that the processor makes of the chat."""
     return processor.apply_chat_template(
         chat_of(job, answered),
         tokenize=True,
@@ -62,21 +64,21 @@ def prepared(job: dict, processor: Any, answered: bool) -> Any:
 
 
 def open_by_classes(job: dict) -> dict:
-    """Ids and loss of the chat, and the text after its question."""
+    """Return ids and loss of the chat, and the text after its question."""
     model, processor = opened(job)
     inputs = prepared(job, processor, answered=True)
     targets = torch.tensor([[-100, *job["targets"][:-1]]])
-    found: dict[str, Any] = {"class": type(model).__name__, "ids": inputs["input_ids"][0].tolist()}
+    result: dict[str, Any] = {"class": type(model).__name__, "ids": inputs["input_ids"][0].tolist()}
     if targets.shape == inputs["input_ids"].shape:
         with torch.no_grad():
-            found["loss"] = model(**inputs, labels=targets).loss.item()
+            result["loss"] = model(**inputs, labels=targets).loss.item()
     prompt = prepared(job, processor, answered=False)
-    written = model.generate(**prompt, **_likeliest(job))[0].tolist()
+    written = model.generate(**prompt, **_greedy_settings(job))[0].tolist()
     length = prompt["input_ids"].shape[1]
-    return {**found, "prompt_ids": written[:length], "tokens": written[length:]}
+    return {**result, "prompt_ids": written[:length], "tokens": written[length:]}
 
 
-def _likeliest(job: dict) -> dict[str, Any]:
+def _greedy_settings(job: dict) -> dict[str, Any]:
     unwritten = [] if job["unwritten"] is None else [job["unwritten"]]
     settings: dict[str, Any] = {"do_sample": False, "suppress_tokens": unwritten or None}
     count = job["count"]
@@ -84,23 +86,23 @@ def _likeliest(job: dict) -> dict[str, Any]:
 
 
 def by_pipeline(job: dict) -> dict:
-    """The text that a pipeline writes after the question."""
+    """Return the text that a pipeline generates after the question."""
     task = "text-generation" if job["picture"] is None else "image-text-to-text"
     pipe = pipeline(task, model=job["directory"], device="cpu")
     pipe.model.set_attn_implementation("eager")
     pipe.model.generation_config.eos_token_id = None
-    settings = _likeliest(job)
+    settings = _greedy_settings(job)
     if task == "text-generation":
-        (found,) = pipe(chat_of(job, answered=False), return_full_text=False, **settings)
+        (result,) = pipe(chat_of(job, answered=False), return_full_text=False, **settings)
     else:
-        (found,) = pipe(
+        (result,) = pipe(
             text=chat_of(job, answered=False), return_full_text=False, generate_kwargs=settings
         )
-    return {"text": found["generated_text"]}
+    return {"text": result["generated_text"]}
 
 
 def by_trl(job: dict) -> dict:
-    """The loss of one step of its trainer for supervised fine-tuning."""
+    """Return the loss of one step of the trainer for supervised fine-tuning."""
     model, processor = opened(job)
     row: dict[str, Any] = {
         "messages": [
@@ -142,7 +144,7 @@ def by_trl(job: dict) -> dict:
 
 
 def by_peft(job: dict) -> dict:
-    """LoRA on the export: the loss is that of the export, until an adapter learns."""
+    """Add LoRA to the export and return its initial loss, which is that of the export."""
     model, processor = opened(job)
     inputs = prepared(job, processor, answered=True)
     targets = torch.tensor([[-100, *job["targets"][:-1]]])
@@ -157,7 +159,7 @@ def by_peft(job: dict) -> dict:
 
 
 def with_our_adapter(job: dict) -> dict:
-    """An adapter that a run exported, on the model that it began with."""
+    """Return the loss with an adapter of a training run on its base model."""
     if "adapter" not in job:
         return {}
     model, processor = opened(job)
@@ -178,16 +180,16 @@ USES: dict[str, Callable[[dict], dict]] = {
 
 
 def main() -> None:
-    """All jobs; what fails is an answer, too."""
+    """Run all jobs. Errors are part of the answers."""
     answers: dict[str, dict[str, dict]] = {}
     uses = sys.argv[3:] or list(USES)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         for use in uses:
             try:
-                found = USES[use](job)
-            except Exception as error:  # of a foreign program: the test says it
-                found = {"error": f"{type(error).__name__}: {error}"}
-            answers.setdefault(use, {})[job["family"]] = found
+                result = USES[use](job)
+            except Exception as error:  # of another program; the test reports it
+                result = {"error": f"{type(error).__name__}: {error}"}
+            answers.setdefault(use, {})[job["family"]] = result
     versions = {name: version(name) for name in ("transformers", "peft", "trl")}
     Path(sys.argv[2]).write_text(json.dumps({"versions": versions, "answers": answers}))
 
